@@ -1,0 +1,136 @@
+"""Input checks shared by every public function: one clear sentence per mistake."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int = 1) -> None:
+    """Raise unless ``x`` is a tensor of a supported floating dtype with the right number of dims."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if x.dtype not in FLOATING:
+        raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if ndim is not None and x.dim() != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}")
+    if x.dim() < min_ndim:
+        raise ValueError(f"{name} must have at least {min_ndim} dimensions, got {tuple(x.shape)}")
+
+
+def check_pair(
+    student: Tensor, teacher: Tensor, ndim: int | None = None, min_ndim: int = 1
+) -> None:
+    """Check both sides of a loss: floating, same dtype and device, teacher without gradient."""
+    check_floating("student", student, ndim, min_ndim)
+    check_floating("teacher", teacher, ndim, min_ndim)
+    check_like("teacher", teacher, "student", student)
+    check_no_grad("teacher", teacher)
+
+
+def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    """Raise unless ``x`` has the dtype and device of ``like``."""
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device} but {like_name} is on {like.device}")
+    if x.dtype != like.dtype:
+        raise TypeError(
+            f"{name} is {x.dtype} but {like_name} is {like.dtype}; convert one, "
+            f"for example {name}.to({like_name}.dtype)"
+        )
+
+
+def check_no_grad(name: str, x: Tensor) -> None:
+    """Raise if ``x`` requires grad: nothing is ever learned on the teacher's side."""
+    if x.requires_grad:
+        raise ValueError(
+            f"{name} requires grad; run it under torch.no_grad() or pass {name}.detach()"
+        )
+
+
+def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> None:
+    """Raise unless ``x.shape == shape``; ``meaning`` says where the expected shape comes from."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)} ({meaning}), got {tuple(x.shape)}")
+
+
+def check_mask(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor | None:
+    """Return ``mask`` as bool (True = real token), or None. ``shape`` is (B, N) of the features."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a Tensor, got {type(mask).__name__}")
+    check_shape("mask", mask, shape, "the leading dimensions of student")
+    if mask.device != device:
+        raise ValueError(f"mask is on {mask.device} but student is on {device}")
+    if mask.dtype == torch.bool:
+        return mask
+    # Only on the CPU: on a GPU reading the values would synchronise.
+    if (
+        mask.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not bool(((mask == 0) | (mask == 1)).all())
+    ):
+        raise ValueError("mask must hold only 0 (padding) and 1 (real token)")
+    return mask != 0
+
+
+def check_labels(name: str, labels: Tensor, size: int, device: torch.device) -> None:
+    """Raise unless ``labels`` is a 1-d tensor of ``size`` entries on ``device``."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(labels).__name__}")
+    check_shape(name, labels, (size,), "one label per row")
+    if labels.device != device:
+        raise ValueError(f"{name} is on {labels.device} but the features are on {device}")
+    if labels.dtype.is_complex:
+        raise TypeError(f"{name} must be integers or real numbers, got {labels.dtype}")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``; the message names the nearest one."""
+    choices = tuple(choices)
+    if value in choices:
+        return
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+
+
+def check_positive_int(name: str, value: int) -> None:
+    """Raise unless ``value`` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_number(
+    name: str, value: float, *, above: float | None = None, at_least: float | None = None
+) -> None:
+    """Raise unless ``value`` is a finite real number within the bound."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not -float("inf") < value < float("inf"):
+        raise ValueError(f"{name} must be finite, got {value}")
+    if above is not None and not value > above:
+        raise ValueError(f"{name} must be greater than {above}, got {value}")
+    if at_least is not None and not value >= at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
+def layer_pairs(
+    student: Tensor | Sequence[Tensor], teacher: Tensor | Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Pair up ``Tensor | list[Tensor]`` arguments, one entry per layer."""
+    students = [student] if isinstance(student, Tensor) else list(student)
+    teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
+    if len(students) != len(teachers):
+        raise ValueError(
+            f"student has {len(students)} layers but teacher has {len(teachers)}; "
+            "pass as many of one as of the other"
+        )
+    if not students:
+        raise ValueError("student and teacher are empty lists; pass at least one layer")
+    return list(zip(students, teachers, strict=True))

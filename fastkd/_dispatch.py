@@ -1,0 +1,62 @@
+"""The one place that decides which backend runs a loss."""
+
+import functools
+import importlib.util
+import os
+
+from torch import Tensor
+
+from fastkd._checks import check_choice
+
+BACKENDS = ("auto", "torch", "triton")
+
+# Public functions that have a Triton kernel.
+TRITON_FUNCTIONS: set[str] = set()
+
+
+class BackendUnavailable(RuntimeError, ValueError):
+    """The backend that was asked for can't run this call here; the message says why."""
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """Whether the triton package is there (it is imported only when a kernel starts)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not_triton(function: str, x: Tensor, unsupported: str | None = None) -> str | None:
+    """Why the Triton kernel of ``function`` can't run on ``x``, or None if it can.
+
+    ``unsupported`` is the caller's own reason: an option that the kernel does not implement.
+    """
+    if function not in TRITON_FUNCTIONS:
+        return f"{function} has no Triton kernel"
+    if unsupported is not None:
+        return unsupported
+    if not triton_installed():
+        return "the triton package is not installed"
+    if x.device.type != "cuda" and not triton_interpreted():
+        return f"student is on {x.device}, and Triton kernels run on CUDA"
+    return None
+
+
+def use_triton(backend: str, function: str, x: Tensor, unsupported: str | None = None) -> bool:
+    """Whether ``function`` runs on Triton for input ``x``.
+
+    ``auto`` takes Triton on CUDA when the kernel can run, else PyTorch; an explicit
+    ``"triton"`` that can't run raises BackendUnavailable with the reason.
+    """
+    check_choice("backend", backend, BACKENDS)
+    if backend == "torch":
+        return False
+    reason = why_not_triton(function, x, unsupported)
+    if backend == "auto":
+        return reason is None and x.device.type == "cuda"
+    if reason is not None:
+        raise BackendUnavailable(f"backend='triton' can't run {function}: {reason}")
+    return True

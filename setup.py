@@ -1,0 +1,5 @@
+"""Build script; everything declarative is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,33 @@
+"""One yardstick for all tests: as close to the float64 oracle as plain PyTorch, plus one table."""
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# Allowed error relative to the oracle's norm, above the reference's own error in that dtype.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 5e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
+
+
+def relative_error(actual: Tensor, oracle: Tensor, floor: float = 1e-8) -> float:
+    """‖actual − oracle‖ / ‖oracle‖ in float64; NaN anywhere gives inf."""
+    actual, oracle = actual.detach().double().cpu(), oracle.detach().double().cpu()
+    assert actual.shape == oracle.shape, (actual.shape, oracle.shape)
+    error = (actual - oracle).norm() / oracle.norm().clamp_min(floor)
+    return float("inf") if error.isnan() else error.item()
+
+
+def assert_accurate(
+    actual: Tensor, oracle: Tensor, dtype: torch.dtype, reference: Tensor | None = None
+) -> None:
+    """``actual`` errs no more than ``reference`` (plain PyTorch in ``dtype``) plus TOLERANCE."""
+    allowed = TOLERANCE[dtype]
+    if reference is not None:
+        allowed += relative_error(reference, oracle)
+    error = relative_error(actual, oracle)
+    assert error <= allowed, f"relative error {error:.3g} > {allowed:.3g} in {dtype}"
