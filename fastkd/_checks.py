@@ -10,7 +10,7 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int = 1) -> None:
-    """Raise unless ``x`` is a tensor of a supported floating dtype with the right number of dims."""
+    """Raise unless ``x`` is a tensor of a supported floating dtype and number of dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
     if x.dtype not in FLOATING:
