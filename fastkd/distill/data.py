@@ -1,0 +1,530 @@
+"""Labelled text for `fastkd distill`: GLUE tasks, any hub dataset, local TSV, CSV and JSON lines.
+
+Every row is read and checked before anything is trained; a mistake is one InputError that names
+the option, or the file and the row (counted as an editor does: the first line is row 1).
+"""
+
+import csv
+import difflib
+import io
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from fastkd._extras import require
+
+
+class InputError(ValueError):
+    """What the user gave can't be used; the message names the option, or the file and row."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known names, and the one closest to ``name``, as the end of an error message."""
+    known = list(known)
+    folded = {candidate.casefold(): candidate for candidate in reversed(known)}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return f"known: {listed}" + (f"; did you mean {folded[near[0]]!r}?" if near else "")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where text, second text and label stand; without a header the names are 0, 1, 2, ..."""
+
+    text: str | None = None
+    pair: str | None = None
+    label: str = "label"
+    header: bool = True
+
+
+@dataclass(frozen=True)
+class Task:
+    """A GLUE task: its columns on the hub and in GLUE's own files, and how it is scored."""
+
+    hub: Columns
+    file: Columns
+    metrics: tuple[str, ...] = ("accuracy",)
+    regression: bool = False
+    eval_splits: tuple[str, ...] = ("validation",)
+
+
+_SENTENCES = Columns("sentence1", "sentence2")
+GLUE = "nyu-mll/glue"
+TASKS = {
+    "cola": Task(Columns("sentence"), Columns("3", None, "1", header=False), ("mcc",)),
+    "sst2": Task(Columns("sentence"), Columns("sentence")),
+    "mrpc": Task(_SENTENCES, Columns("#1 String", "#2 String", "Quality"), ("f1", "accuracy")),
+    "stsb": Task(
+        _SENTENCES,
+        Columns("sentence1", "sentence2", "score"),
+        ("pearson", "spearman"),
+        regression=True,
+    ),
+    "qqp": Task(
+        Columns("question1", "question2"),
+        Columns("question1", "question2", "is_duplicate"),
+        ("f1", "accuracy"),
+    ),
+    "mnli": Task(
+        Columns("premise", "hypothesis"),
+        Columns("sentence1", "sentence2", "gold_label"),
+        eval_splits=("validation_matched", "validation_mismatched"),
+    ),
+    "qnli": Task(Columns("question", "sentence"), Columns("question", "sentence")),
+    "rte": Task(_SENTENCES, _SENTENCES),
+}
+CLASSIFICATION_METRICS = ("accuracy", "mcc", "f1")
+REGRESSION_METRICS = ("pearson", "spearman", "mse")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One split as it was read: labels still as they stand in the source."""
+
+    source: str
+    numbers: list[int]
+    texts: list[str]
+    pairs: list[str] | None
+    labels: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def sample(self, limit: int | None, seed: int) -> "Rows":
+        """At most ``limit`` rows, drawn without replacement, in their first order."""
+        if limit is None or limit >= len(self):
+            return self
+        keep = sorted(random.Random(seed).sample(range(len(self)), limit))
+        return replace(
+            self,
+            numbers=[self.numbers[i] for i in keep],
+            texts=[self.texts[i] for i in keep],
+            pairs=None if self.pairs is None else [self.pairs[i] for i in keep],
+            labels=[self.labels[i] for i in keep],
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and evaluation rows with encoded labels.
+
+    ``names`` are the class names, label i being ``names[i]``; None for regression. ``evals`` maps
+    the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI mismatched.
+    """
+
+    train: Rows
+    evals: dict[str, Rows]
+    names: list[str] | None
+    metrics: tuple[str, ...]
+
+    @property
+    def num_labels(self) -> int:
+        return 1 if self.names is None else len(self.names)
+
+
+def read_file(path: Path, columns: Columns, option: str) -> Rows:
+    """Read a .tsv (unquoted, as GLUE's), .csv or .jsonl file; ``option`` is named in messages."""
+    if not path.is_file():
+        what = "is a directory, not a file" if path.is_dir() else "no such file"
+        raise InputError(f"{option} {path}: {what}")
+    readers = {".tsv": _tsv, ".csv": _csv, ".jsonl": _jsonl, ".json": _jsonl}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise InputError(f"{option} {path}: unknown kind of file; use .tsv, .csv or .jsonl")
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        row = content[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}, row {row}: not UTF-8 text") from None
+    if not text.strip():
+        raise InputError(f"{option} {path}: the file is empty")
+
+    rows = Rows(str(path), [], [], None if columns.pair is None else [], [])
+    for number, record in reader(text, str(path), columns.header):
+        if not rows.numbers:
+            columns = _settle_columns(columns, record, str(path))
+        where = f"{path}, row {number}"
+        rows.numbers.append(number)
+        first = _text_of(record, columns.text, where)
+        rows.texts.append(first)
+        if rows.pairs is not None:
+            rows.pairs.append(_text_of(record, columns.pair, where))
+        if not first.strip() and not (rows.pairs and rows.pairs[-1].strip()):
+            raise InputError(f"{where}: column {columns.text!r} is empty")
+        rows.labels.append(_field(record, columns.label, where))
+    if not len(rows):
+        raise InputError(f"{option} {path}: the file has a header but no rows")
+    return rows
+
+
+def _tsv(text: str, source: str, header: bool) -> Iterator[tuple[int, dict]]:
+    lines = (
+        (number, line.rstrip("\r").split("\t"))
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    )
+    return _named(lines, source, header)
+
+
+def _csv(text: str, source: str, header: bool) -> Iterator[tuple[int, dict]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+
+    def lines() -> Iterator[tuple[int, list[str]]]:
+        while True:
+            number = reader.line_num + 1
+            try:
+                line = next(reader, None)
+            except csv.Error as error:
+                raise InputError(f"{source}, row {number}: {error}") from None
+            if line is None:
+                return
+            if line:
+                yield number, line
+
+    return _named(lines(), source, header)
+
+
+def _named(
+    lines: Iterator[tuple[int, list[str]]], source: str, header: bool
+) -> Iterator[tuple[int, dict]]:
+    """Rows as dictionaries by column name; a row of another length than the first is an error."""
+    number, first = next(lines)
+    names = [name.strip() for name in first] if header else [str(i) for i in range(len(first))]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise InputError(f"{source}, row {number}: column {min(twice)!r} stands there twice")
+    if not header:
+        yield number, dict(zip(names, first, strict=True))
+    for number, line in lines:
+        if len(line) != len(names):
+            raise InputError(
+                f"{source}, row {number}: {len(line)} columns where row 1 has {len(names)}"
+            )
+        yield number, dict(zip(names, line, strict=True))
+
+
+def _jsonl(text: str, source: str, header: bool) -> Iterator[tuple[int, dict]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{source}, row {number}: not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{source}, row {number}: not a JSON object but {line.strip()[:40]}")
+        yield number, record
+
+
+def _settle_columns(columns: Columns, record: dict, source: str) -> Columns:
+    """``columns`` with the text column found, after checking that all of them are there."""
+    text = columns.text
+    if text is None:
+        found = [name for name in ("text", "sentence") if name in record]
+        if len(found) != 1:
+            raise InputError(
+                f"{source}: which column is the text? Pass --text-column; {nearest('', record)}"
+            )
+        text = found[0]
+    for option, name in (
+        ("--text-column", text),
+        ("--text-pair-column", columns.pair),
+        ("--label-column", columns.label),
+    ):
+        if name is not None and name not in record:
+            raise InputError(f"{source}: no column {name!r} ({option}); {nearest(name, record)}")
+    return replace(columns, text=text)
+
+
+def _field(record: dict, name: str | None, where: str) -> Any:
+    assert name is not None
+    if name not in record:
+        raise InputError(f"{where}: no column {name!r}; {nearest(name, record)}")
+    return record[name]
+
+
+def _text_of(record: dict, name: str | None, where: str) -> str:
+    value = _field(record, name, where)
+    if not isinstance(value, str):
+        raise InputError(f"{where}: column {name!r} is not text but {value!r:.40}")
+    return value
+
+
+def read_hub(
+    name: str, config: str | None, split: str, columns: Columns, option: str
+) -> tuple[Rows, list[str] | None]:
+    """Read one split of a hub dataset; also its class names if the dataset declares them."""
+    datasets = require("datasets", "train")
+    try:
+        data = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{option} {name}, split {split!r}: {reason}") from error
+    source = f"{name}{f'/{config}' if config else ''}, split {split}"
+    if not len(data):
+        raise InputError(f"{option} {source}: the split is empty")
+    columns = _settle_columns(columns, dict.fromkeys(data.column_names), source)
+    declared = getattr(data.features[columns.label], "names", None)
+    labels = list(data[columns.label])
+    if declared is not None:
+        unlabelled = next((i for i, label in enumerate(labels) if label is None or label < 0), None)
+        if unlabelled is not None:
+            raise InputError(f"{source}, row {unlabelled + 1}: no label (a hidden test split?)")
+        labels = [declared[label] for label in labels]
+    numbers = list(range(1, len(labels) + 1))
+    texts, pairs = (
+        None if column is None else list(data[column]) for column in (columns.text, columns.pair)
+    )
+    for column, values in ((columns.text, texts), (columns.pair, pairs)):
+        for number, value in zip(numbers, values or (), strict=False):
+            if not isinstance(value, str):
+                raise InputError(
+                    f"{source}, row {number}: column {column!r} is not text but {value!r:.40}"
+                )
+    assert texts is not None
+    rows = Rows(source, numbers, texts, pairs, labels)
+    return rows, declared
+
+
+def _as_number(label: Any) -> float | None:
+    if isinstance(label, bool) or label is None:
+        return None
+    try:
+        number = float(label)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _as_name(label: Any) -> str:
+    return label.strip() if isinstance(label, str) else str(label)
+
+
+def is_regression(train: Rows) -> bool:
+    """Whether labels are real numbers: all numeric and not all whole."""
+    numbers = [_as_number(label) for label in train.labels]
+    real = next((i for i, x in enumerate(numbers) if x is not None and x != int(x)), None)
+    if real is None:
+        return False
+    bad = next((i for i, x in enumerate(numbers) if x is None), None)
+    if bad is not None:
+        raise InputError(
+            f"{train.source}, row {train.numbers[bad]}: label {_as_name(train.labels[bad])!r} is "
+            f"not a number while row {train.numbers[real]} has {_as_name(train.labels[real])}; "
+            "mend it, or pass --labels classes if these are names"
+        )
+    return True
+
+
+def encode(
+    train: Rows, evals: dict[str, Rows], regression: bool, names: Sequence[str] | None = None
+) -> tuple[Rows, dict[str, Rows], list[str] | None]:
+    """Labels as numbers: reals for regression, else class ids in the order of ``names``.
+
+    Without ``names`` the classes are those of the training rows: whole numbers in numeric order,
+    else names in alphabetical order. A label that training never shows is an error.
+    """
+    if regression:
+        return _to_reals(train), {k: _to_reals(rows) for k, rows in evals.items()}, None
+    for rows in (train, *evals.values()):
+        for number, label in zip(rows.numbers, rows.labels, strict=True):
+            if label is None or not _as_name(label):
+                raise InputError(f"{rows.source}, row {number}: the label is empty")
+    if names is None:
+        seen = {_as_name(label) for label in train.labels}
+        numeric = all(name.lstrip("-").isdecimal() for name in seen)
+        names = sorted(seen, key=int) if numeric else sorted(seen)
+    if len(names) < 2:
+        raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
+    ids = {name: i for i, name in enumerate(names)}
+
+    def to_ids(rows: Rows) -> Rows:
+        for number, label in zip(rows.numbers, rows.labels, strict=True):
+            if _as_name(label) not in ids:
+                raise InputError(
+                    f"{rows.source}, row {number}: label {_as_name(label)!r} does not occur in "
+                    f"the training rows; {nearest(_as_name(label), ids)}"
+                )
+        return replace(rows, labels=[ids[_as_name(label)] for label in rows.labels])
+
+    return to_ids(train), {k: to_ids(rows) for k, rows in evals.items()}, list(names)
+
+
+def _to_reals(rows: Rows) -> Rows:
+    numbers = [_as_number(label) for label in rows.labels]
+    bad = next((i for i, x in enumerate(numbers) if x is None), None)
+    if bad is not None:
+        raise InputError(
+            f"{rows.source}, row {rows.numbers[bad]}: label {_as_name(rows.labels[bad])!r} "
+            "is not a number, and this is a regression task"
+        )
+    return replace(rows, labels=numbers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the rows come from, as the options of `fastkd distill` say it."""
+
+    task: str | None = None
+    data: str | None = None
+    data_config: str | None = None
+    train: Path | None = None
+    evals: Path | None = None
+    train_split: str = "train"
+    eval_split: str | None = None
+    text_column: str | None = None
+    text_pair_column: str | None = None
+    label_column: str | None = None
+    header: bool = True
+    labels: str = "auto"
+    metric: str | None = None
+    max_train_rows: int | None = None
+    max_eval_rows: int | None = None
+    seed: int = 0
+
+
+def load(source: Source) -> Corpus:
+    """Read and check all rows that ``source`` names."""
+    name, dataset, config = source.task, source.data, source.data_config
+    if name is None and dataset in TASKS:
+        name, dataset = dataset, None
+    task = None
+    if name is not None:
+        task = TASKS.get(name)
+        if task is None:
+            raise InputError(f"--task {name!r} is not a GLUE task; {nearest(name, TASKS)}")
+    if source.labels not in ("auto", "classes", "numbers"):
+        known = nearest(source.labels, ("auto", "classes", "numbers"))
+        raise InputError(f"--labels {source.labels!r} is not an option; {known}")
+
+    declared = None
+    if source.train is not None:
+        if dataset is not None:
+            raise InputError("--train and --data exclude each other: give files or a hub name")
+        if source.evals is None:
+            raise InputError("--eval is missing: name the file to evaluate on")
+        train = read_file(source.train, _file_columns(source, task, source.train), "--train")
+        columns = _file_columns(source, task, source.evals)
+        evals = {"": read_file(source.evals, columns, "--eval")}
+    elif source.evals is not None:
+        raise InputError("--train is missing: name the file to train on")
+    elif task is not None or dataset is not None:
+        eval_splits: tuple[str, ...] = ("validation",)
+        option = "--data"
+        if task is not None:
+            dataset, config, eval_splits, option = GLUE, name, task.eval_splits, "--task"
+        if source.eval_split is not None:
+            eval_splits = (source.eval_split,)
+        columns = _override(source, task.hub if task else Columns())
+        assert dataset is not None
+        train, declared = read_hub(dataset, config, source.train_split, columns, option)
+        evals = {}
+        for split in eval_splits:
+            suffix = "mm" if split == "validation_mismatched" and evals else ""
+            evals[suffix], _ = read_hub(dataset, config, split, columns, option)
+    else:
+        raise InputError("no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE")
+
+    regression = {"classes": False, "numbers": True}.get(source.labels)
+    if regression is None:
+        regression = task.regression if task is not None else None
+    if regression is None:
+        regression = declared is None and is_regression(train)
+    train, evals, names = encode(train, evals, regression, declared)
+    train = train.sample(source.max_train_rows, source.seed)
+    evals = {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()}
+
+    known: tuple[str, ...] = REGRESSION_METRICS if regression else CLASSIFICATION_METRICS
+    metrics: tuple[str, ...] = known[:2] if regression else known[:1]
+    if task is not None and task.regression == regression:
+        metrics = task.metrics
+    if source.metric is not None:
+        if source.metric not in known:
+            kind = "regression" if regression else "classification"
+            hint = nearest(source.metric, known)
+            raise InputError(f"--metric {source.metric!r} does not score {kind}; {hint}")
+        metrics = (source.metric, *(m for m in metrics if m != source.metric))
+    return Corpus(train, evals, names, metrics)
+
+
+def _override(source: Source, columns: Columns) -> Columns:
+    return Columns(
+        source.text_column or columns.text,
+        source.text_pair_column or columns.pair,
+        source.label_column or columns.label,
+        columns.header and source.header,
+    )
+
+
+def _file_columns(source: Source, task: Task | None, path: Path) -> Columns:
+    """GLUE's own layout for a task's files, or the hub's columns where the header has them."""
+    if task is None:
+        if not source.header and (source.text_column is None or source.label_column is None):
+            raise InputError(
+                "--no-header needs --text-column and --label-column as numbers, the first being 0"
+            )
+        return _override(source, Columns())
+    columns = task.file
+    hub = {name for name in (task.hub.text, task.hub.pair, task.hub.label) if name is not None}
+    if source.header and path.is_file():
+        with path.open(encoding="utf-8-sig", errors="replace") as lines:
+            first = lines.readline()
+        if path.suffix.lower() in (".json", ".jsonl") or hub <= set(
+            next(csv.reader([first], delimiter="\t" if path.suffix == ".tsv" else ","), ())
+        ):
+            columns = task.hub
+    return _override(source, columns)
+
+
+class Encoded(Dataset):
+    """Tokenized rows with labels; a collator pads them batch by batch."""
+
+    def __init__(self, rows: Rows, tokenizer: Any, max_length: int):
+        encoded = tokenizer(rows.texts, rows.pairs, truncation=True, max_length=max_length)
+        self.inputs = {name: encoded[name] for name in encoded}
+        self.labels = rows.labels
+        for i, ids in enumerate(self.inputs["input_ids"]):
+            if not ids:
+                raise InputError(f"{rows.source}, row {rows.numbers[i]}: no token is left of it")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = {name: values[index] for name, values in self.inputs.items()}
+        return {**item, "labels": self.labels[index]}
+
+
+def evaluate(metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """The named scores of ``logits`` (rows, classes), or (rows, 1) for regression."""
+    scorers = require("sklearn.metrics", "train")
+    stats = require("scipy.stats", "train")
+    if not np.isfinite(logits).all():
+        return dict.fromkeys(metrics, float("nan"))
+    classes = logits.shape[-1]
+    predictions = logits[:, 0] if classes == 1 else logits.argmax(-1)
+
+    def correlation(function: Any) -> float:
+        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        return function(predictions, labels)[0]
+
+    compute = {
+        "accuracy": lambda: (predictions == labels).mean(),
+        "mcc": lambda: scorers.matthews_corrcoef(labels, predictions),
+        "f1": lambda: scorers.f1_score(
+            labels, predictions, average="binary" if classes == 2 else "macro", zero_division=0.0
+        ),
+        "pearson": lambda: correlation(stats.pearsonr),
+        "spearman": lambda: correlation(stats.spearmanr),
+        "mse": lambda: ((predictions - labels) ** 2).mean(),
+    }
+    return {name: float(compute[name]()) for name in metrics}
