@@ -1,0 +1,7 @@
+"""``python -m bench``."""
+
+import sys
+
+from .runner import main
+
+sys.exit(main())

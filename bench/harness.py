@@ -1,0 +1,454 @@
+"""How everything is measured: checks, timing, memory and launches, the same for every loss.
+
+A `Case` is one row: inputs of some sizes, and the providers that do the same work on them. Every
+provider's value and gradients are compared with the reference in float64 before it is timed; one
+that is wrong is refused. Rounds are interleaved: each round runs every provider once, in rotating
+order, and ratios are taken within a round, so a slow moment of the machine hits both sides.
+"""
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+REFERENCE = "reference"
+
+# Largest allowed relative error of (value, gradients) beyond twice the reference's own error in
+# the same dtype. This catches wrong code; the tests hold the tight bounds.
+TOLERANCE = {
+    torch.float64: (1e-9, 1e-8),
+    torch.float32: (1e-4, 1e-3),
+    torch.float16: (5e-3, 2e-2),
+    torch.bfloat16: (2e-2, 5e-2),
+}
+
+
+class Bound:
+    """A provider with its inputs: ``forward()``, then ``backward(loss)`` to the leaves."""
+
+    def __init__(self, forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+        self.forward = forward
+        self.leaves = list(leaves)
+
+    def backward(self, loss: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of ``loss`` with respect to the leaves."""
+        return torch.autograd.grad(loss, self.leaves) if self.leaves else ()
+
+    def step(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Forward and backward."""
+        loss = self.forward()
+        return loss.detach(), self.backward(loss)
+
+
+class GraphBound(Bound):
+    """Forward and backward captured once in a CUDA graph; a step is one replay."""
+
+    def __init__(self, bound: Bound) -> None:
+        super().__init__(bound.forward, bound.leaves)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                bound.step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = bound.step()
+
+    def step(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self.graph.replay()
+        return self.result
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute a case's loss.
+
+    ``bind`` takes the inputs. ``why_not`` says why it can't run on a device, or None.
+    ``own_objective`` marks a peer that minimises something else: timed, not compared.
+    ``own_leaves`` marks one whose trained tensors are not the inputs': only its value is compared.
+    """
+
+    name: str
+    bind: Callable[[dict[str, Any]], Bound]
+    why_not: Callable[[torch.device], str | None] = lambda device: None
+    own_objective: bool = False
+    own_leaves: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the benchmark. The first provider is the reference.
+
+    ``make(device=, dtype=, **sizes)`` gives the inputs; those that require grad are the leaves.
+    ``bytes_moved`` and ``operations`` are the least that forward and backward can do with: each
+    input read once, each gradient written once. ``check_sizes`` replaces sizes for the check
+    where a float64 oracle of the full size would not fit. ``sweep`` names the size that grows
+    along a family of cases of equal title.
+    """
+
+    loss: str
+    title: str
+    set: str
+    sizes: dict[str, int]
+    dtype: torch.dtype
+    make: Callable[..., dict[str, Any]]
+    providers: tuple[Provider, ...]
+    bytes_moved: int
+    operations: int
+    check_sizes: dict[str, int] = field(default_factory=dict)
+    sweep: str = ""
+
+    @property
+    def key(self) -> str:
+        """What identifies the row across result files."""
+        sizes = " ".join(f"{name}{value}" for name, value in self.sizes.items())
+        return f"{self.loss}/{self.title}/{sizes}/{str(self.dtype).removeprefix('torch.')}"
+
+
+def call(function: Callable[..., Tensor], **options: Any) -> Callable[[dict[str, Any]], Bound]:
+    """Bind ``function(**inputs, **options)``; leaves are the inputs that require grad."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        return Bound(lambda: function(**inputs, **options), leaves_of(inputs))
+
+    return bind
+
+
+def leaves_of(inputs: Any) -> list[Tensor]:
+    """Tensors that require grad, in order, through dicts and lists."""
+    if isinstance(inputs, Tensor):
+        return [inputs] if inputs.requires_grad else []
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    if not isinstance(values, (list, tuple)) and not isinstance(inputs, dict):
+        return []
+    return [leaf for value in values for leaf in leaves_of(value)]
+
+
+def compiled(function: Callable[..., Tensor]) -> Provider:
+    """The reference under torch.compile."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        # Every case recompiles the same function; past a limit dynamo would stay eager, silently.
+        torch._dynamo.reset()
+        return call(torch.compile(function, dynamic=False))(inputs)
+
+    return Provider("torch.compile", bind)
+
+
+def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provider]:
+    """``function`` on PyTorch and Triton, and each replayed from a CUDA graph."""
+    from fastkd._dispatch import why_not_triton
+
+    def no_triton(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "Triton kernels need a CUDA device"
+        return why_not_triton(name, torch.empty(0, device=device))
+
+    def no_graph(device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "CUDA graphs need a CUDA device"
+
+    bind_torch, bind_triton = call(function, backend="torch"), call(function, backend="triton")
+    return [
+        Provider("fastkd torch", bind_torch),
+        Provider("fastkd triton", bind_triton, no_triton),
+        Provider(
+            "fastkd triton, CUDA graph",
+            lambda inputs: GraphBound(bind_triton(inputs)),
+            lambda device: no_graph(device) or no_triton(device),
+        ),
+    ]
+
+
+def measure(case: Case, device: torch.device, budget: float = 4.0) -> dict[str, Any]:
+    """Check, then time every provider of ``case``; ``budget`` is the seconds of timing."""
+    torch.manual_seed(0)
+    providers: dict[str, dict[str, Any]] = {}
+    bound: dict[str, Bound] = {}
+    oracle = _Oracle(case, device)
+    inputs = case.make(device=device, dtype=case.dtype, **case.sizes)
+    for provider in case.providers:
+        reason = provider.why_not(device)
+        if reason is None:
+            try:
+                result = oracle.check(provider)
+                if "refused" not in result:
+                    bound[provider.name] = provider.bind(inputs)
+                    result.update(_resources(bound[provider.name], provider, device))
+                providers[provider.name] = result
+                continue
+            except Exception as error:
+                bound.pop(provider.name, None)
+                reason = _one_line(error)
+                _release(device)
+        providers[provider.name] = {"skipped": reason}
+    # The oracle's float64 copies must not sit in memory while others are timed.
+    del oracle
+    _release(device)
+    for name, times in time_interleaved(bound, device, budget).items():
+        providers[name].update(times)
+    return {
+        "key": case.key,
+        "loss": case.loss,
+        "title": case.title,
+        "set": case.set,
+        "sizes": case.sizes,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "sweep": case.sweep,
+        "bytes_moved": case.bytes_moved,
+        "operations": case.operations,
+        "providers": providers,
+    }
+
+
+class _Oracle:
+    """The reference in float64, and every provider's distance from it."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        sizes = {**case.sizes, **case.check_sizes}
+        self.inputs = case.make(device=device, dtype=case.dtype, **sizes)
+        self.dtype = case.dtype
+        self.truth = case.providers[0].bind(_in_float64(self.inputs)).step()
+        self.reference_error = (0.0, 0.0)
+
+    def check(self, provider: Provider) -> dict[str, Any]:
+        """Relative errors of value and gradients, and ``refused`` where they are too large."""
+        if provider.own_objective:
+            return {"note": "its own objective: timed, not compared"}
+        loss, grads = provider.bind(self.inputs).step()
+        errors = (
+            relative_error([loss], [self.truth[0]]),
+            0.0 if provider.own_leaves else relative_error(grads, self.truth[1]),
+        )
+        result: dict[str, Any] = {"value_error": errors[0], "gradient_error": errors[1]}
+        if provider.name == REFERENCE:
+            self.reference_error = errors
+            return result
+        for what, error, own, tolerance in zip(
+            ("value", "gradient"), errors, self.reference_error, TOLERANCE[self.dtype], strict=True
+        ):
+            if not error <= 2 * own + tolerance:
+                result["refused"] = (
+                    f"{what} is off by {error:.2g} from the float64 reference "
+                    f"({tolerance:.0e} allowed in {self.dtype})"
+                )
+                break
+        return result
+
+
+def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """‖actual − expected‖ / ‖expected‖ over all tensors together, in float64; inf for NaN."""
+    if [x.shape for x in actual] != [x.shape for x in expected]:
+        return math.inf
+    difference = norm = 0.0
+    for x, y in zip(actual, expected, strict=True):
+        difference += float((x.detach().double() - y.detach().double()).square().sum())
+        norm += float(y.detach().double().square().sum())
+    error = math.sqrt(difference) / max(math.sqrt(norm), 1e-30) if difference else difference
+    return math.inf if math.isnan(error) else error
+
+
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            return value
+        return value.detach().double().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {name: _in_float64(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_float64(x) for x in value]
+    return value
+
+
+def time_interleaved(
+    bound: dict[str, Bound], device: torch.device, budget: float
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds of forward, backward and both, and the ratio to the reference, by name.
+
+    Every figure is {median, q1, q3}. Bigger ratios are slower than the reference.
+    """
+    sample = _sample_cuda if device.type == "cuda" else _sample_cpu
+    flush = None
+    if device.type == "cuda":
+        # Larger than any L2, written before each sample so that inputs come from memory.
+        flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    inner, seconds = {}, 0.0
+    for name, b in bound.items():
+        sample(b, 1, flush)
+        once = sum(sample(b, 1, flush)) / 1e3
+        # A CPU sample of less than a millisecond would measure the clock and the scheduler.
+        inner[name] = 1 if flush is not None else max(1, math.ceil(1e-3 / max(once, 1e-7)))
+        seconds += once * inner[name]
+    rounds = max(5, min(50 if flush is None else 100, int(budget / max(seconds, 1e-9))))
+    order = list(bound)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
+    with _collector_off():
+        for turn in range(rounds):
+            start = turn % max(len(order), 1)
+            for name in order[start:] + order[:start]:
+                samples[name].append(sample(bound[name], inner[name], flush))
+    result: dict[str, dict[str, Any]] = {}
+    reference = [sum(pair) for pair in samples.get(REFERENCE, [])]
+    for name, pairs in samples.items():
+        both = [sum(pair) for pair in pairs]
+        result[name] = {"rounds": rounds, "both": spread(both)}
+        if not isinstance(bound[name], GraphBound):
+            result[name]["forward"] = spread([pair[0] for pair in pairs])
+            result[name]["backward"] = spread([pair[1] for pair in pairs])
+        if reference:
+            ratios = [x / y for x, y in zip(both, reference, strict=True)]
+            result[name]["ratio"] = spread(ratios)
+    return result
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def _sample_cpu(bound: Bound, inner: int, flush: Tensor | None) -> tuple[float, float]:
+    """Mean milliseconds of forward and of backward over ``inner`` steps."""
+    forward = backward = 0.0
+    for _ in range(inner):
+        start = time.perf_counter()
+        loss = bound.forward()
+        middle = time.perf_counter()
+        grads = bound.backward(loss)
+        end = time.perf_counter()
+        del loss, grads
+        forward += middle - start
+        backward += end - middle
+    return forward * 1e3 / inner, backward * 1e3 / inner
+
+
+def _sample_cuda(bound: Bound, inner: int, flush: Tensor | None) -> tuple[float, float]:
+    """Milliseconds of forward and of backward of one step from an idle GPU with a cold cache.
+
+    The GPU waits for the first launch, so launch costs on the host are part of the figure.
+    """
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    if flush is not None:
+        flush.zero_()
+    torch.cuda.synchronize()
+    start.record()
+    if isinstance(bound, GraphBound):
+        bound.step()
+        end.record()
+        torch.cuda.synchronize()
+        return 0.0, start.elapsed_time(end)
+    loss = bound.forward()
+    middle.record()
+    grads = bound.backward(loss)
+    end.record()
+    torch.cuda.synchronize()
+    del loss, grads
+    return start.elapsed_time(middle), middle.elapsed_time(end)
+
+
+def _resources(bound: Bound, provider: Provider, device: torch.device) -> dict[str, Any]:
+    """Peak memory and launches of a step, after a first one that compiles and fills caches."""
+    bound.step()
+    graph = isinstance(bound, GraphBound)
+    result: dict[str, Any] = {} if graph else {"peak_bytes": peak_bytes(bound.step, device)}
+    if device.type == "cuda":
+        result.update(_device_work(bound.step))
+    elif provider.name != "torch.compile":
+        result["operations_dispatched"] = count_operations(bound.step)
+    return result
+
+
+def peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
+    """Largest number of bytes that ``step`` held at once beyond what was there before it.
+
+    Its results count. On CUDA this is the caching allocator's figure, on the CPU the sum of the
+    profiler's allocation events; memory inside BLAS libraries is not seen by either.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = step()
+        torch.cuda.synchronize()
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    with _profiler([ProfilerActivity.CPU], memory=True) as trace:
+        result = step()
+        del result
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in trace.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    held = peak = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def count_operations(step: Callable[[], Any]) -> int:
+    """Tensor operations that ``step`` dispatches, views left out."""
+    counter = _OperationCounter()
+    with counter:
+        step()
+    return counter.count
+
+
+class _OperationCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += not getattr(func, "is_view", False)
+        return result
+
+
+def _device_work(step: Callable[[], Any]) -> dict[str, Any]:
+    """Device kernels (copies and fills included) of one step, and their summed milliseconds."""
+    torch.cuda.synchronize()
+    with _profiler([ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    work = [
+        event.duration_ns()
+        for event in trace.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    return {"launches": len(work), "device_ms": sum(work) / 1e6}
+
+
+def _profiler(activities: list[Any], memory: bool = False) -> Any:
+    return profile(activities=activities, profile_memory=memory, acc_events=True)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

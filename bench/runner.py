@@ -1,0 +1,163 @@
+"""Run a selection of cases, print the table as it grows, keep the results in a JSON file."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkd._checks import check_choice
+
+from . import machine, suite, table
+from .harness import Case, measure
+
+CPU_SETS = ("cpu",)
+CUDA_SETS = ("bert", "long", "bank", "vocab", "sweep", "step")
+
+
+def run(
+    sets: Sequence[str] = (),
+    only: Sequence[str] = (),
+    device: str | None = None,
+    out: str | Path | None = None,
+    plot: str | Path | None = None,
+    *,
+    commit: str | None = None,
+    resume: bool = False,
+    seconds: float = 3.0,
+) -> dict[str, Any]:
+    """Measure the chosen cases and return the results as written to ``out``.
+
+    Args:
+        sets: names of size sets; none means the device's own ("cpu", or every GPU set).
+        only: losses to measure; none means all.
+        device: "cpu" or "cuda"; None takes CUDA where there is one.
+        out: result file, or a folder that gets ``<machine>.json``; None means ``runs/bench/``.
+        plot: folder for pictures; None draws none.
+        commit: what to record as the commit where git can't tell.
+        resume: keep the rows that ``out`` already holds from the same code on the same machine.
+        seconds: timing budget of one case.
+    """
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' was asked for, but this torch sees no CUDA device")
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sets = tuple(sets) or (CUDA_SETS if target.type == "cuda" else CPU_SETS)
+    for name in sets:
+        check_choice("set", name, suite.SETS)
+    for name in only:
+        check_choice("only", name, suite.LOSSES)
+    cases = suite.cases(sets, only)
+    if not cases:
+        raise ValueError(f"no case of {', '.join(only)} in set {', '.join(sets)}")
+    path = _result_path(out, target)
+    results = run_cases(cases, target, path, commit=commit, resume=resume, seconds=seconds)
+    print(f"\nresults: {path}")
+    if plot is not None:
+        from .plots import draw
+
+        for picture in draw(results, Path(plot)):
+            print(f"picture: {picture}")
+    return results
+
+
+def run_cases(
+    cases: Iterable[Case],
+    device: torch.device,
+    path: Path,
+    *,
+    commit: str | None = None,
+    resume: bool = False,
+    seconds: float = 3.0,
+) -> dict[str, Any]:
+    """Measure ``cases`` one after the other; the file is complete after each of them."""
+    cases = list(cases)
+    results: dict[str, Any] = {"format": 1, **machine.describe(device, commit)}
+    kept = _kept_rows(path, results) if resume else {}
+    dtypes = tuple(sorted({case.dtype for case in cases}, key=str))
+    print(f"{results['machine']['name']}, torch {results['versions']['torch']}", flush=True)
+    limits = machine.roofline(device, dtypes)
+    results["roofline"] = limits
+    rates = (
+        f"{name.removesuffix('_ops_per_s')} {rate / 1e12:.3g} T/s"
+        for name, rate in limits.items()
+        if name.endswith("ops_per_s")
+    )
+    print(f"copy {limits['copy_bytes_per_s'] / 1e9:.3g} GB/s, matrix {', '.join(rates)}")
+    results["rows"] = []
+    for number, case in enumerate(cases, start=1):
+        start = time.perf_counter()
+        row = kept.get(case.key)
+        if row is None:
+            row = measure(case, device, seconds)
+            row["floor_ms"] = machine.floor_ms(
+                limits, row["bytes_moved"], row["operations"], row["dtype"]
+            )
+            row["seconds"] = time.perf_counter() - start
+        results["rows"].append(row)
+        _write(path, results)
+        print(f"\n[{number}/{len(cases)}] " + "\n".join(table.row_lines(row)), flush=True)
+    return results
+
+
+def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of an earlier, unfinished run of the same code, versions and machine, by key."""
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text())
+    if any(before.get(name) != now[name] for name in ("machine", "versions", "commit")):
+        return {}
+    return {row["key"]: row for row in before["rows"]}
+
+
+def _result_path(out: str | Path | None, device: torch.device) -> Path:
+    path = Path("runs/bench") if out is None else Path(out)
+    return path if path.suffix == ".json" else path / f"{machine.slug(device)}.json"
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    """Replace the file in one step: an interruption leaves the last complete one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".json.part")
+    temporary.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m bench``: the same as ``fastkd bench``, without the train extra."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(suite.SETS)}")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(suite.LOSSES)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--out", help="result file, or a folder for <machine>.json")
+    parser.add_argument("--plot", help="folder for pictures")
+    parser.add_argument("--commit", help="recorded where git can't tell")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--seconds", type=float, default=3.0, help="timing budget of one case")
+    options = parser.parse_args(arguments)
+    try:
+        run(
+            split(options.set),
+            split(options.only),
+            options.device,
+            options.out,
+            options.plot,
+            commit=options.commit,
+            resume=options.resume,
+            seconds=options.seconds,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Names of a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

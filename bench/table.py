@@ -1,0 +1,74 @@
+"""The result table as plain text."""
+
+from typing import Any
+
+HEADER = (
+    "provider",
+    "forward",
+    "backward",
+    "both ms",
+    "±",
+    "speed-up",
+    "peak MiB",
+    "launches",
+    "× floor",
+    "error",
+)
+
+
+def row_lines(row: dict[str, Any]) -> list[str]:
+    """One case: a title line, then a line for each provider."""
+    lines = [title(row)]
+    table = [list(HEADER)]
+    notes = []
+    for name, result in row["providers"].items():
+        if "both" in result:
+            table.append(cells(row, name, result))
+        else:
+            notes.append(f"  {name}: {result.get('refused') or result.get('skipped')}")
+    if len(table) > 1:
+        widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
+        for line in table:
+            first = line[0].ljust(widths[0])
+            rest = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+            lines.append("  " + "  ".join([first, *rest]))
+    return lines + notes
+
+
+def title(row: dict[str, Any]) -> str:
+    """Loss, sizes and floor in one line."""
+    sizes = " ".join(f"{name}={value}" for name, value in row["sizes"].items())
+    floor = f", floor {milliseconds(row['floor_ms'])} ms" if "floor_ms" in row else ""
+    return f"{row['loss']}: {row['title']} ({sizes}, {row['dtype']}{floor})"
+
+
+def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
+    """The columns of `HEADER` for one provider."""
+    both = result["both"]
+    launches = result.get("launches", result.get("operations_dispatched"))
+    error = result.get("gradient_error")
+    return [
+        name,
+        milliseconds(result["forward"]["median"]) if "forward" in result else "-",
+        milliseconds(result["backward"]["median"]) if "backward" in result else "-",
+        milliseconds(both["median"]),
+        f"{50 * (both['q3'] - both['q1']) / both['median']:.0f}%",
+        speed_up(result),
+        f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-",
+        str(launches) if launches is not None else "-",
+        f"{both['median'] / row['floor_ms']:.1f}" if row.get("floor_ms") else "-",
+        f"{max(error, result['value_error']):.0e}" if error is not None else "own objective",
+    ]
+
+
+def speed_up(result: dict[str, Any]) -> str:
+    """How many times faster than the reference."""
+    if "ratio" not in result:
+        return "-"
+    times = 1 / result["ratio"]["median"]
+    return f"{times:.0f}×" if times >= 20 else f"{times:.2f}×" if times < 3 else f"{times:.1f}×"
+
+
+def milliseconds(value: float) -> str:
+    """Three digits that matter."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
