@@ -1,0 +1,47 @@
+"""Distil one transformers model into a smaller one."""
+
+from typing import Any
+
+from fastkd.distill import methods
+from fastkd.distill.distiller import Distiller, DistillerOutput
+from fastkd.distill.layers import layer_map, select_layers
+from fastkd.distill.methods import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    MC3KD,
+    METHODS,
+    IntraClassKNN,
+    Method,
+    SoftTargets,
+    method_by_name,
+)
+from fastkd.distill.student import student_from_teacher
+
+__all__ = [
+    "FCD",
+    "LRCBERT",
+    "LRKD",
+    "MC3KD",
+    "METHODS",
+    "DistillationTrainer",
+    "Distiller",
+    "DistillerOutput",
+    "IntraClassKNN",
+    "Method",
+    "SoftTargets",
+    "layer_map",
+    "method_by_name",
+    "methods",
+    "select_layers",
+    "student_from_teacher",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers.Trainer takes seconds to import, and only this class needs it.
+    if name == "DistillationTrainer":
+        from fastkd.distill.trainer import DistillationTrainer
+
+        return DistillationTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

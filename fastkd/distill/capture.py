@@ -1,0 +1,186 @@
+"""Reading a transformers model: its blocks, the hidden states worth keeping, its embeddings."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Backbone:
+    """Where a transformers encoder or decoder keeps its blocks, embeddings and sentence token.
+
+    Layer 0 is what enters the first block, layer l what leaves block l, and the last layer what
+    the head reads (after a final norm): the numbering of transformers' ``hidden_states``.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "model") -> None:
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        inner = getattr(inner, "_orig_mod", inner)
+        config, base = getattr(inner, "config", None), getattr(inner, "base_model", None)
+        if config is None or not isinstance(base, nn.Module):
+            raise TypeError(f"{name} must be a transformers model, got {type(model).__name__}")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{name} is an encoder-decoder ({type(inner).__name__}); "
+                "pass an encoder or a decoder"
+            )
+        self.model, self.inner, self.base, self.config = model, inner, base, config
+        self.has_head = base is not inner
+        self.num_layers = int(config.num_hidden_layers)
+        self.hidden_size = int(config.hidden_size)
+        # ALBERT calls a few groups of weights again and again: its layers are calls.
+        self.shared_blocks = config.model_type == "albert"
+        self.blocks_name, self.blocks = _find_blocks(inner, base, config, self.shared_blocks)
+        # XLNet's blocks see (N, B, D).
+        self.batch_dim = 1 if config.model_type == "xlnet" else 0
+        self.sentence_last = _reads_last_token(inner, config)
+        self.causal = _predicts_next_token(inner)
+        self._accepts = set(inspect.signature(inner.forward).parameters)
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The module whose output is the embedding layer's output (LRC-BERT's emb)."""
+        module = getattr(self.base, "embeddings", None)
+        return module if isinstance(module, nn.Module) else self.base.get_input_embeddings()  # type: ignore[operator]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.inner.parameters()).dtype
+
+    @property
+    def problem(self) -> str | None:
+        """transformers' ``problem_type``; one label means regression when it isn't set."""
+        problem = getattr(self.config, "problem_type", None)
+        if problem is None and self.has_head and self.config.num_labels == 1:
+            return "regression"
+        return problem
+
+    def run(self, batch: dict[str, Any]) -> Any:
+        """The model on ``batch``, without caches and without inputs that it doesn't know."""
+        inputs = dict(batch)
+        if "token_type_ids" not in self._accepts:
+            inputs.pop("token_type_ids", None)
+        for cache in ("use_cache", "use_mems"):
+            if cache in self._accepts:
+                inputs.setdefault(cache, False)
+        return self.model(**inputs)
+
+    def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The token that the classification head reads, (B, D) of (B, N, D).
+
+        The first one in encoders; in decoders and XLNet the last real one, padded on either side.
+        """
+        if not self.sentence_last:
+            return hidden[:, 0]
+        if mask is None:
+            return hidden[:, -1]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        last = (positions * mask).argmax(-1)  # (B,)
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+
+
+@contextlib.contextmanager
+def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """Keep the hidden states ``(B, N, D)`` of ``layers`` (0 = embeddings) while the model runs.
+
+    A block's result is read where the next one takes it, so what a model does between two
+    blocks is included, and only the layers asked for stay in memory.
+    """
+    kept: dict[int, Tensor] = {}
+    wanted = set(layers)
+    handles = []
+    calls = 0
+
+    def keep(layer: int, hidden: Tensor) -> None:
+        kept[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
+
+    def reader(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            keep(layer, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def count_calls(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal calls
+        if calls in wanted:
+            keep(calls, args[0] if args else kwargs["hidden_states"])
+        calls += 1
+
+    def read_last(module: nn.Module, args: tuple, output: Any) -> None:
+        kept[backbone.num_layers] = output[0]
+
+    try:
+        if backbone.shared_blocks:
+            for block in backbone.blocks:
+                handles.append(block.register_forward_pre_hook(count_calls, with_kwargs=True))
+        else:
+            for layer in wanted - {backbone.num_layers}:
+                block = backbone.blocks[layer]
+                handles.append(block.register_forward_pre_hook(reader(layer), with_kwargs=True))
+        if backbone.num_layers in wanted:
+            handles.append(backbone.base.register_forward_hook(read_last))
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def replaced_embeddings(
+    backbone: Backbone, change: Callable[[Tensor], Tensor]
+) -> Iterator[list[Tensor]]:
+    """Put ``change(emb)`` in place of the embedding layer's output; yields what went on."""
+    changed: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        # GPT-2 looks token types up in the same table; only the words are the embeddings.
+        if changed:
+            return None
+        changed.append(change(output))
+        return changed[0]
+
+    handle = backbone.embeddings.register_forward_hook(hook)
+    try:
+        yield changed
+    finally:
+        handle.remove()
+
+
+def _find_blocks(
+    inner: nn.Module, base: nn.Module, config: Any, shared: bool
+) -> tuple[str, nn.ModuleList]:
+    """Name (within ``inner``) and list of the blocks: the outermost list with one per layer."""
+    count = config.num_hidden_groups if shared else config.num_hidden_layers
+    found = next(
+        (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None
+    )
+    if found is None:
+        raise ValueError(
+            f"{type(inner).__name__} has no ModuleList of its {count} blocks; "
+            "fastkd.distill needs one"
+        )
+    return next(name for name, module in inner.named_modules() if module is found), found
+
+
+def _reads_last_token(inner: nn.Module, config: Any) -> bool:
+    """Whether the classification head of this family reads the last token, not the first."""
+    from transformers.models.auto import modeling_auto
+
+    if config.model_type == "xlnet":
+        return config.summary_type != "first"
+    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return config.model_type in decoders and config.model_type not in encoders
+
+
+def _predicts_next_token(model: nn.Module) -> bool:
+    """Whether logits at position n are about the label at position n + 1."""
+    from transformers.models.auto import modeling_auto
+
+    decoders = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    # XLNet's language model predicts the position itself.
+    return type(model).__name__ in decoders - {"XLNetLMHeadModel"}

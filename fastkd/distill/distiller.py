@@ -1,0 +1,239 @@
+"""Teacher, student and method as one module that any training loop can drive."""
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastkd._checks import check_number
+from fastkd.analysis.layers import Batches
+from fastkd.distill.capture import Backbone, capture, replaced_embeddings
+from fastkd.distill.methods import Method
+from fastkd.distill.step import Outputs, Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class DistillerOutput:
+    """``loss`` to call backward on, its ``terms`` (detached, before weighting, and "total"),
+    and the student's ``logits`` (None without a head)."""
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    logits: Tensor | None
+
+
+class Distiller(nn.Module):
+    """A student that learns from a teacher by a method.
+
+    Calling it with a batch runs both models and returns the weighted sum of the method's loss
+    terms. The teacher is frozen, stays in eval mode and runs without gradient; only the layers
+    that the method compares are kept. What the method trains besides the student is among
+    ``parameters()`` from the start. ``state_dict()`` holds the student and the method, not the
+    teacher; ``student.save_pretrained`` holds nothing but the student.
+
+    Args:
+        teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place.
+        student: another one, which takes the same inputs.
+        method: see `fastkd.distill.methods`.
+
+    Raises:
+        ValueError: teacher and student share weights, or don't fit the method.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from fastkd.distill import FCD, student_from_teacher
+        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
+        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> teacher = BertForSequenceClassification(config)
+        >>> distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), FCD())
+        >>> ids = torch.arange(48).view(4, 12)
+        >>> out = distiller(input_ids=ids, labels=torch.tensor([0, 1, 0, 1]))
+        >>> out.loss.backward()
+        >>> sorted(out.terms)
+        ['samples', 'task', 'tokens', 'total']
+    """
+
+    # transformers.Trainer: the loss is a mean over the batch, to be divided by the number of
+    # accumulation steps.
+    accepts_loss_kwargs = False
+
+    def __init__(
+        self, teacher: "PreTrainedModel", student: "PreTrainedModel", method: Method
+    ) -> None:
+        super().__init__()
+        if not isinstance(method, Method):
+            raise TypeError(f"method must be a fastkd.distill method, got {type(method).__name__}")
+        backbones = Backbone(teacher, "teacher"), Backbone(student, "student")
+        shared = {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}
+        if shared:
+            raise ValueError(
+                "teacher and student share parameters, and freezing one freezes the other; "
+                "copy the model, or use student_from_teacher"
+            )
+        self.teacher, self.student, self.method = teacher, student, method
+        self._progress: float | None = None
+        self._teacher_backbone, self._student_backbone = backbones
+        teacher.requires_grad_(False).eval()
+        method.build(*backbones)
+        # A half-precision student gets half-precision projections (an orthogonal one stays exact).
+        method.to(device=next(student.parameters()).device, dtype=backbones[1].dtype)
+        self.register_state_dict_post_hook(_leave_teacher_out)
+        self.register_load_state_dict_post_hook(_expect_no_teacher)
+
+    @property
+    def config(self) -> Any:
+        """The student's configuration."""
+        return self._student_backbone.config
+
+    @property
+    def progress(self) -> float:
+        """How much of the training is done, 0 to 1; see `set_progress`."""
+        return self._progress or 0.0
+
+    def set_progress(self, progress: float) -> None:
+        """Say how much of the training is done, 0 to 1: schedules such as LRCBERT's follow it."""
+        check_number("progress", progress, at_least=0)
+        if progress > 1:
+            raise ValueError(f"progress must be at most 1, got {progress}")
+        self._progress = float(progress)
+
+    def prepare(self, batches: Batches) -> None:
+        """Let the method choose from data what it must (MC3KD: its teacher layers).
+
+        Args:
+            batches: dicts of model inputs; read once, only if the method needs them.
+        """
+        self.method.prepare(self.teacher, batches)
+
+    def train(self, mode: bool = True) -> "Distiller":
+        """Set the student's mode; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(
+        self,
+        labels: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        **batch: Any,
+    ) -> DistillerOutput:
+        """Loss of one batch.
+
+        Args:
+            labels: as the student's head takes them: (B,) classes or numbers, (B, N) with −100
+                for positions that don't count.
+            num_items: for heads with one prediction per token and gradient accumulation: how
+                many labelled positions an accumulation step holds on average. The sum is divided
+                by it instead of this batch's own count, so the gradient doesn't depend on how
+                the samples were split.
+            batch: the models' other inputs, ``attention_mask`` (B, N) among them.
+        """
+        teacher = self._run_teacher(batch)
+        if self.training and self.method.scheduled and self._progress is None:
+            self._progress = 0.0
+            warnings.warn(
+                f"{type(self.method).__name__} follows a schedule: call "
+                "distiller.set_progress(step / total_steps) in the loop",
+                stacklevel=2,
+            )
+
+        def run_student() -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+            step = self._step(self._run_student(batch), teacher, batch, labels, num_items)
+            return (*self._add_up(step), step.student.logits)
+
+        if self.method.perturb and self.student.training and torch.is_grad_enabled():
+            shift = self._perturbation(run_student)
+            with replaced_embeddings(self._student_backbone, lambda emb: emb + shift):
+                return DistillerOutput(*run_student())
+        return DistillerOutput(*run_student())
+
+    def _run_teacher(self, batch: dict[str, Any]) -> Outputs:
+        with torch.no_grad(), capture(self._teacher_backbone, self.method.teacher_layers) as kept:
+            output = self._teacher_backbone.run(batch)
+        return Outputs(kept, getattr(output, "logits", None))
+
+    def _run_student(self, batch: dict[str, Any]) -> Outputs:
+        with capture(self._student_backbone, self.method.student_layers) as kept:
+            output = self._student_backbone.run(batch)
+        return Outputs(kept, getattr(output, "logits", None), getattr(output, "loss", None))
+
+    def _step(
+        self,
+        student: Outputs,
+        teacher: Outputs,
+        batch: dict[str, Any],
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+    ) -> Step:
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(f"attention_mask must be (B, N), got shape {tuple(mask.shape)}")
+        return Step(
+            student,
+            teacher,
+            self._student_backbone,
+            self._teacher_backbone,
+            None if mask is None else mask.bool(),
+            labels,
+            num_items,
+        )
+
+    def _add_up(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast(next(self.student.parameters()).device.type, enabled=False):
+            terms = self.method(step, self.progress)
+        if not terms:
+            raise ValueError(
+                f"no loss term is left: {type(self.method).__name__} compares "
+                f"{', '.join(self.method.weights(self.progress))}, and the student has no head"
+                if not step.has_logits
+                else f"all weights of {type(self.method).__name__} are zero"
+            )
+        total = torch.stack([term.weight * term.value for term in terms]).sum()
+        logged = {term.name: term.value.detach() for term in terms}
+        return total, {**logged, "total": total.detach()}
+
+    def _perturbation(self, run_student: Any) -> Tensor:
+        """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8)."""
+        with replaced_embeddings(
+            self._student_backbone, lambda emb: emb.detach().requires_grad_()
+        ) as embeddings:
+            total = run_student()[0]
+        if not embeddings:
+            raise ValueError(
+                f"{type(self.method).__name__} moves the embedding layer's output, which the "
+                "student didn't compute; pass input_ids, or set perturb=False"
+            )
+        # float16 gradients vanish without a scale; the norm takes it out again.
+        scale = 2.0**12 if torch.float16 in (_autocast_dtype(total), embeddings[0].dtype) else 1.0
+        (g,) = torch.autograd.grad(total * scale, embeddings[0])
+        samples = self._student_backbone.batch_dim
+        others = [d for d in range(g.dim()) if d != samples]
+        norm = torch.linalg.vector_norm(g.float(), dim=others, keepdim=True)
+        usable = norm.isfinite() & (norm > 0)
+        return torch.where(usable, g / norm, 0).to(g.dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _leave_teacher_out(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}teacher.")]:
+        del state[key]
+
+
+def _expect_no_teacher(module: nn.Module, incompatible: Any) -> None:
+    missing = incompatible.missing_keys
+    missing[:] = [key for key in missing if not _is_teacher_key(key)]
+
+
+def _is_teacher_key(key: str) -> bool:
+    return key.startswith("teacher.") or ".teacher." in key

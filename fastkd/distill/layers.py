@@ -1,0 +1,119 @@
+"""Which teacher layers teach: fixed maps, and MC3KD's choice from data."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fastkd._checks import check_choice, check_positive_int
+from fastkd.analysis.layers import Batches, adjacent_layer_cca
+from fastkd.distill.capture import Backbone
+
+SCHEMES = ("uniform", "top", "bottom")
+
+
+def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int]:
+    """The teacher layer, counted from 1, for each student layer (FCD, Table 3).
+
+    ``"uniform"`` takes every (teacher_layers / student_layers)-th layer, ending with the last;
+    ``"top"`` the last ones, ``"bottom"`` the first ones.
+
+    Args:
+        scheme: "uniform", "top" or "bottom".
+        teacher_layers: number of teacher layers.
+        student_layers: number of student layers, at most as many.
+
+    Returns:
+        One teacher layer per student layer, increasing.
+
+    Raises:
+        ValueError: an unknown scheme, or more student layers than teacher layers.
+
+    Example:
+        >>> layer_map("uniform", 12, 6)
+        [2, 4, 6, 8, 10, 12]
+    """
+    check_choice("scheme", scheme, SCHEMES)
+    check_positive_int("teacher_layers", teacher_layers)
+    check_positive_int("student_layers", student_layers)
+    _check_enough(teacher_layers, student_layers)
+    if scheme == "uniform":
+        return [i * teacher_layers // student_layers for i in range(1, student_layers + 1)]
+    start = teacher_layers - student_layers if scheme == "top" else 0
+    return list(range(start + 1, start + student_layers + 1))
+
+
+def select_layers(teacher: nn.Module, batches: Batches, student_layers: int) -> list[int]:
+    """The teacher layers that differ most from the layer before them (MC3KD, Algorithm 1).
+
+    C(l) = CCA(T_{l-1}, T_l) (eq. 2); the ``student_layers`` layers with the smallest C (eq. 3),
+    in the teacher's order. See `fastkd.analysis.adjacent_layer_cca`.
+
+    Args:
+        teacher: a transformers encoder or decoder.
+        batches: dicts of model inputs, as the teacher will see them; a few thousand tokens.
+        student_layers: how many to choose.
+
+    Returns:
+        Layer numbers counted from 1, increasing.
+
+    Raises:
+        ValueError: more student layers than teacher layers, or no data.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
+        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> ids = torch.arange(48).view(4, 12)
+        >>> len(select_layers(BertModel(config), [{"input_ids": ids}], 2))
+        2
+    """
+    check_positive_int("student_layers", student_layers)
+    layers = Backbone(teacher, "teacher").num_layers
+    _check_enough(layers, student_layers)
+    correlation = adjacent_layer_cca(teacher, batches)
+    if len(correlation) != layers:
+        raise ValueError(
+            f"the teacher returns {len(correlation)} hidden states for {layers} layers; "
+            "choose its layers by hand"
+        )
+    smallest = torch.argsort(correlation, stable=True)[:student_layers]
+    return sorted(int(i) + 1 for i in smallest)
+
+
+def resolve_layers(
+    layers: str | Sequence[int], teacher_layers: int, student_layers: int
+) -> list[int]:
+    """A scheme's map, or the given list checked: one teacher layer per student layer."""
+    if isinstance(layers, str):
+        return layer_map(layers, teacher_layers, student_layers)
+    chosen = check_layers(layers, teacher_layers)
+    if len(chosen) != student_layers:
+        raise ValueError(
+            f"layers must name one teacher layer for each of the {student_layers} student "
+            f"layers, got {chosen}"
+        )
+    return chosen
+
+
+def check_layers(layers: Sequence[int], teacher_layers: int) -> list[int]:
+    """``layers`` as a list, or raise unless they are increasing numbers of teacher layers."""
+    chosen = list(layers)
+    valid = all(isinstance(i, int) and not isinstance(i, bool) for i in chosen) and all(
+        1 <= i <= teacher_layers for i in chosen
+    )
+    if not valid or not chosen or any(a >= b for a, b in itertools.pairwise(chosen)):
+        raise ValueError(
+            f"layers must be increasing numbers from 1 to {teacher_layers} "
+            f"(the teacher's layers), got {chosen}"
+        )
+    return chosen
+
+
+def _check_enough(teacher_layers: int, student_layers: int) -> None:
+    if student_layers > teacher_layers:
+        raise ValueError(
+            f"the student has {student_layers} layers but the teacher only {teacher_layers}; "
+            "no map gives each student layer a teacher layer of its own"
+        )

@@ -1,0 +1,544 @@
+"""The papers' recipes: which layers, which loss terms, with which weights and when.
+
+A method is an ``nn.Module`` that holds the parts that learn besides the student (projections).
+`Distiller` builds them for the two models' sizes and adds the terms up.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastkd._checks import check_choice, check_number, check_positive_int
+from fastkd.analysis.layers import Batches
+from fastkd.cca import CCALoss
+from fastkd.contrastive import CosNCELoss
+from fastkd.distill.capture import Backbone
+from fastkd.distill.layers import resolve_layers, select_layers
+from fastkd.distill.step import Step, check_same_head
+from fastkd.knn import IntraClassKNNLoss
+from fastkd.projection import DualProjectionLoss
+from fastkd.relation import FCDLoss
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
+LOGIT_TERMS = ("task", "soft")
+
+Layers = str | Sequence[int]
+
+
+class Term(NamedTuple):
+    """One loss term: its weight in the total, and its value before weighting."""
+
+    name: str
+    weight: float
+    value: Tensor
+
+
+class Method(nn.Module):
+    """What the methods share. A term is a method of its name: ``Step -> scalar Tensor``.
+
+    Subclasses say which terms count in `weights`, which layers they compare in `choose_layers`,
+    and create what learns in `make_parts`. Each constructor argument is an attribute of the same
+    name, so that `hyperparameters` can be written down.
+    """
+
+    #: Train on the loss after LRC-BERT's gradient perturbation.
+    perturb: bool = False
+    #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
+    scheduled: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student_layers: list[int] = []
+        self._teacher_layers: list[int] | None = []
+        self._built_for: tuple[int, ...] | None = None
+
+    @property
+    def teacher_layers(self) -> list[int]:
+        """One teacher layer, counted from 1, for each of ``student_layers``."""
+        if self._teacher_layers is None:
+            raise RuntimeError(
+                f"{type(self).__name__} chooses its teacher layers from data: call "
+                "distiller.prepare(batches) before training, or pass layers=[...]"
+            )
+        return self._teacher_layers
+
+    def build(self, teacher: Backbone, student: Backbone) -> None:
+        """Create the trainable parts for these two models; a second call must be of like sizes."""
+        sizes = (
+            teacher.num_layers, student.num_layers, teacher.hidden_size, student.hidden_size
+        )  # fmt: skip
+        if self._built_for not in (None, sizes):
+            raise ValueError(
+                f"this {type(self).__name__} was built for other models; make a new one"
+            )
+        if any(self.weights(progress).get("soft", 0) for progress in (0.0, 1.0)):
+            check_same_head(teacher, student, type(self).__name__)
+        if self._built_for is None:
+            self.choose_layers(teacher, student)
+            self.make_parts(teacher, student)
+            self._built_for = sizes
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        """Set the layers to compare; none by default."""
+
+    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+        """Create losses and projections; none by default."""
+
+    def prepare(self, teacher: nn.Module, batches: Batches) -> None:
+        """Choose what has to be chosen from data before training; nothing by default."""
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `prepare` is done or not needed."""
+        return self._teacher_layers is not None
+
+    def weights(self, progress: float) -> dict[str, float]:
+        """Weight of each term when ``progress`` (0 to 1) of the training is done."""
+        raise NotImplementedError
+
+    def forward(self, step: Step, progress: float) -> list[Term]:
+        """The terms that count now, those on logits only if there are any."""
+        return [
+            Term(name, weight, getattr(self, name)(step))
+            for name, weight in self.weights(progress).items()
+            if weight != 0 and (step.has_logits or name not in LOGIT_TERMS)
+        ]
+
+    def task(self, step: Step) -> Tensor:
+        """Cross-entropy with the labels, MSE for regression."""
+        return step.task_loss(type(self).__name__)
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.hyperparameters().items())
+
+
+class FCD(Method):
+    """Feature Correlation Distillation (Huang et al. 2023).
+
+    L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
+    relation losses (eqs. 8-9) between each student layer and its teacher layer, averaged over
+    the layers; `fastkd.FCDLoss`. Works across hidden sizes without a projection.
+
+    Args:
+        alpha: weight of the relations between tokens; {0.1, 0.2, 0.4, 1} in the paper.
+        beta: weight of the relations between samples; the same grid.
+        task_weight: weight of the task loss; 0 distils without labels.
+        layers: "uniform" (best in Table 3), "top", "bottom", or a teacher layer for each student
+            layer.
+        normalize: of the features, Table 4: "l2", "layer_norm", "softmax", "none".
+        distance: between relations, Table 2: "pearson", "mse", "kl".
+
+    Terms: task, tokens, samples.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        task_weight: float = 1.0,
+        layers: Layers = "uniform",
+        normalize: str = "l2",
+        distance: str = "pearson",
+    ) -> None:
+        super().__init__()
+        _check_weights(alpha=alpha, beta=beta, task_weight=task_weight)
+        self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
+        self.normalize, self.distance = normalize, distance
+        self.token_loss = FCDLoss(1.0, 0.0, normalize, distance)
+        self.sample_loss = FCDLoss(0.0, 1.0, normalize, distance)
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        self.student_layers = list(range(1, student.num_layers + 1))
+        self._teacher_layers = resolve_layers(self.layers, teacher.num_layers, student.num_layers)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": self.task_weight, "tokens": self.alpha, "samples": self.beta}
+
+    def tokens(self, step: Step) -> Tensor:
+        """L_t, eq. 8."""
+        students, teachers = step.layers(self.student_layers, self.teacher_layers)
+        return self.token_loss(students, teachers, step.mask)
+
+    def samples(self, step: Step) -> Tensor:
+        """L_s, eq. 9."""
+        students, teachers = step.layers(self.student_layers, self.teacher_layers)
+        return self.sample_loss(students, teachers, step.mask)
+
+
+class _Soft(Method):
+    """A method with soft targets."""
+
+    temperature: float
+    divergence: str
+    scale_by_t2: bool
+
+    def _set_soft(self, temperature: float, divergence: str, scale_by_t2: bool) -> None:
+        check_number("temperature", temperature, above=0)
+        check_choice("divergence", divergence, DIVERGENCES)
+        self.temperature, self.divergence = temperature, divergence
+        self.scale_by_t2 = scale_by_t2
+
+    def soft(self, step: Step) -> Tensor:
+        """Divergence from the teacher's softened output, MSE for regression."""
+        return step.soft_loss(self.temperature, self.divergence, self.scale_by_t2)
+
+
+class SoftTargets(_Soft):
+    """Plain knowledge distillation (Hinton et al. 2015; MC3KD eq. 1, LRKD eq. 1).
+
+    L = (1 − alpha)·L_CE + alpha·T²·KL(p_T ‖ p_S).
+
+    Args:
+        alpha: share of the soft targets, in [0, 1].
+        temperature: T.
+        divergence: "forward_kl", "reverse_kl", "adaptive_kl" (LRKD, Table 4) or "js".
+        scale_by_t2: the factor T².
+
+    Terms: task, soft.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.5,
+        temperature: float = 2.0,
+        divergence: str = "forward_kl",
+        scale_by_t2: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_share("alpha", alpha)
+        self.alpha = alpha
+        self._set_soft(temperature, divergence, scale_by_t2)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": 1 - self.alpha, "soft": self.alpha}
+
+
+class IntraClassKNN(_Soft):
+    """Intra-Class Similarity-Guided Feature Distillation (Saadi et al.).
+
+    L = alpha1·L_hidd + alpha2·L_soft + alpha3·L_CE. L_hidd pulls the sentence token of the
+    student's last hidden state to its k nearest teacher ones of the same label in the batch,
+    summed over the batch; L_soft is T²·KL as in DistilBERT. With unequal hidden sizes a linear
+    projector, trained along, maps the student's. One label per sample; for regression, labels
+    within ``tolerance`` count as the same and the losses on the output are MSE.
+
+    Args:
+        alpha1: {0.1, 0.01, 0.001} in the paper.
+        alpha2: weight of the soft targets.
+        alpha3: weight of the task loss.
+        k: neighbours, {1, 2, 3, 5} in the paper.
+        temperature: T.
+        tolerance: how far apart two regression targets of one "class" may be.
+        pool: what is compared, "cls" (the sentence token), "mean" or "tokens".
+        divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, knn.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha1: float = 0.01,
+        alpha2: float = 0.5,
+        alpha3: float = 0.5,
+        k: int = 1,
+        temperature: float = 5.0,
+        tolerance: float = 0.5,
+        pool: str = "cls",
+        divergence: str = "forward_kl",
+        scale_by_t2: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_weights(alpha1=alpha1, alpha2=alpha2, alpha3=alpha3)
+        check_positive_int("k", k)
+        check_number("tolerance", tolerance, at_least=0)
+        check_choice("pool", pool, ("cls", "mean", "tokens"))
+        self.alpha1, self.alpha2, self.alpha3 = alpha1, alpha2, alpha3
+        self.k, self.tolerance, self.pool = k, tolerance, pool
+        self._set_soft(temperature, divergence, scale_by_t2)
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        self.student_layers = [student.num_layers]
+        self._teacher_layers = [teacher.num_layers]
+
+    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+        self.loss = IntraClassKNNLoss(
+            self.k,
+            student.hidden_size,
+            teacher.hidden_size,
+            self.pool,
+            tolerance=self.tolerance if student.problem == "regression" else None,
+        )
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": self.alpha3, "soft": self.alpha2, "knn": self.alpha1}
+
+    def knn(self, step: Step) -> Tensor:
+        """L_hidd."""
+        student, teacher = step.last()
+        labels = step.sample_labels("IntraClassKNN")
+        if self.pool == "cls":
+            return self.loss(*step.sentence_tokens(student, teacher), labels)
+        return self.loss(student, teacher, labels, mask=step.mask)
+
+
+class LRCBERT(_Soft):
+    """LRC-BERT: latent-representation contrastive distillation (Fu et al. 2021).
+
+    L = alpha·Σ_layers COS-NCE(h_S W, h_T, H_T) + beta·L_soft + gamma·L_hard  (eqs. 3-6), the
+    negatives being the other samples of the batch, at the same token position. Two stages: until
+    ``first_stage`` of the steps only the contrastive term counts (1:0:0), then the given weights
+    (1:1:3). In training the loss comes from a second forward pass over embeddings moved along
+    the loss's gradient, normalised per sample (eqs. 7-8). L_hard softens the one-hot label by τ
+    too (eq. 5); regression uses MSE for both.
+
+    One matrix W serves all layers, as in TinyBERT, which the paper follows here. The loop has to
+    call ``Distiller.set_progress``, or the second stage never starts.
+
+    Args:
+        alpha, beta, gamma: weights of the second stage; searched in {1, 2, 3, 4}.
+        temperature: τ of eqs. 4-5; no factor τ² (eq. 4).
+        first_stage: share of the training, 0.8 in the paper; 0 turns the stages off (Table 4).
+        perturb: gradient perturbation on or off (Fig. 5).
+        layers: φ, as in `FCD`.
+        divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: cos_nce, soft, task.
+    """
+
+    scheduled = True
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        gamma: float = 3.0,
+        temperature: float = 1.1,
+        first_stage: float = 0.8,
+        perturb: bool = True,
+        layers: Layers = "uniform",
+        divergence: str = "forward_kl",
+        scale_by_t2: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_weights(alpha=alpha, beta=beta, gamma=gamma)
+        _check_share("first_stage", first_stage)
+        self.alpha, self.beta, self.gamma = alpha, beta, gamma
+        self.first_stage, self.perturb, self.layers = first_stage, perturb, layers
+        self._set_soft(temperature, divergence, scale_by_t2)
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        self.student_layers = list(range(1, student.num_layers + 1))
+        self._teacher_layers = resolve_layers(self.layers, teacher.num_layers, student.num_layers)
+
+    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+        self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool="tokens")
+
+    def weights(self, progress: float) -> dict[str, float]:
+        if progress < self.first_stage:
+            return {"cos_nce": 1.0, "soft": 0.0, "task": 0.0}
+        return {"cos_nce": self.alpha, "soft": self.beta, "task": self.gamma}
+
+    def cos_nce(self, step: Step) -> Tensor:
+        """Σ over layers of L_T (eq. 3)."""
+        students, teachers = step.layers(self.student_layers, self.teacher_layers)
+        return len(students) * self.loss(students, teachers, step.mask)  # CosNCELoss averages
+
+    def task(self, step: Step) -> Tensor:
+        """L_hard, eq. 5."""
+        return step.softened_task_loss("LRCBERT", self.temperature)
+
+
+class MC3KD(_Soft):
+    """MC3KD: maximising canonical correlation coefficients (Fan et al.).
+
+    L = alpha·KL + (1 − alpha)·CE + beta·L_CCC  (eqs. 1, 8), L_CCC = −Σ_layers corr(T_i, S_i)
+    (eqs. 4-7). The teacher layers are those that differ most from the layer before them
+    (Algorithm 1), chosen once from data: ``Distiller.prepare``.
+
+    Args:
+        alpha: share of the soft targets; {0.2, 0.5, 0.6, 0.7} in the paper.
+        beta: weight of L_CCC; {0.1, 1, 10} in the paper.
+        temperature: T; KL carries T² as in PKD, which the paper follows.
+        layers: None chooses from data; "uniform" is PKD-skip ("only MC3" in Table 5); or a list.
+        ridge: r_t = r_s of eq. 5.
+        top_k: only the largest correlations; None takes all.
+        pool: the observations: "tokens" (every real token of the batch), "cls" or "mean" (one a
+            sample: with fewer samples than dimensions all correlations are near 1 whatever the
+            student does).
+        divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, cca.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.5,
+        beta: float = 1.0,
+        temperature: float = 20.0,
+        layers: Layers | None = None,
+        ridge: float = 1e-4,
+        top_k: int | None = None,
+        pool: str = "tokens",
+        divergence: str = "forward_kl",
+        scale_by_t2: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_share("alpha", alpha)
+        _check_weights(beta=beta)
+        check_choice("pool", pool, ("tokens", "cls", "mean"))
+        self.alpha, self.beta, self.layers = alpha, beta, layers
+        self.ridge, self.top_k, self.pool = ridge, top_k, pool
+        self._set_soft(temperature, divergence, scale_by_t2)
+        self.loss = CCALoss(ridge=ridge, top_k=top_k, pool=pool)
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        self.student_layers = list(range(1, student.num_layers + 1))
+        # Checks that there are enough layers also when they are chosen later.
+        fixed = resolve_layers(self.layers or "uniform", teacher.num_layers, student.num_layers)
+        self._teacher_layers = None if self.layers is None else fixed
+
+    def prepare(self, teacher: nn.Module, batches: Batches) -> None:
+        """Algorithm 1, lines 5-8. In a distributed run all take the first process's choice."""
+        if self.layers is not None:
+            return
+        chosen = [select_layers(teacher, batches, len(self.student_layers))]
+        if dist.is_available() and dist.is_initialized():
+            dist.broadcast_object_list(chosen)
+        self._teacher_layers = chosen[0]
+
+    def get_extra_state(self) -> Tensor:
+        """The chosen layers, so that a resumed run keeps them."""
+        return torch.tensor(self._teacher_layers or [0])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        chosen = [int(i) for i in state]
+        if chosen != [0]:
+            self._teacher_layers = chosen
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": 1 - self.alpha, "soft": self.alpha, "cca": self.beta}
+
+    def cca(self, step: Step) -> Tensor:
+        """L_CCC, eq. 7."""
+        students, teachers = step.layers(self.student_layers, self.teacher_layers)
+        mask = step.mask
+        if self.pool == "cls":
+            pairs = [step.sentence_tokens(s, t) for s, t in zip(students, teachers, strict=True)]
+            students = [s[:, None] for s, _ in pairs]
+            teachers = [t[:, None] for _, t in pairs]
+            mask = None
+        return len(students) * self.loss(students, teachers, mask)  # CCALoss averages
+
+
+class LRKD(_Soft):
+    """LRKD: learnable relational knowledge distillation.
+
+    L = alpha·L_CE + (1 − alpha)·KL + beta·L_DPL  (eq. 13), with the dual projection loss between
+    the mean-pooled last hidden states (eqs. 3-10) and no factor τ² on KL (eq. 1). The projections
+    train with the student and go when training ends; hidden sizes may differ.
+
+    Args:
+        alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper.
+        beta: weight of L_DPL; {1, 10, 15} in the paper.
+        gamma: weight of the student's projection within L_DPL; "around 0.3".
+        temperature: τ; {1, 2, 3, 4} in the paper.
+        projection_layers: m, matrices in each projection; 2 for all tasks in the paper.
+        orthogonal: False for plain linear projections (Fig. 3b).
+        divergence: as in `SoftTargets`; Table 4 adds the method to reverse and adaptive KL.
+        scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, projection.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.8,
+        beta: float = 10.0,
+        gamma: float = 0.3,
+        temperature: float = 2.0,
+        projection_layers: int = 2,
+        orthogonal: bool = True,
+        divergence: str = "forward_kl",
+        scale_by_t2: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_share("alpha", alpha)
+        _check_share("gamma", gamma)
+        _check_weights(beta=beta)
+        check_positive_int("projection_layers", projection_layers)
+        self.alpha, self.beta, self.gamma = alpha, beta, gamma
+        self.projection_layers, self.orthogonal = projection_layers, orthogonal
+        self._set_soft(temperature, divergence, scale_by_t2)
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        self.student_layers = [student.num_layers]
+        self._teacher_layers = [teacher.num_layers]
+
+    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+        self.loss = DualProjectionLoss(
+            student.hidden_size,
+            teacher.hidden_size,
+            layers=self.projection_layers,
+            gamma=self.gamma,
+            orthogonal=self.orthogonal,
+        )
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": self.alpha, "soft": 1 - self.alpha, "projection": self.beta}
+
+    def projection(self, step: Step) -> Tensor:
+        """L_DPL, eq. 10."""
+        student, teacher = step.last()
+        return self.loss(student, teacher, step.mask)
+
+
+METHODS: dict[str, type[Method]] = {
+    "soft_targets": SoftTargets,
+    "fcd": FCD,
+    "knn": IntraClassKNN,
+    "lrc_bert": LRCBERT,
+    "mc3kd": MC3KD,
+    "lrkd": LRKD,
+}
+
+
+def method_by_name(name: str, **hyperparameters: Any) -> Method:
+    """The method called ``name`` with these hyper-parameters.
+
+    Raises:
+        ValueError: unknown name or hyper-parameter; the message names the nearest one.
+
+    Example:
+        >>> method_by_name("lrkd", beta=1.0).weights(0.0)["projection"]
+        1.0
+    """
+    check_choice("method", name, METHODS)
+    known = inspect.signature(METHODS[name]).parameters
+    for option in hyperparameters:
+        check_choice(f"hyper-parameter of {name}", option, known)
+    return METHODS[name](**hyperparameters)
+
+
+def _check_weights(**weights: float) -> None:
+    for name, value in weights.items():
+        check_number(name, value, at_least=0)
+
+
+def _check_share(name: str, value: float) -> None:
+    check_number(name, value, at_least=0)
+    if value > 1:
+        raise ValueError(f"{name} must be at most 1, got {value}")

@@ -1,0 +1,102 @@
+"""A smaller student made of a teacher's layers."""
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fastkd.distill.capture import Backbone
+from fastkd.distill.layers import check_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "PreTrainedModel":
+    """A student of fewer layers that starts from the teacher's weights (LayerDrop, FCD sec. 4.2).
+
+    The student is built from the teacher's configuration with the layer count (and lists with an
+    entry per layer) shortened, so ``save_pretrained`` and ``from_pretrained`` give the same model
+    back. Embeddings, chosen blocks and head are copied; nothing is shared with the teacher.
+
+    Args:
+        teacher: a transformers encoder or decoder whose blocks are a ModuleList, with any head.
+        layers: teacher layers to keep, counted from 1, increasing.
+
+    Returns:
+        A model of the teacher's class, dtype and device, all parameters trainable.
+
+    Raises:
+        ValueError: layers that the teacher doesn't have, or blocks that differ in shape.
+        TypeError: not a transformers model.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
+        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> student = student_from_teacher(BertModel(config), [2, 4])
+        >>> student.config.num_hidden_layers
+        2
+    """
+    backbone = Backbone(teacher, "teacher")
+    chosen = check_layers(layers, backbone.num_layers)
+    config = copy.deepcopy(backbone.config)
+    if backbone.shared_blocks:
+        blocks = _shorten_shared(config, chosen)
+    else:
+        blocks = [i - 1 for i in chosen]
+        _shorten(config, chosen)
+    student: Any = type(backbone.inner)(config)
+    weights = _select(backbone.inner.state_dict(), backbone.blocks_name, blocks)
+    try:
+        student.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(backbone.inner).__name__} can't be shortened to layers {chosen}: "
+            f"its blocks are not alike ({error})"
+        ) from error
+    first = next(backbone.inner.parameters())
+    student.to(device=first.device, dtype=first.dtype)
+    if getattr(backbone.inner, "generation_config", None) is not None:
+        student.generation_config = copy.deepcopy(backbone.inner.generation_config)
+    return student.train(teacher.training)
+
+
+def _shorten(config: Any, chosen: list[int]) -> None:
+    """Set the layer count, and cut lists with one entry per layer (such as ``layer_types``)."""
+    layers = config.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == layers
+    }
+    for name, value in lists.items():
+        setattr(config, name, type(value)(value[i - 1] for i in chosen))
+    config.num_hidden_layers = len(chosen)
+
+
+def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:
+    """Set ALBERT's layer and group counts; returns the teacher's group for each student group."""
+    per_group = config.num_hidden_layers / config.num_hidden_groups
+    groups = [int((i - 1) / per_group) for i in chosen]
+    distinct = sorted(set(groups))
+    spread = [distinct[int(i / (len(chosen) / len(distinct)))] for i in range(len(chosen))]
+    if spread != groups:  # uneven: a layer each
+        distinct = groups
+    config.num_hidden_layers, config.num_hidden_groups = len(chosen), len(distinct)
+    return distinct
+
+
+def _select(weights: dict[str, Tensor], name: str, blocks: list[int]) -> dict[str, Tensor]:
+    """The student's state dict: block ``blocks[i]`` becomes block i, all else stays."""
+    selected: dict[str, Tensor] = {}
+    for key, value in weights.items():
+        if not key.startswith(f"{name}."):
+            selected[key] = value
+            continue
+        number, _, rest = key[len(name) + 1 :].partition(".")
+        for i, block in enumerate(blocks):
+            if int(number) == block:
+                selected[f"{name}.{i}.{rest}"] = value
+    return selected

@@ -1,0 +1,147 @@
+"""Distillation inside ``transformers.Trainer``."""
+
+import inspect
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastkd._checks import check_positive_int
+from fastkd._extras import require
+from fastkd.distill.distiller import Distiller
+from fastkd.distill.methods import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Trainer: Any = require("transformers", "train").Trainer
+
+METHOD_FILE = "method.pt"
+
+
+class DistillationTrainer(Trainer):
+    """``transformers.Trainer`` whose model is a `Distiller`.
+
+    It trains on the distiller's loss, logs the terms, keeps the method's schedule, lets the
+    method prepare itself from the training data, and evaluates, predicts and saves the student:
+    every checkpoint is a directory for ``from_pretrained``, beside which ``method.pt`` holds what
+    resuming needs of the method.
+
+    Args:
+        teacher, student, method: as in `Distiller`.
+        model: a ready `Distiller` in their place.
+        prepare_batches: training batches that `Distiller.prepare` reads at most.
+        arguments: everything else goes to ``transformers.Trainer``.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+        >>> from fastkd.distill import FCD, student_from_teacher
+        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
+        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> teacher = BertForSequenceClassification(config)
+        >>> trainer = DistillationTrainer(
+        ...     teacher, student_from_teacher(teacher, [2, 4]), FCD(),
+        ...     args=TrainingArguments("unused", report_to="none", save_strategy="no"),
+        ... )
+        >>> type(trainer.distiller.method).__name__
+        'FCD'
+    """
+
+    _signature_columns: list[str] | None
+
+    def __init__(
+        self,
+        teacher: "PreTrainedModel | None" = None,
+        student: "PreTrainedModel | None" = None,
+        method: Method | None = None,
+        *,
+        model: Distiller | None = None,
+        prepare_batches: int = 64,
+        **arguments: Any,
+    ) -> None:
+        check_positive_int("prepare_batches", prepare_batches)
+        if model is None:
+            if teacher is None or student is None or method is None:
+                raise ValueError("pass teacher, student and method, or model=Distiller(...)")
+            model = Distiller(teacher, student, method)
+        elif not (teacher is student is method is None):
+            raise ValueError("pass either model=Distiller(...), or teacher, student and method")
+        self.distiller = model
+        self.prepare_batches = prepare_batches
+        self._sums: dict[str, Tensor] = {}
+        self._summed = 0
+        super().__init__(model=model, **arguments)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """See ``transformers.Trainer.train``."""
+        if not self.distiller.method.prepared and not resume_from_checkpoint:
+            # The loader draws random numbers that training would otherwise have drawn.
+            with torch.random.fork_rng():
+                batches = itertools.islice(self.get_train_dataloader(), self.prepare_batches)
+                self.distiller.prepare(batches)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The distiller's loss in training, the student's own in evaluation."""
+        if model is self.distiller.student:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
+        output = model(**inputs)
+        for name, value in output.terms.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._summed += 1
+        return (output.loss, output) if return_outputs else output.loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """See ``transformers.Trainer.prediction_step``; the model is the student."""
+        return super().prediction_step(self.distiller.student, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the terms' means since the last time to a training log."""
+        if "loss" in logs and self._summed:
+            logs = {**logs, **{k: float(v) / self._summed for k, v in self._sums.items()}}
+            self._sums, self._summed = {}, 0
+        super().log(logs, *args, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            columns = inspect.signature(self.distiller.student.forward).parameters
+            self._signature_columns = [*columns, "label", "label_ids", *self.label_names]
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        # Trainer saves a self.model of its own kind with save_pretrained.
+        self.model, distiller = self.distiller.student, self.model
+        try:
+            super()._save(output_dir)
+        finally:
+            self.model = distiller
+        if self.args.should_save:
+            method = self.distiller.method.state_dict()
+            torch.save(method, os.path.join(output_dir, METHOD_FILE))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, self.distiller.student)
+        path = os.path.join(resume_from_checkpoint, METHOD_FILE)
+        if not os.path.isfile(path):
+            raise ValueError(f"{resume_from_checkpoint} has no {METHOD_FILE} to resume from")
+        self.distiller.method.load_state_dict(torch.load(path, map_location="cpu"))
+
+    def _load_best_model(self) -> None:
+        self.model, distiller = self.distiller.student, self.model
+        try:
+            super()._load_best_model()
+        finally:
+            self.model = distiller

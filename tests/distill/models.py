@@ -1,0 +1,63 @@
+"""Tiny random models of every family that the tests cover, and batches for them."""
+
+import torch
+import transformers as t
+from torch import Tensor
+
+VOCAB, PAD = 60, 0
+SMALL = {"vocab_size": VOCAB, "pad_token_id": PAD}
+BERT = {
+    **SMALL, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+CONFIGS = {
+    "bert": lambda n: t.BertConfig(**BERT, num_hidden_layers=n),
+    "roberta": lambda n: t.RobertaConfig(**BERT, num_hidden_layers=n),
+    "distilbert": lambda n: t.DistilBertConfig(
+        **SMALL, dim=16, n_heads=2, hidden_dim=32, n_layers=n, max_position_embeddings=64
+    ),
+    "electra": lambda n: t.ElectraConfig(**BERT, embedding_size=8, num_hidden_layers=n),
+    "albert": lambda n: t.AlbertConfig(**BERT, embedding_size=8, num_hidden_layers=n),
+    "deberta_v2": lambda n: t.DebertaV2Config(
+        **BERT, num_hidden_layers=n, relative_attention=True, pos_att_type=["c2p", "p2c"],
+        position_buckets=8, conv_kernel_size=3, pooler_hidden_size=16,
+    ),
+    "xlnet": lambda n: t.XLNetConfig(
+        **SMALL, d_model=16, n_head=2, d_inner=32, n_layer=n, summary_activation="tanh"
+    ),
+    "gpt2": lambda n: t.GPT2Config(**SMALL, n_embd=16, n_head=2, n_layer=n, n_positions=64),
+    "llama": lambda n: t.LlamaConfig(
+        **SMALL, hidden_size=16, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, num_hidden_layers=n, max_position_embeddings=64,
+    ),
+}  # fmt: skip
+FAMILIES = list(CONFIGS)
+PADS_LEFT = {"xlnet"}
+
+
+def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> t.PreTrainedModel:
+    """A sequence classifier with random weights, in eval mode."""
+    config = CONFIGS[family](layers)
+    config.num_labels = num_labels
+    for name, value in options.items():
+        setattr(config, name, value)
+    return t.AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def batch(
+    rows: int = 6, length: int = 10, padding: int = 3, num_labels: int = 3, left: bool = False
+) -> dict[str, Tensor]:
+    """Token ids with padding on half of the rows, its mask, and labels."""
+    ids = torch.randint(5, VOCAB, (rows, length))
+    mask = torch.ones_like(ids)
+    padded = slice(0, padding) if left else slice(length - padding, length)
+    if padding:
+        mask[::2, padded] = 0
+    labels = torch.rand(rows) * 5 if num_labels == 1 else torch.randint(0, num_labels, (rows,))
+    return {"input_ids": ids * mask + PAD * (1 - mask), "attention_mask": mask, "labels": labels}
+
+
+def batch_for(family: str, **options) -> dict[str, Tensor]:
+    """`batch`, padded on the side that the family expects."""
+    return batch(left=family in PADS_LEFT, **options)
