@@ -1,0 +1,459 @@
+"""Dual orthogonal projection of LRKD (Learnable Relational Knowledge Distillation), eqs. 3-10."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastkd._checks import (
+    check_choice,
+    check_floating,
+    check_like,
+    check_mask,
+    check_number,
+    check_pair,
+    check_positive_int,
+    check_shape,
+)
+from fastkd._dispatch import use_triton
+from fastkd._numerics import autocast_off, upcast, working_dtype
+
+REDUCTIONS = ("mean", "batchmean", "sum")
+
+
+def cayley_ref(skew: Tensor) -> Tensor:
+    """Section 3.2 of the paper as written: W = (I + Q)(I − Q)⁻¹. See `cayley`."""
+    q = upcast(skew)  # (*, n, n)
+    identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    return ((identity + q) @ torch.linalg.inv(identity - q)).to(skew.dtype)
+
+
+def cayley(skew: Tensor) -> Tensor:
+    """Orthogonal matrix of a skew-symmetric one by the Cayley map.
+
+    W = (I + Q)(I − Q)⁻¹  (LRKD, section 3.2)
+
+    That Q is skew-symmetric (Qᵀ = −Q) is up to the caller: then I − Q can always be inverted and
+    WᵀW = I. For any other Q the formula and its gradient hold, but W is not orthogonal.
+
+    Args:
+        skew: (*, n, n), bfloat16, float16, float32 or float64; half types are computed in float32.
+
+    Returns:
+        W (*, n, n) in the dtype of ``skew``.
+
+    Raises:
+        TypeError: ``skew`` is not a floating tensor.
+        ValueError: its last two dimensions differ.
+
+    >>> raw = torch.randn(3, 3)
+    >>> w = cayley(raw - raw.mT)
+    >>> torch.allclose(w.mT @ w, torch.eye(3), atol=1e-5)
+    True
+    """
+    check_floating("skew", skew, min_ndim=2)
+    if skew.shape[-1] != skew.shape[-2]:
+        raise ValueError(f"skew must be square in its last two dimensions, got {tuple(skew.shape)}")
+    return _Cayley.apply(skew)
+
+
+class _Cayley(torch.autograd.Function):
+    """W + I = 2(I − Q)⁻¹, so one inverse forward and two products backward."""
+
+    @staticmethod
+    def forward(ctx, skew):
+        with autocast_off(skew):
+            q = upcast(skew)
+            identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+            # inv_ex does not read the error flag: on a GPU that would synchronise.
+            w = 2 * torch.linalg.inv_ex(identity - q).inverse - identity
+        ctx.save_for_backward(w)
+        return w.to(skew.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        with autocast_off(grad):
+            identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+            half = ((w + identity) / 2).mT  # (I − Q)⁻ᵀ
+            return (2 * (half @ grad.to(w.dtype) @ half)).to(grad.dtype)
+
+
+class _RowsTimesCayley(torch.autograd.Function):
+    """x W₁ W₂ … for few rows x, without forming any W.
+
+    x W = x(I + Q)(I − Q)⁻¹ = 2z − x with z = x(I − Q)⁻¹: one factorisation and a solve with as
+    many right-hand sides as there are rows. Backward solves once more, p = g(I − Q)⁻ᵀ, and
+    ∂L/∂Q = 2zᵀp has the rank of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, raw):
+        # x (S, R, n) rows of S sides, raw (S, L, n, n) their L layers
+        with autocast_off(x):
+            identity = torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device)
+            lu, pivots, _ = torch.linalg.lu_factor_ex(identity - _skew_part(raw))
+            solutions = []
+            for layer in range(raw.shape[1]):
+                z = torch.linalg.lu_solve(lu[:, layer], pivots[:, layer], x, left=False)
+                x = 2 * z - x
+                solutions.append(z)
+        ctx.save_for_backward(lu, pivots, *solutions)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        lu, pivots, *solutions = ctx.saved_tensors
+        with autocast_off(grad):
+            draw = []
+            for layer in reversed(range(len(solutions))):
+                p = torch.linalg.lu_solve(
+                    lu[:, layer], pivots[:, layer], grad, left=False, adjoint=True
+                )
+                outer = solutions[layer].mT @ p  # (S, n, n)
+                draw.append(outer - outer.mT)
+                grad = 2 * p - grad
+        return grad, torch.stack(draw[::-1], dim=1)
+
+
+class _Product(torch.autograd.Function):
+    """a @ b that autocast leaves alone in the backward too."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        with autocast_off(a):
+            return a @ b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        with autocast_off(grad):
+            da = grad @ b.mT if ctx.needs_input_grad[0] else None
+            db = a.mT @ grad if ctx.needs_input_grad[1] else None
+        return da, db
+
+
+def _skew_part(raw: Tensor) -> Tensor:
+    return (raw - raw.mT) / 2
+
+
+class OrthogonalProjection(nn.Module):
+    """Trainable orthogonal projection x ↦ x W₁ W₂ … W_m (LRKD, eq. 6).
+
+    Every W is the Cayley matrix of the skew-symmetric part (A − Aᵀ)/2 of a trained square matrix
+    A, so W stays orthogonal whatever the optimizer does. At unequal sizes the product of
+    max(in_dim, out_dim) square matrices is cut to (in_dim, out_dim), which leaves orthonormal
+    rows or columns. It starts as the identity, or its slice.
+
+    ``.half()``, ``.bfloat16()`` and ``.to(dtype)`` with a half type leave the trained matrices in
+    float32, since steps of a half type would be lost in rounding; W is computed in float32 and
+    the result comes back in the dtype of x.
+
+    Args:
+        in_dim: columns of the input.
+        out_dim: columns of the result.
+        layers: number m of matrices.
+        orthogonal: False trains plain matrices in place of Cayley ones, the paper's ablation.
+
+    Shape: x (..., in_dim) -> (..., out_dim) in the dtype of x.
+
+    >>> projection = OrthogonalProjection(4, 6)
+    >>> projection(torch.ones(2, 4)).shape
+    torch.Size([2, 6])
+    >>> projection.weight.shape
+    torch.Size([4, 6])
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, layers: int = 2, orthogonal: bool = True):
+        super().__init__()
+        check_positive_int("in_dim", in_dim)
+        check_positive_int("out_dim", out_dim)
+        check_positive_int("layers", layers)
+        self.in_dim, self.out_dim = in_dim, out_dim
+        self.layers, self.orthogonal = layers, orthogonal
+        n = max(in_dim, out_dim)
+        if orthogonal:
+            self.raw = nn.Parameter(torch.zeros(layers, n, n))
+        else:
+            sizes = [(in_dim, out_dim)] + [(out_dim, out_dim)] * (layers - 1)
+            self.matrices = nn.ParameterList(nn.Parameter(torch.eye(*size)) for size in sizes)
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(lambda tensor: _at_least_float32(fn(tensor), tensor), recurse)
+
+    @property
+    def weight(self) -> Tensor:
+        """W (in_dim, out_dim), differentiable, in float32 (float64 after ``.double()``)."""
+        factors = cayley(_skew_part(self.raw)) if self.orthogonal else list(self.matrices)
+        weight = factors[0]
+        for factor in factors[1:]:
+            weight = _Product.apply(weight, factor)
+        return weight[: self.in_dim, : self.out_dim]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project ``x`` (..., in_dim) to (..., out_dim)."""
+        check_floating("x", x)
+        if x.shape[-1] != self.in_dim:
+            raise ValueError(f"x must have {self.in_dim} columns (in_dim), got {tuple(x.shape)}")
+        rows = x.reshape(-1, self.in_dim)
+        if self.orthogonal and _is_few(rows, self.raw):
+            (projected,) = _project_rows([rows], [self])
+        else:
+            projected = _Product.apply(rows, self.weight.to(x.dtype))
+        return projected.to(x.dtype).reshape(*x.shape[:-1], self.out_dim)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_dim={self.in_dim}, out_dim={self.out_dim}, layers={self.layers}, "
+            f"orthogonal={self.orthogonal}"
+        )
+
+
+def _at_least_float32(converted: Tensor, original: Tensor) -> Tensor:
+    """``converted``, unless that is a half type: then ``original`` on its device."""
+    if converted.dtype in (torch.float16, torch.bfloat16):
+        return original.to(converted.device, torch.float32)
+    return converted
+
+
+def _is_few(rows: Tensor, raw: Tensor) -> bool:
+    """Whether solving for the rows beats forming W; the costs cross near as many rows as columns.
+
+    Forming W takes an inverse and two products a layer (about 6n³ operations), solving takes a
+    factorisation (⅔n³) and 4n² operations for each row.
+    """
+    return rows.shape[0] <= raw.shape[-1]
+
+
+def _project_rows(rows: list[Tensor], projections: list[OrthogonalProjection]) -> list[Tensor]:
+    """x W of every side in one batch: rows [(R, in_dim)] -> [(R, out_dim)], at least float32.
+
+    All projections have the same number of layers and the same max(in_dim, out_dim).
+    """
+    n = projections[0].raw.shape[-1]
+    dtype = torch.promote_types(working_dtype(rows[0]), projections[0].raw.dtype)
+    x = torch.stack([F.pad(side.to(dtype), (0, n - side.shape[-1])) for side in rows])
+    raw = torch.stack([projection.raw.to(dtype) for projection in projections])
+    projected = _RowsTimesCayley.apply(x, raw)
+    return [side[:, : p.out_dim] for side, p in zip(projected, projections, strict=True)]
+
+
+def layer_norm_mse_ref(x: Tensor, y: Tensor, eps: float = 1e-5, reduction: str = "mean") -> Tensor:
+    """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖². See `layer_norm_mse`."""
+    norm_x = F.layer_norm(upcast(x), x.shape[-1:], eps=eps)
+    norm_y = F.layer_norm(upcast(y), y.shape[-1:], eps=eps)
+    return (norm_x - norm_y).square().sum() / 2 / _divisor(x, reduction)
+
+
+def layer_norm_mse(
+    x: Tensor,
+    y: Tensor,
+    eps: float = 1e-5,
+    reduction: str = "mean",
+    backend: str = "auto",
+) -> Tensor:
+    """Half squared distance of two layer-normalised tensors, with gradients to both.
+
+    L = ½‖norm(x) − norm(y)‖²₂,  norm(x) = (x − mean(x)) / √(var(x) + eps)  (LRKD, eqs. 7 and 9)
+
+    over the last dimension, biased variance, no affine part.
+
+    Args:
+        x: (..., D).
+        y: (..., D), same shape, dtype and device as ``x``.
+        eps: added to the variance.
+        reduction: divides the sum over all elements by their number ("mean"), by the number of
+            rows ("batchmean") or by 1 ("sum").
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        Scalar in float32 (float64 for float64); 0 when there is no row.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices differ, or an unknown option.
+
+    >>> x = torch.tensor([[1.0, -1.0]])
+    >>> y = torch.tensor([[-1.0, 1.0]])
+    >>> round(layer_norm_mse(x, y, eps=0.0).item(), 4)
+    2.0
+    """
+    check_floating("x", x)
+    check_floating("y", y)
+    check_shape("y", y, x.shape, "the shape of x")
+    check_like("y", y, "x", x)
+    check_number("eps", eps, at_least=0)
+    check_choice("reduction", reduction, REDUCTIONS)
+    scale = 1 / _divisor(x, reduction)
+    use_triton(backend, "layer_norm_mse", x)
+    return _LayerNormMSE.apply(x, y, eps, scale)
+
+
+def _divisor(x: Tensor, reduction: str) -> int:
+    """The number that "mean" and "batchmean" divide by; at least 1, so that no row gives 0."""
+    rows = x.shape[:-1].numel()
+    return max({"mean": rows * x.shape[-1], "batchmean": rows, "sum": 1}[reduction], 1)
+
+
+class _LayerNormMSE(torch.autograd.Function):
+    """The difference of the normalised rows is the gradient with respect to them, up to sign."""
+
+    @staticmethod
+    def forward(ctx, x, y, eps, scale):
+        with autocast_off(x):
+            norm_x, mean_x, rstd_x = _normalise(x, eps)
+            norm_y, mean_y, rstd_y = _normalise(y, eps)
+            difference = norm_x - norm_y
+            total = difference.square().sum(-1).sum()
+        ctx.save_for_backward(x, y, difference, mean_x, rstd_x, mean_y, rstd_y)
+        ctx.scale = scale
+        return total * (scale / 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, y, difference, mean_x, rstd_x, mean_y, rstd_y = ctx.saved_tensors
+        with autocast_off(x):
+            difference = difference * (grad * ctx.scale)
+            dx = dy = None
+            if ctx.needs_input_grad[0]:
+                dx = _normalise_backward(difference, x, mean_x, rstd_x)
+            if ctx.needs_input_grad[1]:
+                dy = _normalise_backward(-difference, y, mean_y, rstd_y)
+        return dx, dy, None, None
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """norm(x), and the mean and 1/√(var + eps) of every row."""
+    return torch.native_layer_norm(upcast(x), x.shape[-1:], None, None, eps)
+
+
+def _normalise_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, upcast(x), x.shape[-1:], mean, rstd, None, None, [True, False, False]
+    )
+    return dx.to(x.dtype)
+
+
+class DualProjectionLoss(nn.Module):
+    """Dual projection loss of LRKD between the layers of a student and a teacher.
+
+    L = γ·½‖norm(H_s P_s) − norm(H_t)‖² + (1 − γ)·½‖norm(H_t P_t) − norm(H_s)‖²  (eqs. 6-10)
+
+    H_s and H_t are one row a sample: token features (B, N, D) are first averaged over the real
+    tokens (eq. 3). A sample without a real token contributes zero and does not count in the
+    average. P_s and P_t are `OrthogonalProjection`; they learn although the teacher does not.
+
+    The paper writes the plain squared norm and weighs it with β between 1 and 15 next to a
+    cross-entropy. The sum over a batch of 32 × 768 numbers would start near 10⁴ and drown it, so
+    the default divides each of the two terms by its number of elements, as an MSE does.
+
+    Args:
+        student_dim: hidden size Ds of the student.
+        teacher_dim: hidden size Dt of the teacher.
+        layers: matrices in each projection (2 in the paper).
+        gamma: weight of the student projection loss, in [0, 1] (0.3 in the paper).
+        orthogonal: False trains plain linear projections, the paper's ablation.
+        reduction: "mean" over elements, "batchmean" over samples, or "sum".
+
+    Shape: student (B, Ds) or (B, N, Ds); teacher (B, Dt) or (B, M, Dt); ``mask`` (B,) or (B, N),
+    ``teacher_mask`` likewise when the teacher has tokens of its own (another tokenizer), by
+    default the same as ``mask``. Returns a scalar in float32 (float64 for float64).
+
+    >>> loss = DualProjectionLoss(student_dim=4, teacher_dim=6)
+    >>> student = torch.randn(2, 5, 4, requires_grad=True)
+    >>> loss(student, torch.randn(2, 5, 6), mask=torch.ones(2, 5)).shape
+    torch.Size([])
+    """
+
+    def __init__(
+        self,
+        student_dim: int,
+        teacher_dim: int,
+        layers: int = 2,
+        gamma: float = 0.3,
+        orthogonal: bool = True,
+        reduction: str = "mean",
+        backend: str = "auto",
+    ):
+        super().__init__()
+        check_positive_int("student_dim", student_dim)
+        check_positive_int("teacher_dim", teacher_dim)
+        check_number("gamma", gamma, at_least=0)
+        if gamma > 1:
+            raise ValueError(f"gamma must be at most 1, got {gamma}")
+        check_choice("reduction", reduction, REDUCTIONS)
+        self.gamma, self.reduction, self.backend = gamma, reduction, backend
+        self.student_projection = OrthogonalProjection(student_dim, teacher_dim, layers, orthogonal)
+        self.teacher_projection = OrthogonalProjection(teacher_dim, student_dim, layers, orthogonal)
+
+    def forward(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        mask: Tensor | None = None,
+        teacher_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss as a scalar."""
+        check_pair(student, teacher, min_ndim=2)
+        _check_features("student", student, self.student_projection.in_dim)
+        _check_features("teacher", teacher, self.teacher_projection.in_dim)
+        if student.shape[0] != teacher.shape[0]:
+            raise ValueError(
+                f"student has {student.shape[0]} samples but teacher has {teacher.shape[0]}"
+            )
+        if mask is not None and teacher_mask is None:
+            if teacher.shape[:-1] != student.shape[:-1]:
+                raise ValueError(
+                    f"mask belongs to student {tuple(student.shape)} and can't serve teacher "
+                    f"{tuple(teacher.shape)}; pass teacher_mask too"
+                )
+            teacher_mask = mask
+        mask = check_mask(mask, student.shape[:-1], student.device)
+        teacher_mask = check_mask(teacher_mask, teacher.shape[:-1], teacher.device)
+
+        h_s, valid_s = _pool(student, mask)  # (B, Ds), (B,)
+        h_t, valid_t = _pool(teacher, teacher_mask)  # (B, Dt), (B,)
+        valid = valid_s & valid_t
+        h_s, h_t = h_s.where(valid[:, None], 0), h_t.where(valid[:, None], 0)
+        projected_s, projected_t = self._project(h_s, h_t)
+        # Rows of zeros normalise to zeros on both sides: a sample left out adds nothing.
+        spl = layer_norm_mse(projected_s, h_t, reduction="sum", backend=self.backend)
+        tpl = layer_norm_mse(projected_t, h_s, reduction="sum", backend=self.backend)
+        if self.reduction == "mean":
+            spl, tpl = spl / h_t.shape[-1], tpl / h_s.shape[-1]
+        loss = self.gamma * spl + (1 - self.gamma) * tpl
+        return loss if self.reduction == "sum" else loss / valid.sum().clamp(min=1)
+
+    def _project(self, h_s: Tensor, h_t: Tensor) -> tuple[Tensor, Tensor]:
+        """H_s P_s (B, Dt) and H_t P_t (B, Ds), eqs. 6 and 8."""
+        sides = [self.student_projection, self.teacher_projection]
+        if sides[0].orthogonal and _is_few(h_s, sides[0].raw):
+            projected_s, projected_t = _project_rows([h_s, h_t], sides)
+            return projected_s.to(h_s.dtype), projected_t.to(h_t.dtype)
+        return sides[0](h_s), sides[1](h_t)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, reduction={self.reduction!r}"
+
+
+def _check_features(name: str, x: Tensor, dim: int) -> None:
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{name} must be (B, D) or (B, N, D), got shape {tuple(x.shape)}")
+    if x.shape[-1] != dim:
+        raise ValueError(f"{name} must have {dim} columns ({name}_dim), got {tuple(x.shape)}")
+
+
+def _pool(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean over the real tokens (eq. 3): (B, N, D) or (B, D) -> (B, D), and which rows have any."""
+    if mask is None:
+        mask = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+    else:
+        x = x.masked_fill(~mask[..., None], 0)
+    if x.dim() == 2:
+        return upcast(x), mask
+    count = mask.sum(1, keepdim=True)  # (B, 1)
+    return x.sum(1, dtype=working_dtype(x)) / count.clamp(min=1), count[:, 0] > 0

@@ -1,0 +1,367 @@
+"""Distillation from logits: the divergence of the teacher's and the student's softened output."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastkd._checks import (
+    check_choice,
+    check_floating,
+    check_like,
+    check_mask,
+    check_no_grad,
+    check_number,
+)
+from fastkd._dispatch import use_triton
+from fastkd._numerics import autocast_off, upcast, working_dtype
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
+REDUCTIONS = ("batchmean", "sum", "none")
+
+# Teacher probability that the head of adaptive_kl may hold (Wu et al. 2024, μ).
+HEAD_MASS = 0.5
+
+# Logits worked on at a time on the CPU: the few buffers of a chunk then stay in the cache.
+CHUNK = 1 << 19
+
+
+def soft_target_loss_ref(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    divergence: str = "forward_kl",
+    mask: Tensor | None = None,
+    reduction: str = "batchmean",
+    scale_by_t2: bool = True,
+    denominator: float | Tensor | None = None,
+) -> Tensor:
+    """The divergences as written in the literature. See `soft_target_loss`."""
+    if mask is None:
+        mask = torch.ones(student_logits.shape[:-1], device=student_logits.device)
+    real = mask.bool()[..., None]  # (..., 1)
+    log_ps = torch.log_softmax(upcast(student_logits).where(real, 0) / temperature, dim=-1)
+    log_pt = torch.log_softmax(upcast(teacher_logits).where(real, 0) / temperature, dim=-1)
+    p_s, p_t = log_ps.exp(), log_pt.exp()
+
+    if divergence == "forward_kl":
+        loss = _kl_ref(p_t, log_pt, log_ps)
+    elif divergence == "reverse_kl":
+        loss = _kl_ref(p_s, log_ps, log_pt)
+    elif divergence == "js":
+        log_m = torch.logaddexp(log_ps, log_pt) - math.log(2)
+        loss = (_kl_ref(p_t, log_pt, log_m) + _kl_ref(p_s, log_ps, log_m)) / 2
+    else:
+        gap = (p_t - p_s).detach().abs()
+        ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
+        in_head = ranked.cumsum(-1) <= HEAD_MASS
+        in_head[..., 0] = True
+        gap = gap.gather(-1, order)
+        g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
+        weight = torch.where(g_head + g_tail > 0, g_head / (g_head + g_tail), 0.5)
+        forward_kl, reverse_kl = _kl_ref(p_t, log_pt, log_ps), _kl_ref(p_s, log_ps, log_pt)
+        loss = weight * forward_kl + (1 - weight) * reverse_kl
+
+    loss = loss.where(real[..., 0], 0) * (temperature**2 if scale_by_t2 else 1.0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
+
+
+def _kl_ref(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ p (log p − log q), where 0 · log 0 = 0."""
+    # The difference is filled too: in a backward pass 0 · inf would still make NaN.
+    nothing = p == 0
+    return (p * (log_p - log_q).masked_fill(nothing, 0)).sum(-1)
+
+
+def soft_target_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    divergence: str = "forward_kl",
+    mask: Tensor | None = None,
+    reduction: str = "batchmean",
+    scale_by_t2: bool = True,
+    denominator: float | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Divergence between the softened output distributions of teacher and student.
+
+    With p = softmax(z/τ) and KL(p ‖ q) = Σ p log(p/q) over the vocabulary:
+
+    - ``"forward_kl"``: KL(p_t ‖ p_s)  (LRKD, eq. 1)
+    - ``"reverse_kl"``: KL(p_s ‖ p_t)
+    - ``"js"``: ½KL(p_t ‖ m) + ½KL(p_s ‖ m) with m = ½(p_s + p_t)
+    - ``"adaptive_kl"``: w·KL(p_t ‖ p_s) + (1 − w)·KL(p_s ‖ p_t), w = g_head / (g_head + g_tail)
+      (Wu et al. 2024, as in LRKD's Table 4). g sums the gaps |p_t − p_s| over the head, the
+      teacher's most probable entries while their cumulative probability is at most ½ (the first
+      always belongs to it, equal ones go by index), and over the rest. w is a constant for the
+      gradient.
+
+    times τ² when ``scale_by_t2``. An entry of probability 0 on the side that weighs it adds
+    nothing, so a vocabulary masked with −inf on both sides is fine.
+
+    Args:
+        student_logits: (..., V).
+        teacher_logits: (..., V), same shape, dtype and device; must not require grad.
+        temperature: τ > 0.
+        divergence: one of the four above.
+        mask: (...), bool or 0/1, 1 = real; the rest adds nothing and gets no gradient.
+        reduction: "batchmean" divides the sum by the number of real positions, "sum" does not,
+            "none" gives one value a position, 0 where masked.
+        scale_by_t2: multiply by τ², which keeps the gradient's size over temperatures.
+        denominator: a number or 0-d tensor to divide by in place of this batch's own count
+            (gradient accumulation); only with "batchmean".
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        Scalar, or (...) for "none", in float32 (float64 for float64). 0 without any real position.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices differ (two vocabularies can't be
+            compared), the teacher requires grad, or an unknown or impossible option.
+
+    >>> student = torch.tensor([[0.0, 0.0]], requires_grad=True)
+    >>> teacher = torch.tensor([[1.0, 3.0]]).log()
+    >>> loss = soft_target_loss(student, teacher)
+    >>> round(loss.item(), 4)  # ¼·log(½) + ¾·log(3/2)
+    0.1308
+    """
+    _check_logits(student_logits, teacher_logits)
+    _check_options(temperature, divergence, reduction, denominator)
+    mask = check_mask(mask, student_logits.shape[:-1], student_logits.device)
+    use_triton(backend, "soft_target_loss", student_logits)
+    scale = temperature**2 if scale_by_t2 else 1.0
+
+    vocabulary = student_logits.shape[-1]
+    loss = _SoftTargets.apply(
+        student_logits.reshape(-1, vocabulary),
+        teacher_logits.reshape(-1, vocabulary),
+        None if mask is None else mask.reshape(-1),
+        divergence,
+        float(temperature),
+        scale,
+    )  # (R,)
+    return _reduce(loss.reshape(student_logits.shape[:-1]), mask, reduction, denominator)
+
+
+def _check_logits(student: Tensor, teacher: Tensor) -> None:
+    check_floating("student_logits", student)
+    check_floating("teacher_logits", teacher)
+    check_like("teacher_logits", teacher, "student_logits", student)
+    check_no_grad("teacher_logits", teacher)
+    if student.shape[-1] != teacher.shape[-1]:
+        raise ValueError(
+            f"student_logits have a vocabulary of {student.shape[-1]} entries but teacher_logits "
+            f"of {teacher.shape[-1]}; logits of different vocabularies can't be compared"
+        )
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"teacher_logits must have the shape of student_logits {tuple(student.shape)}, "
+            f"got {tuple(teacher.shape)}"
+        )
+    if student.shape[-1] == 0:
+        raise ValueError(f"student_logits have no entry to compare, got {tuple(student.shape)}")
+
+
+def _check_options(
+    temperature: float, divergence: str, reduction: str, denominator: float | Tensor | None
+) -> None:
+    check_number("temperature", temperature, above=0)
+    check_choice("divergence", divergence, DIVERGENCES)
+    check_choice("reduction", reduction, REDUCTIONS)
+    if denominator is None:
+        return
+    if reduction != "batchmean":
+        raise ValueError(f"denominator needs reduction='batchmean', got {reduction!r}")
+    if not isinstance(denominator, Tensor):
+        check_number("denominator", denominator, above=0)
+    elif denominator.dim() != 0:
+        raise ValueError(
+            f"denominator must be a number or a 0-d tensor, got {tuple(denominator.shape)}"
+        )
+
+
+def _reduce(
+    loss: Tensor, mask: Tensor | None, reduction: str, denominator: float | Tensor | None
+) -> Tensor:
+    """Reduce the losses of all positions, zero where masked."""
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    if denominator is not None:
+        return total / denominator
+    return total / (max(loss.numel(), 1) if mask is None else mask.sum().clamp(min=1))
+
+
+class _SoftTargets(torch.autograd.Function):
+    """Loss of every row and, in the same pass over the logits, its gradient."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, mask, divergence, temperature, scale):
+        # student, teacher (R, V); mask (R,)
+        rows, vocabulary = student.shape
+        dtype = working_dtype(student)
+        ctx.dtype = student.dtype
+        wants_grad = ctx.needs_input_grad[0]
+        loss = student.new_empty(rows, dtype=dtype)
+        # In the working dtype: half types would lose small probabilities before a loss scale.
+        dstudent = student.new_empty(student.shape if wants_grad else 0, dtype=dtype)
+        row_divergence = _ROW_DIVERGENCES[divergence]
+        with autocast_off(student):
+            for chunk in _chunks(rows, vocabulary, student):
+                log_ps = _log_softmax(student[chunk], mask, chunk, temperature)
+                log_pt = _log_softmax(teacher[chunk], mask, chunk, temperature)
+                value, grad = row_divergence(log_ps, log_pt, wants_grad)
+                loss[chunk] = value * scale
+                if grad is not None:
+                    torch.mul(grad, scale / temperature, out=dstudent[chunk])
+            if mask is not None:
+                loss = loss.masked_fill(~mask, 0)
+        ctx.save_for_backward(dstudent, mask)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        dstudent, mask = ctx.saved_tensors
+        if mask is not None:
+            grad = grad.masked_fill(~mask, 0)
+        return (dstudent * grad[:, None]).to(ctx.dtype), None, None, None, None, None
+
+
+def _chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
+    """Row ranges to work on one at a time; one range where a loop would not pay."""
+    step = max(CHUNK // vocabulary, 1)
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        step = max(rows, 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _log_softmax(logits: Tensor, mask: Tensor | None, chunk: slice, temperature: float) -> Tensor:
+    z = upcast(logits)
+    if mask is not None:
+        z = z.masked_fill(~mask[chunk, None], 0)
+    return torch.log_softmax(z if temperature == 1 else z / temperature, dim=-1)
+
+
+def _forward_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """KL(p_t ‖ p_s) of every row and its gradient with respect to z_s/τ: p_s − p_t."""
+    p_t = log_pt.exp()
+    value = _weighted_sum(p_t, log_pt - log_ps)
+    return value, log_ps.exp().sub_(p_t) if wants_grad else None
+
+
+def _reverse_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """KL(p_s ‖ p_t) and its gradient: p_s (log p_s − log p_t − KL)."""
+    p_s = log_ps.exp()
+    ratio = log_ps - log_pt
+    value = _weighted_sum(p_s, ratio)
+    return value, _expectation_grad(p_s, ratio, value) if wants_grad else None
+
+
+def _js(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """½KL(p_t ‖ m) + ½KL(p_s ‖ m) and its gradient: ½p_s (log p_s − log m − KL(p_s ‖ m))."""
+    log_m = torch.logaddexp(log_ps, log_pt).sub_(math.log(2))
+    p_s = log_ps.exp()
+    ratio = log_ps - log_m
+    student_side = _weighted_sum(p_s, ratio)
+    value = (student_side + _weighted_sum(log_pt.exp(), log_pt - log_m)) / 2
+    return value, _expectation_grad(p_s, ratio, student_side).div_(2) if wants_grad else None
+
+
+def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Forward and reverse KL weighted by the gap of the head and of the tail."""
+    p_s, p_t = log_ps.exp(), log_pt.exp()
+    head = _head_share(p_s, p_t)  # (R,)
+    forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad)
+    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad)
+    value = torch.lerp(reverse_value, forward_value, head)
+    if forward_grad is None or reverse_grad is None:
+        return value, None
+    return value, torch.lerp(reverse_grad, forward_grad, head[:, None])
+
+
+_ROW_DIVERGENCES = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "js": _js,
+    "adaptive_kl": _adaptive_kl,
+}
+
+
+def _weighted_sum(p: Tensor, x: Tensor) -> Tensor:
+    """Σ p·x over the vocabulary, where a probability of 0 counts nothing even against ∞."""
+    return (p * x).masked_fill_(p == 0, 0).sum(-1)
+
+
+def _expectation_grad(p: Tensor, x: Tensor, mean: Tensor) -> Tensor:
+    return (x - mean[:, None]).mul_(p).masked_fill_(p == 0, 0)
+
+
+def _head_share(p_s: Tensor, p_t: Tensor) -> Tensor:
+    """g_head / (g_head + g_tail) of every row; ½ where the distributions are the same."""
+    gap = (p_t - p_s).abs_()
+    total = gap.sum(-1)
+    ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
+    in_head = ranked.cumsum(-1) <= HEAD_MASS
+    in_head[:, 0] = True
+    head = gap.gather(-1, order).masked_fill_(~in_head, 0).sum(-1)
+    return torch.where(total > 0, head / total, 0.5)
+
+
+class SoftTargetLoss(nn.Module):
+    """See `soft_target_loss`; holds its options.
+
+    >>> loss = SoftTargetLoss(temperature=2.0, divergence="js")
+    >>> loss(torch.zeros(2, 5), torch.zeros(2, 5)).item()
+    0.0
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        divergence: str = "forward_kl",
+        reduction: str = "batchmean",
+        scale_by_t2: bool = True,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        _check_options(temperature, divergence, reduction, None)
+        self.temperature, self.divergence = temperature, divergence
+        self.reduction, self.scale_by_t2 = reduction, scale_by_t2
+        self.backend = backend
+
+    def forward(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        mask: Tensor | None = None,
+        denominator: float | Tensor | None = None,
+    ) -> Tensor:
+        """The loss; ``denominator`` as in `soft_target_loss`."""
+        return soft_target_loss(
+            student_logits,
+            teacher_logits,
+            temperature=self.temperature,
+            divergence=self.divergence,
+            mask=mask,
+            reduction=self.reduction,
+            scale_by_t2=self.scale_by_t2,
+            denominator=denominator,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"temperature={self.temperature}, divergence={self.divergence!r}, "
+            f"reduction={self.reduction!r}, scale_by_t2={self.scale_by_t2}"
+        )

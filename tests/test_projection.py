@@ -1,0 +1,625 @@
+"""Cayley matrices, orthogonal projections and LRKD's dual projection loss."""
+
+import copy
+import doctest
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.parametrizations import orthogonal
+
+from fastkd import projection
+from fastkd.projection import (
+    DualProjectionLoss,
+    OrthogonalProjection,
+    cayley,
+    cayley_ref,
+    layer_norm_mse,
+    layer_norm_mse_ref,
+)
+from tests.compare import DTYPES, assert_accurate
+
+TRITON_FUNCTION = "layer_norm_mse"
+
+few_examples = settings(max_examples=20, deadline=None)
+
+
+def skew_matrix(*shape, dtype=torch.float64, scale=1.0):
+    raw = scale * torch.randn(*shape, shape[-1], dtype=dtype)
+    return raw - raw.mT
+
+
+def randomise(module, scale=0.3):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(scale * torch.randn_like(parameter))
+    return module
+
+
+def orthogonality_error(weight):
+    short = weight if weight.shape[0] <= weight.shape[1] else weight.mT
+    return (short @ short.mT - torch.eye(short.shape[0], dtype=weight.dtype)).abs().max().item()
+
+
+# Cayley
+
+
+def test_cayley_of_a_plane_rotation():
+    # Q = [[0, −t], [t, 0]] with t = tan(θ/2) turns the plane by θ.
+    theta = torch.tensor(0.7, dtype=torch.float64)
+    t = (theta / 2).tan()
+    zero = torch.zeros_like(t)
+    skew = torch.stack([zero, -t, t, zero]).reshape(2, 2)
+    rotation = torch.stack([theta.cos(), -theta.sin(), theta.sin(), theta.cos()]).reshape(2, 2)
+    torch.testing.assert_close(cayley_ref(skew), rotation)
+    torch.testing.assert_close(cayley(skew), rotation)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 33])
+def test_cayley_equals_torch_parametrization(n):
+    # torch maps A to (I − A/2)⁻¹(I + A/2): the same at Q = A/2.
+    skew = skew_matrix(n)
+    linear = torch.nn.Linear(n, n, bias=False, dtype=torch.float64)
+    orthogonal(linear, orthogonal_map="cayley", use_trivialization=False)
+    linear.parametrizations.weight.original = torch.nn.Parameter(skew)
+    torch.testing.assert_close(cayley(skew / 2), linear.weight)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (3, 7, 7), (2, 3, 5, 5), (0, 4, 4), (0, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cayley_matches_reference(shape, dtype):
+    skew = skew_matrix(*shape[:-1], scale=0.5).to(dtype).requires_grad_()
+    upstream = torch.randn(shape, dtype=torch.float64)
+    grads = []
+    for function, dtype_ in ((cayley, dtype), (cayley_ref, torch.float64), (cayley_ref, dtype)):
+        x = skew.detach().to(dtype_).requires_grad_()
+        weight = function(x)
+        assert weight.dtype == dtype_
+        (grad,) = torch.autograd.grad(weight, x, upstream.to(dtype_))
+        grads.append((weight, grad))
+    for actual, right, ref in zip(*grads, strict=True):
+        assert_accurate(actual, right, dtype, ref)
+
+
+def test_cayley_gradient():
+    raw = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: cayley(a - a.mT), raw)
+    # The formula is differentiated as it stands, so any matrix will do.
+    assert torch.autograd.gradcheck(cayley, raw)
+
+
+@few_examples
+@given(n=st.integers(1, 40), scale=st.floats(1e-3, 30), seed=st.integers(0, 10**6))
+def test_cayley_is_orthogonal(n, scale, seed):
+    torch.manual_seed(seed)
+    weight = cayley(skew_matrix(n, dtype=torch.float32, scale=scale))
+    assert orthogonality_error(weight) <= 1e-5
+    # Cayley matrices never have the eigenvalue −1, so the determinant is +1.
+    assert torch.linalg.det(weight.double()).item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
+def test_cayley_is_orthogonal_at_model_size(scale):
+    assert orthogonality_error(cayley(skew_matrix(768, dtype=torch.float32, scale=scale))) <= 1e-5
+
+
+def test_cayley_of_strided_input_under_autocast():
+    skew = skew_matrix(2, 12, dtype=torch.float32)[:, ::2, ::2].requires_grad_()
+    plain = cayley(skew)
+    (expected,) = torch.autograd.grad(plain.square().sum(dim=-1).cos().sum(), skew)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = cayley(skew)
+        (grad,) = torch.autograd.grad(under.square().sum(dim=-1).cos().sum(), skew)
+    assert torch.equal(under, plain)
+    assert torch.equal(grad, expected)
+
+
+def test_cayley_once_differentiable():
+    skew = skew_matrix(4).requires_grad_()
+    (grad,) = torch.autograd.grad(cayley(skew).pow(3).sum(), skew, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_cayley_nan_stays_in_its_matrix():
+    skew = skew_matrix(2, 4)
+    skew[0, 1, 2] = float("nan")
+    weight = cayley(skew)
+    assert weight[0].isnan().any()
+    torch.testing.assert_close(weight[1], cayley_ref(skew[1]))
+
+
+def test_cayley_bad_input():
+    with pytest.raises(ValueError, match=r"skew must be square .* got \(3, 4\)"):
+        cayley(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        cayley(torch.zeros(3))
+    with pytest.raises(TypeError, match="skew must be bfloat16"):
+        cayley(torch.zeros(3, 3, dtype=torch.long))
+
+
+# OrthogonalProjection
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (4, 7), (7, 4), (1, 6), (1, 1)])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_orthogonal", [True, False])
+def test_projection_applies_its_weight(sizes, layers, is_orthogonal):
+    module = OrthogonalProjection(*sizes, layers=layers, orthogonal=is_orthogonal).double()
+    torch.testing.assert_close(module.weight, torch.eye(*sizes, dtype=torch.float64))
+    randomise(module)
+    assert module.weight.shape == sizes
+    if is_orthogonal:
+        assert orthogonality_error(module.weight) < 1e-12
+    for rows in (0, 1, 3, 20):  # few rows are solved for, many multiplied
+        x = torch.randn(rows, sizes[0], dtype=torch.float64)
+        torch.testing.assert_close(module(x), x @ module.weight)
+    x = torch.randn(2, 3, 2, sizes[0], dtype=torch.float64)
+    torch.testing.assert_close(module(x), x @ module.weight)
+    torch.testing.assert_close(module(x[0, 0, 0]), x[0, 0, 0] @ module.weight)
+
+
+def test_projection_is_the_product_of_cayley_matrices():
+    module = randomise(OrthogonalProjection(4, 6, layers=3).double())
+    factors = [cayley_ref((raw - raw.mT) / 2) for raw in module.raw]
+    expected = (factors[0] @ factors[1] @ factors[2])[:4]
+    torch.testing.assert_close(module.weight, expected)
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (5, 3)])
+def test_projection_gradcheck(rows, sizes):
+    module = randomise(OrthogonalProjection(*sizes).double())
+    x = torch.randn(rows, sizes[0], dtype=torch.float64, requires_grad=True)
+
+    def function(x, raw):
+        return torch.func.functional_call(module, {"raw": raw}, (x,))
+
+    assert torch.autograd.gradcheck(function, (x, module.raw.detach().requires_grad_()))
+
+
+@pytest.mark.parametrize("rows", [8, 700])
+def test_projection_keeps_angles_in_float32(rows):
+    module = randomise(OrthogonalProjection(256, 256, layers=4), scale=1.0)
+    x = torch.randn(rows, 256)
+    y = module(x)
+    torch.testing.assert_close(y @ y.mT, x @ x.mT, rtol=0, atol=1e-5 * 256)
+    assert orthogonality_error(module.weight) <= 1e-5
+    exact = x.double() @ copy.deepcopy(module).double().weight
+    assert_accurate(y, exact, torch.float32)
+
+
+def test_projection_stays_orthogonal_under_an_optimizer():
+    module = OrthogonalProjection(6, 6)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    x = torch.randn(4, 6)
+    target = torch.randn(4, 6) @ torch.linalg.qr(torch.randn(6, 6)).Q
+    losses = []
+    for _ in range(30):
+        loss = F.mse_loss(module(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert orthogonality_error(module.weight) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 50])
+def test_half_precision_leaves_the_parameters_in_float32(dtype, rows):
+    module = randomise(OrthogonalProjection(8, 8))
+    before = module.raw.detach().clone()
+    wrapped = torch.nn.Sequential(module, torch.nn.Linear(8, 8)).to(dtype)
+    assert wrapped[1].weight.dtype == dtype
+    assert module.raw.dtype == torch.float32
+    assert torch.equal(module.raw, before)
+    x = torch.randn(rows, 8, dtype=dtype, requires_grad=True)
+    y = module(x)
+    assert y.dtype == dtype
+    assert_accurate(y, x.double() @ module.weight.double(), dtype)
+    y.sum().backward()
+    assert x.grad.dtype == dtype
+    assert module.raw.grad.dtype == torch.float32
+    assert module.double().raw.dtype == torch.float64
+
+
+def test_projection_under_autocast():
+    module = randomise(OrthogonalProjection(8, 8))
+    for rows in (3, 30):
+        x = torch.randn(rows, 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(module(x), module(x.clone()))
+            assert module.weight.dtype == torch.float32
+            under = module(x)
+        assert torch.equal(under, module(x))
+
+
+def test_projection_compiles_as_one_graph():
+    module = randomise(OrthogonalProjection(6, 4).double())
+    for rows in (3, 30):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        expected = torch.autograd.grad(module(x).cos().sum(), module.raw)
+        actual = torch.autograd.grad(compiled(x).cos().sum(), module.raw)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_projection_bad_input():
+    with pytest.raises(ValueError, match="layers must be at least 1"):
+        OrthogonalProjection(4, 4, layers=0)
+    with pytest.raises(TypeError, match="in_dim must be an int"):
+        OrthogonalProjection(4.0, 4)
+    with pytest.raises(ValueError, match=r"x must have 4 columns \(in_dim\), got \(2, 5\)"):
+        OrthogonalProjection(4, 4)(torch.zeros(2, 5))
+
+
+# LayerNorm-MSE
+
+
+def value_and_grads(loss_fn, x, y, **options):
+    x, y = (z.detach().clone().requires_grad_() for z in (x, y))
+    loss = loss_fn(x, y, **options)
+    return loss.detach(), *torch.autograd.grad(loss * 3.0, (x, y))
+
+
+def check_against_oracle(x, y, backend, **options):
+    actual = value_and_grads(layer_norm_mse, x, y, backend=backend, **options)
+    right = value_and_grads(layer_norm_mse_ref, x.double(), y.double(), **options)
+    reference = value_and_grads(layer_norm_mse_ref, x, y, **options)
+    working = torch.float64 if x.dtype == torch.float64 else torch.float32
+    assert actual[0].dtype == working
+    assert actual[1].dtype == actual[2].dtype == x.dtype
+    for a, r, ref, dtype in zip(actual, right, reference, (working, x.dtype, x.dtype), strict=True):
+        assert_accurate(a, r, dtype, ref)
+
+
+def make_pair(*shape, dtype=torch.float32, device="cpu"):
+    x, y = torch.randn(2, *shape, dtype=torch.float64)
+    return (2 * x + 1).to(device, dtype), (y - 0.5).to(device, dtype)
+
+
+def test_layer_norm_mse_by_hand():
+    # norm(1, 2, 3) = (−a, 0, a) and norm(3, 1, 2) = (a, −a, 0) with a = √1.5: ½(4 + 1 + 1)a².
+    x, y = torch.tensor([[1.0, 2.0, 3.0]]).double(), torch.tensor([[3.0, 1.0, 2.0]]).double()
+    for function in (layer_norm_mse_ref, layer_norm_mse):
+        assert function(x, y, eps=0.0, reduction="sum").item() == pytest.approx(4.5)
+        assert function(x, y, eps=0.0, reduction="batchmean").item() == pytest.approx(4.5)
+        assert function(x, y, eps=0.0).item() == pytest.approx(1.5)
+
+
+def test_layer_norm_mse_is_one_minus_the_correlation():
+    # With eps = 0 the mean over elements is 1 − the mean Pearson correlation of the rows.
+    x, y = make_pair(6, 20, dtype=torch.float64)
+    rho = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(x, y, strict=True)])
+    torch.testing.assert_close(layer_norm_mse(x, y, eps=0.0), 1 - rho.mean())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+def test_layer_norm_mse_matches_reference(backend, device, dtype, reduction):
+    x, y = make_pair(3, 5, 24, dtype=dtype, device=device)
+    check_against_oracle(x, y, backend, reduction=reduction)
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 127, 128, 129, 300, 1025])
+def test_layer_norm_mse_ragged_columns(backend, device, size):
+    check_against_oracle(*make_pair(3, size, device=device), backend)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 129])
+def test_layer_norm_mse_ragged_rows(backend, device, rows):
+    check_against_oracle(*make_pair(rows, 12, device=device), backend)
+
+
+def test_layer_norm_mse_one_row_without_leading_dimensions(backend, device):
+    check_against_oracle(*make_pair(12, device=device), backend, reduction="batchmean")
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6)])
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+def test_layer_norm_mse_without_rows_is_zero(backend, device, shape, reduction):
+    x, y = make_pair(*shape, device=device)
+    loss, dx, dy = value_and_grads(layer_norm_mse, x, y, reduction=reduction, backend=backend)
+    assert loss.item() == 0
+    assert dx.shape == dy.shape == shape
+
+
+def test_layer_norm_mse_strided(backend, device):
+    x, y = make_pair(6, 5, 40, device=device)
+    check_against_oracle(x.transpose(0, 1)[:, 1:, ::2], y.transpose(0, 1)[:, 1:, ::2], backend)
+    check_against_oracle(x[:1, :1].expand(6, 5, 40), y, backend)
+
+
+def test_layer_norm_mse_only_one_side_learns(backend, device):
+    x, y = make_pair(4, 10, device=device)
+    _, dx, dy = value_and_grads(layer_norm_mse_ref, x, y)
+    for first in (True, False):
+        a, b = x.clone().requires_grad_(first), y.clone().requires_grad_(not first)
+        (3 * layer_norm_mse(a, b, backend=backend)).backward()
+        torch.testing.assert_close(a.grad if first else b.grad, dx if first else dy)
+        assert (b.grad if first else a.grad) is None
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e15])
+def test_layer_norm_mse_tiny_and_huge(backend, device, scale):
+    x, y = make_pair(4, 33, device=device)
+    check_against_oracle(x * scale, y, backend)
+
+
+def test_layer_norm_mse_offset(backend, device):
+    x, y = make_pair(4, 64, device=device)
+    check_against_oracle(x + 100, y - 200, backend)
+
+
+def test_layer_norm_mse_constant_rows(backend, device):
+    x, y = make_pair(3, 16, device=device)
+    x[0], y[0] = 2.0, 0.0
+    x[1] = 0.0
+    check_against_oracle(x, y, backend)
+    _, dx, dy = value_and_grads(layer_norm_mse, x, y, backend=backend)
+    assert (dx[0] == 0).all() and (dy[0] == 0).all()
+    assert dx.isfinite().all() and dy.isfinite().all()
+
+
+def test_layer_norm_mse_nan_is_not_hidden(backend, device):
+    x, y = make_pair(3, 16, device=device)
+    for bad in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[1, 3] = bad
+        assert layer_norm_mse(broken, y, backend=backend).isnan()
+        assert layer_norm_mse(y, broken, backend=backend).isnan()
+
+
+def test_layer_norm_mse_gradcheck():
+    x, y = (z.requires_grad_() for z in make_pair(3, 6, dtype=torch.float64))
+    for reduction in ("mean", "batchmean", "sum"):
+        assert torch.autograd.gradcheck(
+            functools.partial(layer_norm_mse, reduction=reduction), (x, y)
+        )
+
+
+def test_layer_norm_mse_backward_twice(backend, device):
+    x, y = (z.requires_grad_() for z in make_pair(3, 6, device=device))
+    loss = layer_norm_mse(x, y, backend=backend)
+    first = torch.autograd.grad(loss, (x, y), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, y))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_layer_norm_mse_second_derivative_raises(backend, device):
+    x, y = (z.requires_grad_() for z in make_pair(3, 6, device=device))
+    loss = layer_norm_mse(x, y, backend=backend)
+    (grad,) = torch.autograd.grad(loss.square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_layer_norm_mse_compiles_as_one_graph(device, compiler):
+    x, y = make_pair(3, 6, device=device)
+    compiled = torch.compile(layer_norm_mse, fullgraph=True, backend=compiler)
+    expected = value_and_grads(layer_norm_mse, x, y)
+    torch.testing.assert_close(value_and_grads(compiled, x, y), expected)
+
+
+def test_layer_norm_mse_autocast_changes_nothing(backend, device):
+    x, y = make_pair(3, 6, device=device)
+    plain = value_and_grads(layer_norm_mse, x, y, backend=backend)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        under = value_and_grads(layer_norm_mse, x, y, backend=backend)
+    for a, b in zip(plain, under, strict=True):
+        assert torch.equal(a, b)
+
+
+@few_examples
+@given(
+    seed=st.integers(0, 10**6),
+    gain=st.floats(0.1, 10),
+    shift=st.floats(-10, 10),
+)
+def test_layer_norm_mse_ignores_positive_affine_maps_of_rows(seed, gain, shift):
+    torch.manual_seed(seed)
+    x, y = make_pair(3, 9, dtype=torch.float64)
+    plain = layer_norm_mse(x, y, eps=0.0)
+    torch.testing.assert_close(layer_norm_mse(gain * x + shift, y, eps=0.0), plain)
+    torch.testing.assert_close(layer_norm_mse(y, x, eps=0.0), plain)
+    assert 0 <= plain <= 2
+
+
+def test_layer_norm_mse_bad_input():
+    x, y = make_pair(3, 6)
+    with pytest.raises(ValueError, match=r"y must have shape \(3, 6\) \(the shape of x\)"):
+        layer_norm_mse(x, y[:2])
+    with pytest.raises(TypeError, match=r"y is torch\.float64 but x is torch\.float32"):
+        layer_norm_mse(x, y.double())
+    with pytest.raises(ValueError, match="did you mean 'batchmean'"):
+        layer_norm_mse(x, y, reduction="batch_mean")
+    with pytest.raises(ValueError, match="eps must be at least 0"):
+        layer_norm_mse(x, y, eps=-1.0)
+
+
+# DualProjectionLoss
+
+
+def dual_loss_as_written(module, student, teacher):
+    """Eqs. 6-10 on pooled features, with the mean over elements."""
+    p_s, p_t = module.student_projection.weight, module.teacher_projection.weight
+    norm = lambda h: F.layer_norm(h, h.shape[-1:])  # noqa: E731
+    spl = 0.5 * (norm(student @ p_s) - norm(teacher)).square().mean()
+    tpl = 0.5 * (norm(teacher @ p_t) - norm(student)).square().mean()
+    return module.gamma * spl + (1 - module.gamma) * tpl
+
+
+def dual_grads(loss, module, student):
+    return torch.autograd.grad(loss, [student, *module.parameters()])
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (4, 7), (7, 4)])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("is_orthogonal", [True, False])
+@pytest.mark.parametrize("samples", [3, 12])
+def test_dual_loss_equals_the_equations(sizes, layers, is_orthogonal, samples):
+    module = randomise(DualProjectionLoss(*sizes, layers, 0.3, is_orthogonal).double())
+    student = torch.randn(samples, sizes[0], dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(samples, sizes[1], dtype=torch.float64)
+    loss = module(student, teacher)
+    expected = dual_loss_as_written(module, student, teacher)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        dual_grads(loss, module, student), dual_grads(expected, module, student)
+    )
+
+
+def test_dual_loss_reductions():
+    student, teacher = torch.randn(5, 4).double(), torch.randn(5, 6).double()
+    losses = {}
+    for reduction in ("mean", "batchmean", "sum"):
+        module = DualProjectionLoss(4, 6, gamma=1.0, reduction=reduction).double()
+        losses[reduction] = module(student, teacher)
+    torch.testing.assert_close(losses["sum"], losses["batchmean"] * 5)
+    torch.testing.assert_close(losses["sum"], losses["mean"] * 5 * 6)
+
+
+def test_dual_loss_starts_from_the_identity():
+    x = torch.randn(5, 8)
+    assert DualProjectionLoss(8, 8)(x, x.clone()).item() < 1e-10
+
+
+def test_dual_loss_pools_real_tokens():
+    module = randomise(DualProjectionLoss(4, 6).double())
+    student = torch.randn(4, 5, 4, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(4, 5, 6, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
+    pooled = [
+        torch.stack([side[i][mask[i].bool()].mean(0) for i in (0, 1, 3)])
+        for side in (student, teacher)
+    ]
+    # The sample without a token neither adds nor counts.
+    expected = dual_loss_as_written(module, *pooled)
+    right = dual_grads(expected, module, student)
+    for given_mask in (mask, mask.bool()):
+        loss = module(student, teacher, given_mask)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(dual_grads(loss, module, student), right)
+
+
+def test_dual_loss_ignores_nan_in_padding():
+    module = randomise(DualProjectionLoss(4, 6))
+    student, teacher = torch.randn(3, 5, 4), torch.randn(3, 5, 6)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    results = []
+    for padding in (0.0, float("nan"), float("inf")):
+        x = student.clone().masked_fill_(~mask[..., None], padding).requires_grad_()
+        loss = module(x, teacher.masked_fill(~mask[..., None], padding), mask)
+        results.append((loss, *dual_grads(loss, module, x)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+    assert (results[0][1][~mask] == 0).all()
+    teacher[0, 1] = float("nan")
+    assert module(student, teacher, mask).isnan()
+
+
+def test_dual_loss_without_any_token_is_zero():
+    module = randomise(DualProjectionLoss(4, 6))
+    for samples in (0, 2):
+        student = torch.randn(samples, 5, 4, requires_grad=True)
+        loss = module(student, torch.randn(samples, 5, 6), torch.zeros(samples, 5))
+        assert loss.item() == 0
+        assert all((grad == 0).all() for grad in dual_grads(loss, module, student))
+
+
+def test_dual_loss_teacher_with_its_own_tokens():
+    module = randomise(DualProjectionLoss(4, 6).double())
+    student, teacher = torch.randn(2, 5, 4).double(), torch.randn(2, 3, 6).double()
+    mask, teacher_mask = torch.ones(2, 5), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    loss = module(student, teacher, mask, teacher_mask)
+    pooled = torch.stack([teacher[0, :2].mean(0), teacher[1].mean(0)])
+    torch.testing.assert_close(loss, dual_loss_as_written(module, student.mean(1), pooled))
+    torch.testing.assert_close(module(student, teacher), module(student.mean(1), teacher.mean(1)))
+    with pytest.raises(ValueError, match="pass teacher_mask too"):
+        module(student, teacher, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dual_loss_dtypes(dtype):
+    module = randomise(DualProjectionLoss(4, 6)).to(dtype)
+    student, teacher = (
+        torch.randn(3, 5, 4).to(dtype).requires_grad_(),
+        torch.randn(3, 5, 6).to(dtype),
+    )
+    loss = module(student, teacher)
+    assert loss.dtype == torch.float32
+    exact = copy.deepcopy(module).double()
+    expected = dual_loss_as_written(exact, student.double().mean(1), teacher.double().mean(1))
+    assert_accurate(loss, expected, torch.float32)
+    grad, *_ = dual_grads(loss, module, student)
+    assert grad.dtype == dtype
+    assert_accurate(grad, dual_grads(expected, exact, student)[0], dtype)
+
+
+def test_dual_loss_autocast_changes_nothing():
+    module = randomise(DualProjectionLoss(4, 6))
+    for samples in (3, 12):
+        student, teacher = torch.randn(samples, 4, requires_grad=True), torch.randn(samples, 6)
+        plain = module(student, teacher)
+        grads = dual_grads(plain, module, student)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            under = module(student, teacher)
+            under_grads = dual_grads(under, module, student)
+        assert torch.equal(under, plain)
+        assert all(map(torch.equal, under_grads, grads))
+
+
+def test_dual_loss_compiles_as_one_graph():
+    module = randomise(DualProjectionLoss(4, 6))
+    student, teacher = torch.randn(3, 5, 4, requires_grad=True), torch.randn(3, 5, 6)
+    mask = torch.ones(3, 5)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    expected = module(student, teacher, mask)
+    actual = compiled(student, teacher, mask)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        dual_grads(actual, module, student), dual_grads(expected, module, student)
+    )
+
+
+def test_dual_loss_learns_a_rotation():
+    torch.manual_seed(1)
+    rotation = cayley(skew_matrix(8, dtype=torch.float32, scale=0.3))
+    module = DualProjectionLoss(8, 8)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    for _ in range(150):
+        h = torch.randn(32, 8)
+        loss = module(h, (h - h.mean(1, keepdim=True)) @ rotation)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.15
+
+
+def test_dual_loss_bad_input():
+    module = DualProjectionLoss(4, 6)
+    student, teacher = torch.randn(3, 4), torch.randn(3, 6)
+    with pytest.raises(ValueError, match=r"student must have 4 columns \(student_dim\)"):
+        module(teacher, teacher)
+    with pytest.raises(ValueError, match=r"teacher must have 6 columns \(teacher_dim\)"):
+        module(student, student)
+    with pytest.raises(ValueError, match="3 samples but teacher has 2"):
+        module(student, teacher[:2])
+    with pytest.raises(ValueError, match=r"student must be \(B, D\) or \(B, N, D\)"):
+        module(torch.randn(1, 1, 3, 4), teacher)
+    with pytest.raises(ValueError, match=r"teacher.detach\(\)"):
+        module(student, teacher.requires_grad_())
+    with pytest.raises(ValueError, match="gamma must be at most 1"):
+        DualProjectionLoss(4, 6, gamma=1.5)
+    with pytest.raises(ValueError, match="did you mean 'mean'"):
+        DualProjectionLoss(4, 6, reduction="means")
+
+
+def test_docstring_examples():
+    assert doctest.testmod(projection).failed == 0

@@ -1,0 +1,533 @@
+"""Soft-target losses against worked examples, torch's own KL and the float64 reference."""
+
+import doctest
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkd import soft_targets
+from fastkd.soft_targets import (
+    DIVERGENCES,
+    SoftTargetLoss,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
+from tests.compare import DTYPES, assert_accurate
+
+TRITON_FUNCTION = "soft_target_loss"
+
+few_examples = settings(max_examples=20, deadline=None)
+divergences = pytest.mark.parametrize("divergence", DIVERGENCES)
+
+
+def make_logits(*shape, dtype=torch.float64, device="cpu", spread=2.0):
+    student = (spread * torch.randn(*shape, dtype=torch.float64)).to(device, dtype)
+    teacher = (spread * torch.randn(*shape, dtype=torch.float64)).to(device, dtype)
+    return student.requires_grad_(), teacher
+
+
+def value_and_grad(loss_fn, student, teacher, upstream=None, **options):
+    student = student.detach().clone().requires_grad_()
+    loss = loss_fn(student, teacher, **options)
+    if upstream is None:
+        upstream = torch.full_like(loss, 3.0)
+    (grad,) = torch.autograd.grad(loss, student, upstream)
+    return loss.detach(), grad
+
+
+def oracle(student, teacher, **options):
+    return value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+
+
+def check_against_oracle(student, teacher, backend, **options):
+    """Value and gradient as near to the float64 reference as the reference in this dtype."""
+    mask = options.pop("mask", None)
+    value, grad = value_and_grad(
+        soft_target_loss, student, teacher, mask=mask, backend=backend, **options
+    )
+    right_value, right_grad = oracle(student, teacher, mask=mask, **options)
+    ref_value, ref_grad = value_and_grad(
+        soft_target_loss_ref, student, teacher, mask=mask, **options
+    )
+    assert value.dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
+    assert grad.dtype == student.dtype
+    working = torch.float64 if student.dtype == torch.float64 else torch.float32
+    assert_accurate(value, right_value, working, ref_value)
+    assert_accurate(grad, right_grad, student.dtype, ref_grad)
+
+
+# Worked examples
+
+
+def test_reference_on_three_words_by_hand():
+    p_s, p_t = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
+    student = torch.tensor(p_s).double().log()[None]
+    teacher = torch.tensor(p_t).double().log()[None]
+    log2 = math.log(2)
+    # Only the first and last words differ: ±log 2 weighted with ¼ and ½.
+    assert soft_target_loss_ref(student, teacher).item() == pytest.approx(0.25 * log2)
+    reverse = soft_target_loss_ref(student, teacher, divergence="reverse_kl")
+    assert reverse.item() == pytest.approx(0.25 * log2)
+    # m = (3/8, 1/4, 3/8): both halves are ¼·log(2/3) + ½·log(4/3).
+    js = soft_target_loss_ref(student, teacher, divergence="js")
+    assert js.item() == pytest.approx(0.25 * math.log(2 / 3) + 0.5 * math.log(4 / 3))
+
+
+def test_reference_adaptive_kl_by_hand():
+    p_s, p_t = [0.1, 0.3, 0.2, 0.4], [0.15, 0.2, 0.3, 0.35]
+    forward = sum(t * math.log(t / s) for s, t in zip(p_s, p_t, strict=True))
+    reverse = sum(s * math.log(s / t) for s, t in zip(p_s, p_t, strict=True))
+    # In the teacher's order .35, .30, .20, .15 the second already passes one half: the head is
+    # the last word alone, with a gap of 0.05; the rest is 0.05 + 0.1 + 0.1.
+    expected = (0.05 * forward + 0.25 * reverse) / 0.3
+    student, teacher = (torch.tensor(p).double().log()[None] for p in (p_s, p_t))
+    value = soft_target_loss_ref(student, teacher, divergence="adaptive_kl")
+    assert value.item() == pytest.approx(expected)
+
+
+def test_adaptive_kl_head_may_hold_exactly_half(backend, device):
+    # .5, .25, .25: the head is the first word, and so it is for .6, .2, .2, beyond one half.
+    student = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.3, 0.5]], dtype=torch.float32).log()
+    teacher = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.2, 0.2]], dtype=torch.float32).log()
+    value = soft_target_loss(
+        student.to(device),
+        teacher.to(device),
+        divergence="adaptive_kl",
+        reduction="none",
+        backend=backend,
+    )
+    for row, (head, tail) in enumerate([(0.3, 0.3), (0.4, 0.4)]):
+        p_s, p_t = student[row].exp(), teacher[row].exp()
+        forward = (p_t * (p_t / p_s).log()).sum()
+        reverse = (p_s * (p_s / p_t).log()).sum()
+        expected = (head * forward + tail * reverse) / (head + tail)
+        assert value[row].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_adaptive_kl_ties_go_to_the_lower_index(backend, device):
+    # Five equal words: two of them make up the head, the first two.
+    teacher = torch.zeros(1, 5, device=device)
+    student = torch.tensor([[0.3, 0.1, 0.2, 0.2, 0.2]], device=device).log()
+    p_s = student[0].exp()
+    forward = (0.2 * (0.2 / p_s).log()).sum()
+    reverse = (p_s * (p_s / 0.2).log()).sum()
+    # All of the gap lies in the head.
+    value = soft_target_loss(student, teacher, divergence="adaptive_kl", backend=backend)
+    assert value.item() == pytest.approx(forward.item(), rel=1e-5)
+    value = soft_target_loss(student.flip(-1), teacher, divergence="adaptive_kl", backend=backend)
+    assert value.item() == pytest.approx(reverse.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_forward_kl_equals_torch(backend, device, temperature):
+    student, teacher = make_logits(6, 11, device=device, dtype=torch.float32)
+    log_p = [torch.log_softmax(z.detach() / temperature, -1) for z in (student, teacher)]
+    expected = F.kl_div(log_p[0], log_p[1], reduction="batchmean", log_target=True)
+    value = soft_target_loss(student, teacher, temperature=temperature, backend=backend)
+    torch.testing.assert_close(value, expected * temperature**2)
+    swapped = F.kl_div(log_p[1], log_p[0], reduction="batchmean", log_target=True)
+    value = soft_target_loss(
+        student,
+        teacher,
+        temperature=temperature,
+        divergence="reverse_kl",
+        scale_by_t2=False,
+        backend=backend,
+    )
+    torch.testing.assert_close(value, swapped)
+
+
+# Against the float64 reference
+
+
+@divergences
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_reference(backend, device, divergence, dtype):
+    student, teacher = make_logits(3, 5, 37, dtype=dtype, device=device)
+    mask = torch.rand(3, 5, device=device) < 0.6
+    check_against_oracle(
+        student, teacher, backend, divergence=divergence, temperature=1.7, mask=mask
+    )
+
+
+@divergences
+@pytest.mark.parametrize("vocabulary", [1, 2, 15, 16, 17, 127, 128, 129, 300])
+def test_ragged_vocabularies(backend, device, divergence, vocabulary):
+    student, teacher = make_logits(3, vocabulary, dtype=torch.float32, device=device)
+    check_against_oracle(student, teacher, backend, divergence=divergence)
+
+
+@divergences
+@pytest.mark.parametrize("rows", [1, 2, 17, 129])
+def test_ragged_rows(backend, device, divergence, rows):
+    student, teacher = make_logits(rows, 6, dtype=torch.float32, device=device)
+    check_against_oracle(student, teacher, backend, divergence=divergence)
+
+
+@divergences
+def test_chunks_do_not_change_the_result(divergence, monkeypatch):
+    student, teacher = make_logits(7, 10)
+    whole = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
+    monkeypatch.setattr(soft_targets, "CHUNK", 20)
+    chunked = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
+    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
+@pytest.mark.parametrize("scale_by_t2", [True, False])
+def test_reductions(backend, device, reduction, scale_by_t2):
+    student, teacher = make_logits(4, 3, 9, dtype=torch.float32, device=device)
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], device=device)
+    for given_mask in (None, mask, mask.bool()):
+        upstream = torch.rand(4, 3, device=device) if reduction == "none" else torch.tensor(0.7)
+        options = dict(reduction=reduction, scale_by_t2=scale_by_t2, temperature=2.0)
+        check_against_oracle(
+            student,
+            teacher,
+            backend,
+            mask=given_mask,
+            upstream=upstream.to(device),
+            **options,
+        )
+
+
+def test_one_row_without_leading_dimensions(backend, device):
+    student, teacher = make_logits(9, dtype=torch.float32, device=device)
+    check_against_oracle(student, teacher, backend, reduction="none")
+    check_against_oracle(student, teacher, backend)
+
+
+@pytest.mark.parametrize("denominator", [7, 2.5, torch.tensor(7), torch.tensor(2.5)])
+def test_denominator_replaces_the_count(backend, device, denominator):
+    student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
+    mask = torch.tensor([1, 1, 0, 1], device=device)
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.to(device)
+    options = dict(mask=mask, backend=backend)
+    total, total_grad = value_and_grad(
+        soft_target_loss, student, teacher, reduction="sum", **options
+    )
+    value, grad = value_and_grad(
+        soft_target_loss, student, teacher, denominator=denominator, **options
+    )
+    torch.testing.assert_close(value, total / float(denominator))
+    torch.testing.assert_close(grad, total_grad / float(denominator))
+
+
+@divergences
+def test_split_for_accumulation_changes_nothing(backend, device, divergence):
+    student, teacher = make_logits(6, 8, dtype=torch.float32, device=device)
+    loss = functools.partial(soft_target_loss, divergence=divergence, backend=backend)
+    parts = sum(loss(student[i], teacher[i], denominator=6) for i in (slice(0, 1), slice(1, 6)))
+    torch.testing.assert_close(parts, loss(student, teacher))
+
+
+@divergences
+def test_strided_inputs(backend, device, divergence):
+    student, teacher = make_logits(5, 4, 30, dtype=torch.float32, device=device)
+    strided = student.detach().transpose(0, 1)[:, 1:, ::2], teacher.transpose(0, 1)[:, 1:, ::2]
+    check_against_oracle(*strided, backend, divergence=divergence)
+    expanded = student.detach()[0, :1].expand(4, 30), teacher[0]
+    check_against_oracle(*expanded, backend, divergence=divergence)
+
+
+# Masks, infinities, extremes
+
+
+@divergences
+def test_padding_never_matters(backend, device, divergence):
+    student, teacher = make_logits(4, 7, dtype=torch.float32, device=device)
+    mask = torch.tensor([True, False, True, False], device=device)
+    loss = functools.partial(
+        value_and_grad, soft_target_loss, divergence=divergence, backend=backend, mask=mask
+    )
+    value, grad = loss(student, teacher)
+    for padding in (float("nan"), float("inf"), -float("inf"), 1e30):
+        changed = [z.detach().clone() for z in (student, teacher)]
+        for z in changed:
+            z[~mask] = padding
+        other_value, other_grad = loss(*changed)
+        assert torch.equal(other_value, value)
+        assert torch.equal(other_grad, grad)
+    assert (grad[~mask] == 0).all()
+    alone, _ = value_and_grad(
+        soft_target_loss, student[mask], teacher[mask], divergence=divergence, backend=backend
+    )
+    torch.testing.assert_close(value, alone)
+
+
+@divergences
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (3, 5)])
+def test_no_item_gives_zero(backend, device, divergence, shape):
+    student, teacher = make_logits(*shape, dtype=torch.float32, device=device)
+    mask = torch.zeros(shape[:-1], device=device)
+    for given_mask in (mask,) if len(shape) == 2 and shape[0] else (None, mask):
+        value, grad = value_and_grad(
+            soft_target_loss,
+            student,
+            teacher,
+            divergence=divergence,
+            mask=given_mask,
+            backend=backend,
+        )
+        assert value.item() == 0
+        assert (grad == 0).all()
+
+
+@divergences
+def test_log_probabilities_far_below_minus_100(backend, device, divergence):
+    student = torch.tensor([[0.0, -500.0, 3.0, -2e4], [9e4, 0.0, -9e4, 1.0]], device=device)
+    teacher = torch.tensor([[-800.0, 0.0, 1.0, -3e4], [9e4, 1.0, -9e4, 0.0]], device=device)
+    check_against_oracle(student, teacher, backend, divergence=divergence)
+
+
+@divergences
+def test_masked_vocabulary_is_left_out(backend, device, divergence):
+    student, teacher = make_logits(3, 8, dtype=torch.float32, device=device)
+    student, teacher = student.detach(), teacher.clone()
+    kept = torch.tensor([0, 2, 3, 6, 7], device=device)
+    loss = functools.partial(
+        value_and_grad, soft_target_loss, divergence=divergence, backend=backend
+    )
+    value, grad = loss(student[:, kept], teacher[:, kept])
+    gone = [1, 4, 5]
+    student[:, gone] = teacher[:, gone] = -float("inf")
+    full_value, full_grad = loss(student, teacher)
+    torch.testing.assert_close(full_value, value)
+    torch.testing.assert_close(full_grad[:, kept], grad)
+    assert (full_grad[:, gone] == 0).all()
+
+
+def test_impossible_words_cost_infinity(backend, device):
+    inf = float("inf")
+    finite = torch.tensor([[0.0, 1.0]], device=device)
+    masked = torch.tensor([[0.0, -inf]], device=device)
+    loss = functools.partial(soft_target_loss, backend=backend)
+    assert loss(masked, finite).item() == inf
+    assert loss(finite, masked).item() == pytest.approx(math.log(1 + math.e))
+    assert loss(finite, masked, divergence="reverse_kl").item() == inf
+    assert loss(finite, masked, divergence="js").isfinite()
+
+
+@divergences
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_real_nan_and_inf_are_not_hidden(backend, device, divergence, side, bad):
+    student, teacher = make_logits(3, 6, dtype=torch.float32, device=device)
+    student, teacher = student.detach(), teacher.clone()
+    (student if side == "student" else teacher)[1, 2] = bad
+    value = soft_target_loss(
+        student, teacher, divergence=divergence, reduction="none", backend=backend
+    )
+    assert value[1].isnan()
+    assert value[[0, 2]].isfinite().all()
+
+
+@divergences
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_logits_give_zero(backend, device, divergence, dtype):
+    student, _ = make_logits(4, 50, dtype=dtype, device=device)
+    value, grad = value_and_grad(
+        soft_target_loss, student, student.detach(), divergence=divergence, backend=backend
+    )
+    assert value.abs() < 1e-6
+    assert grad.abs().max() < 1e-6
+
+
+@divergences
+def test_large_common_offset(backend, device, divergence):
+    student, teacher = make_logits(4, 40, device=device)
+    student, teacher = student.detach().float(), teacher.float()
+    shifted = (student + 1024.0) - 1024.0, (teacher - 2048.0) + 2048.0
+    expected = oracle(*shifted, divergence=divergence)
+    actual = value_and_grad(
+        soft_target_loss,
+        shifted[0] + 1024.0,
+        shifted[1] - 2048.0,
+        divergence=divergence,
+        backend=backend,
+    )
+    assert_accurate(actual[0], expected[0], torch.float32)
+    assert_accurate(actual[1], expected[1], torch.float32)
+
+
+# Derivative rules
+
+
+@pytest.mark.parametrize("divergence", [d for d in DIVERGENCES if d != "adaptive_kl"])
+def test_gradcheck(divergence):
+    student, teacher = make_logits(2, 3, 5)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    for reduction in ("batchmean", "none"):
+        loss = functools.partial(
+            soft_target_loss,
+            teacher_logits=teacher,
+            temperature=1.5,
+            divergence=divergence,
+            mask=mask,
+            reduction=reduction,
+        )
+        assert torch.autograd.gradcheck(loss, (student,))
+
+
+@divergences
+def test_backward_twice_gives_the_same(backend, device, divergence):
+    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
+    loss = soft_target_loss(student, teacher, divergence=divergence, backend=backend)
+    (first,) = torch.autograd.grad(loss, student, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, student)
+    assert torch.equal(first, second)
+
+
+def test_second_derivative_raises(backend, device):
+    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
+    loss = soft_target_loss(student, teacher, backend=backend)
+    (grad,) = torch.autograd.grad(loss.square(), student, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_works_without_grad(backend, device):
+    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        value = soft_target_loss(student, teacher, backend=backend)
+    torch.testing.assert_close(value, soft_target_loss_ref(student.detach(), teacher))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiles_as_one_graph(device, compiler):
+    student, teacher = make_logits(3, 4, 9, dtype=torch.float32, device=device)
+    mask = torch.ones(3, 4, device=device)
+    compiled = torch.compile(
+        lambda s, t, m: soft_target_loss(s, t, mask=m, temperature=2.0),
+        fullgraph=True,
+        backend=compiler,
+    )
+    expected = value_and_grad(soft_target_loss, student, teacher, mask=mask, temperature=2.0)
+    actual = value_and_grad(lambda s, t: compiled(s, t, mask), student, teacher)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_autocast_changes_nothing(backend, device):
+    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
+    plain = value_and_grad(soft_target_loss, student, teacher, backend=backend)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        under = value_and_grad(soft_target_loss, student, teacher, backend=backend)
+    assert torch.equal(under[0], plain[0])
+    assert torch.equal(under[1], plain[1])
+
+
+# Properties
+
+
+@few_examples
+@given(
+    seed=st.integers(0, 10**6),
+    shift=st.floats(-50, 50),
+    divergence=st.sampled_from(DIVERGENCES),
+)
+def test_adding_a_constant_to_the_logits_changes_nothing(seed, shift, divergence):
+    torch.manual_seed(seed)
+    student, teacher = make_logits(3, 8)
+    plain = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
+    shifted = value_and_grad(
+        soft_target_loss, student + shift, teacher - shift, divergence=divergence
+    )
+    torch.testing.assert_close(shifted, plain, rtol=1e-9, atol=1e-11)
+
+
+@few_examples
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.floats(0.1, 20),
+    divergence=st.sampled_from(DIVERGENCES),
+)
+def test_temperature_is_a_scale_of_the_logits(seed, temperature, divergence):
+    torch.manual_seed(seed)
+    student, teacher = make_logits(3, 8)
+    hot = soft_target_loss(student, teacher, temperature=temperature, divergence=divergence)
+    plain = soft_target_loss(student / temperature, teacher / temperature, divergence=divergence)
+    torch.testing.assert_close(hot, plain * temperature**2)
+
+
+@few_examples
+@given(seed=st.integers(0, 10**6), divergence=st.sampled_from(DIVERGENCES))
+def test_order_of_rows_and_words_does_not_matter(seed, divergence):
+    torch.manual_seed(seed)
+    student, teacher = make_logits(4, 8)
+    rows, words = torch.randperm(4), torch.randperm(8)
+    plain = soft_target_loss(student, teacher, divergence=divergence)
+    mixed = soft_target_loss(
+        student[rows][:, words], teacher[rows][:, words], divergence=divergence
+    )
+    torch.testing.assert_close(mixed, plain)
+    assert plain > 0
+    if divergence == "js":
+        assert plain <= math.log(2)
+
+
+# Options and messages
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(temperature=0.0), ValueError, "temperature must be greater than 0"),
+        (dict(temperature=float("nan")), ValueError, "temperature must be finite"),
+        (dict(divergence="forward"), ValueError, "did you mean 'forward_kl'"),
+        (dict(reduction="batch_mean"), ValueError, "did you mean 'batchmean'"),
+        (dict(reduction="sum", denominator=3), ValueError, "denominator needs reduction"),
+        (dict(denominator=0), ValueError, "denominator must be greater than 0"),
+        (dict(denominator=torch.ones(2)), ValueError, "0-d tensor"),
+        (dict(mask=torch.ones(2)), ValueError, "mask must have shape"),
+        (dict(mask=torch.full((3,), 2)), ValueError, "only 0 .* and 1"),
+        (dict(backend="cuda"), ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_options(options, error, message):
+    student, teacher = make_logits(3, 5)
+    with pytest.raises(error, match=message):
+        soft_target_loss(student, teacher, **options)
+
+
+def test_bad_inputs():
+    student, teacher = make_logits(3, 5)
+    with pytest.raises(ValueError, match="different vocabularies can't be compared"):
+        soft_target_loss(student, teacher[:, :4])
+    with pytest.raises(ValueError, match="must have the shape of student_logits"):
+        soft_target_loss(student, teacher[:2])
+    with pytest.raises(TypeError, match=r"teacher_logits is torch.float32"):
+        soft_target_loss(student, teacher.float())
+    with pytest.raises(TypeError, match="student_logits must be bfloat16"):
+        soft_target_loss(student.long(), teacher)
+    with pytest.raises(ValueError, match=r"teacher_logits.detach\(\)"):
+        soft_target_loss(student, teacher.clone().requires_grad_())
+
+
+def test_module_holds_the_options(backend, device):
+    student, teacher = make_logits(2, 3, 7, dtype=torch.float32, device=device)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device=device)
+    module = SoftTargetLoss(3.0, "js", "batchmean", scale_by_t2=False, backend=backend)
+    expected = soft_target_loss(
+        student,
+        teacher,
+        temperature=3.0,
+        divergence="js",
+        mask=mask,
+        scale_by_t2=False,
+        denominator=5,
+        backend=backend,
+    )
+    assert torch.equal(module(student, teacher, mask, denominator=5), expected)
+    assert "divergence='js'" in repr(module)
+    with pytest.raises(ValueError, match="temperature"):
+        SoftTargetLoss(temperature=-1.0)
+
+
+def test_docstring_examples():
+    assert doctest.testmod(soft_targets).failed == 0
