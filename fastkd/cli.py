@@ -91,7 +91,7 @@ def distill(
     student_layers: Annotated[
         int | None, Option(help="How many teacher layers make the student (half of them).")
     ] = None,
-    layers: Annotated[
+    teacher_layers: Annotated[
         str, Option(help="Which teacher layers: uniform, top, bottom, or numbers such as 2,4,6.")
     ] = "uniform",
     method: Annotated[str, Option(help="fcd, knn, lrc_bert, mc3kd, lrkd or soft_targets.")] = "fcd",
@@ -165,7 +165,7 @@ def distill(
             tokenizer=tokenizer,
             student=student,
             student_layers=student_layers,
-            layers=layers,
+            teacher_layers=teacher_layers,
             finetune_teacher=finetune_teacher,
             teacher_learning_rate=teacher_learning_rate,
             epochs=epochs,

@@ -442,14 +442,14 @@ def load(source: Source) -> Corpus:
     train = train.sample(source.max_train_rows, source.seed)
     evals = {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()}
 
-    known: tuple[str, ...] = REGRESSION_METRICS if regression else CLASSIFICATION_METRICS
-    metrics: tuple[str, ...] = known[:2] if regression else known[:1]
+    possible: tuple[str, ...] = REGRESSION_METRICS if regression else CLASSIFICATION_METRICS
+    metrics = possible[:2] if regression else possible[:1]
     if task is not None and task.regression == regression:
         metrics = task.metrics
     if source.metric is not None:
-        if source.metric not in known:
+        if source.metric not in possible:
             kind = "regression" if regression else "classification"
-            hint = nearest(source.metric, known)
+            hint = nearest(source.metric, possible)
             raise InputError(f"--metric {source.metric!r} does not score {kind}; {hint}")
         metrics = (source.metric, *(m for m in metrics if m != source.metric))
     return Corpus(train, evals, names, metrics)

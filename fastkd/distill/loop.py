@@ -36,7 +36,7 @@ from fastkd.distill.saving import read_json
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What Trainer logs beside the losses.
-NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total_flos", "num_input_tokens_seen"}
+NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
 
 
 class Interrupted(Exception):
@@ -260,8 +260,7 @@ def history_of(log: list[dict]) -> list[dict]:
 
 
 def train(
-    trainer_class: type[Trainer],
-    model: nn.Module,
+    make_trainer: Callable[..., Trainer],
     examples: Encoded,
     collate: Callable,
     plan: Plan,
@@ -276,7 +275,7 @@ def train(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
 ) -> list[dict]:
-    """Train ``model`` and return its evaluations.
+    """Train what ``make_trainer`` trains and return its evaluations.
 
     ``keep(entry, history)`` is called after an evaluation whose ``main`` score is the best yet
     (the lowest for mse). With ``checkpoints`` the run can be cut off at any time and continued
@@ -319,8 +318,7 @@ def train(
     # One process, one device: replicas of Trainer's DataParallel would each see part of a batch.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
-    trainer = trainer_class(
-        model=model,
+    trainer = make_trainer(
         args=arguments,
         train_dataset=examples,
         data_collator=collate,
