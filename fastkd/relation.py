@@ -1,0 +1,556 @@
+"""Feature correlation distillation (FCD): relations between tokens and between samples."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastkd._checks import (
+    check_choice,
+    check_mask,
+    check_number,
+    check_pair,
+    check_shape,
+    layer_pairs,
+)
+from fastkd._dispatch import use_triton
+from fastkd._numerics import autocast_off, first_order_only, upcast, working_dtype
+
+OVER = ("tokens", "samples")
+NORMALIZE = ("l2", "layer_norm", "softmax", "none")
+DISTANCE = ("pearson", "mse", "kl")
+
+# torch.nn.functional.normalize divides by max(‖x‖, this).
+SMALLEST_NORM = 1e-12
+
+
+def relation_loss_ref(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None = None,
+    *,
+    over: str = "tokens",
+    normalize: str = "l2",
+    distance: str = "pearson",
+    temperature: float = 10.0,
+    eps: float = 1e-8,
+) -> Tensor:
+    """`relation_loss` as the paper writes it: both (N, N) relations in full, autograd behind."""
+    F_s, F_t = upcast(student), upcast(teacher)  # (B, N, D)
+    if mask is None:
+        mask = torch.ones(F_s.shape[:2], dtype=torch.bool, device=F_s.device)
+    mask = mask != 0
+    F_s, F_t = F_s.masked_fill(~mask[..., None], 0), F_t.masked_fill(~mask[..., None], 0)
+    norm = {
+        "l2": lambda x: F.normalize(x, dim=-1),
+        "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+        "softmax": lambda x: x.softmax(-1),
+        "none": lambda x: x,
+    }[normalize]
+    F_s, F_t = norm(F_s), norm(F_t)
+    if over == "samples":
+        F_s, F_t, mask = F_s.transpose(0, 1), F_t.transpose(0, 1), mask.transpose(0, 1)
+
+    R_s = (F_s @ F_s.mT).flatten(1)  # eqs. 3, 4: (B, N·N), over samples (N, B·B)
+    R_t = (F_t @ F_t.mT).flatten(1)
+    pair = (mask[:, :, None] & mask[:, None, :]).flatten(1)
+    M = pair.sum(1).clamp_min(1)  # valid entries of each relation
+
+    if distance == "pearson":  # eqs. 6, 7
+        X = (R_s - (R_s * pair).sum(1, keepdim=True) / M[:, None]) * pair
+        Y = (R_t - (R_t * pair).sum(1, keepdim=True) / M[:, None]) * pair
+        gamma = 1 - (X * Y).sum(1) / (X.norm(dim=1) * Y.norm(dim=1) + eps)
+    elif distance == "mse":  # eq. 13
+        gamma = ((R_s - R_t) * pair).square().sum(1) / (2 * M)
+    else:  # eq. 11
+        tau = temperature
+        lowest = torch.finfo(R_s.dtype).min
+        log_p_s = (R_s / tau).masked_fill(~pair, lowest).log_softmax(1)
+        log_p_t = (R_t / tau).masked_fill(~pair, lowest).log_softmax(1)
+        gamma = tau**2 * (log_p_t.exp() * (log_p_t - log_p_s) * pair).sum(1)
+
+    counts = mask.sum(1) >= 2  # one token alone has no relation
+    return gamma.masked_fill(~counts, 0).sum() / counts.sum().clamp_min(1)  # eqs. 8, 9
+
+
+def relation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None = None,
+    *,
+    over: str = "tokens",
+    normalize: str = "l2",
+    distance: str = "pearson",
+    temperature: float = 10.0,
+    eps: float = 1e-8,
+    backend: str = "auto",
+) -> Tensor:
+    """Distance between the relation matrices of student and teacher (FCD, eqs. 3-9).
+
+    R = F̂F̂ᵀ with F̂ the normalised features: for ``over="tokens"`` the (N, N) relations between
+    the tokens of a sample, averaged over samples (eqs. 3, 8); for ``"samples"`` the (B, B)
+    relations between the samples at a token position, averaged over positions (eqs. 4, 9). With
+    the defaults the distance is 1 − ρ(R_s, R_t), Pearson's correlation (eqs. 6, 7), and the loss
+    equals the paper's Figure 4. The hidden sizes may differ.
+
+    Args:
+        student: (B, N, Ds) features, floating; the gradient goes here.
+        teacher: (B, N, Dt) features of the same dtype and device, without gradient.
+        mask: (B, N) bool or 0/1, 1 = real token. Pairs with a padded member are left out, and
+            samples (positions) with fewer than two real members do not count in the average.
+        over: ``"tokens"`` or ``"samples"``.
+        normalize: ``"l2"``, ``"layer_norm"`` (without affine), ``"softmax"`` (over the features)
+            or ``"none"``.
+        distance: ``"pearson"``; ``"mse"``, ½·mean (R_s − R_t)² (eq. 13); or ``"kl"``,
+            τ²·KL(softmax(R_t/τ) ‖ softmax(R_s/τ)) over all entries of a relation (eq. 11).
+        temperature: τ of ``"kl"``.
+        eps: added to the product of the two norms in Pearson's denominator, as in Figure 4.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"`` (only ``"l2"`` with ``"pearson"``).
+
+    Returns:
+        Scalar in float32 (float64 for float64 input); 0 where nothing can be compared.
+
+    Raises:
+        TypeError, ValueError: a wrong shape, dtype, device or option, or a teacher that requires
+            grad.
+        BackendUnavailable: the backend asked for can't run this call.
+
+    Example:
+        >>> student = torch.randn(2, 16, 64, requires_grad=True)
+        >>> teacher = torch.randn(2, 16, 128)
+        >>> loss = relation_loss(student, teacher, over="samples")
+        >>> loss.backward()
+        >>> loss.shape, student.grad.shape
+        (torch.Size([]), torch.Size([2, 16, 64]))
+    """
+    check_choice("over", over, OVER)
+    return _weighted_relations(
+        [(student, teacher)],
+        mask,
+        {over: 1.0},
+        normalize=normalize,
+        distance=distance,
+        temperature=temperature,
+        eps=eps,
+        backend=backend,
+    )
+
+
+class FCDLoss(nn.Module):
+    """alpha · relations between tokens + beta · relations between samples (eq. 10).
+
+    See `relation_loss`. Takes one layer pair or lists of them, whose losses are averaged; stores
+    its options and no parameters.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        normalize: str = "l2",
+        distance: str = "pearson",
+        *,
+        temperature: float = 10.0,
+        eps: float = 1e-8,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_number("alpha", alpha, at_least=0)
+        check_number("beta", beta, at_least=0)
+        _check_options(normalize, distance, temperature, eps)
+        self.alpha, self.beta = alpha, beta
+        self.normalize, self.distance = normalize, distance
+        self.temperature, self.eps, self.backend = temperature, eps, backend
+
+    def forward(
+        self,
+        student: Tensor | Sequence[Tensor],
+        teacher: Tensor | Sequence[Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them."""
+        return _weighted_relations(
+            layer_pairs(student, teacher),
+            mask,
+            {"tokens": self.alpha, "samples": self.beta},
+            normalize=self.normalize,
+            distance=self.distance,
+            temperature=self.temperature,
+            eps=self.eps,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"alpha={self.alpha}, beta={self.beta}, normalize={self.normalize!r}, "
+            f"distance={self.distance!r}"
+        )
+
+
+def _check_options(normalize: str, distance: str, temperature: float, eps: float) -> None:
+    check_choice("normalize", normalize, NORMALIZE)
+    check_choice("distance", distance, DISTANCE)
+    check_number("temperature", temperature, above=0)
+    check_number("eps", eps, above=0)
+
+
+def _weighted_relations(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    mask: Tensor | None,
+    weights: dict[str, float],
+    *,
+    normalize: str,
+    distance: str,
+    temperature: float,
+    eps: float,
+    backend: str,
+) -> Tensor:
+    """Σ_over weights[over] · loss over ``over``, averaged over the layer pairs: the one way in."""
+    _check_options(normalize, distance, temperature, eps)
+    for student, teacher in pairs:
+        check_pair(student, teacher, ndim=3)
+        B, N, _ = pairs[0][0].shape
+        check_shape("student", student, (B, N, student.shape[-1]), "(B, N) of the first layer")
+        check_shape("teacher", teacher, (B, N, teacher.shape[-1]), "(B, N) of student")
+    first = pairs[0][0]
+    mask = check_mask(mask, first.shape[:2], first.device)
+    use_triton(backend, "relation_loss", first)
+
+    students = [student for student, _ in pairs]
+    teachers = [teacher for _, teacher in pairs]
+    with autocast_off(first):
+        if normalize != "l2":
+            students = [_normalized(first_order_only(x), mask, normalize) for x in students]
+            teachers = [_normalized(x, mask, normalize) for x in teachers]
+        return _Relations.apply(
+            mask, weights, normalize == "l2", distance, temperature, eps, *students, *teachers
+        )
+
+
+def _normalized(x: Tensor, mask: Tensor | None, normalize: str) -> Tensor:
+    x = upcast(x)
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)
+    if normalize == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:])
+    return x.softmax(-1) if normalize == "softmax" else x
+
+
+class _Relations(torch.autograd.Function):
+    """Weighted sum of relation losses over layers and both kinds of relation.
+
+    The gradient is computed in the forward pass, one chunk of relations at a time, so that no
+    (N, N) buffer outlives its chunk. It stays in the working dtype until the upstream gradient
+    is known: float16 would lose what a loss scale is there to save.
+    """
+
+    @staticmethod
+    def forward(ctx, mask, weights, unit_rows, distance, temperature, eps, *features):
+        layers = len(features) // 2
+        students, teachers = features[:layers], features[layers:]
+        needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
+        loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
+        gradients: list[Tensor | None] = []
+        with autocast_off(students[0]):
+            for student, teacher, wanted in zip(students, teachers, needs_grad, strict=True):
+                dx = torch.zeros_like(student, dtype=working_dtype(student)) if wanted else None
+                for over, weight in weights.items():
+                    if weight == 0:
+                        continue
+                    loss = loss + _relation_term(
+                        student,
+                        teacher,
+                        mask,
+                        dx,
+                        over=over,
+                        weight=weight / layers,
+                        unit_rows=unit_rows,
+                        distance=distance,
+                        temperature=temperature,
+                        eps=eps,
+                    )
+                gradients.append(dx)
+        ctx.dtypes = [student.dtype for student in students]
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        with autocast_off(grad):
+            gradients = [
+                None if dx is None else _narrowed(dx * grad.to(dx.dtype), dtype)
+                for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            ]
+        return (None,) * 6 + (*gradients,) + (None,) * len(gradients)
+
+
+def _narrowed(dx: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dx`` in ``dtype``; the gradient of a zero row (1e12 and more) stays finite in float16."""
+    if dtype == torch.float16:
+        dx = dx.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return dx.to(dtype)
+
+
+def _relation_term(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    dx: Tensor | None,
+    *,
+    over: str,
+    weight: float,
+    unit_rows: bool,
+    distance: str,
+    temperature: float,
+    eps: float,
+) -> Tensor:
+    """weight · loss of one kind of relation on one layer; its gradient is added to ``dx``."""
+    if over == "samples":
+        student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
+        mask = None if mask is None else mask.transpose(0, 1)
+        dx = None if dx is None else dx.transpose(0, 1)
+    groups, N, Ds = student.shape  # from here on a group is what has one (N, N) relation
+    Dt = teacher.shape[-1]
+    loss = student.new_zeros((), dtype=working_dtype(student))
+    if groups == 0 or N < 2:
+        return loss
+
+    group_weight = loss + weight / groups  # ()
+    if mask is not None:
+        counts = mask.sum(1, keepdim=True) >= 2  # (groups, 1)
+        mask = mask & counts
+        group_weight = weight / counts.sum().clamp_min(1).to(loss.dtype)
+
+    feature_side = distance == "pearson" and _feature_side_is_cheaper(N, Ds, Dt, dx is not None)
+    chunk = _chunk_of_groups(student, N, Ds + Dt, feature_side)
+    for start in range(0, groups, chunk):
+        part = slice(start, start + chunk)
+        part_mask = None if mask is None else mask[part]
+        s = _Centred(student[part], part_mask, unit_rows)
+        t = _Centred(teacher[part], part_mask, unit_rows)
+        part_dx = None if dx is None else dx[part]
+        if feature_side:
+            losses = _pearson_by_features(s, t, group_weight, eps, part_dx)
+        else:
+            losses = _distance_by_relations(s, t, group_weight, distance, temperature, eps, part_dx)
+        if part_mask is not None:
+            losses = losses.masked_fill(~counts[part, 0], 0)
+        loss = loss + group_weight * losses.sum()
+    return loss
+
+
+def _feature_side_is_cheaper(N: int, Ds: int, Dt: int, gradient: bool) -> bool:
+    """Whether D×D products cost less than N×N ones; multiplications for each of the N rows."""
+    relation_side = N * (Ds + Dt)
+    feature_side = Ds * Ds + Ds * Dt + Dt * Dt
+    if gradient:
+        relation_side += N * Ds
+        feature_side += Ds * Ds + Ds * Dt
+    return feature_side < relation_side
+
+
+def _chunk_of_groups(x: Tensor, N: int, D: int, feature_side: bool) -> int:
+    """How many relations to work on at once.
+
+    Eager on the CPU a chunk should stay in the cache; elsewhere it only bounds the memory, and
+    long loops cost launches or time to compile.
+    """
+    eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    budget = 2**20 if eager_cpu else 2**26
+    return max(1, budget // (N * D + (D * D if feature_side else 3 * N * N)))
+
+
+class _Centred:
+    """Rows of ``x`` (G, N, D), of unit length if asked for, minus their mean.
+
+    Relations come from centred rows: at mean cosine 0.99 the moments of raw rows lose four
+    digits. For unit rows R_ij = 1 − ½‖x̂_i − x̂_j‖², which also keeps the rounding of the row
+    norms out of the relations.
+    """
+
+    def __init__(self, x: Tensor, mask: Tensor | None, unit_rows: bool) -> None:
+        x = upcast(x)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        self.x, self.mask, self.unit_rows = x, mask, unit_rows
+        # Rows that are there: (G, 1), or (1, 1) for all groups.
+        if mask is None:
+            self.count = x.new_full((1, 1), x.shape[1])
+        else:
+            self.count = mask.sum(1, keepdim=True).clamp_min(1).to(x.dtype)
+        if unit_rows:
+            norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
+            self.tiny = norm < SMALLEST_NORM
+            self.scale = 1 / norm.clamp_min(SMALLEST_NORM)  # (G, N)
+            # ‖x̂‖² − 1: zero but for rows that are too short to normalise; NaN on overflow.
+            excess = (norm * self.scale).square() - 1
+            self.excess = torch.where(self.tiny, excess, norm - norm)
+            mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
+            rows = torch.addcmul(-mean, x, self.scale[..., None])
+        else:
+            mean = x.sum(1, keepdim=True) / self.count[..., None]
+            rows = x - mean
+        if mask is not None:
+            rows = rows.masked_fill_(~mask[..., None], 0)
+        self.mean, self.rows = mean, rows  # (G, 1, D), (G, N, D)
+
+    def offsets(self, squares: Tensor) -> Tensor:
+        """h with R_ij = s_i·s_j + h_i + h_j + const, from the squared lengths of ``rows``.
+
+        The constant is 1 for unit rows, else 0. Of two equal forms for unit rows, the first errs
+        with the squared length of the mean, the second with that of the centred rows.
+        """
+        along = torch.bmm(self.rows, self.mean.mT).squeeze(-1)  # (G, N)
+        length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
+        h = along + length / 2
+        if self.unit_rows:
+            h = torch.where(length < 0.5, h - 0.5, (self.excess - squares) / 2)
+        return h if self.mask is None else h.masked_fill(~self.mask, 0)
+
+    def centred_offsets(self, squares: Tensor) -> Tensor:
+        """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
+        h = self.offsets(squares)  # (G, N)
+        u = h - h.sum(1, keepdim=True) / self.count
+        return u if self.mask is None else u.masked_fill(~self.mask, 0)
+
+    def relations(self, centred: bool) -> Tensor:
+        """(G, N, N) relations less a constant: their mean, or 1 for unit rows; 0 at padding."""
+        R = torch.bmm(self.rows, self.rows.mT)
+        squares = R.diagonal(dim1=1, dim2=2)
+        h = self.centred_offsets(squares) if centred else self.offsets(squares)
+        R.add_(h[:, :, None]).add_(h[:, None, :])
+        if self.mask is not None:
+            R.masked_fill_(~(self.mask[:, :, None] & self.mask[:, None, :]), 0)
+        return R
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """1/x where x > 0, else 0: the derivative of a norm at 0 is taken as 0."""
+    return torch.where(x > 0, 1 / x, 0)
+
+
+def _distance_by_relations(
+    s: _Centred,
+    t: _Centred,
+    weight: Tensor,
+    distance: str,
+    temperature: float,
+    eps: float,
+    dx: Tensor | None,
+) -> Tensor:
+    """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
+
+    Each distance leaves its derivative ∂/∂R_s in A, up to a factor k per relation. Then
+    ∂/∂x̂ = 2A·x̂, and the row norm takes out what is parallel to each row: ΣA_ij R_ij of x̂_i.
+    """
+    pearson = distance == "pearson"
+    R_s, R_t = s.relations(pearson), t.relations(pearson)
+    if pearson:
+        # With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
+        sigma_s = torch.linalg.vector_norm(R_s, dim=(1, 2))
+        sigma_t = torch.linalg.vector_norm(R_t, dim=(1, 2))
+        denominator = sigma_s * sigma_t + eps
+        a = R_s.mul_(_reciprocal(sigma_s)[:, None, None])
+        b = R_t.mul_(_reciprocal(sigma_t)[:, None, None])
+        A = b.sub_(a)
+        losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / 2
+        losses = (sigma_s * sigma_t * losses + eps) / denominator
+        if dx is None:
+            return losses
+        A.addcmul_(a, losses[:, None, None])  # b − ρ·a
+        k = -sigma_t / denominator
+        scale_of_R = sigma_s
+    elif distance == "mse":
+        M = s.count.square().squeeze(1)
+        A = R_s - R_t
+        losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / (2 * M)
+        k = torch.ones_like(losses) / M
+        scale_of_R = torch.ones_like(losses)
+    else:
+        # Softened relations differ by little, and KL by its square: float32 would cancel.
+        log_p_s = _log_softmax(R_s.double() / temperature, s.mask)
+        log_p_t = _log_softmax(R_t.double() / temperature, s.mask)
+        kl = (log_p_t.exp() * (log_p_t - log_p_s)).sum((1, 2))
+        losses = (temperature**2 * kl).to(R_s.dtype)
+        A = (log_p_s.exp() - log_p_t.exp()).to(R_s.dtype)
+        if s.mask is not None:
+            A = A.masked_fill_(~(s.mask[:, :, None] & s.mask[:, None, :]), 0)
+        k = torch.full_like(losses, temperature)
+        scale_of_R = torch.ones_like(losses)
+    if dx is None:
+        return losses
+
+    if s.unit_rows:
+        # A_ii acts along x̂_i alone, which the norm takes out again: leave it out from the start.
+        diagonal = A.diagonal(dim1=1, dim2=2)  # (G, N), a view
+        diagonal.mul_(s.tiny)
+        # R_ii = 1 turns the constant that R_s lacks into 1 − R_ii.
+        own = 1 - scale_of_R[:, None] * R_s.diagonal(dim1=1, dim2=2)
+        parallel = scale_of_R[:, None] * (A * R_s).sum(-1) + own * A.sum(-1)
+        diagonal.sub_(parallel.masked_fill_(s.tiny, 0))
+        A.mul_(s.scale[:, None, :])
+    left = 2 * weight * k[:, None]  # (G, 1)
+    if s.unit_rows:
+        left = left * s.scale  # (G, N)
+    A.mul_(left[..., None])
+    if dx.is_contiguous():
+        dx.baddbmm_(A, s.x)
+    else:  # baddbmm_ would go relation by relation
+        dx.add_(torch.bmm(A, s.x))
+    return losses
+
+
+def _log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Log-probabilities of all (N, N) entries of a relation as one distribution; 0 at padding."""
+    if mask is None:
+        return logits.flatten(1).log_softmax(1).view_as(logits)
+    padding = ~(mask[:, :, None] & mask[:, None, :])
+    logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+    return logits.flatten(1).log_softmax(1).view_as(logits).masked_fill(padding, 0)
+
+
+def _pearson_by_features(
+    s: _Centred, t: _Centred, weight: Tensor, eps: float, dx: Tensor | None
+) -> Tensor:
+    """`_distance_by_relations` for Pearson from (D, D) products: ⟨SSᵀ, TTᵀ⟩ = ‖TᵀS‖²."""
+    u = s.centred_offsets(s.rows.square().sum(-1))  # (G, N)
+    v = t.centred_offsets(t.rows.square().sum(-1))
+    n = s.count
+    StS = torch.bmm(s.rows.mT, s.rows)  # (G, Ds, Ds)
+    TtS = torch.bmm(t.rows.mT, s.rows)  # (G, Dt, Ds)
+    TtT = torch.bmm(t.rows.mT, t.rows)
+
+    def inner(x: Tensor, y: Tensor, product: Tensor) -> Tensor:
+        linear = 2 * n * (x * y).sum(1, keepdim=True)
+        return linear.squeeze(1) + torch.linalg.vector_norm(product, dim=(1, 2)).square()
+
+    sigma_s, sigma_t = inner(u, u, StS).sqrt(), inner(v, v, TtT).sqrt()  # (G,)
+    covariance = inner(u, v, TtS)
+    denominator = sigma_s * sigma_t + eps
+    losses = (denominator - covariance) / denominator
+    if dx is None:
+        return losses
+
+    # ∂/∂R̃_s = p·R̃_t + q·R̃_s =: A
+    p = -1 / denominator
+    q = covariance / denominator.square() * sigma_t * _reciprocal(sigma_s)
+    p, q = 2 * weight * p[:, None], 2 * weight * q[:, None]  # (G, 1)
+    w = p * v + q * u  # (G, N)
+    row_sums = n * w
+    # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS); the terms with 1ᵀS vanish.
+    h = torch.bmm(t.rows, TtS.mul_(p[..., None]))
+    h.baddbmm_(s.rows, StS.mul_(q[..., None]))
+    h += torch.bmm(w[:, None], s.rows)
+    if s.unit_rows:
+        # Mean and row differ by s_i, and what is parallel to the row goes: A·1 acts on −s_i.
+        h.addcmul_(s.rows, row_sums[..., None], value=-1)
+        unit = s.x * s.scale[..., None]
+        parallel = torch.where(s.tiny, -row_sums, (h * unit).sum(-1))
+        h.addcmul_(unit, parallel[..., None], value=-1).mul_(s.scale[..., None])
+    else:
+        h.addcmul_(row_sums[..., None], s.mean)
+    dx += h if s.mask is None else h.masked_fill_(~s.mask[..., None], 0)
+    return losses

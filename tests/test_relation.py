@@ -1,0 +1,605 @@
+"""relation_loss and FCDLoss against the paper's Figure 4, the reference and their invariances."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkd._dispatch import BackendUnavailable
+from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
+from tests.compare import DTYPES, assert_accurate, relative_error
+
+TRITON_FUNCTION = "relation_loss"
+
+OVER = ("tokens", "samples")
+OPTIONS = [
+    (normalize, distance)
+    for normalize in ("l2", "layer_norm", "softmax", "none")
+    for distance in ("pearson", "mse", "kl")
+]
+MASKS = ("none", "full", "empty", "one", "alternating", "ragged", "random")
+
+
+def figure_4(F_s, F_t, alpha=1.0, beta=1.0):
+    """The paper's own code, Figure 4, in other words."""
+
+    def plc(R_s, R_t):
+        R_s, R_t = R_s.flatten(1), R_t.flatten(1)
+        x = R_s - R_s.mean(1, keepdim=True)
+        y = R_t - R_t.mean(1, keepdim=True)
+        return 1 - ((x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1) + 1e-8)).mean()
+
+    F_s, F_t = F.normalize(F_s, dim=-1), F.normalize(F_t, dim=-1)
+    tokens = plc(torch.einsum("bnd,bmd->bnm", F_s, F_s), torch.einsum("bnd,bmd->bnm", F_t, F_t))
+    samples = plc(torch.einsum("bnd,cnd->nbc", F_s, F_s), torch.einsum("bnd,cnd->nbc", F_t, F_t))
+    return alpha * tokens + beta * samples
+
+
+def features(B, N, D, cosine=0.0, dtype=torch.float64, device="cpu"):
+    """Random rows with the given mean cosine between them."""
+    common = F.normalize(torch.randn(D, dtype=torch.float64), dim=0)
+    x = (cosine / (1 - cosine)) ** 0.5 * common + torch.randn(B, N, D).double() / D**0.5
+    return x.to(dtype).to(device)
+
+
+def make_mask(kind, B, N, device="cpu"):
+    mask = torch.ones(B, N, dtype=torch.bool)
+    if kind == "none":
+        return None
+    if kind == "empty":
+        mask[:] = False
+    elif kind == "one":
+        mask[:] = False
+        mask[:, 0] = True
+    elif kind == "alternating":
+        mask[:, 1::2] = False
+    elif kind == "ragged":
+        lengths = torch.arange(1, B + 1) * N // B
+        mask = torch.arange(N) < lengths[:, None]
+    elif kind == "random":
+        mask = torch.rand(B, N) > 0.4
+    return mask.to(device)
+
+
+def value_and_grad(loss, student, *args, upstream=1.0, **kwargs):
+    student = student.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    value = loss(student, *args, **kwargs)
+    value.backward(torch.full_like(value, upstream))
+    return value.detach(), student.grad
+
+
+def assert_matches_reference(student, teacher, mask, backend, upstream=1.0, **kwargs):
+    """Value and gradient against the reference in float64, no worse than it in ``dtype``."""
+    value, grad = value_and_grad(
+        relation_loss, student, teacher, mask, upstream=upstream, backend=backend, **kwargs
+    )
+    dtype = student.dtype
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert grad.dtype == dtype
+    assert grad.shape == student.shape
+    for actual, oracle, reference in zip(
+        (value, grad),
+        value_and_grad(
+            relation_loss_ref, student.double(), teacher.double(), mask, upstream=upstream, **kwargs
+        ),
+        value_and_grad(relation_loss_ref, student, teacher, mask, upstream=upstream, **kwargs),
+        strict=True,
+    ):
+        assert_accurate(actual, oracle, dtype, reference)
+
+
+def skip_if_unsupported(backend, *, dtype=torch.float32, normalize="l2", distance="pearson"):
+    if backend == "triton" and (
+        dtype == torch.float64 or (normalize, distance) != ("l2", "pearson")
+    ):
+        pytest.skip("left to the torch backend")
+
+
+def test_reference_equals_figure_4():
+    student, teacher = features(3, 7, 12), features(3, 7, 20)
+    tokens = relation_loss_ref(student, teacher)
+    samples = relation_loss_ref(student, teacher, over="samples")
+    torch.testing.assert_close(tokens, figure_4(student, teacher, 1, 0))
+    torch.testing.assert_close(samples, figure_4(student, teacher, 0, 1))
+
+
+def test_by_hand(backend, device):
+    """Three unit rows at right angles against rows of which two coincide."""
+    student = torch.eye(3, device=device)[None]
+    teacher = torch.tensor([[[2.0, 0.0], [5.0, 0.0], [0.0, 3.0]]], device=device)
+    # R_s = I, R_t = [[1,1,0],[1,1,0],[0,0,1]]: covariance 3 − 3·5/9, variances 3 − 1, 5 − 25/9.
+    rho = (3 - 15 / 9) / (2 * (5 - 25 / 9)) ** 0.5
+    loss = relation_loss(student, teacher, backend=backend)
+    assert loss.item() == pytest.approx(1 - rho, rel=1e-6)
+
+
+def test_mse_and_kl_by_hand():
+    student, teacher = features(1, 4, 6), features(1, 4, 5)
+    R_s = F.normalize(student[0], dim=-1) @ F.normalize(student[0], dim=-1).T
+    R_t = F.normalize(teacher[0], dim=-1) @ F.normalize(teacher[0], dim=-1).T
+    mse = sum((R_s[i, j] - R_t[i, j]) ** 2 for i in range(4) for j in range(4)) / 32
+    p_s, p_t = (R_s / 3).exp() / (R_s / 3).exp().sum(), (R_t / 3).exp() / (R_t / 3).exp().sum()
+    kl = 9 * (p_t * (p_t / p_s).log()).sum()
+    for loss in (relation_loss_ref, relation_loss):
+        torch.testing.assert_close(loss(student, teacher, distance="mse"), mse)
+        torch.testing.assert_close(loss(student, teacher, distance="kl", temperature=3.0), kl)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("kind", MASKS)
+def test_reference_masks_like_removal(over, kind):
+    """With a mask: the plain loss of each group's real rows, averaged where there are two."""
+    B, N = 4, 6
+    student, teacher = features(B, N, 5), features(B, N, 7)
+    mask = make_mask(kind, B, N)
+    keep = torch.ones(B, N, dtype=torch.bool) if mask is None else mask
+    s, t = (student, teacher) if over == "tokens" else (student.mT, teacher.mT)
+    if over == "samples":
+        s, t, keep = student.transpose(0, 1), teacher.transpose(0, 1), keep.T
+    alone = [
+        figure_4(s[i][None, keep[i]], t[i][None, keep[i]], 1, 0)
+        for i in range(len(keep))
+        if keep[i].sum() >= 2
+    ]
+    expected = torch.stack(alone).mean() if alone else torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close(relation_loss_ref(student, teacher, mask, over=over), expected)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("N", [1, 2, 15, 16, 17, 127, 128, 129, 300])
+def test_lengths(backend, device, over, N):
+    student = features(3, N, 24, dtype=torch.float32, device=device)
+    teacher = features(3, N, 17, dtype=torch.float32, device=device)
+    if N == 2 and over == "tokens":  # one relation: ρ = 1 whatever it is, only eps is left
+        value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+        assert 0 < value < 1e-6
+        assert grad.abs().max() < 1e-6
+        return
+    assert_matches_reference(student, teacher, None, backend, over=over)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("N", [17, 40])  # (N, N) relations, then (D, D) products
+def test_masks(backend, device, over, kind, N):
+    student = features(4, N, 12, dtype=torch.float32, device=device)
+    teacher = features(4, N, 9, dtype=torch.float32, device=device)
+    mask = make_mask(kind, 4, N, device)
+    assert_matches_reference(student, teacher, mask, backend, over=over, upstream=-3.0)
+    if mask is not None:
+        as_int = relation_loss(student, teacher, mask.long(), over=over, backend=backend)
+        assert torch.equal(
+            as_int, relation_loss(student, teacher, mask, over=over, backend=backend)
+        )
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_dtypes(backend, device, over, dtype, masked):
+    skip_if_unsupported(backend, dtype=dtype)
+    student = features(5, 33, 48, 0.5, dtype, device)
+    teacher = features(5, 33, 20, 0.5, dtype, device)
+    mask = make_mask("ragged", 5, 33, device) if masked else None
+    assert_matches_reference(student, teacher, mask, backend, over=over, upstream=2.5)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
+@pytest.mark.parametrize("kind", ["none", "one", "random"])
+def test_options(backend, device, over, normalize, distance, kind):
+    skip_if_unsupported(backend, normalize=normalize, distance=distance)
+    for dtype, N in itertools.product((torch.float64, torch.float32), (6, 25)):
+        if backend == "triton" and dtype == torch.float64:
+            continue
+        student = features(4, N, 11, 0.3, dtype, device)
+        teacher = features(4, N, 7, 0.3, dtype, device)
+        assert_matches_reference(
+            student,
+            teacher,
+            make_mask(kind, 4, N, device),
+            backend,
+            over=over,
+            normalize=normalize,
+            distance=distance,
+            temperature=0.7,
+        )
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "step"])
+def test_strides(backend, device, over, layout):
+    B, N, D = 4, 18, 10
+    make = {
+        "transposed": lambda: features(N, B, D, device=device).float().transpose(0, 1),
+        "sliced": lambda: features(B, N, 3 * D, device=device).float()[..., D : 2 * D],
+        "expanded": lambda: (
+            (features(1, N, D) if over == "tokens" else features(B, 1, D))
+            .to(device)
+            .float()
+            .expand(B, N, D)
+        ),
+        "step": lambda: features(B, N, 2 * D, device=device).float()[..., ::2],
+    }[layout]
+    student, teacher = features(B, N, D, device=device).float(), make()
+    assert_matches_reference(student, teacher, None, backend, over=over)
+    if layout != "expanded":
+        assert_matches_reference(make(), teacher, None, backend, over=over)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("shape", [(3, 60, 8, 5), (3, 20, 31, 40), (60, 3, 8, 5)])
+@pytest.mark.parametrize(("cosine", "allowed"), [(0.9, 1e-5), (0.99, 2e-5), (0.999, 3e-4)])
+@pytest.mark.parametrize("near", [False, True])
+def test_fp32_accuracy_on_anisotropic_features(backend, device, over, shape, cosine, allowed, near):
+    B, N, Ds, Dt = shape
+    student = features(B, N, Ds, cosine, torch.float32, device)
+    teacher = features(B, N, Dt, cosine, torch.float32, device)
+    if near:
+        teacher = student + 0.1 / Ds**0.5 * torch.randn_like(student)
+    value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+    oracle, oracle_grad = value_and_grad(
+        relation_loss_ref, student.double(), teacher.double(), over=over
+    )
+    assert relative_error(value, oracle) <= allowed
+    assert relative_error(grad, oracle_grad) <= allowed
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 1e4, 1e9])
+def test_scale_does_not_matter(backend, device, over, size):
+    student, teacher = features(3, 9, 16).float().to(device), features(3, 9, 16).float().to(device)
+    value, grad = value_and_grad(
+        relation_loss, student * size, teacher / size, over=over, backend=backend
+    )
+    oracle, oracle_grad = value_and_grad(
+        relation_loss_ref, student.double(), teacher.double(), over=over
+    )
+    assert relative_error(value, oracle) < 1e-5
+    assert relative_error(grad * size, oracle_grad) < 1e-5
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("N", [5, 40])
+def test_degenerate_features(backend, device, over, dtype, N):
+    """Constant features have ρ = 0; zero and tiny rows give what the formula gives, finite."""
+    skip_if_unsupported(backend, dtype=dtype)
+    good = features(4, N, 8, dtype=dtype, device=device)
+    constant = good[:1, :1].expand_as(good)
+    for student, teacher in ((constant, good), (good, constant), (constant, constant)):
+        value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+        assert value.item() == pytest.approx(1, abs=1e-5)
+        assert grad.isfinite().all()
+
+    zero = good.clone()
+    zero[1, 2] = 0
+    zero[2] = 0
+    for student, teacher in ((zero, good), (good, zero), (zero, zero)):
+        value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+        oracle = relation_loss_ref(student.double(), teacher.double(), over=over)
+        assert relative_error(value, oracle, floor=1e-3) < 1e-4
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("N", [6, 30])
+def test_gradient_of_rows_too_short_to_normalise(backend, device, over, N):
+    """Below a norm of 1e-12 F.normalize divides by 1e-12, and so does the gradient."""
+    student = features(4, N, 8, dtype=torch.float32, device=device)
+    teacher = features(4, N, 8, dtype=torch.float32, device=device)
+    student[1, 2] = 0
+    student[0, 1] *= 3e-13
+    assert_matches_reference(student, teacher, None, backend, over=over)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("N", [5, 40])
+def test_bad_numbers(backend, device, over, value, N):
+    """In real data they make the loss NaN; in padding they change nothing."""
+    student, teacher = features(4, N, 8).float().to(device), features(4, N, 8).float().to(device)
+    mask = make_mask("ragged", 4, N, device)
+    expected = value_and_grad(relation_loss, student, teacher, mask, over=over, backend=backend)
+    bad_student, bad_teacher = student.clone(), teacher.clone()
+    bad_student[~mask], bad_teacher[~mask] = value, value
+    actual = value_and_grad(
+        relation_loss, bad_student, bad_teacher, mask, over=over, backend=backend
+    )
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    assert (actual[1][~mask] == 0).all()
+    for side in (0, 1):
+        pair = [student.clone(), teacher.clone()]
+        pair[side][3, 1, 2] = value
+        assert relation_loss(*pair, mask, over=over, backend=backend).isnan()
+
+
+@pytest.mark.parametrize("normalize", ["layer_norm", "softmax", "none"])
+@pytest.mark.parametrize("distance", ["pearson", "mse", "kl"])
+def test_bad_numbers_in_padding_with_options(normalize, distance):
+    student, teacher = features(3, 6, 4), features(3, 6, 4)
+    mask = make_mask("ragged", 3, 6)
+    kwargs = {"normalize": normalize, "distance": distance}
+    expected = value_and_grad(relation_loss, student, teacher, mask, **kwargs)
+    student[~mask], teacher[~mask] = float("nan"), float("inf")
+    actual = value_and_grad(relation_loss, student, teacher, mask, **kwargs)
+    assert all(map(torch.equal, actual, expected))
+    assert (actual[1][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (1, 1, 8), (3, 0, 8), (1, 4, 8), (4, 1, 8)])
+def test_nothing_to_compare(backend, device, shape):
+    student = torch.randn(shape, device=device)
+    teacher = torch.randn(shape, device=device)
+    for over, size in (("tokens", shape[1]), ("samples", shape[0])):
+        value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+        assert value.isfinite()
+        if size < 2:
+            assert value == 0
+            assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
+@pytest.mark.parametrize("N", [4, 12])
+def test_gradcheck(over, normalize, distance, N):
+    student, teacher = features(3, N, 5).requires_grad_(), features(3, N, 4)
+    mask = make_mask("ragged", 3, N)
+    assert torch.autograd.gradcheck(
+        lambda x: relation_loss(
+            x, teacher, mask, over=over, normalize=normalize, distance=distance, backend="torch"
+        ),
+        student,
+    )
+
+
+def test_backward_twice(backend, device):
+    student = torch.randn(3, 6, 8, device=device, requires_grad=True)
+    loss = relation_loss(student, torch.randn(3, 6, 8, device=device), backend=backend)
+    first = torch.autograd.grad(loss, student, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, student)[0]
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("normalize", ["l2", "layer_norm"])
+def test_second_derivative_raises(backend, device, normalize):
+    skip_if_unsupported(backend, normalize=normalize)
+    student = torch.randn(3, 6, 8, device=device, requires_grad=True)
+    loss = relation_loss(
+        student, torch.randn(3, 6, 8, device=device), normalize=normalize, backend=backend
+    )
+    (grad,) = torch.autograd.grad(loss.square(), student, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_changes_nothing(backend, device, inside):
+    student, teacher = features(3, 20, 8).float().to(device), features(3, 20, 8).float().to(device)
+    expected = value_and_grad(relation_loss, student, teacher, backend=backend)
+    student.requires_grad_()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        value = relation_loss(student, teacher, backend=backend)
+        if inside:
+            value.backward()
+    if not inside:
+        value.backward()
+    assert torch.equal(value, expected[0])
+    assert torch.equal(student.grad, expected[1])
+
+
+def test_same_bits_every_run(backend, device):
+    student, teacher = features(3, 50, 16).float().to(device), features(3, 50, 9).float().to(device)
+    first = value_and_grad(relation_loss, student, teacher, backend=backend)
+    second = value_and_grad(relation_loss, student, teacher, backend=backend)
+    assert all(map(torch.equal, first, second))
+
+
+def test_float16_gradient_survives_a_loss_scale(backend, device):
+    """The gradient is narrowed after the upstream gradient is known, not before."""
+    student = 30 * features(64, 16, 32, dtype=torch.float16, device=device)
+    teacher = features(64, 16, 32, dtype=torch.float16, device=device)
+    _, grad = value_and_grad(relation_loss, student, teacher, upstream=65536.0, backend=backend)
+    _, oracle = value_and_grad(
+        relation_loss_ref, student.double(), teacher.double(), upstream=65536.0
+    )
+    assert relative_error(grad, oracle) < 1e-3
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_no_gradient_wanted(backend, device, over):
+    student, teacher = torch.randn(2, 3, 5, 8, device=device)
+    loss = relation_loss(student, teacher, over=over, backend=backend)
+    assert not loss.requires_grad
+    expected, _ = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("masked", "compiler"), [(False, "aot_eager"), (True, "aot_eager"), (True, "inductor")]
+)
+def test_compiles_in_one_graph(device, masked, compiler):
+    student, teacher = features(3, 20, 8).float().to(device), features(3, 20, 6).float().to(device)
+    mask = make_mask("ragged", 3, 20, device) if masked else None
+    loss = FCDLoss()
+    expected = value_and_grad(loss, student, teacher, mask)
+    compiled = torch.compile(loss, fullgraph=True, backend=compiler)
+    actual = value_and_grad(compiled, student, teacher, mask)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-6)
+
+
+class TestFCDLoss:
+    def test_is_the_weighted_sum(self, backend, device):
+        student, teacher = torch.randn(2, 3, 9, 8, device=device)
+        mask = make_mask("ragged", 3, 9, device)
+        value, grad = value_and_grad(
+            FCDLoss(alpha=0.5, beta=2.0, backend=backend), student, teacher, mask
+        )
+        parts = [
+            value_and_grad(relation_loss, student, teacher, mask, over=over, backend=backend)
+            for over in OVER
+        ]
+        torch.testing.assert_close(value, 0.5 * parts[0][0] + 2 * parts[1][0])
+        torch.testing.assert_close(grad, 0.5 * parts[0][1] + 2 * parts[1][1])
+
+    def test_equals_figure_4(self):
+        student, teacher = features(3, 7, 12), features(3, 7, 20)
+        loss = FCDLoss(alpha=0.3, beta=0.7)(student, teacher)
+        torch.testing.assert_close(loss, figure_4(student, teacher, 0.3, 0.7))
+
+    def test_averages_layers(self, backend, device):
+        """Layers of different hidden sizes; each gets the gradient of its own share."""
+        students = [torch.randn(3, 9, d, device=device) for d in (8, 8, 13)]
+        teachers = [torch.randn(3, 9, d, device=device) for d in (8, 5, 5)]
+        mask = make_mask("ragged", 3, 9, device)
+        loss = FCDLoss(backend=backend)
+        leaves = [x.clone().requires_grad_() for x in students]
+        leaves[1].requires_grad_(False)
+        value = loss(leaves, teachers, mask)
+        value.backward()
+        alone = [value_and_grad(loss, s, t, mask) for s, t in zip(students, teachers, strict=True)]
+        torch.testing.assert_close(value.detach(), torch.stack([v for v, _ in alone]).mean())
+        for leaf, (_, grad) in zip(leaves, alone, strict=True):
+            if leaf.requires_grad:
+                torch.testing.assert_close(leaf.grad, grad / 3)
+
+    def test_one_tensor_as_several_layers(self, backend, device):
+        student = torch.randn(3, 9, 8, device=device, requires_grad=True)
+        teachers = torch.randn(2, 3, 9, 8, device=device)
+        FCDLoss(backend=backend)([student, student], list(teachers)).backward()
+        expected = [
+            value_and_grad(FCDLoss(backend=backend), student, teacher)[1] for teacher in teachers
+        ]
+        torch.testing.assert_close(student.grad, sum(expected) / 2)
+
+    @pytest.mark.parametrize(("alpha", "beta"), [(0, 1), (1, 0), (0, 0)])
+    def test_zero_weight(self, backend, device, alpha, beta):
+        student, teacher = torch.randn(2, 3, 9, 8, device=device)
+        value, grad = value_and_grad(FCDLoss(alpha, beta, backend=backend), student, teacher)
+        for over, weight in (("tokens", alpha), ("samples", beta)):
+            if weight:
+                expected = value_and_grad(
+                    relation_loss, student, teacher, over=over, backend=backend
+                )
+                torch.testing.assert_close((value, grad), expected)
+        if alpha == beta == 0:
+            assert value == 0
+            assert (grad == 0).all()
+
+
+def relation(x, over="tokens"):
+    x = F.normalize(x.double(), dim=-1)
+    x = x if over == "tokens" else x.transpose(0, 1)
+    return x @ x.mT
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    a=st.floats(0.05, 1.0),
+    side=st.sampled_from(["student", "teacher"]),
+    over=st.sampled_from(OVER),
+    cosine=st.sampled_from([0.0, 0.9]),
+    N=st.sampled_from([6, 40]),
+)
+def test_invariant_under_positive_affine_maps_of_the_relation(seed, a, side, over, cosine, N):
+    """Rows √a·x̂ with a common part √(1−a) have the relation a·R + (1 − a)."""
+    torch.manual_seed(seed)
+    student, teacher = features(5, N, 8, cosine), features(5, N, 8, cosine)
+    x = F.normalize(student if side == "student" else teacher, dim=-1)
+    common = torch.full((*x.shape[:2], 1), (1 - a) ** 0.5, dtype=x.dtype)
+    mapped = torch.cat([a**0.5 * x, common], -1)
+    torch.testing.assert_close(relation(mapped, over), a * relation(x, over) + 1 - a)
+    pair = (mapped, teacher) if side == "student" else (student, mapped)
+    expected = relation_loss_ref(student, teacher, over=over)
+    actual = relation_loss(pair[0].float(), pair[1].float(), over=over)
+    assert actual.item() == pytest.approx(expected.item(), rel=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    over=st.sampled_from(OVER),
+    normalize=st.sampled_from(["l2", "none"]),
+    distance=st.sampled_from(["pearson", "mse", "kl"]),
+    N=st.sampled_from([6, 40]),
+)
+def test_invariant_under_rotation(seed, over, normalize, distance, N):
+    torch.manual_seed(seed)
+    student, teacher = features(5, N, 8), features(5, N, 6)
+    rotation = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
+    kwargs = {"over": over, "normalize": normalize, "distance": distance}
+    torch.testing.assert_close(
+        relation_loss(student @ rotation, teacher, **kwargs),
+        relation_loss(student, teacher, **kwargs),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), over=st.sampled_from(OVER), N=st.sampled_from([6, 40]))
+def test_order_of_samples_and_tokens_does_not_matter(seed, over, N):
+    torch.manual_seed(seed)
+    student, teacher = features(5, N, 8), features(5, N, 6)
+    mask = torch.rand(5, N) > 0.3
+    b, n = torch.randperm(5)[:, None], torch.randperm(N)
+    torch.testing.assert_close(
+        relation_loss(student[b, n], teacher[b, n], mask[b, n], over=over),
+        relation_loss(student, teacher, mask, over=over),
+    )
+
+
+class TestBadInput:
+    student, teacher = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+
+    def test_teacher_with_grad(self):
+        with pytest.raises(ValueError, match=r"teacher requires grad.*detach"):
+            relation_loss(self.student, self.teacher.clone().requires_grad_())
+
+    def test_shapes(self):
+        with pytest.raises(ValueError, match="student must have 3 dimensions"):
+            relation_loss(self.student[0], self.teacher[0])
+        with pytest.raises(ValueError, match=r"teacher must have shape \(2, 5, 8\)"):
+            relation_loss(self.student, self.teacher[:, :4])
+        with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\)"):
+            relation_loss(self.student, self.teacher, torch.ones(2, 4))
+
+    def test_dtypes(self):
+        with pytest.raises(TypeError, match=r"teacher is torch\.float64"):
+            relation_loss(self.student, self.teacher.double())
+        with pytest.raises(TypeError, match="student must be"):
+            relation_loss(self.student.long(), self.teacher.long())
+
+    @pytest.mark.parametrize(
+        ("option", "value", "near"),
+        [
+            ("over", "token", "tokens"),
+            ("normalize", "layernorm", "layer_norm"),
+            ("distance", "person", "pearson"),
+        ],
+    )
+    def test_names(self, option, value, near):
+        with pytest.raises(ValueError, match=f"{option} must be one of .* mean '{near}'"):
+            relation_loss(self.student, self.teacher, **{option: value})
+
+    def test_numbers(self):
+        with pytest.raises(ValueError, match="temperature must be greater than 0"):
+            relation_loss(self.student, self.teacher, temperature=0.0)
+        with pytest.raises(ValueError, match="eps must be greater than 0"):
+            FCDLoss(eps=0.0)
+        with pytest.raises(ValueError, match="alpha must be at least 0"):
+            FCDLoss(alpha=-1.0)
+
+    def test_layers(self):
+        with pytest.raises(ValueError, match="student has 2 layers but teacher has 1"):
+            FCDLoss()([self.student] * 2, [self.teacher])
+        with pytest.raises(ValueError, match=r"student must have shape \(2, 5, 8\)"):
+            FCDLoss()([self.student, self.student[:, :4]], [self.teacher, self.teacher[:, :4]])
+
+    def test_triton_says_why_not(self):
+        with pytest.raises(BackendUnavailable, match="backend='triton' can't run relation_loss"):
+            relation_loss(self.student.double(), self.teacher.double(), backend="triton")
