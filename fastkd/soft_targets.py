@@ -1,6 +1,7 @@
 """Distillation from logits: the divergence of the teacher's and the student's softened output."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from fastkd._checks import (
     check_mask,
     check_no_grad,
     check_number,
+    check_shape,
 )
 from fastkd._dispatch import use_triton
 from fastkd._numerics import autocast_off, upcast, working_dtype
@@ -25,6 +27,10 @@ HEAD_MASS = 0.5
 
 # Logits worked on at a time on the CPU: the few buffers of a chunk then stay in the cache.
 CHUNK = 1 << 19
+
+# Logits that linear_soft_target_loss holds at a time, on the CPU and on a GPU: enough positions
+# for matrix products that are not bound by reading the vocabulary's weights.
+LINEAR_CHUNK = (1 << 22, 1 << 27)
 
 
 def soft_target_loss_ref(
@@ -194,12 +200,18 @@ def _reduce(
     """Reduce the losses of all positions, zero where masked."""
     if reduction == "none":
         return loss
-    total = loss.sum()
+    return loss.sum() / _count(loss.numel(), mask, reduction, denominator)
+
+
+def _count(
+    items: int, mask: Tensor | None, reduction: str, denominator: float | Tensor | None
+) -> float | Tensor:
+    """What the sum over positions is divided by; at least 1 when it is counted here."""
     if reduction == "sum":
-        return total
+        return 1
     if denominator is not None:
-        return total / denominator
-    return total / (max(loss.numel(), 1) if mask is None else mask.sum().clamp(min=1))
+        return denominator
+    return max(items, 1) if mask is None else mask.sum().clamp(min=1)
 
 
 class _SoftTargets(torch.autograd.Function):
@@ -208,24 +220,10 @@ class _SoftTargets(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student, teacher, mask, divergence, temperature, scale):
         # student, teacher (R, V); mask (R,)
-        rows, vocabulary = student.shape
-        dtype = working_dtype(student)
         ctx.dtype = student.dtype
-        wants_grad = ctx.needs_input_grad[0]
-        loss = student.new_empty(rows, dtype=dtype)
-        # In the working dtype: half types would lose small probabilities before a loss scale.
-        dstudent = student.new_empty(student.shape if wants_grad else 0, dtype=dtype)
-        row_divergence = _ROW_DIVERGENCES[divergence]
-        with autocast_off(student):
-            for chunk in _chunks(rows, vocabulary, student):
-                log_ps = _log_softmax(student[chunk], mask, chunk, temperature)
-                log_pt = _log_softmax(teacher[chunk], mask, chunk, temperature)
-                value, grad = row_divergence(log_ps, log_pt, wants_grad)
-                loss[chunk] = value * scale
-                if grad is not None:
-                    torch.mul(grad, scale / temperature, out=dstudent[chunk])
-            if mask is not None:
-                loss = loss.masked_fill(~mask, 0)
+        loss, dstudent = _rows(
+            student, teacher, mask, divergence, temperature, scale, ctx.needs_input_grad[0]
+        )
         ctx.save_for_backward(dstudent, mask)
         return loss
 
@@ -236,6 +234,38 @@ class _SoftTargets(torch.autograd.Function):
         if mask is not None:
             grad = grad.masked_fill(~mask, 0)
         return (dstudent * grad[:, None]).to(ctx.dtype), None, None, None, None, None
+
+
+def _rows(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    wants_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Loss (R,) of every row, 0 where masked, and its gradient (R, V) with respect to student.
+
+    The gradient stays in the working dtype: half types would lose small probabilities before a
+    loss scale reaches them. In a masked row it is finite, but not zero.
+    """
+    rows, vocabulary = student.shape
+    dtype = working_dtype(student)
+    loss = student.new_empty(rows, dtype=dtype)
+    dstudent = student.new_empty(student.shape, dtype=dtype) if wants_grad else None
+    row_divergence = _ROW_DIVERGENCES[divergence]
+    with autocast_off(student):
+        for chunk in _chunks(rows, vocabulary, student):
+            log_ps = _log_softmax(student[chunk], mask, chunk, temperature)
+            log_pt = _log_softmax(teacher[chunk], mask, chunk, temperature)
+            value, grad = row_divergence(log_ps, log_pt, wants_grad)
+            loss[chunk] = value * scale
+            if dstudent is not None and grad is not None:
+                torch.mul(grad, scale / temperature, out=dstudent[chunk])
+        if mask is not None:
+            loss = loss.masked_fill(~mask, 0)
+    return loss, dstudent
 
 
 def _chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
@@ -316,6 +346,179 @@ def _head_share(p_s: Tensor, p_t: Tensor) -> Tensor:
     in_head[:, 0] = True
     head = gap.gather(-1, order).masked_fill_(~in_head, 0).sum(-1)
     return torch.where(total > 0, head / total, 0.5)
+
+
+def linear_soft_target_loss_ref(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`soft_target_loss_ref` on the logits. See `linear_soft_target_loss`."""
+    return soft_target_loss_ref(
+        student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **options
+    )
+
+
+def linear_soft_target_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    temperature: float = 1.0,
+    divergence: str = "forward_kl",
+    mask: Tensor | None = None,
+    reduction: str = "batchmean",
+    scale_by_t2: bool = True,
+    denominator: float | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`soft_target_loss` from hidden states and vocabulary heads, without all the logits.
+
+    Equals soft_target_loss(H_s W_sᵀ, H_t W_tᵀ, ...), computed for a few positions at a time, so
+    that (positions, V) logits never stand in memory. The logits have the dtype of the inputs, as
+    those of the models' own heads do.
+
+    Args:
+        student_hidden: (..., Ds).
+        student_weight: (V, Ds), the weight of the student's vocabulary head.
+        teacher_hidden: (..., Dt), the same leading dimensions; must not require grad.
+        teacher_weight: (V, Dt), the same vocabulary; must not require grad.
+        temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
+            `soft_target_loss`; the mask is over the leading dimensions.
+
+    Returns:
+        As `soft_target_loss`, with gradients to ``student_hidden`` and ``student_weight``.
+
+    Raises:
+        ValueError, TypeError: as `soft_target_loss`.
+
+    >>> hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(10, 4)
+    >>> linear_soft_target_loss(hidden, weight, torch.randn(2, 3, 8), torch.randn(10, 8)).shape
+    torch.Size([])
+    """
+    _check_heads(student_hidden, student_weight, teacher_hidden, teacher_weight)
+    _check_options(temperature, divergence, reduction, denominator)
+    leading = student_hidden.shape[:-1]
+    mask = check_mask(mask, leading, student_hidden.device)
+    use_triton(backend, "linear_soft_target_loss", student_hidden)
+    loss = _LinearSoftTargets.apply(
+        student_hidden.reshape(-1, student_hidden.shape[-1]),
+        student_weight,
+        teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
+        teacher_weight,
+        None if mask is None else mask.reshape(-1),
+        divergence,
+        float(temperature),
+        temperature**2 if scale_by_t2 else 1.0,
+        reduction == "none",
+    )  # (R,) or, summed, ()
+    if reduction == "none":
+        return loss.reshape(leading)
+    return loss / _count(leading.numel(), mask, reduction, denominator)
+
+
+def _check_heads(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+) -> None:
+    check_floating("student_hidden", student_hidden)
+    for name, x, ndim in (
+        ("student_weight", student_weight, 2),
+        ("teacher_hidden", teacher_hidden, None),
+        ("teacher_weight", teacher_weight, 2),
+    ):
+        check_floating(name, x, ndim)
+        check_like(name, x, "student_hidden", student_hidden)
+    check_no_grad("teacher_hidden", teacher_hidden)
+    check_no_grad("teacher_weight", teacher_weight)
+    if student_weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            f"student_weight has a vocabulary of {student_weight.shape[0]} entries but "
+            f"teacher_weight of {teacher_weight.shape[0]}; logits of different vocabularies "
+            "can't be compared"
+        )
+    leading = student_hidden.shape[:-1]
+    shape = (*leading, teacher_weight.shape[1])
+    check_shape("teacher_hidden", teacher_hidden, shape, "student_hidden's positions, Dt")
+    shape = (student_weight.shape[0], student_hidden.shape[-1])
+    check_shape("student_weight", student_weight, shape, "the vocabulary, Ds")
+
+
+class _LinearSoftTargets(torch.autograd.Function):
+    """Loss and gradients of a chunk of positions at a time, then their logits are forgotten.
+
+    A sum needs no upstream gradient to know how its rows weigh, so its gradients are made along
+    with the loss. The losses of single rows are weighed by the upstream gradient, so there the
+    backward pass computes the logits once more.
+    """
+
+    @staticmethod
+    def forward(ctx, h_s, w_s, h_t, w_t, mask, divergence, temperature, scale, rowwise):
+        ctx.options = divergence, temperature, scale
+        ctx.rowwise = rowwise
+        ctx.dtype = h_s.dtype
+        needs = ctx.needs_input_grad[:2]
+        if rowwise:
+            loss, _, _ = _linear_pass(h_s, w_s, h_t, w_t, mask, None, (False, False), ctx.options)
+            ctx.save_for_backward(h_s, w_s, h_t, w_t, mask)
+            return loss
+        weights = torch.ones(h_s.shape[0], dtype=working_dtype(h_s), device=h_s.device)
+        loss, dh, dw = _linear_pass(h_s, w_s, h_t, w_t, mask, weights, needs, ctx.options)
+        ctx.save_for_backward(dh, dw)
+        return loss.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if ctx.rowwise:
+            h_s, w_s, h_t, w_t, mask = ctx.saved_tensors
+            needs = ctx.needs_input_grad[:2]
+            _, *grads = _linear_pass(h_s, w_s, h_t, w_t, mask, grad, needs, ctx.options)
+        else:
+            grads = [None if saved is None else saved * grad for saved in ctx.saved_tensors]
+        dh, dw = (None if x is None else x.to(ctx.dtype) for x in grads)
+        return dh, dw, None, None, None, None, None, None, None
+
+
+def _linear_pass(
+    h_s: Tensor,
+    w_s: Tensor,
+    h_t: Tensor,
+    w_t: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    needs: tuple[bool, bool],
+    options: tuple[str, float, float],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses (R,) and the gradients of Σ weights·loss to h_s (R, Ds) and w_s (V, Ds)."""
+    dtype = working_dtype(h_s)
+    loss = h_s.new_empty(h_s.shape[0], dtype=dtype)
+    dh = h_s.new_empty(h_s.shape, dtype=dtype) if needs[0] else None
+    dw = torch.zeros_like(w_s, dtype=dtype) if needs[1] else None
+    if mask is not None:
+        h_s, h_t = h_s.where(mask[:, None], 0), h_t.where(mask[:, None], 0)
+        weights = None if weights is None else weights.masked_fill(~mask, 0)
+    with autocast_off(h_s):
+        for chunk in _linear_chunks(h_s.shape[0], w_s.shape[0], h_s):
+            student, teacher = h_s[chunk] @ w_s.T, h_t[chunk] @ w_t.T
+            kept = None if mask is None else mask[chunk]
+            loss[chunk], grad = _rows(student, teacher, kept, *options, any(needs))
+            if grad is None or weights is None:
+                continue
+            grad = (grad * weights[chunk, None]).to(w_s.dtype)
+            if dh is not None:
+                dh[chunk] = grad @ w_s
+            if dw is not None:
+                dw += grad.T @ h_s[chunk]
+    return loss, dh, dw
+
+
+def _linear_chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
+    """Ranges of positions whose logits stand in memory together."""
+    step = max(LINEAR_CHUNK[x.device.type == "cuda"] // vocabulary, 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 class SoftTargetLoss(nn.Module):

@@ -14,6 +14,8 @@ from fastkd import soft_targets
 from fastkd.soft_targets import (
     DIVERGENCES,
     SoftTargetLoss,
+    linear_soft_target_loss,
+    linear_soft_target_loss_ref,
     soft_target_loss,
     soft_target_loss_ref,
 )
@@ -469,6 +471,126 @@ def test_order_of_rows_and_words_does_not_matter(seed, divergence):
     assert plain > 0
     if divergence == "js":
         assert plain <= math.log(2)
+
+
+# From hidden states
+
+
+def make_heads(*leading, vocabulary=11, dtype=torch.float64, device="cpu"):
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
+
+    student = draw(*leading, 6), draw(vocabulary, 6)
+    teacher = draw(*leading, 9), draw(vocabulary, 9)
+    return (*(x.requires_grad_() for x in student), *teacher)
+
+
+def linear_value_and_grads(loss_fn, heads, upstream=None, **options):
+    heads = [x.detach().clone() for x in heads]
+    learned = [x.requires_grad_() for x in heads[:2]]
+    loss = loss_fn(*heads, **options)
+    upstream = torch.full_like(loss, 3.0) if upstream is None else upstream
+    return loss.detach(), *torch.autograd.grad(loss, learned, upstream)
+
+
+@divergences
+@pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [11, 40, 1 << 20])
+def test_linear_equals_the_loss_of_the_logits(divergence, reduction, chunk, monkeypatch):
+    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (chunk, chunk))
+    heads = make_heads(3, 4)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    upstream = torch.rand(3, 4, dtype=torch.float64) if reduction == "none" else None
+    options = dict(divergence=divergence, reduction=reduction, temperature=1.5, upstream=upstream)
+    for given_mask in (None, mask):
+        actual = linear_value_and_grads(linear_soft_target_loss, heads, mask=given_mask, **options)
+        right = linear_value_and_grads(
+            linear_soft_target_loss_ref, heads, mask=given_mask, **options
+        )
+        torch.testing.assert_close(actual, right, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_linear_dtypes(dtype):
+    heads = make_heads(30, dtype=dtype)
+    actual = linear_value_and_grads(linear_soft_target_loss, heads)
+    reference = linear_value_and_grads(linear_soft_target_loss_ref, heads)
+    right = linear_value_and_grads(linear_soft_target_loss_ref, [x.double() for x in heads])
+    dtypes = torch.float32, dtype, dtype
+    for a, r, ref, expected in zip(actual, right, reference, dtypes, strict=True):
+        assert a.dtype == expected
+        assert_accurate(a, r, expected, ref)
+
+
+def test_linear_ignores_nan_in_padding():
+    heads = make_heads(3, 4)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    for reduction in ("batchmean", "none"):
+        options = dict(mask=mask, reduction=reduction)
+        plain = linear_value_and_grads(linear_soft_target_loss, heads, **options)
+        padded = [x.detach().clone() for x in heads]
+        padded[0][~mask] = padded[2][~mask] = float("nan")
+        changed = linear_value_and_grads(linear_soft_target_loss, padded, **options)
+        for a, b in zip(plain, changed, strict=True):
+            assert torch.equal(a, b)
+        assert (changed[1][~mask] == 0).all()
+
+
+def test_linear_gradcheck_and_backward_twice():
+    heads = make_heads(4)
+    for reduction in ("batchmean", "none"):
+        loss = functools.partial(linear_soft_target_loss, reduction=reduction)
+        assert torch.autograd.gradcheck(loss, heads)
+    loss = linear_soft_target_loss(*heads, denominator=7)
+    first = torch.autograd.grad(loss, heads[:2], retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, heads[:2])))
+    frozen = [x.detach() for x in heads]
+    frozen[0].requires_grad_()
+    torch.testing.assert_close(
+        torch.autograd.grad(linear_soft_target_loss(*frozen, denominator=7), frozen[0])[0],
+        first[0],
+    )
+
+
+def test_linear_empty_compiled_and_under_autocast():
+    assert linear_soft_target_loss(*make_heads(0)).item() == 0
+    heads = make_heads(4, dtype=torch.float32)
+    plain = linear_value_and_grads(linear_soft_target_loss, heads)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = linear_value_and_grads(linear_soft_target_loss, heads)
+    assert all(map(torch.equal, plain, under))
+    compiled = torch.compile(linear_soft_target_loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(linear_value_and_grads(compiled, heads), plain)
+
+
+def test_linear_holds_few_logits(monkeypatch):
+    seen = []
+    rows = soft_targets._rows
+
+    def spy(student, *rest):
+        seen.append(student.shape)
+        return rows(student, *rest)
+
+    monkeypatch.setattr(soft_targets, "_rows", spy)
+    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (33, 33))
+    linear_soft_target_loss(*make_heads(7))
+    assert seen == [(3, 11), (3, 11), (1, 11)]
+
+
+def test_linear_bad_inputs():
+    h_s, w_s, h_t, w_t = make_heads(3)
+    with pytest.raises(ValueError, match="different vocabularies can't be compared"):
+        linear_soft_target_loss(h_s, w_s, h_t, w_t[:5])
+    with pytest.raises(ValueError, match="teacher_hidden must have shape"):
+        linear_soft_target_loss(h_s, w_s, h_t[:2], w_t)
+    with pytest.raises(ValueError, match="student_weight must have shape"):
+        linear_soft_target_loss(h_s, w_s[:, :5], h_t, w_t)
+    with pytest.raises(ValueError, match="teacher_weight requires grad"):
+        linear_soft_target_loss(h_s, w_s, h_t, w_t.clone().requires_grad_())
+    with pytest.raises(TypeError, match="teacher_hidden is torch"):
+        linear_soft_target_loss(h_s, w_s, h_t.float(), w_t)
+    with pytest.raises(ValueError, match="linear_soft_target_loss has no Triton kernel"):
+        linear_soft_target_loss(h_s, w_s, h_t, w_t, backend="triton")
 
 
 # Options and messages
