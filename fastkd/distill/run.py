@@ -112,7 +112,7 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         return done
 
     corpus = data.load(settings.source)
-    tokenizer = load_tokenizer(settings.tokenizer or settings.teacher)
+    tokenizer = load_tokenizer(settings)
     teacher, names = load_teacher(settings, corpus, tokenizer)
     corpus = _in_order_of(names, corpus)
     train_rows = _encode(corpus.train, tokenizer, settings, teacher)
@@ -326,14 +326,7 @@ def _check_out(settings: Settings) -> dict[str, Any] | None:
     for name in ("student", "teacher"):
         recover_directory(out / name)
     if settings.resume:
-        before = read_json(out / "settings.json")
-        now = settings.as_json()
-        for name in now if before is not None else ():
-            if before.get(name) != now[name]:
-                raise InputError(
-                    f"--resume: the run in {out} was started with {name} = {before.get(name)!r}, "
-                    f"now it is {now[name]!r}; give the same options, or another --out"
-                )
+        _check_unchanged(read_json(out / "settings.json"), settings)
         return _complete_report(out / "student", settings)
     if (out / "student").exists() and not settings.overwrite:
         raise InputError(
@@ -343,6 +336,19 @@ def _check_out(settings: Settings) -> dict[str, Any] | None:
     for leftover in ("checkpoints", "teacher-checkpoints"):
         shutil.rmtree(out / leftover, ignore_errors=True)
     return None
+
+
+def _check_unchanged(before: dict[str, Any] | None, settings: Settings) -> None:
+    if before is None:
+        return
+    now = settings.as_json()
+    then, now = ({**values, **values["source"], "source": None} for values in (before, now))
+    for name, value in now.items():
+        if then.get(name) != value:
+            raise InputError(
+                f"--resume: the run in {settings.out} was started with {name} = "
+                f"{then.get(name)!r}, now it is {value!r}; give the same options, or another --out"
+            )
 
 
 def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
@@ -366,12 +372,14 @@ def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer from a path or hub name, able to pad."""
-    tokenizer = _load("--tokenizer", name, lambda: AutoTokenizer.from_pretrained(name))
+def load_tokenizer(settings: Settings) -> Any:
+    """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
+    option = "--teacher" if settings.tokenizer is None else "--tokenizer"
+    name = settings.tokenizer or settings.teacher
+    tokenizer = _load(option, name, lambda: AutoTokenizer.from_pretrained(name))
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise InputError(f"--tokenizer {name}: it has neither a padding nor an end token")
+            raise InputError(f"{option} {name}: its tokenizer has no padding and no end token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

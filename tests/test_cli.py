@@ -1,0 +1,375 @@
+"""`fastkd distill` from its command line: every method, bad input, interruptions, resuming."""
+
+import errno
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from fastkd._extras import MissingExtra, require
+from fastkd.cli import app
+from fastkd.distill import METHODS, loop, run
+from fastkd.distill.saving import recover_directory, replace_directory
+from tests.tiny import make_teacher, write_tsv
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_teacher(tmp_path_factory.mktemp("models") / "teacher")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return write_tsv(folder / "train.tsv"), write_tsv(folder / "dev.tsv", 20, seed=1)
+
+
+@pytest.fixture
+def distill(teacher, files, tmp_path):
+    """Run `fastkd distill` on the tiny data; options given here replace the usual ones."""
+
+    def call(*flags, expect=0, **options):
+        usual = {
+            "teacher": teacher,
+            "train": files[0],
+            "eval": files[1],
+            "out": tmp_path / "out",
+            "epochs": 1,
+            "batch_size": 8,
+            "max_length": 16,
+            "device": "cpu",
+            "learning_rate": 1e-3,
+        }
+        words = ["distill", *flags]
+        for name, value in {**usual, **options}.items():
+            if value is not None:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+        if result.exit_code != expect:
+            raise AssertionError(result.output) from result.exception
+        return result.stderr if expect else result.output
+
+    return call
+
+
+def report_of(out):
+    return json.loads((out / "student" / "fastkd.json").read_text())
+
+
+def weights_of(out):
+    return load_file(out / "student" / "model.safetensors")
+
+
+def same_weights(a, b):
+    a, b = weights_of(a), weights_of(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_saves(distill, tmp_path, method):
+    output = distill(method=method, student_layers=2)
+    out = tmp_path / "out"
+    report = report_of(out)
+    assert report["complete"] and report["settings"]["method"] == method
+    assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
+    assert f"{report['student']['accuracy']:.4f}" in output
+    terms = METHODS[method]().weights(1.0)
+    assert set(report["best"]["losses"]) == {"loss", *terms}
+    assert report["seconds"]["total"] >= report["seconds"]["training"] > 0
+
+    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    assert student.config.num_hidden_layers == 2
+    assert student.config.id2label == {0: "0", 1: "1"}
+    assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
+    tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
+    assert len(tokens["input_ids"]) == 4
+    assert not (out / "checkpoints").exists()
+
+
+def test_saved_student_scores_what_the_report_says(distill, tmp_path, files):
+    distill(epochs=6, learning_rate=5e-3, method="soft_targets", set="alpha=0.0")
+    report = report_of(tmp_path / "out")
+    scores = [entry["scores"]["accuracy"] for entry in report["history"]]
+    assert report["student"]["accuracy"] == max(scores) > 0.8
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "student")
+    rows = [line.split("\t") for line in files[1].read_text().splitlines()[1:]]
+    batch = tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")
+    guesses = model.eval()(**batch).logits.argmax(-1)
+    right = [model.config.id2label[int(g)] == y for g, (_, y) in zip(guesses, rows, strict=True)]
+    assert sum(right) / len(right) == report["student"]["accuracy"]
+
+
+def test_the_same_seed_gives_the_same_student(distill, tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        distill(out=tmp_path / name, seed=seed)
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert not same_weights(tmp_path / "a", tmp_path / "c")
+
+
+def test_options_reach_the_method(distill, tmp_path):
+    distill("--set", "k=3", "--set", "pool=mean", method="knn")
+    assert report_of(tmp_path / "out")["settings"]["options"] == {"k": 3, "pool": "mean"}
+    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
+    assert run.parse_options(words) == {
+        "a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]
+    }  # fmt: skip
+
+
+def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
+    bare = make_teacher(tmp_path / "bare", head=False)
+    error = distill(teacher=bare, expect=2)
+    assert "no classification head" in error and "--finetune-teacher" in error
+    distill(teacher=bare, finetune_teacher=8, teacher_learning_rate=5e-3, method="soft_targets")
+    report = report_of(tmp_path / "out")
+    assert report["teacher"]["accuracy"] > 0.9
+    distill(teacher=tmp_path / "out" / "teacher", out=tmp_path / "again")
+    assert report_of(tmp_path / "again")["teacher"] == report["teacher"]
+
+
+def test_regression_and_string_labels(distill, tmp_path):
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    one = make_teacher(tmp_path / "one", labels=1)
+    for method in ("soft_targets", "lrc_bert", "knn"):
+        distill(teacher=one, train=real, eval=real, method=method, out=tmp_path / method)
+        report = report_of(tmp_path / method)
+        assert set(report["student"]) == {"pearson", "spearman"}
+    distill(train=real, eval=real, finetune_teacher=1, metric="mse", out=tmp_path / "mse")
+    history = report_of(tmp_path / "mse")["history"]
+    assert report_of(tmp_path / "mse")["student"]["mse"] == min(h["scores"]["mse"] for h in history)
+
+    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("no", "yes")[y])
+    distill(train=named, eval=named, out=tmp_path / "named")
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "named" / "student")
+    assert student.config.label2id == {"no": 0, "yes": 1}
+
+
+def test_classes_take_the_order_of_the_teachers_head(distill, tmp_path):
+    reverse = make_teacher(
+        tmp_path / "r", id2label={0: "Yes", 1: "No"}, label2id={"Yes": 0, "No": 1}
+    )
+    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("no", "yes")[y])
+    distill(teacher=reverse, train=named, eval=named)
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
+    assert student.config.id2label == {0: "yes", 1: "no"}
+
+
+def test_student_from_a_path(distill, tmp_path):
+    small = make_teacher(tmp_path / "small", layers=1, hidden_size=8)
+    distill(student=small, method="lrkd")
+    assert report_of(tmp_path / "out")["parameters"]["student"] < 3000
+    error = distill(student=small, method="fcd", student_layers=1, expect=2, out=tmp_path / "x")
+    assert "--student" in error and "exclude each other" in error
+    other = make_teacher(tmp_path / "other", vocab_size=99)
+    assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
+
+
+def test_glue_layout_of_cola(distill, tmp_path, files):
+    def convert(path):
+        rows = [line.split("\t") for line in path.read_text().splitlines()[1:]]
+        made = tmp_path / path.name
+        made.write_text("".join(f"src\t{label}\t\t{text}\n" for text, label in rows))
+        return made
+
+    distill(task="cola", train=convert(files[0]), eval=convert(files[1]), precision="bf16")
+    assert set(report_of(tmp_path / "out")["student"]) == {"mcc"}
+
+
+BAD = {
+    "no data": ({"train": None, "eval": None}, ["--task", "--train"]),
+    "no file": ({"train": "nope.tsv"}, ["--train nope.tsv", "no such file"]),
+    "method": ({"method": "fdc"}, ["--method", "did you mean 'fcd'"]),
+    "task": ({"task": "sts-b"}, ["--task", "did you mean 'stsb'"]),
+    "option": ({"set": "alhpa=1"}, ["--set alhpa", "did you mean 'alpha'"]),
+    "option form": ({"set": "alpha"}, ["--set", "name=value"]),
+    "option value": ({"set": "alpha=-1"}, ["alpha", "at least 0"]),
+    "option type": ({"set": "alpha=big"}, ["alpha", "number"]),
+    "k": ({"method": "knn", "set": "k=0"}, ["k must be at least 1"]),
+    "teacher path": ({"teacher": "./nowhere"}, ["--teacher ./nowhere", "no such directory"]),
+    "teacher name": ({"teacher": "nowhere"}, ["nowhere", "can't be loaded from the hub"]),
+    "student path": ({"student": "./nowhere"}, ["--student ./nowhere", "no such directory"]),
+    "too many layers": ({"student_layers": 5}, ["--student-layers 5", "only 4"]),
+    "layer number": ({"teacher_layers": "2,9"}, ["--teacher-layers", "1 to 4"]),
+    "layer scheme": ({"teacher_layers": "unifrom"}, ["--teacher-layers", "mean 'uniform'"]),
+    "layer count": (
+        {"teacher_layers": "1,2,3", "student_layers": 2},
+        ["--teacher-layers names 3", "--student-layers is 2"],
+    ),
+    "method layers": ({"set": "layers=[1]"}, ["--method fcd", "layers"]),
+    "precision": ({"precision": "fp8"}, ["--precision", "fp16"]),
+    "half on the cpu": ({"precision": "fp16"}, ["fp16 needs a CUDA device"]),
+    "device": ({"device": "gpu"}, ["--device 'gpu'"]),
+    "epochs": ({"epochs": 0}, ["--epochs", "greater than 0"]),
+    "batch size": ({"batch_size": 0}, ["--batch-size", "at least 1"]),
+    "max length": ({"max_length": 64}, ["--max-length 64", "at most 32"]),
+    "warmup": ({"warmup": 2}, ["--warmup"]),
+    "column": ({"text_column": "sentense"}, ["'sentense'", "did you mean 'sentence'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path, case):
+    options, expected = BAD[case]
+    error = distill(expect=2, **options)
+    assert len(error.splitlines()) == 1 and error.startswith("Error: ")
+    for part in expected:
+        assert part in error, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_rows_are_named_before_any_work(distill, tmp_path):
+    bad = write_tsv(tmp_path / "bad.tsv")
+    bad.write_text(bad.read_text() + "no label\n")
+    assert "bad.tsv, row 42: 1 columns" in distill(train=bad, expect=2)
+    unseen = write_tsv(tmp_path / "unseen.tsv", label=lambda y: 2 * y)
+    assert "unseen.tsv, row 3: label '2'" in distill(eval=unseen, expect=2)
+    three = write_tsv(tmp_path / "three.tsv", label=lambda y: y)
+    three.write_text(three.read_text() + "dull film\t2\n")
+    error = distill(train=three, expect=2)
+    assert "no head for 3 labels" in error and "--finetune-teacher" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
+    distill(seed=1)
+    before = weights_of(tmp_path / "out")
+    assert "--overwrite" in distill(seed=2, expect=2)
+    assert weights_of(tmp_path / "out").keys() == before.keys()
+    assert "already complete" in distill("--resume", seed=1)
+    error = distill("--resume", seed=2, expect=2)
+    assert "seed = 1" in error and "now it is 2" in error
+    distill("--overwrite", seed=2)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+
+
+def stop_at(monkeypatch, step, how):
+    """Let ``how()`` happen after training step ``step``."""
+    original = loop.Watcher.on_step_end
+
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == step:
+            how()
+        return original(self, args, state, control, **rest)
+
+    monkeypatch.setattr(loop.Watcher, "on_step_end", on_step_end)
+
+
+def crash():
+    raise KeyboardInterrupt
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+# 40 rows in batches of 8: 5 steps an epoch.
+@pytest.mark.parametrize(
+    ("method", "step", "how", "every"),
+    [
+        ("lrkd", 7, crash, None),
+        ("lrkd", 8, crash, 3),
+        ("lrc_bert", 7, press_ctrl_c, None),
+        ("mc3kd", 5, press_ctrl_c, None),
+        ("fcd", 3, crash, None),
+    ],
+)
+def test_resuming_gives_the_uninterrupted_result(
+    distill, tmp_path, monkeypatch, method, step, how, every
+):
+    options = {"method": method, "epochs": 3, "checkpoint_every": every}
+    distill(out=tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, step, how)
+        assert "--resume" in distill(expect=130, **options)
+    saved = [path.name for path in (tmp_path / "out" / "checkpoints").glob("checkpoint-*")]
+    # Ctrl-C saves where it is; a crash leaves the last checkpoint.
+    expected = {(7, None): 5, (8, 3): 6, (5, None): 5, (3, None): None}[step, every]
+    if how is press_ctrl_c:
+        expected = step
+    assert saved == ([] if expected is None else [f"checkpoint-{expected}"])
+    distill("--resume", **options)
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+    resumed, whole = report_of(tmp_path / "out"), report_of(tmp_path / "whole")
+    assert resumed["student"] == whole["student"]
+    for a, b in zip(resumed["history"], whole["history"], strict=True):
+        assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
+
+
+def test_resuming_in_the_teachers_fine_tuning(distill, tmp_path, monkeypatch):
+    options = {"finetune_teacher": 2, "method": "soft_targets", "epochs": 2}
+    distill(out=tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        distill(expect=130, **options)
+    distill("--resume", **options)
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_cut_off_checkpoint_is_not_used(distill, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        distill(expect=130, epochs=2)
+    torn = tmp_path / "out" / "checkpoints" / "checkpoint-9"
+    torn.mkdir()
+    (torn / "trainer_state.json").write_text('{"global_step":')
+    distill("--resume", epochs=2)
+    assert report_of(tmp_path / "out")["complete"]
+
+
+def test_a_full_disk_leaves_the_old_student(distill, tmp_path, monkeypatch):
+    distill(seed=1)
+    before = weights_of(tmp_path / "out")
+
+    def full(path, content):
+        if path.name == "fastkd.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_json", full)
+        error = distill("--overwrite", seed=2, expect=1)
+    assert "No space left on device" in error and "intact" in error
+    after = weights_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 1
+    assert sorted(path.name for path in (tmp_path / "out").glob("*student*")) == ["student"]
+
+
+def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
+    error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
+    assert "loss became nan" in error and "learning rate" in error
+
+
+def test_replacing_a_directory_is_all_or_nothing(tmp_path):
+    target = tmp_path / "model"
+    replace_directory(target, lambda d: (d / "w").write_text("old"))
+
+    def cut_off(directory):
+        (directory / "w").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace_directory(target, cut_off)
+    assert (target / "w").read_text() == "old"
+    replace_directory(target, lambda d: (d / "w").write_text("new"))
+    assert (target / "w").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    # Killed between the two renames: the old one comes back.
+    target.rename(tmp_path / ".model.old")
+    recover_directory(target)
+    assert (target / "w").read_text() == "new"
+
+
+def test_a_missing_extra_is_named():
+    with pytest.raises(MissingExtra, match=r"nowhere is not installed.*fastkd\[train\]"):
+        require("nowhere.at.all", "train")
+
+
+def test_help_names_the_commands():
+    output = CliRunner().invoke(app, ["--help"]).output
+    for command in ("distill", "demo", "doctor"):
+        assert command in output

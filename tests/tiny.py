@@ -1,0 +1,52 @@
+"""A tiny teacher with its tokenizer, and tiny data, for tests of the command line."""
+
+import random
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
+
+
+def make_teacher(path: Path, labels: int = 2, layers: int = 4, head: bool = True, **config) -> Path:
+    """Save a random BERT classifier (or, without ``head``, encoder) and its tokenizer."""
+    path.mkdir()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocab = path / "vocab.txt"
+    vocab.write_text("\n".join(specials + WORDS))
+    tokenizer = BertTokenizer(str(vocab), model_max_length=32)
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(1)
+    settings = {
+        "hidden_size": 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 32,
+        "vocab_size": len(specials) + len(WORDS),
+        "num_labels": labels,
+        "initializer_range": 0.2,
+        **config,
+    }
+    model = BertForSequenceClassification(BertConfig(**settings))
+    (model if head else model.bert).save_pretrained(path)
+    return path
+
+
+def sentences(rows: int, seed: int) -> list[tuple[str, int]]:
+    """Texts whose first word tells the class, 0 or 1."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(rows):
+        label = i % 2
+        first = rng.choice(WORDS[3 * (1 - label) : 3 * (1 - label) + 3])
+        made.append((" ".join([first, *rng.choices(WORDS[6:], k=rng.randint(1, 6))]), label))
+    return made
+
+
+def write_tsv(path: Path, rows: int = 40, seed: int = 0, label=lambda y: y) -> Path:
+    """A file of `sentences`, with the header of SST-2."""
+    lines = [f"{text}\t{label(y)}" for text, y in sentences(rows, seed)]
+    path.write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    return path
