@@ -1,0 +1,26 @@
+"""From token features to one row per sample, for the losses that compare samples."""
+
+import torch
+from torch import Tensor
+
+
+def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """Pool (B, N, D) to (B, D): ``"cls"`` the first real token, ``"mean"`` their average.
+
+    ``mask`` (B, N) is bool. A sample without a real token gives zeros.
+    """
+    if mask is None:
+        return x[:, 0] if how == "cls" else x.mean(1)
+    if how == "cls":
+        # Not position 0: decoders' tokenizers pad on the left.
+        first = mask.to(torch.uint8).argmax(1)  # (B,)
+        rows = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
+        return torch.where(mask.any(1, keepdim=True), rows, 0)
+    count = mask.sum(1, keepdim=True).clamp_min(1)  # (B, 1)
+    total = zero_padding(x, mask).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (total / count).to(x.dtype)
+
+
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` (B, N, D) with the padded positions zeroed, whatever stood there."""
+    return x if mask is None else torch.where(mask[..., None], x, 0)

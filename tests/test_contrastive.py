@@ -1,0 +1,376 @@
+"""COS-NCE: the closed form against the explicit sum, in-batch, given and label-filtered."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
+from tests.compare import DTYPES, assert_accurate
+
+TRITON_FUNCTION = "cos_nce_loss"
+
+SHAPES = [(1, 1, 1), (2, 1, 3), (3, 2, 16), (5, 17, 7), (17, 3, 33), (4, 129)]
+
+
+def features(*shape, dtype=torch.float64, mean=0.0):
+    student, teacher = (torch.randn(*shape, dtype=torch.float64) + mean for _ in range(2))
+    return student.to(dtype), teacher.to(dtype)
+
+
+def value_and_grad(function, student, teacher, upstream=None, **options):
+    student = student.detach().clone().requires_grad_()
+    loss = function(student, teacher, **options)
+    loss.backward(torch.full_like(loss, 1.0) if upstream is None else upstream.to(loss))
+    return loss.detach(), student.grad
+
+
+def check(backend, student, teacher, upstream=None, **options):
+    """Fast loss and gradient against the reference in float64 and in the inputs' dtype."""
+
+    def double(x):
+        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    actual = value_and_grad(cos_nce_loss, student, teacher, upstream, backend=backend, **options)
+    plain = value_and_grad(cos_nce_loss_ref, student, teacher, upstream, **options)
+    oracle = value_and_grad(
+        cos_nce_loss_ref,
+        student.double(),
+        teacher.double(),
+        upstream,
+        **{name: double(value) for name, value in options.items()},
+    )
+    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
+    assert actual[1].dtype == student.dtype
+    for a, o, p in zip(actual, oracle, plain, strict=True):
+        assert_accurate(a, o, student.dtype, p)
+
+
+def explicit(z, t, negatives):
+    """Eq. 1 term by term for one position: Python loops over vectors."""
+
+    def g(x, y):
+        return 1 - torch.nn.functional.cosine_similarity(x, y, dim=0)
+
+    terms = [2 - (g(n, z) - g(t, z)) for n in negatives]
+    return sum(terms) / (2 * len(terms)) + g(t, z)
+
+
+@pytest.mark.parametrize("function", [cos_nce_loss, cos_nce_loss_ref])
+def test_worked_example(function):
+    student = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    teacher = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    # Sample 0: g(n, z) = 1, g(t, z) = 0, so (2 - 1)/2 + 0. Sample 1: g(n, z) = 0.4,
+    # g(t, z) = 0.2, so (2 - 0.2)/2 + 0.2.
+    losses = function(student, teacher, reduction="none")
+    assert torch.allclose(losses, torch.tensor([0.5, 1.1]))
+    assert torch.allclose(function(student, teacher), torch.tensor(0.8))
+    assert torch.allclose(function(student, teacher, reduction="sum"), torch.tensor(1.6))
+
+
+@pytest.mark.parametrize("function", [cos_nce_loss, cos_nce_loss_ref])
+def test_equals_the_explicit_sum(function):
+    student, teacher = features(4, 3, 5)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1]])
+    labels = torch.tensor([1, 0, 1, 5])
+    bank = torch.randn(6, 3, 5, dtype=torch.float64)
+    for labelled in (False, True):
+        losses = function(
+            student, teacher, mask=mask, labels=labels if labelled else None, reduction="none"
+        )
+        for i in range(4):
+            for n in range(3):
+                others = [
+                    teacher[j, n]
+                    for j in range(4)
+                    if j != i and mask[j, n] and not (labelled and labels[i] == labels[j])
+                ]
+                compared = bool(mask[i, n]) and bool(others)
+                expected = explicit(student[i, n], teacher[i, n], others) if compared else 0
+                assert losses[i, n] == pytest.approx(float(expected), abs=1e-12)
+    losses = function(student, teacher, negatives=bank, reduction="none")
+    expected = explicit(student[2, 1], teacher[2, 1], list(bank[:, 1]))
+    assert losses[2, 1] == pytest.approx(expected.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(backend, shape, dtype):
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("float64 runs on PyTorch")
+    student, teacher = features(*shape, dtype=dtype, mean=0.5)
+    check(backend, student, teacher)
+    check(backend, student, teacher, labels=torch.randint(0, 3, shape[:1]))
+    check(backend, student, teacher, negatives=features(4, *shape[1:], dtype=dtype)[0])
+    check(backend, student, teacher, negatives=features(shape[0], 3, *shape[1:], dtype=dtype)[0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("masking", ["full", "empty", "one", "alternating", "random"])
+def test_masks_and_reductions(backend, masking, reduction):
+    student, teacher = features(5, 6, 8, dtype=torch.float32)
+    mask = {
+        "full": torch.ones(5, 6),
+        "empty": torch.zeros(5, 6),
+        "one": torch.zeros(5, 6).index_fill(1, torch.tensor([2]), 1),
+        "alternating": (torch.arange(30).view(5, 6) % 2),
+        "random": torch.rand(5, 6) > 0.5,
+    }[masking]
+    upstream = torch.randn(5, 6) if reduction == "none" else torch.tensor(-2.5)
+    for dtype in (torch.bool, torch.int64):
+        for labels in (None, torch.tensor([3, 3, -1, 7, 3])):
+            options = {"mask": mask.to(dtype), "labels": labels, "reduction": reduction}
+            check(backend, student, teacher, upstream, **options)
+
+
+def test_padding_with_nan_changes_nothing(backend):
+    student, teacher = features(4, 5, 6, dtype=torch.float32)
+    mask = torch.rand(4, 5) > 0.4
+    student, teacher = (x.masked_fill(~mask[..., None], torch.nan) for x in (student, teacher))
+    for labels in (None, torch.tensor([0, 1, 1, 0])):
+        clean = value_and_grad(
+            cos_nce_loss,
+            student.nan_to_num(0),
+            teacher.nan_to_num(0),
+            mask=mask,
+            labels=labels,
+            backend=backend,
+        )
+        padded = value_and_grad(
+            cos_nce_loss, student, teacher, mask=mask, labels=labels, backend=backend
+        )
+        assert torch.equal(clean[0], padded[0])
+        assert torch.equal(clean[1], padded[1])
+        assert (padded[1][~mask] == 0).all()
+
+
+def test_nothing_to_compare_is_zero(backend):
+    student, teacher = features(1, 4, 6, dtype=torch.float32)
+    many = student.expand(3, 4, 6), teacher.expand(3, 4, 6)
+    cases = [
+        ((student, teacher), {}),
+        (many, {"labels": torch.tensor([2, 2, 2])}),
+        (many, {"negatives": torch.empty(0, 4, 6)}),
+        ((student[:0], teacher[:0]), {}),
+        ((student[:, :0], teacher[:, :0]), {}),
+    ]
+    for (s, t), options in cases:
+        loss, grad = value_and_grad(cos_nce_loss, s, t, backend=backend, **options)
+        assert loss == 0
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-20, 1e20, 1e36])
+def test_extreme_scales(backend, scale):
+    student, teacher = features(4, 3, 8, dtype=torch.float32)
+    expected = value_and_grad(cos_nce_loss_ref, student.double(), teacher.double())
+    actual = value_and_grad(cos_nce_loss, student * scale, teacher * scale, backend=backend)
+    assert_accurate(actual[0], expected[0], torch.float32)
+    assert_accurate(actual[1].double() * scale, expected[1], torch.float32)
+
+
+def test_zero_and_constant_features(backend):
+    student, teacher = features(4, 3, 8, dtype=torch.float32)
+    student[1], teacher[2, 0] = 0, 0
+    check(backend, student, teacher)
+    _, grad = value_and_grad(cos_nce_loss, student, teacher, backend=backend)
+    assert (grad[1] == 0).all()
+    constant = torch.full((4, 3, 8), 0.1)
+    loss, grad = value_and_grad(cos_nce_loss, constant, constant, backend=backend)
+    assert loss == pytest.approx(1.0, abs=1e-6)  # 2 + 1/2 - 3/2
+    assert grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_real_nan_is_never_hidden(backend, bad):
+    for side in (0, 1):
+        pair = [x.float() for x in features(4, 3, 8)]
+        pair[side][2, 1, 5] = bad
+        losses = cos_nce_loss(*pair, reduction="none", backend=backend)
+        assert losses[2, 1].isnan()
+        assert losses[:, [0, 2]].isfinite().all()
+        assert cos_nce_loss(*pair, backend=backend).isnan()
+        # As a negative it reaches exactly the samples that it is a negative of.
+        losses = cos_nce_loss(
+            *pair, labels=torch.tensor([0, 0, 1, 1]), reduction="none", backend=backend
+        )
+        assert losses[2, 1].isnan()
+        assert losses[:2, 1].isnan().all() == (side == 1)
+        assert losses[3, 1].isfinite()
+
+
+def test_few_negatives_among_many_samples(backend):
+    # One sample of another label: its sum must not be a difference of two large ones.
+    student, teacher = features(65, 1, 16, dtype=torch.float32, mean=1.0)
+    labels = torch.zeros(65, dtype=torch.long).index_fill(0, torch.tensor([40]), 1)
+    check(backend, student, teacher, torch.randn(65, 1), labels=labels, reduction="none")
+
+
+def test_strides(backend):
+    student = torch.randn(6, 7, 5, 2)[..., 0].transpose(0, 2)  # (5, 7, 6)
+    teacher = torch.randn(5, 6, 7).transpose(1, 2)[:, ::1]
+    mask = (torch.rand(7, 5) > 0.3).t()
+    check(backend, student, teacher, mask=mask)
+    check(backend, student, teacher, negatives=torch.randn(7, 3, 6).transpose(0, 1))
+
+
+def test_backward_twice(backend):
+    student, teacher = features(3, 4, 5, dtype=torch.float32)
+    student.requires_grad_()
+    loss = cos_nce_loss(student, teacher, backend=backend)
+    loss.backward(retain_graph=True)
+    first = student.grad.clone()
+    loss.backward()
+    assert torch.equal(student.grad, 2 * first)
+
+
+def test_second_derivative_raises(backend):
+    student, teacher = features(3, 4, 5, dtype=torch.float32)
+    loss = cos_nce_loss(student.requires_grad_(), teacher, backend=backend)
+    with pytest.raises(RuntimeError):
+        (grad,) = torch.autograd.grad(loss, student, create_graph=True)
+        grad.sum().backward()
+
+
+def test_gradcheck():
+    student, teacher = features(4, 2, 3)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 1]])
+    for options in (
+        {},
+        {"mask": mask, "labels": torch.tensor([0, 1, 1, 2])},
+        {"negatives": torch.randn(3, 2, 3, dtype=torch.float64), "reduction": "none"},
+    ):
+
+        def loss(x, options=options):
+            return cos_nce_loss(x, teacher, **options)
+
+        assert torch.autograd.gradcheck(loss, student.requires_grad_())
+
+
+def test_autocast_changes_nothing(backend):
+    student, teacher = features(4, 3, 8, dtype=torch.float32)
+    outside = value_and_grad(cos_nce_loss, student, teacher, backend=backend)
+    with torch.autocast(student.device.type, dtype=torch.bfloat16):
+        inside = value_and_grad(cos_nce_loss, student, teacher, backend=backend)
+    assert inside[0].dtype == torch.float32
+    assert torch.equal(outside[0], inside[0])
+    assert torch.equal(outside[1], inside[1])
+
+
+def test_compiles_without_graph_breaks():
+    student, teacher = features(4, 3, 8, dtype=torch.float32)
+    mask, labels = torch.rand(4, 3) > 0.3, torch.tensor([0, 1, 1, 2])
+    compiled = torch.compile(cos_nce_loss, fullgraph=True, backend="aot_eager")
+    for options in ({"mask": mask, "labels": labels}, {"negatives": torch.randn(5, 3, 8)}):
+        eager = value_and_grad(cos_nce_loss, student, teacher, **options)
+        traced = value_and_grad(compiled, student, teacher, **options)
+        assert_accurate(traced[0], eager[0], torch.float32)
+        assert_accurate(traced[1], eager[1], torch.float32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    batch=st.integers(2, 9),
+    positions=st.integers(1, 4),
+    size=st.integers(1, 9),
+    seed=st.integers(0, 2**16),
+)
+def test_properties(batch, positions, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    student, teacher = draw(batch, positions, size), draw(batch, positions, size)
+    labels = torch.randint(0, 3, (batch,), generator=generator)
+    mask = torch.rand(batch, positions, generator=generator) > 0.3
+    losses = cos_nce_loss(student, teacher, labels=labels, mask=mask, reduction="none")
+    # The order of the samples does not matter, nor any positive scale or rotation.
+    order = torch.randperm(batch, generator=generator)
+    rotation = torch.linalg.qr(draw(size, size)).Q
+    again = cos_nce_loss(
+        3 * student[order] @ rotation,
+        0.5 * teacher[order] @ rotation,
+        labels=labels[order],
+        mask=mask[order],
+        reduction="none",
+    )
+    assert torch.allclose(again, losses[order], atol=1e-9)
+    # In-batch negatives are given negatives.
+    others = torch.stack([teacher[[j for j in range(batch) if j != i]] for i in range(batch)])
+    assert torch.allclose(
+        cos_nce_loss(student, teacher, reduction="none"),
+        cos_nce_loss(student, teacher, negatives=others, reduction="none"),
+        atol=1e-9,
+    )
+    assert 0 <= cos_nce_loss(student, teacher) <= 4
+
+
+def test_blocks_of_samples(monkeypatch):
+    monkeypatch.setattr("fastkd.contrastive.BLOCK_ELEMENTS", 50)
+    student, teacher = features(7, 3, 8)
+    check("torch", student, teacher)
+    check("torch", student, teacher, labels=torch.randint(0, 3, (7,)), mask=torch.rand(7, 3) > 0.3)
+    check("torch", student, teacher, negatives=torch.randn(9, 3, 8, dtype=torch.float64))
+
+
+def test_module_projects_and_pools():
+    student, teacher = torch.randn(4, 5, 6), torch.randn(4, 5, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 0, 0, 0, 0]])
+    loss = CosNCELoss(6, 8)
+    assert [name for name, _ in loss.named_parameters()] == ["W.weight"]
+    projected = student @ loss.W.weight.T
+    expected = cos_nce_loss(projected, teacher, mask=mask)
+    assert torch.allclose(loss(student, teacher, mask), expected)
+    loss(student, teacher, mask).backward()
+    assert loss.W.weight.grad.isfinite().all()
+
+    first = torch.tensor([0, 0, 2, 0])
+    rows = torch.arange(4)
+    cls = CosNCELoss(6, 8, pool="cls")
+    cls.load_state_dict(loss.state_dict())
+    expected = cos_nce_loss(projected[rows, first], teacher[rows, first])
+    assert torch.allclose(cls(student, teacher, mask), expected)
+
+    mean = CosNCELoss(6, 8, pool="mean")
+    mean.load_state_dict(loss.state_dict())
+    weights = (mask / mask.sum(1, keepdim=True))[..., None]
+    expected = cos_nce_loss((projected * weights).sum(1), (teacher * weights).sum(1))
+    noisy = [x.masked_fill(mask[..., None] == 0, torch.nan) for x in (student, teacher)]
+    assert torch.allclose(mean(*noisy, mask), expected, atol=1e-6)
+
+
+def test_module_averages_layers():
+    loss = CosNCELoss(6, 8)
+    students, teachers = list(torch.randn(3, 4, 5, 6)), list(torch.randn(3, 4, 5, 8))
+    each = [loss(s, t) for s, t in zip(students, teachers, strict=True)]
+    assert torch.allclose(loss(students, teachers), torch.stack(each).mean())
+    with pytest.raises(ValueError, match="negatives has 1 layers but student has 3"):
+        loss(students, teachers, negatives=torch.randn(2, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"teacher": torch.randn(4, 3, 7)}, ValueError, r"teacher must have shape \(4, 3, 8\)"),
+        ({"teacher": torch.randn(4, 3, 8).double()}, TypeError, "teacher is torch.float64"),
+        ({"teacher": torch.randn(4, 3, 8).requires_grad_()}, ValueError, "teacher requires grad"),
+        ({"student": torch.randn(8)}, ValueError, "student must have at least 2 dimensions"),
+        ({"mask": torch.ones(4, 2)}, ValueError, r"mask must have shape \(4, 3\)"),
+        ({"mask": torch.full((4, 3), 2)}, ValueError, "mask must hold only 0"),
+        ({"labels": torch.zeros(5)}, ValueError, r"labels must have shape \(4,\)"),
+        ({"negatives": torch.randn(6, 2, 8)}, ValueError, r"negatives must have shape \(K, 3, 8\)"),
+        ({"negatives": torch.randn(5, 6, 3, 8)}, ValueError, "negatives must have shape"),
+        (
+            {"negatives": torch.randn(6, 3, 8), "labels": torch.zeros(4)},
+            ValueError,
+            "either labels or negatives",
+        ),
+        ({"reduction": "means"}, ValueError, "did you mean 'mean'"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_input(change, error, message):
+    arguments = {"student": torch.randn(4, 3, 8), "teacher": torch.randn(4, 3, 8)} | change
+    with pytest.raises(error, match=message):
+        cos_nce_loss(arguments.pop("student"), arguments.pop("teacher"), **arguments)
