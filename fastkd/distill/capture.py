@@ -59,6 +59,12 @@ class Backbone:
             return "regression"
         return problem
 
+    @property
+    def per_token(self) -> bool:
+        """Whether the head predicts something for each token."""
+        vocabulary_head = self.inner.get_output_embeddings() is not None  # type: ignore[operator]
+        return vocabulary_head or type(self.inner).__name__.endswith("ForTokenClassification")
+
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches and without inputs that it doesn't know."""
         inputs = dict(batch)

@@ -91,6 +91,11 @@ class Distiller(nn.Module):
         return self._student_backbone.config
 
     @property
+    def counts_positions(self) -> bool:
+        """Whether the head predicts something for each token; see ``num_items`` in `forward`."""
+        return self._student_backbone.per_token
+
+    @property
     def progress(self) -> float:
         """How much of the training is done, 0 to 1; see `set_progress`."""
         return self._progress or 0.0
@@ -115,6 +120,14 @@ class Distiller(nn.Module):
         super().train(mode)
         self.teacher.eval()
         return self
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """The student's; the teacher keeps nothing for a backward pass anyway."""
+        self.student.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """The student's, by its newer name."""
+        self.student.activation_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
 
     def forward(
         self,

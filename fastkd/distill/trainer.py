@@ -70,9 +70,11 @@ class DistillationTrainer(Trainer):
             raise ValueError("pass either model=Distiller(...), or teacher, student and method")
         self.distiller = model
         self.prepare_batches = prepare_batches
-        self._sums: dict[str, Tensor] = {}
-        self._summed = 0
+        self._logged: dict[str, list[Tensor]] = {}
         super().__init__(model=model, **arguments)
+        # Heads with one prediction per token are averaged over the positions of all accumulated
+        # batches, which Trainer then counts.
+        self.model_accepts_loss_kwargs = model.counts_positions
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer.train``."""
@@ -94,11 +96,18 @@ class DistillationTrainer(Trainer):
         if model is self.distiller.student:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
+        loss_scale = 1.0
+        if num_items_in_batch is not None:
+            # Trainer leaves the mean over accumulated batches to a loss that knows its items.
+            batches = self.current_gradient_accumulation_steps
+            shares = self.args.world_size if self.args.average_tokens_across_devices else 1
+            inputs = {**inputs, "num_items": num_items_in_batch / (batches * shares)}
+            loss_scale = 1 / batches
         output = model(**inputs)
         for name, value in output.terms.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._summed += 1
-        return (output.loss, output) if return_outputs else output.loss
+            self._logged.setdefault(name, []).append(value)
+        loss = loss_scale * output.loss
+        return (loss, output) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -108,9 +117,10 @@ class DistillationTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the terms' means since the last time to a training log."""
-        if "loss" in logs and self._summed:
-            logs = {**logs, **{k: float(v) / self._summed for k, v in self._sums.items()}}
-            self._sums, self._summed = {}, 0
+        if "loss" in logs:
+            means = {name: torch.stack(values).mean() for name, values in self._logged.items()}
+            logs = {**logs, **{name: mean.item() for name, mean in means.items()}}
+            self._logged = {}
         super().log(logs, *args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:

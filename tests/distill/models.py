@@ -40,6 +40,7 @@ def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> 
     """A sequence classifier with random weights, in eval mode."""
     config = CONFIGS[family](layers)
     config.num_labels = num_labels
+    config.initializer_range = 0.2  # features and logits of a size that losses can tell apart
     for name, value in options.items():
         setattr(config, name, value)
     return t.AutoModelForSequenceClassification.from_config(config).eval()

@@ -1,0 +1,150 @@
+"""What is read from a model while it runs, against transformers' own hidden states."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill.capture import Backbone, capture, replaced_embeddings
+from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier
+
+
+def inputs_for(family, **options):
+    inputs = batch_for(family, **options)
+    inputs.pop("labels")
+    return inputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_transformers_hidden_states(family):
+    model = classifier(family)
+    backbone = Backbone(model)
+    inputs = inputs_for(family)
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True).hidden_states
+        with capture(backbone, range(5)) as kept:
+            backbone.run(inputs)
+        with capture(backbone, [2]) as some:
+            backbone.run(inputs)
+    assert sorted(kept) == [0, 1, 2, 3, 4] and sorted(some) == [2]
+    for layer, hidden in kept.items():
+        torch.testing.assert_close(hidden, expected[layer])
+    torch.testing.assert_close(some[2], expected[2])
+    assert backbone.hidden_size == expected[4].shape[-1] and backbone.num_layers == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_are_gone_afterwards_even_after_an_error(family):
+    model = classifier(family)
+    backbone = Backbone(model)
+    with pytest.raises(RuntimeError, match="stop"), capture(backbone, [1, 4]):
+        raise RuntimeError("stop")
+    with replaced_embeddings(backbone, lambda emb: emb):
+        pass
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_hidden_states_carry_gradients_under_checkpointing(family):
+    model = classifier(family).train()
+    inputs = inputs_for(family)
+    backbone = Backbone(model)
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(3)
+        with capture(backbone, [2]) as kept:
+            backbone.run(inputs)
+        kept[2].square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    for a, b in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sentence_token_is_the_one_that_the_head_reads(family, left):
+    """The logits must depend on the last hidden state through that token only."""
+    if family == "xlnet" and not left:
+        pytest.skip("XLNet's head takes the last position, padding or not; its tokenizer pads left")
+    model = classifier(family).double()
+    backbone = Backbone(model)
+    inputs = batch_for(family, num_labels=3)
+    inputs.pop("labels")
+    if left and family not in PADS_LEFT:
+        inputs = {name: value.flip(1) for name, value in inputs.items()}
+    grabbed = {}
+
+    def grab(module, args, output):
+        grabbed["hidden"] = output[0].detach().requires_grad_()
+        output.last_hidden_state = grabbed["hidden"]
+        return output
+
+    handle = backbone.base.register_forward_hook(grab)
+    # Encoders take the pooled first token from the base model itself.
+    with capture(backbone, [4]) as kept:
+        output = backbone.run(inputs)
+    handle.remove()
+    token = backbone.sentence_token(grabbed["hidden"], inputs["attention_mask"].bool())
+    if getattr(backbone.base, "pooler", None) is not None and family not in ("deberta_v2",):
+        assert torch.equal(token, grabbed["hidden"][:, 0])
+        return
+    (through_token,) = torch.autograd.grad(token.sum(), grabbed["hidden"])
+    (through_head,) = torch.autograd.grad(output.logits.sum(), grabbed["hidden"])
+    read = through_head.abs().sum(-1) > 0
+    assert torch.equal(read, through_token.abs().sum(-1) > 0)
+    assert kept[4].shape == grabbed["hidden"].shape
+
+
+def test_without_a_mask_the_last_token_is_the_last_position():
+    backbone = Backbone(classifier("gpt2"))
+    hidden = torch.randn(2, 5, 16)
+    assert torch.equal(backbone.sentence_token(hidden, None), hidden[:, -1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replaced_embeddings_reach_the_first_block(family):
+    model = classifier(family)
+    backbone = Backbone(model)
+    inputs = inputs_for(family)
+    with torch.no_grad():
+        plain = backbone.run(inputs).logits
+        with replaced_embeddings(backbone, lambda emb: emb + 0) as same:
+            unchanged = backbone.run(inputs).logits
+        with replaced_embeddings(backbone, lambda emb: emb.roll(1, -1)):
+            moved = backbone.run(inputs).logits
+    assert len(same) == 1 and same[0].shape[backbone.batch_dim] == 6
+    assert torch.equal(unchanged, plain) and not torch.allclose(moved, plain)
+
+
+def test_inputs_that_a_model_does_not_know_are_left_out():
+    ids = torch.randint(5, 60, (1, 4))
+    inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+    assert Backbone(classifier("distilbert")).run(inputs).logits.shape == (1, 3)
+    cached = Backbone(classifier("llama")).run({"input_ids": ids})
+    assert cached.past_key_values is None
+
+
+@pytest.mark.parametrize(
+    "family, model_class, causal",
+    [
+        ("bert", t.BertForMaskedLM, False),
+        ("gpt2", t.GPT2LMHeadModel, True),
+        ("llama", t.LlamaForCausalLM, True),
+        ("xlnet", t.XLNetLMHeadModel, False),
+    ],
+)
+def test_kinds_of_head(family, model_class, causal):
+    head = Backbone(model_class(CONFIGS[family](2)))
+    assert head.causal is causal and head.per_token and head.has_head
+    base = Backbone(head.base)
+    assert not base.has_head and not base.per_token and base.problem is None
+    one_label = Backbone(classifier(family, num_labels=1))
+    assert one_label.problem == "regression" and not one_label.per_token
+
+
+def test_peft_like_and_compiled_models_are_unwrapped():
+    model = classifier("bert")
+    assert Backbone(torch.compile(model)).base is model.bert

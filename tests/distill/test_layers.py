@@ -1,0 +1,94 @@
+"""Layer maps, and MC3KD's choice of layers from data."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastkd.distill import layer_map, select_layers
+from fastkd.distill.layers import check_layers, resolve_layers
+from tests.distill.models import batch, classifier
+
+
+def test_layer_map_is_table_3():
+    assert layer_map("uniform", 12, 6) == [2, 4, 6, 8, 10, 12]
+    assert layer_map("top", 12, 6) == [7, 8, 9, 10, 11, 12]
+    assert layer_map("bottom", 12, 6) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("teacher, student", [(12, 4), (12, 5), (7, 7), (24, 6), (3, 1)])
+def test_uniform_map_ends_with_the_last_layer_and_increases(teacher, student):
+    layers = layer_map("uniform", teacher, student)
+    assert len(set(layers)) == student and layers == sorted(layers)
+    assert layers[-1] == teacher and layers[0] >= 1
+
+
+def test_bad_maps_say_what_is_wrong():
+    with pytest.raises(ValueError, match="did you mean 'uniform'"):
+        layer_map("uniforn", 12, 6)
+    with pytest.raises(ValueError, match="student has 6 layers but the teacher only 4"):
+        layer_map("top", 4, 6)
+    with pytest.raises(ValueError, match="student_layers must be at least 1"):
+        layer_map("top", 4, 0)
+    with pytest.raises(ValueError, match="increasing numbers from 1 to 4"):
+        check_layers([0, 2], 4)
+    with pytest.raises(ValueError, match="increasing"):
+        check_layers([2, 2], 4)
+    with pytest.raises(ValueError, match="increasing"):
+        check_layers([], 4)
+    with pytest.raises(ValueError, match="each of the 3 student layers"):
+        resolve_layers([1, 2], 4, 3)
+
+
+def test_select_layers_finds_the_layers_that_change_most():
+    """Blocks whose sublayers end in zeros pass their input on; only two blocks do something."""
+    teacher = classifier("gpt2", layers=5)
+    for number, block in enumerate(teacher.transformer.h, start=1):
+        with torch.no_grad():
+            for linear in (block.attn.c_proj, block.mlp.c_proj):
+                linear.weight.mul_(30 if number in (2, 4) else 0)
+    batches = [batch(rows=16) for _ in range(4)]
+    assert select_layers(teacher, batches, 2) == [2, 4]
+    assert select_layers(teacher, batches, 5) == [1, 2, 3, 4, 5]
+
+
+def test_select_layers_is_correlation_of_adjacent_layers():
+    """Against CCA written out in float64 for full-rank features (variance 99% keeps all here)."""
+    teacher = classifier("bert", layers=4)
+    batches = [batch(rows=32) for _ in range(3)]
+    with torch.no_grad():
+        hidden = [
+            teacher.bert(b["input_ids"], b["attention_mask"], output_hidden_states=True)
+            for b in batches
+        ]
+    layers = [
+        torch.cat(
+            [
+                h.hidden_states[i][b["attention_mask"].bool()]
+                for h, b in zip(hidden, batches, strict=True)
+            ]
+        ).double()
+        for i in range(5)
+    ]
+
+    def directions(x):
+        u, s, _ = torch.linalg.svd(x - x.mean(0), full_matrices=False)
+        share = s.square().cumsum(0) / s.square().sum()
+        return u[:, : int((share < 0.99).sum()) + 1]
+
+    def cca(x, y):
+        return torch.linalg.svdvals(directions(x).T @ directions(y)).mean()
+
+    values = torch.stack([cca(layers[i], layers[i + 1]) for i in range(4)])
+    for m in (1, 2, 3):
+        expected = sorted((values.argsort()[:m] + 1).tolist())
+        assert select_layers(teacher, batches, m) == expected
+
+
+def test_select_layers_refuses():
+    teacher = classifier("bert", layers=2)
+    with pytest.raises(ValueError, match="student has 3 layers"):
+        select_layers(teacher, [batch()], 3)
+    with pytest.raises(ValueError, match="at least two real tokens"):
+        select_layers(teacher, [], 1)
+    with pytest.raises(TypeError, match="transformers model"):
+        select_layers(nn.Linear(2, 2), [batch()], 1)

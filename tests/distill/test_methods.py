@@ -1,0 +1,327 @@
+"""Each paper's total loss, against the paper's formulas written out here in float64."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    MC3KD,
+    METHODS,
+    Distiller,
+    IntraClassKNN,
+    SoftTargets,
+    method_by_name,
+    student_from_teacher,
+)
+from tests.distill.models import batch, classifier
+
+TEACHER_LAYERS = [2, 4]
+
+
+@pytest.fixture(params=["bert", "gpt2"])
+def family(request):
+    return request.param
+
+
+def pair(family, num_labels=3, student_layers=2):
+    torch.manual_seed(0)
+    teacher = classifier(family, num_labels=num_labels).double()
+    torch.manual_seed(1)
+    return teacher, classifier(family, layers=student_layers, num_labels=num_labels).double()
+
+
+def outputs(model, inputs):
+    names = ("input_ids", "attention_mask")
+    out = model(**{n: inputs[n] for n in names}, output_hidden_states=True)
+    return out.logits, out.hidden_states
+
+
+def both(teacher, student, inputs):
+    with torch.no_grad():
+        return outputs(teacher, inputs), outputs(student, inputs)
+
+
+def total(teacher, student, method, inputs, progress=0.0):
+    distiller = Distiller(teacher, student, method).eval()
+    distiller.set_progress(progress)
+    with torch.no_grad():
+        return distiller(**inputs)
+
+
+def kl(z_t, z_s, temperature):
+    p = (z_t / temperature).softmax(-1)
+    return (p * (p.log() - (z_s / temperature).softmax(-1).log())).sum(-1).mean()
+
+
+def read_token(family, hidden, mask):
+    """First token for BERT, last real token for GPT-2."""
+    if family == "bert":
+        return hidden[:, 0]
+    return torch.stack([h[m.nonzero().max()] for h, m in zip(hidden, mask, strict=True)])
+
+
+def figure_4(f_s, f_t):
+    """Token-level loss of one sample's (N, D) features: eqs. 3, 6-8."""
+    r_s, r_t = (F.normalize(f, dim=-1) @ F.normalize(f, dim=-1).T for f in (f_s, f_t))
+    r_s, r_t = r_s.flatten() - r_s.mean(), r_t.flatten() - r_t.mean()
+    return 1 - (r_s @ r_t) / (r_s.norm() * r_t.norm())
+
+
+def test_soft_targets(family):
+    teacher, student = pair(family)
+    inputs = batch()
+    (z_t, _), (z_s, _) = both(teacher, student, inputs)
+    out = total(teacher, student, SoftTargets(alpha=0.3, temperature=3.0), inputs)
+    task = F.cross_entropy(z_s, inputs["labels"])
+    torch.testing.assert_close(out.loss, 0.7 * task + 0.3 * 9 * kl(z_t, z_s, 3.0))
+    torch.testing.assert_close(out.logits, z_s)
+    torch.testing.assert_close(out.terms["task"], task)
+
+
+def test_fcd_is_equation_10(family):
+    teacher, student = pair(family)
+    inputs = batch()
+    mask = inputs["attention_mask"].bool()
+    (_, h_t), (z_s, h_s) = both(teacher, student, inputs)
+    tokens, samples = [], []
+    for i, j in zip((1, 2), TEACHER_LAYERS, strict=True):
+        tokens += [
+            torch.stack(
+                [figure_4(s[m], t[m]) for s, t, m in zip(h_s[i], h_t[j], mask, strict=True)]
+            )
+        ]
+        positions = [n for n in range(mask.shape[1]) if mask[:, n].sum() >= 2]
+        samples += [
+            torch.stack([figure_4(h_s[i][mask[:, n], n], h_t[j][mask[:, n], n]) for n in positions])
+        ]
+    l_t, l_s = (torch.stack([x.mean() for x in terms]).mean() for terms in (tokens, samples))
+    out = total(teacher, student, FCD(alpha=0.4, beta=0.2), inputs)
+    expected = F.cross_entropy(z_s, inputs["labels"]) + 0.4 * l_t + 0.2 * l_s
+    torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.terms["tokens"], l_t, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.terms["samples"], l_s, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_intra_class_knn_is_the_papers_loop(family, k):
+    teacher, student = pair(family)
+    inputs = batch(rows=8)
+    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
+    r_t, r_s = (read_token(family, h[-1], inputs["attention_mask"]) for h in (h_t, h_s))
+    hidden = 0.0
+    for x in range(8):
+        same = [j for j in range(8) if inputs["labels"][j] == inputs["labels"][x]]
+        distances = sorted(float((r_t[j] - r_s[x]).square().sum()) for j in same)
+        hidden += sum(distances[:k]) / r_s.shape[1]
+    method = IntraClassKNN(alpha1=0.1, k=k)
+    out = total(teacher, student, method, inputs)
+    assert method.hyperparameters()["temperature"] == 5.0
+    task = F.cross_entropy(z_s, inputs["labels"])
+    expected = 0.1 * hidden + 0.5 * 25 * kl(z_t, z_s, 5.0) + 0.5 * task
+    torch.testing.assert_close(out.loss, expected)
+    assert math.isclose(out.terms["knn"].item(), hidden, rel_tol=1e-7)
+
+
+def test_knn_matches_regression_targets_within_the_tolerance():
+    teacher, student = pair("bert", num_labels=1)
+    inputs = {**batch(rows=4, num_labels=1), "labels": torch.tensor([0.0, 0.4, 0.8, 3.0])}
+    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
+    r_t, r_s = h_t[-1][:, 0], h_s[-1][:, 0]
+    near = {0: [0, 1], 1: [0, 1, 2], 2: [1, 2], 3: [3]}
+    hidden = sum(min(float((r_t[j] - r_s[x]).square().mean()) for j in near[x]) for x in range(4))
+    out = total(teacher, student, IntraClassKNN(tolerance=0.5), inputs)
+    assert math.isclose(out.terms["knn"].item(), hidden, rel_tol=1e-6)
+    mse = (z_s[:, 0] - inputs["labels"]).square().mean()
+    expected = 0.01 * hidden + 0.5 * (z_s - z_t).square().mean() + 0.5 * mse
+    torch.testing.assert_close(out.loss, expected)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.79, 0.8, 1.0])
+def test_lrc_bert_is_equations_1_to_6_in_two_stages(family, progress):
+    teacher, student = pair(family)
+    inputs = batch(rows=4)
+    mask = inputs["attention_mask"].bool()
+    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
+    method = LRCBERT()
+    out = total(teacher, student, method, inputs, progress)
+    W = method.loss.W.weight.T.detach()
+
+    def g(x, y):
+        return 1 - F.cosine_similarity(x, y, dim=0)
+
+    contrast = 0.0
+    for i, j in zip((1, 2), TEACHER_LAYERS, strict=True):
+        losses = []
+        for b, n in mask.nonzero().tolist():
+            z, positive = h_s[i][b, n] @ W, h_t[j][b, n]
+            others = [h_t[j][o, n] for o in range(4) if o != b and mask[o, n]]
+            if not others:
+                continue
+            terms = [2 - (g(x, z) - g(positive, z)) for x in others]
+            losses.append(sum(terms) / (2 * len(others)) + g(positive, z))
+        contrast += sum(losses) / len(losses)
+    one_hot = F.one_hot(inputs["labels"], 3).double()
+    hard = -((one_hot / 1.1).softmax(-1) * z_s.softmax(-1).log()).sum(-1).mean()
+    if progress < 0.8:
+        expected = contrast
+        assert set(out.terms) == {"cos_nce", "total"}
+    else:
+        expected = contrast + kl(z_t, z_s, 1.1) + 3 * hard
+        torch.testing.assert_close(out.terms["task"], hard)
+    torch.testing.assert_close(out.loss, expected)
+
+
+def test_lrc_bert_regression_uses_mse_for_both():
+    teacher, student = pair("bert", num_labels=1)
+    inputs = batch(num_labels=1)
+    (z_t, _), (z_s, _) = both(teacher, student, inputs)
+    out = total(teacher, student, LRCBERT(), inputs, 1.0)
+    torch.testing.assert_close(out.terms["soft"], (z_s - z_t).square().mean())
+    mse = (z_s[:, 0] - inputs["labels"]).square().mean()
+    torch.testing.assert_close(out.terms["task"], mse)
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls"])
+def test_mc3kd_is_equations_1_to_8(family, pool):
+    teacher, student = pair(family)
+    inputs = batch(rows=12)
+    mask = inputs["attention_mask"].bool()
+    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
+
+    def root(a):
+        values, vectors = torch.linalg.eigh(a)
+        return vectors @ torch.diag(values**-0.5) @ vectors.T
+
+    ridge, corr = 1e-3, 0.0
+    for i, j in zip((1, 2), [1, 3], strict=True):
+        if pool == "tokens":
+            s, t = h_s[i][mask], h_t[j][mask]
+        else:
+            s, t = (read_token(family, h, mask) for h in (h_s[i], h_t[j]))
+        s, t = s - s.mean(0), t - t.mean(0)
+        m, eye = len(s), torch.eye(16, dtype=torch.float64)
+        whitened = root(t.T @ t / (m - 1) + ridge * eye) @ (t.T @ s / (m - 1))
+        whitened = whitened @ root(s.T @ s / (m - 1) + ridge * eye)
+        corr += torch.linalg.svdvals(whitened).sum()
+    method = MC3KD(layers=[1, 3], ridge=ridge, beta=0.1, alpha=0.7, pool=pool)
+    out = total(teacher, student, method, inputs)
+    task = F.cross_entropy(z_s, inputs["labels"])
+    expected = 0.7 * 400 * kl(z_t, z_s, 20.0) + 0.3 * task - 0.1 * corr
+    torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_mc3kd_chooses_its_layers_from_data():
+    teacher, student = pair("bert")
+    method = MC3KD()
+    distiller = Distiller(teacher, student, method)
+    with pytest.raises(RuntimeError, match=r"call distiller.prepare\(batches\)"):
+        distiller(**batch())
+    batches = [batch(rows=16) for _ in range(3)]
+    from fastkd.distill import select_layers
+
+    distiller.prepare(iter(batches))
+    assert method.teacher_layers == select_layers(teacher, batches, 2)
+    assert "cca" in distiller(**batch()).terms
+
+    again = Distiller(*pair("bert"), MC3KD())
+    again.load_state_dict(distiller.state_dict())
+    assert again.method.teacher_layers == method.teacher_layers
+
+
+def test_lrkd_is_equations_1_to_13(family):
+    teacher, student = pair(family)
+    inputs = batch()
+    mask = inputs["attention_mask"].double()[..., None]
+    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
+    method = LRKD(alpha=0.9, beta=15.0, temperature=4.0)
+    distiller = Distiller(teacher, student, method).eval()
+    projections = method.loss.student_projection, method.loss.teacher_projection
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+        out = distiller(**inputs)
+        p_s, p_t = (p.weight.double() for p in projections)
+    for p in (p_s, p_t):
+        torch.testing.assert_close(p @ p.T, torch.eye(16, dtype=torch.float64))
+    pooled_s, pooled_t = ((h[-1] * mask).sum(1) / mask.sum(1) for h in (h_s, h_t))
+
+    def norm(x):
+        return (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, keepdim=True, correction=0) + 1e-5
+        ).sqrt()
+
+    spl = (norm(pooled_s @ p_s) - norm(pooled_t)).square().mean() / 2
+    tpl = (norm(pooled_t @ p_t) - norm(pooled_s)).square().mean() / 2
+    task = F.cross_entropy(z_s, inputs["labels"])
+    expected = 0.9 * task + 0.1 * kl(z_t, z_s, 4.0) + 15 * (0.3 * spl + 0.7 * tpl)
+    torch.testing.assert_close(out.loss, expected)
+
+
+def test_papers_defaults():
+    defaults = {name: cls().hyperparameters() for name, cls in METHODS.items()}
+    assert defaults["fcd"]["layers"] == "uniform" and defaults["fcd"]["distance"] == "pearson"
+    assert defaults["knn"]["alpha2"] == defaults["knn"]["alpha3"] == 0.5
+    lrc = defaults["lrc_bert"]
+    assert (lrc["alpha"], lrc["beta"], lrc["gamma"]) == (1, 1, 3)
+    assert lrc["temperature"] == 1.1 and lrc["first_stage"] == 0.8 and lrc["perturb"]
+    assert defaults["mc3kd"]["temperature"] == 20 and defaults["mc3kd"]["scale_by_t2"]
+    assert defaults["lrkd"]["gamma"] == 0.3 and defaults["lrkd"]["projection_layers"] == 2
+    assert not defaults["lrkd"]["scale_by_t2"] and not lrc["scale_by_t2"]
+    assert all(defaults[name].keys() for name in METHODS)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_hyperparameters_rebuild_the_method(name):
+    method = method_by_name(name)
+    assert type(method)(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
+    assert name in METHODS and type(method).__name__ in repr(method)
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("fdc", {}, "did you mean 'fcd'"),
+        ("fcd", {"alhpa": 1.0}, "did you mean 'alpha'"),
+        ("fcd", {"alpha": -1.0}, "alpha must be at least 0"),
+        ("fcd", {"distance": "person"}, "did you mean 'pearson'"),
+        ("soft_targets", {"alpha": 1.5}, "alpha must be at most 1"),
+        ("soft_targets", {"temperature": 0.0}, "temperature must be greater than 0"),
+        ("soft_targets", {"divergence": "kl"}, "divergence must be one of"),
+        ("knn", {"k": 0}, "k must be at least 1"),
+        ("knn", {"tolerance": -0.1}, "tolerance must be at least 0"),
+        ("lrc_bert", {"first_stage": 2.0}, "first_stage must be at most 1"),
+        ("mc3kd", {"beta": float("nan")}, "beta must be finite"),
+        ("mc3kd", {"pool": "token"}, "did you mean 'tokens'"),
+        ("lrkd", {"gamma": 1.1}, "gamma must be at most 1"),
+        ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
+    ],
+)
+def test_bad_options_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        method_by_name(name, **options)
+
+
+def test_a_teacher_with_too_few_layers_is_refused_at_once():
+    teacher, student = classifier("bert", layers=2), classifier("bert", layers=3)
+    for name in ("fcd", "lrc_bert", "mc3kd"):
+        with pytest.raises(ValueError, match="student has 3 layers but the teacher only 2"):
+            Distiller(teacher, student, method_by_name(name))
+    deep = classifier("bert", layers=4)
+    with pytest.raises(ValueError, match="each of the 3 student layers"):
+        Distiller(deep, student, FCD(layers=[1, 2]))
+
+
+def test_a_method_serves_models_of_one_size():
+    method = LRKD()
+    teacher = classifier("bert")
+    first = Distiller(teacher, student_from_teacher(teacher, [2]), method)
+    weights = {k: v.clone() for k, v in first.method.state_dict().items()}
+    Distiller(teacher, student_from_teacher(teacher, [2]), method)
+    assert all(torch.equal(v, weights[k]) for k, v in method.state_dict().items())
+    with pytest.raises(ValueError, match="built for other models"):
+        Distiller(teacher, student_from_teacher(teacher, [2, 4]), method)

@@ -1,0 +1,149 @@
+"""Students made of a teacher's layers, for every family."""
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+
+from fastkd.distill import student_from_teacher
+from fastkd.distill.capture import Backbone
+from tests.distill.models import BERT, CONFIGS, FAMILIES, SMALL, batch_for, classifier
+
+EXTRA = {
+    "qwen3": t.Qwen3Config(
+        **SMALL, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=32, num_hidden_layers=4, max_position_embeddings=64,
+        use_sliding_window=True, sliding_window=4, max_window_layers=2,
+    ),
+    "modernbert": t.ModernBertConfig(
+        **SMALL, hidden_size=16, num_attention_heads=2, intermediate_size=32,
+        num_hidden_layers=4, local_attention=4, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2,
+    ),
+}  # fmt: skip
+
+
+def logits(model, family):
+    torch.manual_seed(1)
+    inputs = batch_for(family)
+    inputs.pop("labels")
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def cut_by_hand(teacher, family, layers):
+    """The teacher with the other blocks taken out of its list."""
+    model = copy.deepcopy(teacher)
+    backbone = Backbone(model)
+    if family != "albert":
+        kept = [backbone.blocks[i - 1] for i in layers]
+        parent = model.get_submodule(backbone.blocks_name.rpartition(".")[0])
+        setattr(parent, backbone.blocks_name.rpartition(".")[2], nn.ModuleList(kept))
+    model.config.num_hidden_layers, model.config.use_cache = len(layers), False
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_student_is_the_teacher_without_the_other_blocks(family, tmp_path):
+    teacher = classifier(family)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    student = student_from_teacher(teacher, [2, 4])
+    assert student.config.num_hidden_layers == 2 and teacher.config.num_hidden_layers == 4
+    expected = logits(cut_by_hand(teacher, family, [2, 4]), family)
+    torch.testing.assert_close(logits(student, family), expected)
+    assert not torch.equal(logits(teacher, family), expected)
+
+    storage = {p.untyped_storage().data_ptr() for p in teacher.parameters()}
+    assert not storage & {p.untyped_storage().data_ptr() for p in student.parameters()}
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(1)
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(value, before[name])
+
+    student.save_pretrained(tmp_path)
+    again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(again, family), logits(student, family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_give_the_teacher_back(family):
+    teacher = classifier(family, layers=3)
+    student = student_from_teacher(teacher, [1, 2, 3])
+    assert torch.equal(logits(student, family), logits(teacher, family))
+
+
+@pytest.mark.parametrize("family, layers", [("qwen3", [2, 3]), ("modernbert", [1, 2])])
+def test_lists_with_an_entry_per_layer_are_cut(family, layers, tmp_path):
+    config = EXTRA[family]
+    types = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+    config.layer_types = list(types)
+    teacher = t.AutoModelForSequenceClassification.from_config(config).eval()
+    student = student_from_teacher(teacher, layers)
+    assert student.config.layer_types == [types[i - 1] for i in layers]
+    assert teacher.config.layer_types == types
+    student.save_pretrained(tmp_path)
+    again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(again, "bert"), logits(student, "bert"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_generation_with_the_cache_equals_generation_without(family):
+    """The cache is addressed by layer_idx, which must count the student's own layers."""
+    model = t.AutoModelForCausalLM.from_config(CONFIGS[family](4)).eval()
+    student = student_from_teacher(model, [3, 4])
+    ids = torch.randint(5, 60, (2, 4))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with_cache = student.generate(ids, use_cache=True, **options)
+    assert torch.equal(with_cache, student.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("layers, groups", [([1, 2, 3, 4], 2), ([1, 4], 2), ([2, 3, 4], 3)])
+def test_albert_layers_keep_their_group(layers, groups):
+    teacher = classifier("albert", num_hidden_groups=2)
+    nn.init.normal_(teacher.albert.encoder.albert_layer_groups[1].albert_layers[0].ffn.weight)
+    student = student_from_teacher(teacher, layers)
+    assert student.config.num_hidden_groups == groups
+    per_group = len(layers) / groups
+    for i, layer in enumerate(layers):
+        new = student.albert.encoder.albert_layer_groups[int(i / per_group)]
+        old = teacher.albert.encoder.albert_layer_groups[(layer - 1) // 2]
+        assert torch.equal(new.albert_layers[0].ffn.weight, old.albert_layers[0].ffn.weight)
+
+
+def test_dtype_mode_and_training_state():
+    teacher = classifier("bert").requires_grad_(False).to(torch.bfloat16).train()
+    student = student_from_teacher(teacher, [1])
+    assert student.dtype == torch.bfloat16 and student.training
+    assert all(p.requires_grad for p in student.parameters())
+
+
+def test_language_model_heads_stay_tied():
+    teacher = t.BertForMaskedLM(CONFIGS["bert"](3))
+    student = student_from_teacher(teacher, [3])
+    head, embeddings = student.get_output_embeddings(), student.get_input_embeddings()
+    assert head.weight is embeddings.weight
+    assert torch.equal(head.weight, teacher.get_input_embeddings().weight)
+
+
+def test_wrong_teachers_and_layers_are_named():
+    teacher = classifier("bert")
+    with pytest.raises(ValueError, match="increasing numbers from 1 to 4"):
+        student_from_teacher(teacher, [2, 5])
+    with pytest.raises(TypeError, match="teacher must be a transformers model, got Linear"):
+        student_from_teacher(nn.Linear(2, 2), [1])
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        config = t.T5Config(
+            vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        student_from_teacher(t.T5ForConditionalGeneration(config), [1])
+    with pytest.raises(ValueError, match="not alike"):  # only its first block has no norm
+        student_from_teacher(t.ModernBertModel(EXTRA["modernbert"]), [2, 3])
+    uneven = t.BertModel(t.BertConfig(**BERT, num_hidden_layers=2))
+    uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)
+    uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)
+    with pytest.raises(ValueError, match="not alike"):
+        student_from_teacher(uneven, [2])
