@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class DistillerOutput:
-    """``loss`` to call backward on, its ``terms`` (detached, before weighting, and "total"),
-    and the student's ``logits`` (None without a head)."""
+    """Result of a `Distiller`.
+
+    ``loss`` to call backward on; its ``terms`` by name, detached and before weighting, with their
+    weighted sum as "total"; the student's ``logits``, detached, None without a head.
+    """
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -157,7 +160,9 @@ class Distiller(nn.Module):
 
         def run_student() -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
             step = self._step(self._run_student(batch), teacher, batch, labels, num_items)
-            return (*self._add_up(step), step.student.logits)
+            # Attached, logits that no term uses would make DistributedDataParallel wait for them.
+            logits = None if step.student.logits is None else step.student.logits.detach()
+            return (*self._add_up(step), logits)
 
         if self.method.perturb and self.student.training and torch.is_grad_enabled():
             shift = self._perturbation(run_student)
@@ -200,11 +205,12 @@ class Distiller(nn.Module):
         with torch.autocast(next(self.student.parameters()).device.type, enabled=False):
             terms = self.method(step, self.progress)
         if not terms:
+            method, weights = type(self.method).__name__, self.method.weights(self.progress)
+            if not any(weights.values()):
+                raise ValueError(f"all weights of {method} are zero")
             raise ValueError(
-                f"no loss term is left: {type(self.method).__name__} compares "
-                f"{', '.join(self.method.weights(self.progress))}, and the student has no head"
-                if not step.has_logits
-                else f"all weights of {type(self.method).__name__} are zero"
+                f"no loss term is left: the terms of {method} ({', '.join(weights)}) need a head, "
+                "and the student has none"
             )
         total = torch.stack([term.weight * term.value for term in terms]).sum()
         logged = {term.name: term.value.detach() for term in terms}

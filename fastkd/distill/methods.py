@@ -24,7 +24,6 @@ from fastkd.projection import DualProjectionLoss
 from fastkd.relation import FCDLoss
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
-LOGIT_TERMS = ("task", "soft")
 
 Layers = str | Sequence[int]
 
@@ -101,11 +100,11 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def forward(self, step: Step, progress: float) -> list[Term]:
-        """The terms that count now, those on logits only if there are any."""
+        """The terms that count now and that the student's output allows."""
         return [
             Term(name, weight, getattr(self, name)(step))
             for name, weight in self.weights(progress).items()
-            if weight != 0 and (step.has_logits or name not in LOGIT_TERMS)
+            if weight != 0 and step.allows(name)
         ]
 
     def task(self, step: Step) -> Tensor:

@@ -65,10 +65,13 @@ class Step:
             self.teacher_model.sentence_token(teacher, self.mask),
         )
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether the student has a head."""
-        return self.student.logits is not None
+    def allows(self, term: str) -> bool:
+        """Whether the student's output has what ``term`` reads; terms on features always do."""
+        if term == "soft":
+            return self.student.logits is not None
+        if term == "task":
+            return self.student.logits is not None or self.student.loss is not None
+        return True
 
     @property
     def regression(self) -> bool:
@@ -88,7 +91,7 @@ class Step:
 
     def task_loss(self, method: str) -> Tensor:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
-        if self.labels is None and self.student.loss is not None:
+        if self.student.loss is not None:  # a head with targets of its own, not ``labels``
             return self.student.loss
         return self._hard_loss(self._needed_labels(method), label_smoothing=0.0)
 

@@ -1,0 +1,624 @@
+"""Teacher, student and method as one module."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as t
+from torch.nn import functional as F
+
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    METHODS,
+    Distiller,
+    IntraClassKNN,
+    SoftTargets,
+    method_by_name,
+    student_from_teacher,
+)
+from fastkd.distill.capture import Backbone, replaced_embeddings
+from tests.distill.models import CONFIGS, FAMILIES, batch, batch_for, classifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT follows a schedule")
+
+
+def make(name="fcd", family="bert", teacher_layers=4, **options):
+    """A distiller over a student of other weights, ready to call."""
+    num_labels = options.pop("num_labels", 3)
+    teacher = classifier(family, layers=teacher_layers, num_labels=num_labels)
+    student = classifier(family, layers=2, num_labels=num_labels)
+    if name == "mc3kd":
+        options.setdefault("layers", "uniform")
+    distiller = Distiller(teacher, student, method_by_name(name, **options))
+    distiller.set_progress(1.0)
+    return distiller
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns_by_every_method(family, name):
+    distiller = make(name, family).train()
+    teacher = {k: v.clone() for k, v in distiller.teacher.state_dict().items()}
+    out = distiller(**batch_for(family))
+    out.loss.backward()
+    assert out.loss.dim() == 0 and out.loss.isfinite() and out.logits.shape == (6, 3)
+    assert all(not value.requires_grad for value in out.terms.values())
+    assert out.terms["total"] == out.loss.detach()
+
+    assert not distiller.teacher.training and distiller.student.training
+    assert all(p.grad is None and not p.requires_grad for p in distiller.teacher.parameters())
+    reached = {n for n, p in distiller.student.named_parameters() if p.grad is not None}
+    unused = {n for n, _ in distiller.student.named_parameters()} - reached
+    # XLNet's mask embedding, second stream and segment embeddings serve other inputs.
+    assert all(
+        family == "xlnet" and n.endswith(("mask_emb", "seg_embed", "r_s_bias")) for n in unused
+    )
+    for parameter in distiller.method.parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0
+
+    optimizer = torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], lr=0.1)
+    before = [p.clone() for p in distiller.method.parameters()]
+    optimizer.step()
+    after = list(distiller.method.parameters())
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    for key, value in distiller.teacher.state_dict().items():
+        assert torch.equal(value, teacher[key])
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_few_steps_reduce_the_loss(family, name):
+    torch.manual_seed(1)
+    distiller = make(name, family, **({"perturb": False} if name == "lrc_bert" else {})).eval()
+    distiller.student.requires_grad_(True)
+    data = batch_for(family, rows=16)
+    optimizer = torch.optim.Adam([p for p in distiller.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = distiller(**data).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.02 * abs(losses[0])
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_padding_columns_change_nothing(name):
+    """Also with nonsense in them: the models ignore what the mask hides."""
+    distiller = make(name).eval()
+    data = batch(rows=8)
+    extra = torch.randint(5, 60, (8, 5))
+    wider = {
+        "input_ids": torch.cat([data["input_ids"], extra], 1),
+        "attention_mask": torch.cat([data["attention_mask"], torch.zeros_like(extra)], 1),
+        "labels": data["labels"],
+    }
+    out, same = distiller(**data), distiller(**wider)
+    torch.testing.assert_close(same.loss, out.loss, atol=1e-5, rtol=1e-5)
+    gradients = []
+    for loss in (out.loss, same.loss):
+        distiller.zero_grad()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in distiller.student.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        scale = a.abs().max().clamp_min(1e-3)
+        torch.testing.assert_close(b / scale, a / scale, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["fcd", "knn", "lrc_bert", "lrkd"])
+def test_permuting_the_samples_changes_nothing(name):
+    distiller = make(name).eval()
+    data = batch(rows=8)
+    order = torch.randperm(8)
+    shuffled = {key: value[order] for key, value in data.items()}
+    torch.testing.assert_close(distiller(**shuffled).loss, distiller(**data).loss)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_hidden_sizes_may_differ(name):
+    teacher = t.BertForSequenceClassification(
+        t.BertConfig(
+            vocab_size=60,
+            hidden_size=24,
+            num_attention_heads=2,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_labels=3,
+        )
+    )
+    method = method_by_name(name, **({"layers": "top"} if name == "mc3kd" else {}))
+    distiller = Distiller(teacher, classifier("bert", layers=2), method)
+    distiller.set_progress(1.0)
+    distiller(**batch()).loss.backward()
+    assert all(p.grad is not None for p in distiller.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_families_mix(family):
+    """A decoder may teach an encoder: each reads its own sentence token."""
+    distiller = Distiller(classifier(family), classifier("distilbert", layers=2), IntraClassKNN())
+    inputs = {**batch(), "token_type_ids": torch.zeros(6, 10, dtype=torch.long)}
+    distiller(**inputs).loss.backward()
+
+
+def test_only_the_needed_layers_are_kept():
+    distiller = make("fcd", layers=[1, 3])
+    step = {}
+    distiller.method.register_forward_pre_hook(lambda module, args: step.update(it=args[0]))
+    distiller(**batch())
+    assert sorted(step["it"].teacher.hidden) == [1, 3]
+    assert sorted(step["it"].student.hidden) == [1, 2]
+    assert not step["it"].teacher.hidden[1].requires_grad
+    plain = make("soft_targets")
+    plain.method.register_forward_pre_hook(lambda module, args: step.update(it=args[0]))
+    plain(**batch())
+    assert not step["it"].teacher.hidden and not step["it"].student.hidden
+
+
+def test_teacher_stays_frozen_and_in_eval_mode():
+    teacher = classifier("bert").train()
+    distiller = Distiller(teacher, classifier("bert", layers=2), FCD())
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    assert distiller.train() is distiller
+    assert not any(m.training for m in teacher.modules()) and distiller.student.training
+    distiller.eval()
+    assert not distiller.student.training
+
+
+def test_state_dict_holds_student_and_method_without_the_teacher(tmp_path):
+    distiller = make("lrkd")
+    state = distiller.state_dict()
+    assert {key.partition(".")[0] for key in state} == {"student", "method"}
+    other = make("lrkd")
+    teacher = copy.deepcopy(other.teacher.state_dict())
+    result = other.load_state_dict(state)
+    assert not result.missing_keys and not result.unexpected_keys
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, state[key])
+    assert all(torch.equal(v, teacher[k]) for k, v in other.teacher.state_dict().items())
+    with pytest.raises(RuntimeError, match="classifier"):
+        other.load_state_dict({k: v for k, v in state.items() if k != "student.classifier.bias"})
+
+    distiller.student.save_pretrained(tmp_path)
+    again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert again.state_dict().keys() == distiller.student.state_dict().keys()
+    assert torch.equal(
+        again(batch()["input_ids"]).logits.isfinite(), torch.ones(6, 3, dtype=torch.bool)
+    )
+
+
+def test_a_copied_distiller_works_by_itself():
+    distiller = make("lrc_bert")
+    twin = copy.deepcopy(distiller)
+    with torch.no_grad():
+        for p in distiller.parameters():
+            p.zero_()
+    out = twin.train()(**batch())
+    out.loss.backward()
+    assert out.loss.isfinite() and next(distiller.parameters()).grad is None
+
+
+# LRC-BERT's schedule and perturbation
+
+
+def test_perturbation_moves_each_samples_embeddings_by_the_normalised_gradient():
+    """Eqs. 7-8 by hand: embeddings computed apart, fed in as inputs_embeds of a dropout-free
+    BERT, gradient by autograd, then a second forward pass."""
+    teacher, student = classifier("bert"), classifier("bert", layers=2)
+    for module in student.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    student.config.attention_probs_dropout_prob = 0.0
+    for block in student.bert.encoder.layer:
+        block.attention.self.dropout.p = 0.0
+    method = LRCBERT()
+    distiller = Distiller(teacher, student, method).train()
+    distiller.set_progress(1.0)
+    data = batch()
+
+    distiller.eval()
+    backbone = Backbone(student)
+    with replaced_embeddings(backbone, lambda emb: emb.detach().requires_grad_()) as seen:
+        distiller(**data).loss.backward()
+    g = seen[0].grad
+    emb = seen[0].detach()
+    unit = g / g.flatten(1).norm(dim=1)[:, None, None]
+    with replaced_embeddings(backbone, lambda emb: emb + unit):
+        expected = distiller(**data)
+    distiller.zero_grad()
+    expected.loss.backward()
+    gradients = [p.grad.clone() for p in student.parameters()]
+
+    distiller.train().zero_grad()
+    inputs = []
+    student.bert.encoder.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    out = distiller(**data)
+    assert len(inputs) == 2
+    torch.testing.assert_close(inputs[0], emb)
+    moved = (inputs[1] - inputs[0]).detach().flatten(1).norm(dim=1)
+    torch.testing.assert_close(moved, torch.ones(6))
+    torch.testing.assert_close(inputs[1].detach(), emb + unit)
+    torch.testing.assert_close(out.loss, expected.loss)
+    assert out.loss > distiller.eval()(**data).loss
+    out.loss.backward()
+    for p, expected_gradient in zip(student.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, expected_gradient)
+
+
+@pytest.mark.parametrize("family", ["xlnet", "gpt2", "albert", "llama"])
+def test_perturbation_is_per_sample_in_every_layout(family):
+    distiller = make("lrc_bert", family).train()
+    distiller.student.train()
+    backbone = Backbone(distiller.student)
+    outputs = []
+    handle = backbone.embeddings.register_forward_hook(
+        lambda module, args, output: outputs.append(output.detach()), prepend=False
+    )
+    shifts = []
+    original = distiller._perturbation
+    distiller._perturbation = lambda run: shifts.append(original(run)) or shifts[0]
+    distiller(**batch_for(family))
+    handle.remove()
+    shift = shifts[0].transpose(0, backbone.batch_dim)
+    torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.ones(6))
+
+
+def test_perturbation_runs_the_teacher_once_and_only_in_training():
+    distiller = make("lrc_bert")
+    calls = {"teacher": 0, "student": 0}
+    for name in calls:
+        getattr(distiller, name).register_forward_pre_hook(
+            lambda module, args, name=name: calls.update({name: calls[name] + 1})
+        )
+    data = batch()
+    distiller.train()(**data)
+    assert calls == {"teacher": 1, "student": 2}
+    distiller.eval()(**data)
+    assert calls == {"teacher": 2, "student": 3}
+    with torch.no_grad():
+        distiller.train()(**data)
+    assert calls == {"teacher": 3, "student": 4}
+    make("lrc_bert", perturb=False).train()(**data).loss.backward()
+
+
+def test_perturbation_without_a_gradient_moves_nothing():
+    """One sample and no label terms: nothing to contrast with, so the gradient is zero."""
+    distiller = make("lrc_bert", beta=0.0, gamma=0.0).train()
+    out = distiller(**batch(rows=1, padding=0))
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in distiller.parameters())
+
+
+def test_perturbation_needs_the_embedding_layer():
+    distiller = make("lrc_bert", "gpt2").train()
+    embeddings = torch.randn(6, 10, 16)
+    with pytest.raises(ValueError, match="pass input_ids, or set perturb=False"):
+        distiller._run_teacher = lambda inputs: None
+        distiller._add_up = lambda step: (step.student.logits.sum(), {})
+        distiller(inputs_embeds=embeddings, labels=batch()["labels"])
+
+
+def test_a_schedule_that_nobody_drives_warns_once():
+    distiller = Distiller(classifier("bert"), classifier("bert", layers=2), LRCBERT()).train()
+    with pytest.warns(UserWarning, match="call distiller.set_progress"):
+        out = distiller(**batch())
+    assert set(out.terms) == {"cos_nce", "total"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distiller(**batch())
+    for bad in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="progress"):
+            distiller.set_progress(bad)
+
+
+# Heads of other kinds
+
+
+def causal_batch():
+    ids = torch.randint(5, 60, (4, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, :4] = -100  # a prompt
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def language_models(family, head):
+    teacher = head(CONFIGS[family](4)).eval()
+    return teacher, student_from_teacher(teacher, [2, 4])
+
+
+@pytest.mark.parametrize(
+    "family, head", [("gpt2", t.GPT2LMHeadModel), ("llama", t.LlamaForCausalLM)]
+)
+def test_causal_language_models_compare_where_the_next_label_is_real(family, head):
+    teacher, student = language_models(family, head)
+    data = causal_batch()
+    distiller = Distiller(teacher, student, SoftTargets(alpha=0.5, temperature=2.0)).eval()
+    out = distiller(**data)
+    task = student(**data).loss
+    torch.testing.assert_close(out.terms["task"], task)
+    with torch.no_grad():
+        z_s, z_t = student(**data).logits, teacher(**data).logits
+    kl = []
+    for b in range(4):
+        for n in range(8):
+            if data["labels"][b, n + 1] != -100:
+                p, q = (z[b, n].div(2).softmax(-1) for z in (z_t, z_s))
+                kl.append((p * (p / q).log()).sum())
+    torch.testing.assert_close(out.terms["soft"], 4 * torch.stack(kl).mean())
+
+
+def test_masked_language_models_compare_where_labels_are():
+    teacher, student = language_models("bert", t.BertForMaskedLM)
+    data = causal_batch()
+    data["labels"][:, ::3] = -100
+    out = Distiller(teacher, student, SoftTargets(temperature=1.0)).eval()(**data)
+    with torch.no_grad():
+        z_s, z_t = student(**data).logits, teacher(**data).logits
+    torch.testing.assert_close(out.terms["task"], student(**data).loss)
+    p, q = z_t.softmax(-1), z_s.softmax(-1)
+    kl = (p * (p / q).log()).sum(-1)[data["labels"] != -100].mean()
+    torch.testing.assert_close(out.terms["soft"], kl)
+    del data["labels"]
+    unlabelled = Distiller(teacher, student, SoftTargets(alpha=1.0, temperature=1.0)).eval()(**data)
+    kl = (p * (p / q).log()).sum(-1)[data["attention_mask"].bool()].mean()
+    torch.testing.assert_close(unlabelled.loss, kl)
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "knn"])
+def test_every_method_but_knn_trains_a_causal_language_model(name):
+    teacher, student = language_models("gpt2", t.GPT2LMHeadModel)
+    options = {"layers": "uniform"} if name == "mc3kd" else {}
+    distiller = Distiller(teacher, student, method_by_name(name, **options)).train()
+    distiller.set_progress(1.0)
+    distiller(**causal_batch()).loss.backward()
+    with pytest.raises(ValueError, match="one label per sample"):
+        Distiller(teacher, student, IntraClassKNN())(**causal_batch())
+
+
+def test_accumulated_gradients_do_not_depend_on_the_split():
+    teacher, student = language_models("gpt2", t.GPT2LMHeadModel)
+    distiller = Distiller(teacher, student, SoftTargets()).eval()
+    data = causal_batch()
+    items = int((data["labels"][:, 1:] != -100).sum())
+
+    def gradients(parts):
+        distiller.zero_grad()
+        for rows in parts:
+            part = {key: value[rows] for key, value in data.items()}
+            (distiller(**part, num_items=items / len(parts)).loss / len(parts)).backward()
+        return [p.grad.clone() for p in student.parameters()]
+
+    whole = gradients([slice(0, 4)])
+    for a, b in zip(gradients([slice(0, 1), slice(1, 4)]), whole, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    distiller.zero_grad()
+    distiller(**data).loss.backward()
+    for p, b in zip(student.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, b, atol=1e-6, rtol=1e-4)
+
+
+def test_token_classification():
+    config = CONFIGS["bert"](4)
+    config.num_labels = 5
+    teacher = t.BertForTokenClassification(config).eval()
+    student = student_from_teacher(teacher, [1, 4])
+    data = causal_batch()
+    data["labels"] = data["labels"].clamp(max=4)
+    out = Distiller(teacher, student, LRKD()).eval()(**data)
+    torch.testing.assert_close(out.terms["task"], student(**data).loss)
+    data["labels"][:] = -100
+    empty = Distiller(teacher, student, SoftTargets()).eval()(**data)
+    assert empty.loss == 0
+
+
+def test_multi_label_heads_take_their_own_task_loss_but_no_soft_targets():
+    teacher = classifier("bert", problem_type="multi_label_classification")
+    student = student_from_teacher(teacher, [2, 4])
+    data = {**batch(), "labels": torch.randint(0, 2, (6, 3)).float()}
+    out = Distiller(teacher, student, FCD()).eval()(**data)
+    torch.testing.assert_close(out.terms["task"], student(**data).loss)
+    with pytest.raises(ValueError, match="not multi-label"):
+        Distiller(teacher, student, SoftTargets())(**data)
+
+
+@pytest.mark.parametrize("family", ["bert", "deberta_v2", "gpt2"])
+def test_regression_heads_use_squared_errors(family):
+    distiller = make("soft_targets", family, num_labels=1, alpha=0.25).eval()
+    data = batch(num_labels=1)
+    out = distiller(**{**data, "labels": data["labels"].round().long()})
+    with torch.no_grad():
+        z_s, z_t = (
+            m(data["input_ids"], attention_mask=data["attention_mask"]).logits
+            for m in (distiller.student, distiller.teacher)
+        )
+    task = F.mse_loss(z_s[:, 0], data["labels"].round())
+    torch.testing.assert_close(out.loss, 0.75 * task + 0.25 * F.mse_loss(z_s, z_t))
+
+
+def test_question_answering_brings_its_own_loss():
+    config = CONFIGS["bert"](4)
+    teacher = t.BertForQuestionAnswering(config).eval()
+    student = student_from_teacher(teacher, [2, 4])
+    data = {
+        **batch(),
+        "start_positions": torch.ones(6).long(),
+        "end_positions": torch.ones(6).long(),
+    }
+    del data["labels"]
+    out = Distiller(teacher, student, FCD()).eval()(**data)
+    torch.testing.assert_close(out.terms["task"], student(**data).loss)
+
+
+def test_models_without_a_head_learn_from_features_alone():
+    teacher = t.BertModel(CONFIGS["bert"](4))
+    student = student_from_teacher(teacher, [2, 4])
+    data = batch()
+    out = Distiller(teacher, student, FCD())(**data)
+    assert set(out.terms) == {"tokens", "samples", "total"} and out.logits is None
+    labels = data.pop("labels")
+    Distiller(teacher, student, LRKD())(**data).loss.backward()
+    with pytest.raises(ValueError, match="IntraClassKNN needs labels"):
+        Distiller(teacher, student, IntraClassKNN())(**data)
+    Distiller(teacher, student, IntraClassKNN())(**data, labels=labels).loss.backward()
+    with pytest.raises(ValueError, match="no loss term is left"):
+        Distiller(teacher, student, SoftTargets())(**data)
+
+
+# Mixed precision, accumulation, several processes
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_autocast_is_close_to_full_precision(family, name):
+    distiller = make(name, family).eval()
+    data = batch(rows=16)
+    plain = distiller(**data)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = distiller(**data)
+    assert mixed.loss.dtype == torch.float32
+    for key, value in plain.terms.items():
+        torch.testing.assert_close(mixed.terms[key].float(), value, atol=0.05, rtol=0.1)
+    mixed.loss.backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in distiller.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = distiller.train()(**data).loss
+        trained.backward()
+    assert trained.isfinite()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_half_precision_models(name):
+    """A bfloat16 teacher for a float32 student, and a student in bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        teacher = classifier("bert").to(torch.bfloat16)
+        method = method_by_name(name, **({"layers": "top"} if name == "mc3kd" else {}))
+        distiller = Distiller(teacher, classifier("bert", layers=2).to(dtype), method).train()
+        distiller.set_progress(1.0)
+        out = distiller(**batch())
+        out.loss.backward()
+        assert out.loss.isfinite() and out.loss.dtype == torch.float32
+        assert all(p.grad is not None for p in distiller.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["soft_targets", "lrkd", "knn"])
+def test_accumulation_over_samples_equals_the_whole_batch(name):
+    """Terms that compare a sample with its own teacher row only; k=1 with labels all different."""
+    distiller = make(name, num_labels=8).eval()
+    data = {**batch(rows=8), "labels": torch.arange(8)}
+    weight = 1.0
+
+    def gradients(size):
+        distiller.zero_grad()
+        for start in range(0, 8, size):
+            part = {key: value[start : start + size] for key, value in data.items()}
+            (distiller(**part).loss * (size / 8) * weight).backward()
+        return torch.cat([p.grad.flatten() for p in distiller.student.parameters()])
+
+    if name == "knn":  # its term is a sum over the batch (L_hidd), the others are means
+        distiller.method.alpha1 = 0.0
+    torch.testing.assert_close(gradients(2), gradients(8), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fcd", "lrc_bert", "lrkd"])
+def test_distributed_data_parallel(name, tmp_path):
+    """A world of one process: gradients as without, head unused in LRC-BERT's first stage."""
+    distiller = make(name).eval()
+    distiller.set_progress(0.0)
+    data = batch()
+    distiller(**data).loss.backward()
+    plain = {n: p.grad.clone() for n, p in distiller.named_parameters() if p.grad is not None}
+    distiller.zero_grad()
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(distiller, find_unused_parameters=True)
+        for _ in range(2):
+            distiller.zero_grad()
+            wrapped(**data).loss.backward()
+        gradients = {n: p.grad for n, p in distiller.named_parameters() if n in plain}
+        for key, value in plain.items():
+            torch.testing.assert_close(gradients[key], value)
+        wrapped.train()
+        wrapped(**data).loss.backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    for name in ("fcd", "lrc_bert"):
+        distiller = make(name).train()
+        data = batch()
+
+        def gradients(distiller=distiller, data=data):
+            distiller.zero_grad()
+            torch.manual_seed(5)
+            distiller(**data).loss.backward()
+            return [p.grad.clone() for p in distiller.student.parameters()]
+
+        plain = gradients()
+        distiller.gradient_checkpointing_enable()
+        for a, b in zip(gradients(), plain, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_backward_twice_and_upstream_gradient():
+    distiller = make("fcd").eval()
+    loss = distiller(**batch()).loss
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in distiller.student.parameters()]
+    (2 * loss).backward()
+    for p, g in zip(distiller.student.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 3 * g)
+
+
+# Mistakes
+
+
+def test_mistakes_are_named():
+    teacher, student = classifier("bert"), classifier("bert", layers=2)
+    with pytest.raises(TypeError, match=r"method must be a .* method, got str"):
+        Distiller(teacher, student, "fcd")
+    with pytest.raises(TypeError, match="student must be a transformers model, got Linear"):
+        Distiller(teacher, torch.nn.Linear(2, 2), FCD())
+    with pytest.raises(ValueError, match="share parameters"):
+        Distiller(teacher, teacher, FCD())
+    assert all(p.requires_grad for p in teacher.parameters())
+    half_shared = copy.copy(student)
+    with pytest.raises(ValueError, match="share parameters"):
+        Distiller(student, half_shared, FCD())
+
+    other_labels = classifier("bert", layers=2, num_labels=4)
+    with pytest.raises(ValueError, match=r"student has 4 labels or vocabulary entries.* teacher 3"):
+        Distiller(teacher, other_labels, SoftTargets())
+    Distiller(teacher, other_labels, FCD())(**batch())
+    with pytest.raises(ValueError, match="teacher has no head"):
+        Distiller(teacher.bert, classifier("bert", layers=2), LRKD())
+
+    big, small = CONFIGS["gpt2"](2), CONFIGS["gpt2"](1)
+    small.vocab_size = 50
+    with pytest.raises(ValueError, match=r"50 labels or vocabulary entries.* teacher 60"):
+        Distiller(t.GPT2LMHeadModel(big), t.GPT2LMHeadModel(small), SoftTargets())
+
+
+def test_bad_batches_are_named():
+    distiller = make("fcd")
+    data = batch()
+    labels = data.pop("labels")
+    with pytest.raises(ValueError, match="FCD needs labels in the batch"):
+        distiller(**data)
+    make("fcd", task_weight=0.0)(**data).loss.backward()
+    with pytest.raises(ValueError, match=r"labels have shape \(5,\)"):
+        distiller(**data, labels=labels[:5])
+    with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\)"):
+        mask = torch.ones(6, 1, 10, 10)
+        distiller(input_ids=data["input_ids"], attention_mask=mask, labels=labels)
+    with pytest.raises(ValueError, match="all weights of FCD are zero"):
+        make("fcd", alpha=0.0, beta=0.0, task_weight=0.0)(**data)

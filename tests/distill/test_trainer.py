@@ -1,0 +1,216 @@
+"""DistillationTrainer: schedule, logs, evaluation, saving and resuming."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import (
+    DistillationTrainer,
+    Distiller,
+    SoftTargets,
+    method_by_name,
+    select_layers,
+    student_from_teacher,
+)
+from tests.distill.models import CONFIGS, batch, classifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+
+def rows(count=32):
+    torch.manual_seed(0)
+    data = batch(rows=count)
+    return [{key: value[i] for key, value in data.items()} for i in range(count)]
+
+
+def trainer(directory, method, data=None, teacher=None, prepare_batches=64, **options):
+    torch.manual_seed(0)
+    teacher = classifier("bert") if teacher is None else teacher
+    data = rows() if data is None else data
+    arguments = {
+        "max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3,
+        "learning_rate": 1e-3, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+        **options,
+    }  # fmt: skip
+    return DistillationTrainer(
+        teacher,
+        student_from_teacher(teacher, [2, 4]),
+        method,
+        args=t.TrainingArguments(str(directory), **arguments),
+        train_dataset=data,
+        eval_dataset=data,
+        prepare_batches=prepare_batches,
+    )
+
+
+@pytest.mark.parametrize("name", ["lrc_bert", "mc3kd", "lrkd"])
+def test_resuming_gives_the_same_run(name, tmp_path):
+    whole = trainer(tmp_path, method_by_name(name))
+    whole.train()
+    again = trainer(tmp_path, method_by_name(name))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected, state = whole.distiller.state_dict(), again.distiller.state_dict()
+    assert expected.keys() == state.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert again.distiller.method.teacher_layers == whole.distiller.method.teacher_layers
+
+    (tmp_path / "checkpoint-6" / "method.pt").unlink()
+    with pytest.raises(ValueError, match=r"has no method.pt to resume from"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_terms_are_logged_and_the_schedule_is_kept(tmp_path):
+    run = trainer(tmp_path, method_by_name("lrc_bert", first_stage=0.5), save_strategy="no")
+    run.train()
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    assert [sorted(entry.keys() & {"cos_nce", "soft", "task"}) for entry in logs] == [
+        ["cos_nce"]
+    ] * 3 + [["cos_nce", "soft", "task"]] * 3
+    assert all(abs(entry["total"] - entry["loss"]) < 1e-4 for entry in logs)
+
+
+def test_terms_are_means_over_the_steps_that_had_them(tmp_path):
+    method = method_by_name("lrc_bert", first_stage=0.5)
+    run = trainer(tmp_path, method, save_strategy="no", logging_steps=6)
+    run.train()
+    every = trainer(tmp_path, method_by_name("lrc_bert", first_stage=0.5), save_strategy="no")
+    every.train()
+    steps = [entry for entry in every.state.log_history if "loss" in entry]
+    (mean,) = [entry for entry in run.state.log_history if "loss" in entry]
+    for name in ("cos_nce", "soft", "task"):
+        values = [entry[name] for entry in steps if name in entry]
+        assert mean[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
+
+
+def test_checkpoints_are_students(tmp_path):
+    run = trainer(tmp_path, method_by_name("lrkd"))
+    run.train()
+    run.save_model(str(tmp_path / "final"))
+    for directory in (tmp_path / "checkpoint-6", tmp_path / "final"):
+        student, info = t.AutoModelForSequenceClassification.from_pretrained(
+            directory, output_loading_info=True
+        )
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        for key, value in student.state_dict().items():
+            assert torch.equal(value, run.distiller.student.state_dict()[key])
+    assert run.model is run.distiller
+
+
+def test_evaluation_and_prediction_are_the_students(tmp_path):
+    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no")
+    data = rows()
+    metrics = run.evaluate()
+    inputs = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    with torch.no_grad():
+        expected = run.distiller.student.eval()(**inputs)
+    assert metrics["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    unlabelled = [{key: row[key] for key in row if key != "labels"} for row in data]
+    predictions = torch.from_numpy(run.predict(unlabelled).predictions)
+    torch.testing.assert_close(predictions, expected.logits)
+
+
+def test_the_best_student_comes_back(tmp_path):
+    run = trainer(
+        tmp_path,
+        method_by_name("fcd"),
+        learning_rate=0.05,
+        eval_strategy="steps",
+        eval_steps=3,
+        load_best_model_at_end=True,
+    )
+    run.train()
+    scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
+    best = tmp_path / f"checkpoint-{3 * (scores.index(min(scores)) + 1)}"
+    student = t.AutoModelForSequenceClassification.from_pretrained(best)
+    for key, value in student.state_dict().items():
+        assert torch.equal(value, run.distiller.student.state_dict()[key])
+
+
+def test_mc3kd_prepares_itself_from_training_data(tmp_path):
+    run = trainer(tmp_path, method_by_name("mc3kd"), save_strategy="no", prepare_batches=2)
+    run.train()
+    layers = run.distiller.method.teacher_layers
+    torch.manual_seed(0)
+    assert len(layers) == 2 and all(1 <= i <= 4 for i in layers)
+    everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
+    whole = trainer(tmp_path, method_by_name("mc3kd"), save_strategy="no")
+    whole.train()
+    assert whole.distiller.method.teacher_layers == select_layers(
+        whole.distiller.teacher, everything, 2
+    )
+
+
+def test_preparing_leaves_the_order_of_the_data_alone(tmp_path):
+    chosen = trainer(tmp_path, method_by_name("mc3kd"), save_strategy="no")
+    chosen.train()
+    layers = chosen.distiller.method.teacher_layers
+    given = trainer(tmp_path, method_by_name("mc3kd", layers=layers), save_strategy="no")
+    given.train()
+    for a, b in zip(chosen.distiller.parameters(), given.distiller.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_columns_that_the_student_does_not_take_are_dropped(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = [{**{key: value.tolist() for key, value in row.items()}, "text": "x"} for row in rows(8)]
+    data = datasets.Dataset.from_list(data)
+    run = trainer(tmp_path, method_by_name("fcd"), data, save_strategy="no", max_steps=1)
+    run.train()
+    assert "text" not in next(iter(run.get_train_dataloader()))
+
+
+def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
+    """Rows with very unequal numbers of labelled positions, accumulated or in one batch."""
+    torch.manual_seed(0)
+    teacher = t.GPT2LMHeadModel(CONFIGS["gpt2"](4))
+    ids = torch.randint(5, 60, (8, 12))
+    data = []
+    for i, row in enumerate(ids):
+        labels = row.clone()
+        labels[: i + 2] = -100
+        data.append({"input_ids": row, "attention_mask": torch.ones_like(row), "labels": labels})
+
+    def weights(batch_size, steps):
+        torch.manual_seed(0)
+        run = trainer(
+            tmp_path, SoftTargets(), data, teacher, save_strategy="no", max_steps=1,
+            per_device_train_batch_size=batch_size, gradient_accumulation_steps=steps,
+            learning_rate=0.1, optim="sgd", max_grad_norm=0, lr_scheduler_type="constant",
+        )  # fmt: skip
+        run.distiller.student.apply(lambda m: setattr(m, "p", 0.0) if hasattr(m, "p") else None)
+        run.train()
+        (log,) = [entry for entry in run.state.log_history if "loss" in entry]
+        return torch.cat([p.detach().flatten() for p in run.distiller.student.parameters()]), log
+
+    (whole, log), (split, split_log) = weights(8, 1), weights(2, 4)
+    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    assert split_log["loss"] == pytest.approx(log["loss"], rel=1e-4)
+
+
+def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
+    run = trainer(
+        tmp_path, method_by_name("fcd"), gradient_accumulation_steps=2, save_strategy="no"
+    )
+    run.train()
+    log = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert log["loss"] == pytest.approx(log["total"], rel=1e-4)
+
+
+def test_gradient_checkpointing_reaches_the_student(tmp_path):
+    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no", gradient_checkpointing=True)
+    run.train()
+    assert run.distiller.student.is_gradient_checkpointing
+    assert not run.distiller.teacher.is_gradient_checkpointing
+
+
+def test_a_ready_distiller_and_mistakes(tmp_path):
+    teacher = classifier("bert")
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets())
+    arguments = t.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    assert DistillationTrainer(model=distiller, args=arguments).distiller is distiller
+    with pytest.raises(ValueError, match="pass teacher, student and method"):
+        DistillationTrainer(teacher, args=arguments)
+    with pytest.raises(ValueError, match="pass either"):
+        DistillationTrainer(teacher, model=distiller, args=arguments)
+    with pytest.raises(ValueError, match="prepare_batches must be at least 1"):
+        DistillationTrainer(model=distiller, args=arguments, prepare_batches=0)
