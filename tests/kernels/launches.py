@@ -1,0 +1,67 @@
+"""Counts what a loss would start on the device, without one.
+
+Our launches are counted where Triton starts a kernel; between them every dispatched tensor
+operation counts as one kernel, unless it only makes a view or allocates.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
+
+
+class Launches(list):
+    """Names in the order of their start: our kernels by function, PyTorch's by operation."""
+
+    def of_triton(self) -> list[str]:
+        return [name for name in self if not name.startswith("aten.")]
+
+
+class _CountOperations(TorchDispatchMode):
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self.launches = launches
+        self.paused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        views = any(
+            argument.alias_info is not None and not argument.alias_info.is_write
+            for argument in func._schema.arguments
+        )
+        if not (self.paused or views or func._opname in ALLOCATIONS):
+            self.launches.append(str(func))
+        return result
+
+
+@contextlib.contextmanager
+def count_launches() -> Iterator[Launches]:
+    """Fills its value while the context is open; works on CUDA and in Triton's interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    launches = Launches()
+    operations = _CountOperations(launches)
+
+    def counted(run):
+        def wrapper(self, *args, **kwargs):
+            if operations.paused:  # a kernel called from the launch of another
+                return run(self, *args, **kwargs)
+            launches.append(self.fn.__name__)
+            operations.paused = True  # the interpreter copies tensors with PyTorch
+            try:
+                return run(self, *args, **kwargs)
+            finally:
+                operations.paused = False
+
+        return wrapper
+
+    with (
+        mock.patch.object(JITFunction, "run", counted(JITFunction.run)),
+        mock.patch.object(InterpretedFunction, "run", counted(InterpretedFunction.run)),
+        operations,
+    ):
+        yield launches
