@@ -1,0 +1,447 @@
+"""Intra-class KNN: selection and value against a loop, memory banks, labels with tolerance."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkd.knn import (
+    IntraClassKNNLoss,
+    intra_class_similarity,
+    knn_feature_loss,
+    knn_feature_loss_ref,
+)
+from tests.compare import DTYPES, assert_accurate
+
+TRITON_FUNCTION = "knn_feature_loss"
+
+# rows, bank, features, classes, k
+SIZES = [
+    (1, 1, 1, 1, 1),
+    (2, 15, 3, 2, 2),
+    (16, 17, 16, 3, 1),
+    (17, 16, 33, 4, 5),
+    (5, 129, 7, 2, 3),
+    (40, 40, 8, 40, 4),
+    (33, 65, 12, 2, 32),
+]
+
+
+def batch(rows, bank, features, classes, dtype=torch.float64, mean=0.0):
+    student = torch.randn(rows, features, dtype=torch.float64) + mean
+    teacher = torch.randn(bank, features, dtype=torch.float64) + mean
+    labels = torch.randint(0, classes, (rows,)), torch.randint(0, classes, (bank,))
+    return student.to(dtype), teacher.to(dtype), *labels
+
+
+def value_and_grad(function, student, teacher, *labels, upstream=None, **options):
+    student = student.detach().clone().requires_grad_()
+    loss = function(student, teacher, *labels, **options)
+    loss.backward(torch.full_like(loss, 1.0) if upstream is None else upstream.to(loss))
+    return loss.detach(), student.grad
+
+
+def check(backend, student, teacher, *labels, **options):
+    """Fast loss and gradient against the reference in float64 and in the inputs' dtype."""
+    actual = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend, **options)
+    plain = value_and_grad(knn_feature_loss_ref, student, teacher, *labels, **options)
+    oracle = value_and_grad(
+        knn_feature_loss_ref, student.double(), teacher.double(), *labels, **options
+    )
+    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
+    assert actual[1].dtype == student.dtype
+    for a, o, p in zip(actual, oracle, plain, strict=True):
+        assert_accurate(a, o, student.dtype, p)
+
+
+def loop(student, teacher, student_labels, teacher_labels, k, tolerance=None):
+    """The paper's l_hidd by Python loops: losses (N,) and gradient of their sum (N, D)."""
+    losses, grad = torch.zeros(len(student)), torch.zeros_like(student)
+    losses = losses.to(student.dtype)
+    for i, s in enumerate(student):
+        distances = []
+        for j, t in enumerate(teacher):
+            gap = abs(student_labels[i].item() - teacher_labels[j].item())
+            if gap <= (tolerance or 0):
+                distances.append((((t - s) ** 2).sum().item(), j))
+        for d, j in sorted(distances)[:k]:
+            losses[i] += d / len(s)
+            grad[i] += 2 * (s - teacher[j]) / len(s)
+    return losses, grad
+
+
+@pytest.mark.parametrize("function", [knn_feature_loss, knn_feature_loss_ref])
+def test_worked_example(function):
+    student = torch.tensor([[0.0, 0.0], [5.0, 5.0], [9.0, 9.0]])
+    bank = torch.tensor([[0.0, 2.0], [1.0, 0.0], [5.0, 4.0], [0.0, 0.1]])
+    labels = torch.tensor([0, 1, 7]), torch.tensor([0, 0, 1, 2])
+    # Row 0: 1 and 4, over D = 2; row 1: only one of its label, at 1; row 2: none.
+    assert torch.allclose(
+        function(student, bank, *labels, k=1, reduction="none"), torch.tensor([0.5, 0.5, 0.0])
+    )
+    assert torch.allclose(
+        function(student, bank, *labels, k=2, reduction="none"), torch.tensor([2.5, 0.5, 0.0])
+    )
+    assert function(student, bank, *labels, k=2) == 3
+    assert function(student, bank, *labels, k=2, reduction="mean") == 1
+    labels = torch.tensor([0.0, 1.0, 7.0]), torch.tensor([0.4, -0.5, 1.6, 6.9])
+    losses = function(student, bank, *labels, k=2, tolerance=0.5, reduction="none")
+    assert torch.allclose(losses, torch.tensor([2.5, 0.0, (81 + 8.9**2) / 2]))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_equals_a_loop(size):
+    *shape, k = size
+    student, teacher, *labels = batch(*shape)
+    for tolerance in (None, 1):
+        expected = loop(student, teacher, *labels, k, tolerance)
+        for function in (knn_feature_loss, knn_feature_loss_ref):
+            losses, grad = value_and_grad(
+                function, student, teacher, *labels, k=k, tolerance=tolerance, reduction="none"
+            )
+            assert torch.allclose(losses, expected[0], rtol=1e-12)
+            assert torch.allclose(grad, expected[1], rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_matches_reference(backend, size, dtype):
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("float64 runs on PyTorch")
+    *shape, k = size
+    student, teacher, *labels = batch(*shape, dtype=dtype, mean=0.5)
+    upstream = torch.randn(len(student))
+    check(backend, student, teacher, *labels, k=k)
+    check(backend, student, teacher, *labels, k=k, reduction="none", upstream=upstream)
+    check(
+        backend,
+        student,
+        teacher,
+        *labels,
+        k=k,
+        tolerance=1.0,
+        reduction="mean",
+        upstream=torch.tensor(-3.0),
+    )
+
+
+def test_real_valued_labels(backend):
+    student, teacher, *_ = batch(20, 50, 6, 1, dtype=torch.float32)
+    labels = 5 * torch.rand(20), 5 * torch.rand(50)
+    for tolerance in (0.0, 0.3, 10.0):
+        check(backend, student, teacher, *labels, k=3, tolerance=tolerance)
+    # The difference is the labels' own: 0.3 - 0.2 in float32 is a little more than 0.1.
+    for labels in ((0.3, 0.2), (0.2, 0.1), (-0.1, 0.0), (2.5, 2.25)):
+        labels = [torch.tensor([label]) for label in labels]
+        check(backend, student[:1], teacher[:1], *labels, tolerance=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool, torch.float32])
+def test_label_dtypes(backend, dtype):
+    student, teacher, *labels = batch(9, 9, 5, 3 if dtype != torch.bool else 2, dtype=torch.float32)
+    labels = [label.to(dtype) for label in labels]
+    check(backend, student, teacher, *labels, k=2)
+    check(backend, student, teacher, labels[0].long(), labels[1], k=2)
+    if dtype != torch.bool:
+        check(backend, student, teacher, *labels, k=2, tolerance=1)
+
+
+def test_teacher_labels_default_to_student_labels(backend):
+    student, teacher, labels, _ = batch(8, 8, 5, 2, dtype=torch.float32)
+    assert torch.equal(
+        knn_feature_loss(student, teacher, labels, backend=backend),
+        knn_feature_loss(student, teacher, labels, labels, backend=backend),
+    )
+
+
+def test_trailing_dimensions_and_strides(backend):
+    student = torch.randn(6, 4, 9)[..., ::2].transpose(1, 2)  # (6, 5, 4)
+    teacher = torch.randn(4, 11, 5).permute(1, 2, 0)
+    labels = torch.randint(0, 2, (12,))[::2], torch.randint(0, 2, (11,))
+    check(backend, student, teacher, *labels, k=2)
+    flat = knn_feature_loss(student.flatten(1), teacher.flatten(1), *labels, k=2, backend=backend)
+    assert torch.equal(knn_feature_loss(student, teacher, *labels, k=2, backend=backend), flat)
+
+
+def test_ties_go_to_the_lower_index(backend):
+    student = torch.zeros(3, 2)
+    teacher = torch.tensor([[2.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0], [1.0, 0]])
+    labels = torch.tensor([0, 1, 0]), torch.zeros(5, dtype=torch.long)
+    _, grad = value_and_grad(knn_feature_loss, student, teacher, *labels, k=2, backend=backend)
+    assert torch.equal(grad, torch.tensor([[1.0, -1.0], [0, 0], [1.0, -1.0]]))
+    # Across labels too, whatever order a search by label takes.
+    labels = torch.zeros(3), torch.tensor([0.0, 0.4, 0.3, 0.2, 0.1])
+    _, grad = value_and_grad(
+        knn_feature_loss, student, teacher, *labels, tolerance=0.5, backend=backend
+    )
+    assert torch.equal(grad, torch.tensor([[0.0, -1.0]]).expand(3, 2))
+
+
+def test_near_duplicates_in_the_bank(backend):
+    # Far apart clusters of rows that differ by far less than a matrix product resolves.
+    clusters = 30 * torch.randn(4, 64, dtype=torch.float64)
+    teacher = (clusters[:, None] + 1e-4 * torch.randn(4, 12, 64, dtype=torch.float64)).view(48, 64)
+    student = clusters[torch.tensor([0, 1, 2, 3, 0, 2])]
+    student = (student + 2e-4 * torch.randn(6, 64, dtype=torch.float64)).float()
+    teacher = teacher.float()
+    labels = torch.zeros(6, dtype=torch.long), torch.zeros(48, dtype=torch.long)
+    for k in (1, 3):
+        expected = loop(student.double(), teacher.double(), *labels, k)
+        actual = value_and_grad(
+            knn_feature_loss, student, teacher, *labels, k=k, reduction="none", backend=backend
+        )
+        assert_accurate(actual[0], expected[0], torch.float32)
+        assert_accurate(actual[1], expected[1], torch.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e15, 1e18])
+def test_extreme_scales(backend, scale):
+    student, teacher, *labels = batch(10, 30, 8, 2, dtype=torch.float32)
+    _, expected = value_and_grad(knn_feature_loss_ref, student.double(), teacher.double(), *labels)
+    _, grad = value_and_grad(
+        knn_feature_loss, student * scale, teacher * scale, *labels, backend=backend
+    )
+    assert_accurate(grad.double() / scale, expected, torch.float32)
+
+
+def test_zero_and_constant_features(backend):
+    labels = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])
+    for value in (0.0, 0.1, 1e4):
+        student, teacher = torch.full((3, 6), value), torch.full((4, 6), value)
+        loss, grad = value_and_grad(
+            knn_feature_loss, student, teacher, *labels, k=2, backend=backend
+        )
+        assert loss == 0
+        assert (grad == 0).all()
+
+
+def test_nothing_to_compare_is_zero(backend):
+    student, teacher, *_ = batch(3, 4, 5, 1, dtype=torch.float32)
+    teacher[2] = torch.nan
+    cases = [
+        (student, teacher, torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7, 8])),
+        (student, teacher[:0], torch.tensor([0, 1, 2]), torch.zeros(0)),
+        (student[:0], teacher, torch.zeros(0), torch.zeros(4)),
+    ]
+    for arguments in cases:
+        for reduction in ("sum", "mean"):
+            loss, grad = value_and_grad(
+                knn_feature_loss, *arguments, k=3, reduction=reduction, backend=backend
+            )
+            assert loss == 0
+            assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nan_reaches_its_own_label_and_no_other(backend, bad):
+    student, teacher, *_ = batch(6, 20, 5, 1, dtype=torch.float32)
+    labels = torch.tensor([0, 1, 2, 0, 1, 3]), torch.arange(20) % 3
+    clean = value_and_grad(
+        knn_feature_loss, student, teacher, *labels, k=2, reduction="none", backend=backend
+    )
+    teacher[4, 2] = bad  # label 1
+    student[3, 0] = bad  # label 0
+    losses, grad = value_and_grad(
+        knn_feature_loss, student, teacher, *labels, k=2, reduction="none", backend=backend
+    )
+    lost = torch.tensor([False, True, False, True, True, False])
+    assert losses[lost].isnan().all()
+    assert grad[lost].isnan().all()
+    assert torch.equal(losses[~lost], clean[0][~lost])
+    assert torch.equal(grad[~lost], clean[1][~lost])
+    assert torch.equal(
+        knn_feature_loss_ref(student, teacher, *labels, k=2, reduction="none").isnan(), lost
+    )
+
+
+def test_small_class_clips_only_its_own_rows(backend):
+    student, teacher, *_ = batch(4, 9, 5, 1, dtype=torch.float32)
+    labels = torch.tensor([1, 0, 0, 1]), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 0])
+    check(backend, student, teacher, *labels, k=5, reduction="none", upstream=torch.randn(4))
+    check(backend, student, teacher, *labels, k=50)
+
+
+def test_backward_twice(backend):
+    student, teacher, *labels = batch(6, 9, 5, 2, dtype=torch.float32)
+    loss = knn_feature_loss(student.requires_grad_(), teacher, *labels, k=2, backend=backend)
+    loss.backward(retain_graph=True)
+    first = student.grad.clone()
+    loss.backward()
+    assert torch.equal(student.grad, 2 * first)
+
+
+def test_second_derivative_raises(backend):
+    student, teacher, *labels = batch(6, 9, 5, 2, dtype=torch.float32)
+    loss = knn_feature_loss(student.requires_grad_(), teacher, *labels, backend=backend)
+    with pytest.raises(RuntimeError):
+        (grad,) = torch.autograd.grad(loss, student, create_graph=True)
+        grad.sum().backward()
+
+
+def test_gradcheck():
+    student, teacher, *labels = batch(5, 9, 4, 2)
+    for k in (1, 3):
+        assert torch.autograd.gradcheck(
+            lambda x, k=k: knn_feature_loss(x, teacher, *labels, k=k, reduction="none"),
+            student.requires_grad_(),
+        )
+
+
+def test_autocast_changes_nothing(backend):
+    student, teacher, *labels = batch(6, 9, 16, 2, dtype=torch.float32)
+    outside = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend)
+    with torch.autocast(student.device.type, dtype=torch.bfloat16):
+        inside = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend)
+    assert inside[0].dtype == torch.float32
+    assert torch.equal(outside[0], inside[0])
+    assert torch.equal(outside[1], inside[1])
+
+
+def test_compiles_without_graph_breaks():
+    # Also the path that a GPU without Triton takes: nothing depends on the data.
+    compiled = torch.compile(knn_feature_loss, fullgraph=True, backend="aot_eager")
+    student, teacher, *labels = batch(20, 70, 6, 3, dtype=torch.float32, mean=2.0)
+    teacher[3, 1] = torch.nan
+    student[7:9] = 1e25
+    for options in ({"k": 3, "reduction": "none"}, {"tolerance": 0.5, "reduction": "none"}):
+        eager = value_and_grad(knn_feature_loss, student, teacher, *labels, **options)
+        traced = value_and_grad(compiled, student, teacher, *labels, **options)
+        for a, b in zip(eager, traced, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_many_blocks(monkeypatch, k):
+    # Blocks of 64 rows: chunks that begin and end within a label, banks in several parts.
+    monkeypatch.setattr("fastkd.knn.MAX_BLOCK_ROWS", 64)
+    monkeypatch.setattr("fastkd.knn.PAIR_ELEMENTS", 100)
+    student, teacher, *labels = batch(300, 700, 6, 4)
+    labels[1][labels[1] == 2] = 1  # a label that the bank does not have
+    check("torch", student, teacher, *labels, k=k)
+    check("torch", student, teacher, *labels, k=k, tolerance=1)
+    reals = torch.rand(300, dtype=torch.float64), torch.rand(700)
+    reals[0][5], reals[1][9], reals[1][10] = torch.nan, torch.nan, torch.inf
+    check("torch", student, teacher, *reals, k=k, tolerance=0.05)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 12),
+    bank=st.integers(1, 30),
+    size=st.integers(1, 6),
+    k=st.integers(1, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_properties(rows, bank, size, k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (
+        torch.randn(n, size, generator=generator, dtype=torch.float64) for n in (rows, bank)
+    )
+    labels = [torch.randint(0, 3, (n,), generator=generator) for n in (rows, bank)]
+    losses = knn_feature_loss(student, teacher, *labels, k=k, reduction="none")
+    assert torch.allclose(losses, loop(student, teacher, *labels, k)[0])
+    # Neither the order of the bank, a rotation nor a common shift matters.
+    order = torch.randperm(bank, generator=generator)
+    rotation = torch.linalg.qr(torch.randn(size, size, generator=generator).double()).Q
+    moved = knn_feature_loss(
+        student @ rotation + 3,
+        teacher[order] @ rotation + 3,
+        labels[0],
+        labels[1][order],
+        k=k,
+        reduction="none",
+    )
+    assert torch.allclose(moved, losses, atol=1e-10)
+    # A row's own class is all that it sees.
+    far = torch.where((labels[1] == labels[0][0])[:, None], teacher, 1e6)
+    first = knn_feature_loss(student[:1], far, labels[0][:1], labels[1], k=k)
+    assert torch.allclose(first, losses[0])
+
+
+def test_module_pools_and_projects():
+    student, teacher = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+    labels = torch.tensor([0, 1, 0, 1])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 0, 0, 0, 0]])
+    noisy = [x.masked_fill(mask[..., None] == 0, torch.nan) for x in (student, teacher)]
+    first = torch.arange(4), torch.tensor([0, 0, 2, 0])
+    weights = (mask / mask.sum(1, keepdim=True))[..., None]
+    pooled = {
+        "cls": lambda x: x[first],
+        "mean": lambda x: (x * weights).sum(1),
+        "tokens": lambda x: x * mask[..., None],
+    }
+    for pool, rows in pooled.items():
+        loss = IntraClassKNNLoss(k=2, pool=pool)
+        assert not list(loss.parameters())
+        expected = knn_feature_loss(rows(student), rows(teacher), labels, k=2)
+        assert torch.allclose(loss(*noisy, labels, mask=mask), expected)
+        wide = torch.randn(7, 5, 6)
+        bank_labels, bank_mask = torch.arange(7) % 2, torch.ones(7, 5)
+        out = loss(noisy[0], wide, labels, bank_labels, mask=mask, teacher_mask=bank_mask)
+        assert out.isfinite()
+
+        # The projector's bias is no feature of a padded position.
+        loss = IntraClassKNNLoss(k=2, student_dim=6, teacher_dim=3, pool=pool)
+        narrow = noisy[1][..., :3]
+        projected = rows(loss.projector(student))
+        expected = knn_feature_loss(projected, rows(teacher[..., :3]), labels, k=2)
+        actual = loss(noisy[0], narrow, labels, mask=mask)
+        assert torch.allclose(actual, expected, rtol=1e-5)
+        actual.backward()
+        assert loss.projector.weight.grad.isfinite().all()
+    features = torch.randn(4, 6), torch.randn(9, 6)
+    bank_labels = torch.arange(9) % 2
+    assert torch.equal(
+        IntraClassKNNLoss(tolerance=1, reduction="mean")(*features, labels, bank_labels),
+        knn_feature_loss(*features, labels, bank_labels, tolerance=1, reduction="mean"),
+    )
+
+
+def test_intra_class_similarity():
+    features = torch.randn(9, 5, dtype=torch.float64)
+    features[4] = 0
+    features[6:8] *= torch.tensor([[1e-200], [1e200]], dtype=torch.float64)
+    labels = torch.tensor([3, 1, 3, -2, 3, 1, 1, 3, 1])
+    scaled = features / features.abs().amax(1, keepdim=True).clamp_min(1e-250)
+    total = 0
+    for i in range(9):
+        same = [j for j in range(9) if labels[i] == labels[j]]
+        cosines = [torch.cosine_similarity(scaled[i], scaled[j], dim=0) for j in same]
+        total += sum(cosines) / len(same)
+    assert intra_class_similarity(features, labels) == pytest.approx((total / 9).item(), abs=1e-12)
+    assert intra_class_similarity(features.float()[:0], labels[:0]) == 0
+    features = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x: intra_class_similarity(x, torch.tensor([0, 1, 0, 0, 1])), features
+    )
+    zero = torch.zeros(3, 4, requires_grad=True)
+    intra_class_similarity(zero, torch.zeros(3)).backward()
+    assert zero.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"teacher": torch.randn(4, 7)}, ValueError, "as many features per row"),
+        ({"teacher": torch.randn(4, 8).double()}, TypeError, "teacher is torch.float64"),
+        ({"teacher": torch.randn(4, 8).requires_grad_()}, ValueError, "teacher requires grad"),
+        ({"teacher": torch.randn(6, 8)}, ValueError, "teacher_labels must be given"),
+        ({"teacher_labels": torch.zeros(5)}, ValueError, r"teacher_labels must have shape \(4,\)"),
+        ({"student_labels": torch.zeros(3)}, ValueError, r"student_labels must have shape \(4,\)"),
+        ({"student_labels": None}, TypeError, "student_labels must be a Tensor"),
+        ({"k": 0}, ValueError, "k must be at least 1"),
+        ({"k": 1.5}, TypeError, "k must be an int"),
+        ({"tolerance": -1.0}, ValueError, "tolerance must be at least 0"),
+        ({"reduction": "maen"}, ValueError, "did you mean 'mean'"),
+        ({"student": torch.zeros(4, 8, dtype=torch.long)}, TypeError, "student must be bfloat16"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_input(change, error, message):
+    arguments = {
+        "student": torch.randn(4, 8),
+        "teacher": torch.randn(4, 8),
+        "student_labels": torch.zeros(4),
+    }
+    with pytest.raises(error, match=message):
+        knn_feature_loss(**arguments | change)
