@@ -1,0 +1,610 @@
+"""Canonical correlation between teacher and student features (MC3KD, eqs. 4-7).
+
+Neither the value nor the gradient needs an eigenvector derivative. Let A (m, Ds) and B (m, Dt) be
+the centred features over √(m−1), R Rᵀ = (AᵀA + r·I)⁻¹ any whitening of one side, M = R_tᵀBᵀA R_s
+with singular values σ and vectors U, V. Then corr = Σσ and
+
+    ∂corr/∂A = B·(R_t U)(R_s V)ᵀ − A·(R_s V)·diag(σ)·(R_s V)ᵀ.
+
+With fewer observations than dimensions the same is done with m×m matrices; see `_solve`.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastkd._checks import (
+    check_choice,
+    check_floating,
+    check_like,
+    check_mask,
+    check_number,
+    check_pair,
+    check_positive_int,
+    check_shape,
+    layer_pairs,
+)
+from fastkd._dispatch import use_triton
+from fastkd._numerics import autocast_off, working_dtype
+from fastkd.linalg import inv_sqrtm_ref
+
+REDUCTIONS = ("sum", "mean", "none")
+POOLS = ("tokens", "cls", "mean")
+
+Ridge = float | tuple[float, float]
+
+# float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
+# below this; measured so that the value keeps 1e-4 with room to spare.
+TRUSTED_ROUNDING = 1e-5
+# Squared singular values below this part of the largest are too near float32 rounding to be used.
+SMALL_SQUARE = 1e-3
+
+
+def cca_loss_ref(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None = None,
+    *,
+    ridge: Ridge = 1e-4,
+    top_k: int | None = None,
+    reduction: str = "sum",
+) -> Tensor:
+    """Eqs. 4-7 as written; see `cca_loss`. Rows are observations: the paper's X̄X̄ᵀ is X̄ᵀX̄."""
+    r_s, r_t = _ridge_pair(ridge)
+    S, T = student.to(working_dtype(student)), teacher.to(working_dtype(teacher))
+    real = torch.ones_like(S[..., :1]) if mask is None else mask.unsqueeze(-1).to(S.dtype)
+    S, T = S.masked_fill(real == 0, 0.0), T.masked_fill(real == 0, 0.0)
+    m = real.sum(-2, keepdim=True).clamp_min(1)
+
+    S_bar = (S - S.sum(-2, keepdim=True) / m) * real  # (*, m, Ds)
+    T_bar = (T - T.sum(-2, keepdim=True) / m) * real  # (*, m, Dt)
+    m = m.clamp_min(2)  # one observation has covariance 0, not 0/0
+    I_s, I_t = (torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) for x in (S, T))
+    sigma_tt = T_bar.mT @ T_bar / (m - 1) + r_t * I_t  # eq. 5
+    sigma_ts = T_bar.mT @ S_bar / (m - 1)
+    sigma_ss = S_bar.mT @ S_bar / (m - 1) + r_s * I_s
+
+    whitened = inv_sqrtm_ref(sigma_tt) @ sigma_ts @ inv_sqrtm_ref(sigma_ss)  # eq. 4
+    corr = torch.linalg.svdvals(whitened)[..., :top_k].sum(-1)  # eq. 6: tr (TᵀT)^½
+    return _reduce(-corr, reduction)  # eq. 7
+
+
+def cca_loss(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None = None,
+    *,
+    ridge: Ridge = 1e-4,
+    top_k: int | None = None,
+    reduction: str = "sum",
+    backend: str = "auto",
+) -> Tensor:
+    """Negative sum of the canonical correlations between student and teacher features.
+
+    L = −‖Σ_tt^{−½} Σ_ts Σ_ss^{−½}‖_* (MC3KD, eqs. 4-7), with Σ_ss = S̄ᵀS̄/(m−1) + r_s·I and
+    likewise Σ_tt; one loss for each index of the leading dimensions. With ``top_k`` only the
+    largest correlations count. With ``ridge=0`` directions without variance are left out.
+
+    Args:
+        student: (*, m, Ds), m observations.
+        teacher: (*, m, Dt), without grad.
+        mask: (*, m), 1 = real observation; others are left out, also from m.
+        ridge: r_s = r_t, or the pair (student, teacher), at least 0.
+        top_k: how many of the largest correlations to sum; None for all.
+        reduction: over the leading dimensions: "sum", "mean" or "none".
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        Scalar, or (*) for reduction "none"; float64 for float64, else float32. Fewer than two
+        real observations give 0 with zero gradient.
+
+    Raises:
+        TypeError: wrong type or dtype. ValueError: wrong shape, device, option, or a teacher that
+        requires grad.
+
+    Example:
+        >>> import torch
+        >>> from fastkd.cca import cca_loss
+        >>> x = torch.eye(4)[:, :2]
+        >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)
+        tensor(-2.)
+    """
+    check_pair(student, teacher, min_ndim=2)
+    check_shape(
+        "teacher", teacher, (*student.shape[:-1], teacher.shape[-1]), "student's but for the size"
+    )
+    mask = check_mask(mask, student.shape[:-1], student.device)
+    ridges = _ridge_pair(ridge)
+    if top_k is not None:
+        check_positive_int("top_k", top_k)
+    check_choice("reduction", reduction, REDUCTIONS)
+    use_triton(backend, "cca_loss", student)
+    loss = _NegativeCorrelation.apply(student, teacher, mask, ridges, top_k)
+    return _reduce(loss, reduction)
+
+
+def canonical_correlations(
+    x: Tensor, y: Tensor, *, ridge: Ridge = 0.0, mask: Tensor | None = None
+) -> Tensor:
+    """Canonical correlations between two feature matrices, largest first.
+
+    The singular values of Σ_xx^{−½} Σ_xy Σ_yy^{−½} (MC3KD, eqs. 2 and 4), from singular value
+    decompositions of the centred features in float64: nothing is squared, so ill-conditioned
+    features lose no digits. A measure, not a loss: it carries no gradient; train with `cca_loss`.
+
+    Args:
+        x: (*, m, Dx), m observations.
+        y: (*, m, Dy).
+        ridge: for both, or the pair (x, y), at least 0.
+        mask: (*, m), 1 = real observation.
+
+    Returns:
+        (*, min(m−1, Dx, Dy)), descending, in [0, 1]; float64 for float64, else float32.
+        Directions without variance give 0.
+
+    Raises:
+        TypeError: wrong type or dtype. ValueError: wrong shape, device or ridge.
+
+    Example:
+        >>> import torch
+        >>> from fastkd.cca import canonical_correlations
+        >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+        >>> y = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]])
+        >>> canonical_correlations(x, torch.cat([-2 * x + y, y], 1))
+        tensor([1.])
+    """
+    check_floating("x", x, min_ndim=2)
+    check_floating("y", y, min_ndim=2)
+    check_like("y", y, "x", x)
+    check_shape("y", y, (*x.shape[:-1], y.shape[-1]), "x's but for the size")
+    mask = check_mask(mask, x.shape[:-1], x.device)
+    count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
+    with torch.no_grad(), autocast_off(x):
+        a, b, _ = _centred(x, y, mask, torch.float64)
+        r_x, r_y = _ridge_pair(ridge)
+        side_x, side_y = _factor(a, r_x, x), _factor(b, r_y, y)
+        values = torch.linalg.svdvals(side_x.factor.mT @ side_y.factor)[..., :count].clamp_max(1.0)
+        finite = (side_x.finite & side_y.finite).unsqueeze(-1)
+        return values.masked_fill(~finite, torch.nan).to(working_dtype(x))
+
+
+class CCALoss(nn.Module):
+    """Canonical-correlation loss between hidden states of a student and a teacher (MC3KD, eq. 7).
+
+    See `cca_loss`. Several layers are averaged; those of equal shape run as one batch. Stores
+    ridge, top_k and pool, no parameters.
+
+    When there are no more observations than dimensions every correlation is near 1 whatever the
+    student does, and the loss teaches nothing; the first such call warns.
+
+    Args:
+        ridge: r_s = r_t, or the pair (student, teacher).
+        top_k: how many of the largest correlations to sum; None for all.
+        pool: what one observation is: "tokens" every real token of the batch, "cls" the first
+            token of a sample, "mean" the mean over a sample's real tokens.
+
+    Example:
+        >>> import torch
+        >>> from fastkd.cca import CCALoss
+        >>> student, teacher = torch.randn(8, 16, 4, requires_grad=True), torch.randn(8, 16, 6)
+        >>> CCALoss(ridge=1e-3)(student, teacher, mask=torch.ones(8, 16)).backward()
+        >>> student.grad.shape
+        torch.Size([8, 16, 4])
+    """
+
+    def __init__(self, ridge: Ridge = 1e-4, top_k: int | None = None, pool: str = "tokens") -> None:
+        super().__init__()
+        _ridge_pair(ridge)
+        if top_k is not None:
+            check_positive_int("top_k", top_k)
+        check_choice("pool", pool, POOLS)
+        self.ridge = ridge
+        self.top_k = top_k
+        self.pool = pool
+        self._warned = False
+
+    def forward(
+        self,
+        student: Tensor | Sequence[Tensor],
+        teacher: Tensor | Sequence[Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Mean loss over the layers: student (B, N, Ds), teacher (B, N, Dt), mask (B, N)."""
+        pairs = layer_pairs(student, teacher)
+        batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+        for s, t in pairs:
+            check_pair(s, t, ndim=3)
+            check_shape("teacher", t, (*s.shape[:2], t.shape[-1]), "student's but for the size")
+            batches.setdefault((s.shape, t.shape, s.dtype, s.device), []).append((s, t))
+        losses = [
+            self._layers(torch.stack(students), torch.stack(teachers), mask)
+            for students, teachers in (zip(*layers, strict=True) for layers in batches.values())
+        ]
+        return torch.stack(losses).sum() / len(pairs)
+
+    def _layers(self, student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
+        """Summed loss of layers of one shape: student (L, B, N, Ds), teacher (L, B, N, Dt)."""
+        real = check_mask(mask, student.shape[1:3], student.device)
+        observed = _observations(real, self.pool)
+        student, teacher = (_pooled(x, real, self.pool) for x in (student, teacher))
+        self._warn_if_saturated(student, teacher, observed)
+        if observed is not None:
+            observed = observed.expand(student.shape[:-1])
+        return cca_loss(student, teacher, observed, ridge=self.ridge, top_k=self.top_k)
+
+    def _warn_if_saturated(self, student: Tensor, teacher: Tensor, mask: Tensor | None) -> None:
+        if self._warned or torch.compiler.is_compiling():
+            return
+        observations = student.shape[-2]
+        if mask is not None and mask.device.type == "cpu":  # reading a GPU's mask would wait for it
+            observations = int(mask.sum())
+        dims = max(student.shape[-1], teacher.shape[-1])
+        if observations <= dims:
+            self._warned = True
+            warnings.warn(
+                f"CCALoss: {observations} observations for {dims} dimensions; every correlation is "
+                "near 1 whatever the student does, so the loss teaches nothing. Use "
+                "pool='tokens', larger batches or a larger ridge.",
+                stacklevel=4,
+            )
+
+    def extra_repr(self) -> str:
+        return f"ridge={self.ridge}, top_k={self.top_k}, pool={self.pool!r}"
+
+
+def _pooled(x: Tensor, real: Tensor | None, pool: str) -> Tensor:
+    """(L, B, N, D) -> (L, observations, D)."""
+    if pool == "tokens":
+        return x.flatten(1, 2)
+    if pool == "cls":
+        return x[:, :, 0]
+    if real is None:
+        return x.mean(2, dtype=working_dtype(x)).to(x.dtype)
+    total = x.masked_fill(~real.unsqueeze(-1), 0.0).sum(2, dtype=working_dtype(x))
+    return (total / real.sum(1).clamp_min(1).unsqueeze(-1)).to(x.dtype)
+
+
+def _observations(real: Tensor | None, pool: str) -> Tensor | None:
+    """Which observations of `_pooled` are real, from the tokens' mask (B, N)."""
+    if real is None:
+        return None
+    if pool == "tokens":
+        return real.flatten()
+    return real[:, 0] if pool == "cls" else real.any(1)
+
+
+def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
+    """(student's, teacher's) ridge."""
+    pair = tuple(ridge) if isinstance(ridge, (tuple, list)) else (ridge, ridge)
+    if len(pair) != 2:
+        raise ValueError(f"ridge must be a number or a pair (student, teacher), got {ridge!r}")
+    for r in pair:
+        check_number("ridge", r, at_least=0.0)
+    return float(pair[0]), float(pair[1])
+
+
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return loss
+    return loss.sum() / (max(1, loss.numel()) if reduction == "mean" else 1)
+
+
+class _NegativeCorrelation(torch.autograd.Function):
+    """Value and gradient together: both come from one decomposition."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, mask, ridges, top_k):
+        with autocast_off(student):
+            corr, ds = _solve(student, teacher, mask, ridges, top_k, ctx.needs_input_grad[0])
+            ctx.dtype = student.dtype
+            ctx.save_for_backward(ds)
+            return -corr.to(working_dtype(student))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (ds,) = ctx.saved_tensors
+        with autocast_off(grad):
+            return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None, None
+
+
+class _Solution(NamedTuple):
+    corr: Tensor  # (*)
+    ds: Tensor | None  # (*, m, Ds), gradient of corr
+    growth: Tensor  # by how much rounding grew, the worst of the batch
+
+
+def _solve(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    ridges: tuple[float, float],
+    top_k: int | None,
+    want_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Correlation (*) and its gradient; the one place that chooses the side and the precision.
+
+    m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
+    CPU in float32 where that is accurate, which the pivots of their factors tell; in float64 where
+    it is not, where sizes or ridge 0 make them singular, and where looking at the pivots would
+    break a compiled graph or wait for a GPU.
+    """
+    m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
+    if m <= min(d_s, d_t):
+        return _by_observations(student, teacher, mask, ridges, top_k, want_grad)
+    arguments = (student, teacher, mask, ridges, top_k, want_grad)
+    if (
+        student.dtype != torch.float64
+        and student.device.type == "cpu"
+        and m > max(d_s, d_t)
+        and min(ridges) > 0
+        and not torch.compiler.is_compiling()
+    ):
+        solution = _by_covariances(*arguments, dtype=torch.float32)
+        if solution.growth * torch.finfo(torch.float32).eps <= TRUSTED_ROUNDING:
+            return solution.corr, solution.ds
+    solution = _by_covariances(*arguments, dtype=torch.float64)
+    return solution.corr, solution.ds
+
+
+def _by_observations(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    ridges: tuple[float, float],
+    top_k: int | None,
+    want_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """With A = QSPᵀ: A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s, everything m×m."""
+    a, b, count = _centred(student, teacher, mask, torch.float64)
+    side_s, side_t = _factor(a, ridges[0], student), _factor(b, ridges[1], teacher)
+    finite = side_s.finite & side_t.finite
+    left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k)
+    corr = _bounded(values.sum(-1), count, student, teacher).masked_fill(~finite, torch.nan)
+    if not want_grad:
+        return corr, None
+    rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (*, m, m)
+    weights = rows @ (right.mT @ side_s.back)
+    ds = weights.masked_fill(~finite[..., None, None], torch.nan) @ a
+    return corr, _uncentred(ds, count, mask, student)
+
+
+class _Factor(NamedTuple):
+    factor: Tensor  # F (*, m, k) with FFᵀ = A(AᵀA + r·I)⁻¹Aᵀ, so that F = A R
+    back: Tensor  # (*, k, m) with Rᵀ = back·A
+    finite: Tensor  # (*), False where A holds NaN or inf; LAPACK refuses the batch for one NaN
+
+
+def _factor(a: Tensor, ridge: float, features: Tensor) -> _Factor:
+    """From the singular vectors of A itself: AAᵀ would square its condition number."""
+    finite = a.isfinite().flatten(-2).all(-1)
+    a = a.masked_fill(~finite[..., None, None], 0.0)
+    if a.shape[-2] < a.shape[-1]:
+        a = torch.linalg.qr(a.mT, mode="r").R.mT  # (*, m, m), the same left singular vectors
+    left, values, _ = torch.linalg.svd(a, full_matrices=False)
+    keep = values > _zero_deviation(features, ridge) * values[..., :1]
+    values = torch.where(keep, values, 1.0)
+    shrink = (values.square() + ridge).rsqrt()
+    factor = left * (values * shrink).masked_fill(~keep, 0.0).unsqueeze(-2)
+    back = (left * (shrink / values).masked_fill(~keep, 0.0).unsqueeze(-2)).mT
+    return _Factor(factor, back, finite)
+
+
+def _by_covariances(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    ridges: tuple[float, float],
+    top_k: int | None,
+    want_grad: bool,
+    *,
+    dtype: torch.dtype,
+) -> _Solution:
+    """The formula of this module's docstring, everything D×D."""
+    a, b, count = _centred(student, teacher, mask, dtype)
+    sigma_ss, sigma_tt = _gram(a), _gram(b)
+    finite = (_trace(sigma_ss) + _trace(sigma_tt)).isfinite()
+    bad = ~finite[..., None, None]
+    sigma_ts = (b.mT @ a).masked_fill(bad, 0.0)
+    whiten_s = _Whitening(sigma_ss.masked_fill(bad, 0.0), ridges[0], student)
+    whiten_t = _Whitening(sigma_tt.masked_fill(bad, 0.0), ridges[1], teacher)
+    growth = torch.maximum(whiten_s.growth, whiten_t.growth)
+
+    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (*, Dt, Ds)
+    if _use_polar(whitened, top_k):
+        left = polar(whitened)
+        right = torch.eye(whitened.shape[-1], dtype=dtype, device=whitened.device)
+        core = left.mT @ whitened  # (MᵀM)^½
+        corr = _trace(core)
+    else:
+        left, values, right = _svd(whitened, top_k)
+        core = values.diag_embed()
+        corr = values.sum(-1)
+    corr = _bounded(corr, count, student, teacher).masked_fill(~finite, torch.nan)
+    if not want_grad:
+        return _Solution(corr, None, growth)
+    directions = whiten_s(right)  # R_s V
+    to_teacher = whiten_t(left) @ directions.mT  # (*, Dt, Ds)
+    to_student = directions @ core @ directions.mT  # (*, Ds, Ds)
+    ds = b @ to_teacher.masked_fill(bad, torch.nan) - a @ to_student
+    return _Solution(corr, _uncentred(ds, count, mask, student), growth)
+
+
+class _Whitening:
+    """R with R Rᵀ = (Σ + r·I)⁻¹: inverse Cholesky factor, or eigenvectors for ridge 0."""
+
+    def __init__(self, sigma: Tensor, ridge: float, features: Tensor) -> None:
+        self.triangular = ridge > 0
+        diagonal = sigma.diagonal(dim1=-2, dim2=-1)
+        largest = diagonal.amax(-1)
+        if self.triangular:
+            # A ridge lost in the rounding of Σ would let the factorisation break down.
+            floor = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps * largest
+            ridges = (floor + ridge).to(sigma.dtype).unsqueeze(-1)
+            self.factor, _ = torch.linalg.cholesky_ex(
+                sigma + ridges.expand_as(diagonal).diag_embed()
+            )
+            pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+            self.growth = ((largest + ridge) / pivots).flatten()
+        else:
+            values, vectors = torch.linalg.eigh(sigma)
+            eps = torch.finfo(torch.float64).eps
+            zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
+            keep = values > zero * values[..., -1:]
+            roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
+            self.factor = vectors * roots.unsqueeze(-2)
+            self.growth = largest.flatten()
+        self.growth = torch.cat([self.growth, self.growth.new_ones(1)]).max()
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """R y."""
+        if self.triangular:
+            return torch.linalg.solve_triangular(self.factor.mT, y, upper=True)
+        return self.factor @ y
+
+    def transposed(self, y: Tensor) -> Tensor:
+        """Rᵀ y."""
+        if self.triangular:
+            return torch.linalg.solve_triangular(self.factor, y, upper=False)
+        return self.factor.mT @ y
+
+
+def _svd(m: Tensor, top_k: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``(U, σ, V)`` of the leading singular values, σ ≤ 1; zero ones have zero vectors."""
+    if m.dtype == torch.float32:
+        left, values, right = _svd_float32(m)
+    else:
+        left, values, right = torch.linalg.svd(m, full_matrices=False)
+        right = right.mT
+    keep = (values > max(m.shape[-2:]) * torch.finfo(m.dtype).eps).unsqueeze(-2)
+    left, right = left.masked_fill(~keep, 0.0), right.masked_fill(~keep, 0.0)
+    return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
+
+
+def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular values by the eigenvectors of MᵀM, in about half the time of LAPACK's.
+
+    Squaring loses the small ones: M times their (accurate) span is decomposed again, and where they
+    are many LAPACK does it all.
+    """
+    if m.shape[-2] < m.shape[-1]:
+        left, values, right = _svd_float32(m.mT)
+        return right, values, left
+    squares, vectors = torch.linalg.eigh(_gram(m))  # ascending
+    small = (squares < SMALL_SQUARE * squares[..., -1:]).sum(-1)
+    low = int(small.max()) if small.numel() else 0
+    if 4 * low > m.shape[-1]:
+        left, values, right_t = torch.linalg.svd(m, full_matrices=False)
+        return left, values, right_t.mT
+    images = m @ vectors
+    low_left, low_values, turn = torch.linalg.svd(images[..., :low], full_matrices=False)
+    high = images[..., low:].flip(-1)
+    high_values = torch.linalg.vector_norm(high, dim=-2)
+    high_left = high / high_values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
+    left = torch.cat([high_left, low_left], -1)
+    right = torch.cat([vectors[..., low:].flip(-1), vectors[..., :low] @ turn.mT], -1)
+    return left, torch.cat([high_values, low_values], -1), right
+
+
+def _use_polar(m: Tensor, top_k: int | None) -> bool:
+    """On a GPU eigen solvers wait for the host; products and Cholesky factors do not."""
+    return m.is_cuda and top_k is None
+
+
+def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
+    """Orthogonal polar factor UVᵀ of M = U diag(σ) Vᵀ with σ ≤ 1, by dynamic Halley iteration.
+
+    Singular values above ``smallest`` are mapped to 1, in four or five steps whose number depends
+    on nothing but ``smallest``; below it they come out between 0 and 1, and 0 stays 0.
+    X ← X·(a·I + b·XᵀX)(I + c·XᵀX)⁻¹ with the best a, b, c for the interval [low, 1]
+    (Nakatsukasa, Bai, Gygi 2010).
+    """
+    if m.shape[-2] < m.shape[-1]:
+        return polar(m.mT, smallest).mT
+    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    x, low = m, smallest
+    while low < 1 - 1e-9:
+        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+        root = math.sqrt(1 + d)
+        a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
+        b = (a - 1) ** 2 / 4
+        c = a + b - 1
+        factor, _ = torch.linalg.cholesky_ex(eye + c * _gram(x))
+        half = torch.linalg.solve_triangular(factor, x.mT, upper=False)
+        solved = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
+        x = (b / c) * x + (a - b / c) * solved
+        low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
+    return x
+
+
+def _gram(x: Tensor) -> Tensor:
+    """XᵀX; of a large one only the lower blocks are multiplied, the upper ones copied."""
+    n = x.shape[-1]
+    if n < 256:
+        return x.mT @ x
+    gram = x.new_empty(*x.shape[:-2], n, n)
+    step = -(-n // 4)
+    for start in range(0, n, step):
+        block = x[..., start:].mT @ x[..., start : start + step]  # (*, n - start, step)
+        gram[..., start:, start : start + step] = block
+        gram[..., start : start + step, start:] = block.mT
+    return gram
+
+
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _zero_deviation(features: Tensor, ridge: float) -> float:
+    """Directions with up to this part of the largest deviation count as constant.
+
+    They are rounding of the float64 work or, where no ridge covers it, of the features themselves.
+    """
+    work = max(features.shape[-2:]) * torch.finfo(torch.float64).eps
+    return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
+
+
+def _real_count(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Observations of each item, (*) or a scalar."""
+    if mask is None:
+        return torch.tensor(x.shape[-2], device=x.device)
+    return mask.sum(-1)
+
+
+def _centred(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features minus their mean, over √(m−1), zero where masked; and m of each item."""
+    count = _real_count(student, mask)
+    scaled = []
+    for x in (student, teacher):
+        x = x.to(dtype)
+        if mask is None:
+            x = x - x.mean(-2, keepdim=True) if x.shape[-2] else x
+            scaled.append(x.div_(math.sqrt(max(1, x.shape[-2] - 1))))
+        else:
+            real = mask.unsqueeze(-1)
+            x = x.masked_fill(~real, 0.0)
+            mean = x.sum(-2, keepdim=True) / count.clamp_min(1)[..., None, None]
+            scale = (count - 1).clamp_min(1)[..., None, None].to(dtype).rsqrt()
+            scaled.append(((x - mean) * scale).masked_fill(~real, 0.0))
+    return scaled[0], scaled[1], count
+
+
+def _uncentred(ds: Tensor, count: Tensor, mask: Tensor | None, student: Tensor) -> Tensor:
+    """Gradient of the features from that of `_centred` ones; its columns are centred already."""
+    ds = (ds * (count - 1).clamp_min(1)[..., None, None].to(ds.dtype).rsqrt()).to(
+        working_dtype(student)
+    )
+    return ds if mask is None else ds.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+
+def _bounded(corr: Tensor, count: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+    """Rounding must not lift the sum above min(m − 1, Ds, Dt)."""
+    bound = (count - 1).clamp(0, min(student.shape[-1], teacher.shape[-1]))
+    return torch.minimum(corr, bound.to(corr.dtype))

@@ -1,0 +1,575 @@
+"""Canonical correlation against eqs. 4-7, a float64 SVD of QR factors, and its invariances."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastkd import cca
+from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref, polar
+
+from .compare import DTYPES, assert_accurate, relative_error
+
+TRITON_FUNCTION = "cca_loss"
+
+MASKS = {
+    "none": lambda shape: None,
+    "full": lambda shape: torch.ones(shape, dtype=torch.bool),
+    "random": lambda shape: torch.rand(shape) > 0.3,
+    "alternating": lambda shape: torch.arange(shape[-1]).remainder(2).expand(shape).long(),
+    "empty": lambda shape: torch.zeros(shape, dtype=torch.bool),
+    "one": lambda shape: (torch.arange(shape[-1]) == 1).expand(shape),
+    "uneven": lambda shape: (
+        torch.arange(shape[-1]) < torch.linspace(0, shape[-1], shape[0]).unsqueeze(-1)
+    ),
+}
+
+
+def related(*shape: int, dims: tuple[int, int], dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    """Student and teacher features that share some directions and have large means."""
+    shared = torch.randn(*shape, 3, dtype=torch.float64)
+    student, teacher = (
+        shared @ torch.randn(3, d, dtype=torch.float64)
+        + torch.randn(*shape, d, dtype=torch.float64)
+        + 5 * torch.randn(d, dtype=torch.float64)
+        for d in dims
+    )
+    return student.to(dtype), teacher.to(dtype)
+
+
+def value_and_grad(loss, student: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
+    student = student.detach().clone().requires_grad_()
+    value = loss(student, *args, **options)
+    upstream = torch.linspace(0.5, 2, value.numel(), dtype=value.dtype).view(value.shape)
+    return value.detach(), torch.autograd.grad(value, student, upstream)[0]
+
+
+def by_cholesky(student: Tensor, teacher: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Another form in float64, for D < m: eqs. 4-7 with Cholesky factors, by autograd."""
+    student = student.detach().double().requires_grad_()
+
+    def factor(x: Tensor) -> Tensor:
+        return torch.linalg.cholesky(x.mT @ x + ridge * torch.eye(x.shape[-1]).double())
+
+    a, b = (
+        (x - x.mean(-2, keepdim=True)) / (x.shape[-2] - 1) ** 0.5
+        for x in (student, teacher.double())
+    )
+    half = torch.linalg.solve_triangular(factor(b), b.mT @ a, upper=False)
+    whitened = torch.linalg.solve_triangular(factor(a), half.mT, upper=False)
+    loss = -torch.linalg.svdvals(whitened).sum()
+    return loss.detach(), torch.autograd.grad(loss, student)[0]
+
+
+def by_smoothers(student: Tensor, teacher: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Another form in float64, for m ≤ D: P = G(G+rI)⁻¹, ‖T‖_* = tr (P_t^½ P_s P_t^½)^½.
+
+    The gradient is r K_s N K_s X̄ / (m−1), K = (G+rI)⁻¹, N = P_t^½ (P_t^½ P_s P_t^½)^{−½} P_t^½.
+    The mean's direction, in which G is zero, is taken out of the basis first.
+    """
+    m = student.shape[-2]
+    a, b = (x.double() - x.double().mean(0) for x in (student, teacher))
+    basis = torch.linalg.svd(torch.ones(1, m).double()).Vh[1:].mT  # (m, m - 1)
+    (values_s, q_s), (values_t, q_t) = (
+        torch.linalg.eigh(basis.mT @ x @ x.mT @ basis / (m - 1)) for x in (a, b)
+    )
+    p_s = (q_s * (values_s / (values_s + ridge))) @ q_s.mT
+    root_t = (q_t * (values_t / (values_t + ridge)).sqrt()) @ q_t.mT
+    squares, turn = torch.linalg.eigh(root_t @ p_s @ root_t)
+    n = root_t @ (turn / squares.sqrt()) @ turn.mT @ root_t
+    k = basis @ (q_s / (values_s + ridge)) @ q_s.mT
+    return -squares.sqrt().sum(), -ridge * k @ n @ k.mT @ a / (m - 1)
+
+
+# By hand: one dimension each, so the correlation is |Pearson|, shrunk by the ridges.
+
+
+def test_one_dimension_is_pearson_by_hand(backend):
+    student = torch.tensor([[1.0], [2.0], [3.0]])
+    teacher = torch.tensor([[1.0], [3.0], [2.0]])
+    # centred (-1,0,1) and (-1,1,0): variances 1 and 1, covariance 1/2
+    assert cca_loss(student, teacher, ridge=0.0, backend=backend).item() == pytest.approx(-0.5)
+    assert cca_loss_ref(student, teacher, ridge=0.0).item() == pytest.approx(-0.5)
+    shrunk = -0.5 / (2.0**0.5 * 4.0**0.5)
+    assert cca_loss(student, teacher, ridge=(1.0, 3.0)).item() == pytest.approx(shrunk)
+    assert cca_loss_ref(student, teacher, ridge=(1.0, 3.0)).item() == pytest.approx(shrunk)
+    assert canonical_correlations(student, teacher).tolist() == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize("dims", [(4, 4), (3, 7), (7, 3), (12, 12), (20, 15)])
+def test_correlations_equal_the_svd_of_qr_factors(dims):
+    x, y = related(2, 30, dims=dims)
+    q_x, q_y = (torch.linalg.qr(z - z.mean(-2, keepdim=True)).Q for z in (x, y))
+    expected = torch.linalg.svdvals(q_x.mT @ q_y)
+    actual = canonical_correlations(x, y)
+    assert actual.shape == (2, min(29, *dims))
+    assert relative_error(actual, expected[..., : actual.shape[-1]]) <= 1e-12
+    assert relative_error(canonical_correlations(x.float(), y.float()), expected) <= 1e-6
+    if max(dims) < 30:
+        loss = cca_loss(x, y, ridge=0.0, reduction="none")
+        assert relative_error(-loss, expected.sum(-1)) <= 1e-12
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", [(5, 5), (4, 7), (8, 3)])
+@pytest.mark.parametrize(
+    "options", [{}, {"ridge": (0.5, 0.01)}, {"top_k": 2, "ridge": 0.1}], ids=str
+)
+def test_matches_the_reference(mask, dims, options, backend):
+    student, teacher = related(4, 20, dims=dims)
+    mask = MASKS[mask]((4, 20))
+    for reduction in ("sum", "mean", "none"):
+        actual = value_and_grad(
+            cca_loss, student, teacher, mask, **options, reduction=reduction, backend=backend
+        )
+        expected = value_and_grad(
+            cca_loss_ref, student, teacher, mask, **options, reduction=reduction
+        )
+        assert_accurate(actual[0], expected[0], torch.float64)
+        if mask is None or mask.sum(-1).min() > max(dims):  # else eigh's derivative is NaN
+            assert_accurate(actual[1], expected[1], torch.float64)
+        assert actual[1].isfinite().all()
+
+
+@pytest.mark.parametrize("m", [2, 3, 5, 6])
+@pytest.mark.parametrize("ridge", [1.0, 1e-2])
+def test_fewer_observations_than_dimensions(m, ridge, backend):
+    student, teacher = related(m, dims=(6, 9))
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge, backend=backend)
+    assert_accurate(value, cca_loss_ref(student, teacher, ridge=ridge), torch.float64)
+    if m > 2:
+        expected, expected_grad = by_smoothers(student, teacher, ridge)
+        assert_accurate(value, expected, torch.float64)
+        assert relative_error(grad, 0.5 * expected_grad) <= 1e-9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(dtype, backend):
+    student, teacher = related(2, 50, dims=(6, 4), dtype=dtype)
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=1e-2, backend=backend)
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert grad.dtype == dtype
+    expected = value_and_grad(cca_loss_ref, student.double(), teacher.double(), ridge=1e-2)
+    assert_accurate(value, expected[0], value.dtype)
+    assert_accurate(grad, expected[1], dtype)
+
+
+SIZES = [(32, 768), (64, 64), (512, 768), pytest.param(4096, 768, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("m, d", SIZES)
+def test_float32_is_accurate_at_real_sizes(m, d, ridge):
+    """Value to 1e-4, gradient to 1e-3; features of mean cosine 0.99, as language models have."""
+    torch.manual_seed(m)
+    teacher = torch.randn(m, d) + 10.0
+    student = 0.5 * teacher + torch.randn(m, d)
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge)
+    expected, expected_grad = (by_smoothers if m <= d else by_cholesky)(student, teacher, ridge)
+    assert relative_error(value, expected) <= 1e-4
+    assert -value <= min(m - 1, d)
+    assert grad.isfinite().all()
+    if ridge >= 1e-4:
+        assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4])
+def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
+    """Rank 60 in 256 dimensions: float32 covariances alone would not do."""
+    shared = torch.randn(1024, 60)
+    teacher = shared @ torch.randn(60, 256)
+    student = (shared + torch.randn(1024, 60)) @ torch.randn(60, 256)
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge)
+    expected, expected_grad = by_cholesky(student, teacher, ridge)
+    assert relative_error(value, expected) <= 1e-4
+    assert grad.isfinite().all()
+    if ridge == 1e-2:  # below, the kink of the loss at correlation 0 meets the features' rounding
+        assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
+
+
+@pytest.mark.parametrize("dims", [(5, 5), (4, 7), (40, 30), (30, 40), (20, 40)])
+@pytest.mark.parametrize("ridge", [1.0, (0.1, 0.3), 0.0])
+def test_gradcheck(dims, ridge, backend):
+    if ridge == 0.0 and max(dims) > 20:
+        pytest.skip("every correlation is 1: a corner of the loss")
+    student, teacher = related(21, dims=dims)
+    student = student[:21].requires_grad_()
+    for mask in (None, torch.arange(21) != 3):
+        assert torch.autograd.gradcheck(
+            lambda s, mask=mask: cca_loss(s, teacher, mask, ridge=ridge, backend=backend),
+            (student,),
+            fast_mode=True,
+        )
+
+
+@pytest.mark.parametrize("rows, columns", [(16, 16), (20, 7), (7, 20), (1, 1)])
+def test_polar_factor_by_products(rows, columns):
+    m = torch.randn(3, rows, columns).double()
+    m = m / torch.linalg.matrix_norm(m, ord=2, keepdim=True)
+    m[0] *= 1e-3
+    left, _, right = torch.linalg.svd(m, full_matrices=False)
+    assert relative_error(polar(m), left @ right) <= 1e-8
+    assert polar(torch.zeros_like(m)).count_nonzero() == 0
+
+
+def test_the_branch_for_gpus_agrees(monkeypatch):
+    for dims in ((6, 6), (4, 9), (9, 4)):
+        student, teacher = related(3, 30, dims=dims)
+        expected = value_and_grad(cca_loss, student, teacher, ridge=1e-3)
+        with monkeypatch.context() as patch:
+            patch.setattr(cca, "_use_polar", lambda m, top_k: True)
+            actual = value_and_grad(cca_loss, student, teacher, ridge=1e-3)
+        assert relative_error(actual[0], expected[0]) <= 1e-10
+        assert relative_error(actual[1], expected[1]) <= 1e-7
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.linspace(1, 1e-3, 300), torch.logspace(0, -4, 300), torch.linspace(1, -1, 300).relu()],
+    ids=["few-small", "many-small", "zeros"],
+)
+@pytest.mark.parametrize("columns", [300, 280])
+def test_float32_singular_vectors(values, columns):
+    """Small values survive squaring. The sum σ·uvᵀ and the polar factor of the others are right."""
+    left, right = (torch.linalg.qr(torch.randn(300, 300).double()).Q for _ in range(2))
+    m = ((left * values) @ right.mT)[:, :columns]
+    u, s, v = torch.linalg.svd(m, full_matrices=False)
+    keep = s > 1e-4
+    for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
+        left, values, right = cca._svd(x.float(), None)
+        assert relative_error(values, s) <= 1e-6
+        assert relative_error((left * values) @ right.mT, x) <= 5e-6
+        large = values > 1e-4
+        assert relative_error(left[:, large] @ right[:, large].mT, expected) <= 1e-3
+
+
+def test_strides_and_leading_dimensions():
+    student, teacher = related(2, 3, 25, dims=(4, 5))
+    expected = value_and_grad(cca_loss, student, teacher, ridge=0.1, reduction="none")
+    assert expected[0].shape == (2, 3)
+    strided = student.mT.contiguous().mT
+    actual = value_and_grad(
+        cca_loss, strided, teacher.flip(0).contiguous().flip(0), ridge=0.1, reduction="none"
+    )
+    assert relative_error(actual[0], expected[0]) <= 1e-12
+    assert relative_error(actual[1], expected[1]) <= 1e-11
+    one = cca_loss(student[1, 2], teacher[1, 2], ridge=0.1)
+    assert relative_error(one, expected[0][1, 2]) <= 1e-12
+
+
+def test_backward_twice_gives_the_same():
+    student, teacher = related(25, dims=(4, 5))
+    student.requires_grad_()
+    loss = cca_loss(student, teacher)
+    first = torch.autograd.grad(loss, student, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, student)[0])
+
+
+@pytest.mark.parametrize("m, dims", [(30, (4, 5)), (4, (6, 5)), (5, (3, 8))])
+def test_nan_padding_changes_nothing(m, dims, backend):
+    student, teacher = related(2, m, dims=dims)
+    expected = value_and_grad(cca_loss, student, teacher, ridge=0.1, backend=backend)
+    padding = torch.full((2, 3, 1), torch.nan, dtype=torch.float64)
+    student, teacher = (
+        torch.cat([x, padding.expand(-1, -1, x.shape[-1])], -2) for x in (student, teacher)
+    )
+    mask = (torch.arange(m + 3) < m).expand(2, -1)
+    value, grad = value_and_grad(cca_loss, student, teacher, mask, ridge=0.1, backend=backend)
+    assert relative_error(value, expected[0]) <= 1e-10
+    assert relative_error(grad[:, :m], expected[1]) <= 1e-9
+    assert grad[:, m:].count_nonzero() == 0
+    x, y = (
+        canonical_correlations(student, teacher, mask=mask),
+        canonical_correlations(student[:, :m], teacher[:, :m]),
+    )
+    assert relative_error(x[:, : y.shape[-1]], y) <= 1e-10
+
+
+@pytest.mark.parametrize("m, dims", [(30, (4, 5)), (4, (6, 5)), (5, (3, 8))])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_in_real_data_is_never_hidden(m, dims, value, dtype, backend):
+    student, teacher = related(3, m, dims=dims, dtype=dtype)
+    for side in (student, teacher):
+        bad = side.clone()
+        bad[1, 2, 0] = value
+        pair = (bad, teacher) if side is student else (student, bad)
+        loss, grad = value_and_grad(cca_loss, *pair, reduction="none", backend=backend)
+        assert loss.isnan().tolist() == [False, True, False]
+        assert grad[[0, 2]].isfinite().all()
+        assert grad[1].isnan().all()
+        assert canonical_correlations(*pair)[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "m, dims", [(30, (4, 5)), (4, (6, 5)), (5, (3, 8)), (1, (3, 3)), (2, (1, 1))]
+)
+@pytest.mark.parametrize("ridge", [0.0, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["zero", "constant", "duplicated", "tiny", "huge", "equal"])
+def test_extreme_features_stay_finite_and_bounded(m, dims, ridge, dtype, kind, backend):
+    student, teacher = related(m, dims=dims, dtype=dtype)
+    if kind == "zero":
+        student = torch.zeros_like(student)
+    elif kind == "constant":
+        student = torch.full_like(student, 0.1)
+    elif kind == "duplicated":
+        student = student[:, :1].expand_as(student).contiguous()
+    elif kind == "tiny":
+        student, teacher = student * 1e-15, teacher * 1e-15
+    elif kind == "huge":
+        student, teacher = student * 1e15, teacher * 1e15
+    elif kind == "equal":
+        student, teacher = student[:, :3], student[:, :3].clone()
+    loss, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge, backend=backend)
+    assert grad.isfinite().all()
+    bound = min(m - 1, *dims) if kind not in ("duplicated",) else min(m - 1, 1)
+    assert 0 <= -loss <= bound + (0 if kind != "duplicated" else 1e-3)
+    correlations = canonical_correlations(student, teacher, ridge=ridge)
+    assert (correlations <= 1).all()
+    assert (correlations >= 0).all()
+    if kind in ("zero", "constant"):
+        assert abs(loss.item()) <= 1e-5
+    if m == 1:
+        assert loss == 0
+        assert grad.count_nonzero() == 0
+
+
+def test_equal_features_correlate_fully():
+    student, _ = related(40, dims=(5, 5))
+    assert cca_loss(student, student.clone(), ridge=0.0).item() == pytest.approx(-5.0, abs=1e-9)
+    assert -cca_loss(student.float(), student.float(), ridge=1e-9) <= 5.0
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 3), (2, 0, 3), (2, 0, 8, 3)])
+def test_empty(shape, backend):
+    student = torch.randn(shape, requires_grad=True)
+    for reduction in ("sum", "mean"):
+        loss = cca_loss(student, torch.randn(shape), reduction=reduction, backend=backend)
+        loss.backward()
+        assert loss.item() == 0
+    assert student.grad.count_nonzero() == 0
+    assert canonical_correlations(student, torch.randn(shape)).shape == (
+        *shape[:-2],
+        max(0, min(shape[-2] - 1, 3)),
+    )
+
+
+def test_autocast_changes_nothing():
+    student, teacher = related(30, dims=(6, 4), dtype=torch.float32)
+    plain = value_and_grad(cca_loss, student, teacher)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = value_and_grad(cca_loss, student, teacher)
+    assert torch.equal(plain[0], cast[0])
+    assert torch.equal(plain[1], cast[1])
+
+
+@pytest.mark.parametrize("m", [4, 30])
+def test_compiles_without_graph_breaks(m, backend):
+    student, teacher = related(2, m, dims=(6, 5), dtype=torch.float32)
+    mask = torch.arange(m).expand(2, -1) < m - 1
+    compiled = torch.compile(cca_loss, fullgraph=True, backend="aot_eager")
+    eager = value_and_grad(cca_loss, student, teacher, mask, ridge=1e-2, backend=backend)
+    actual = value_and_grad(compiled, student, teacher, mask, ridge=1e-2, backend=backend)
+    assert relative_error(actual[0], eager[0]) <= 1e-5
+    assert relative_error(actual[1], eager[1]) <= 1e-4
+
+
+def test_second_derivative_raises():
+    student, teacher = related(30, dims=(4, 4))
+    student.requires_grad_()
+    loss = cca_loss(student, teacher).square()
+    (grad,) = torch.autograd.grad(loss, student, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_no_gradient_is_computed_unless_asked(monkeypatch):
+    student, teacher = related(30, dims=(4, 4))
+    monkeypatch.setattr(cca, "_uncentred", lambda *_: pytest.fail("gradient work"))
+    cca_loss(student, teacher)
+    cca_loss(student[:3], teacher[:3])
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16), dims=st.tuples(st.integers(1, 6), st.integers(1, 6)))
+def test_invariant_under_invertible_maps_at_small_ridge(seed, dims):
+    torch.manual_seed(seed)
+    student, teacher = related(40, dims=dims)
+    maps = [torch.linalg.qr(torch.randn(d, d).double()).Q * (0.5 + torch.rand(d)) for d in dims]
+    moved = student @ maps[0] + torch.randn(dims[0]), teacher @ maps[1] - 3.0
+    before, after = (cca_loss(*pair, ridge=1e-9) for pair in ((student, teacher), moved))
+    assert relative_error(after, before) <= 1e-6
+    assert (
+        relative_error(canonical_correlations(*moved), canonical_correlations(student, teacher))
+        <= 1e-10
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16), m=st.integers(2, 20), d=st.integers(1, 8))
+def test_permuting_observations_permutes_the_gradient(seed, m, d):
+    torch.manual_seed(seed)
+    student, teacher = related(m, dims=(d, 5))
+    order = torch.randperm(m)
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=0.1)
+    moved, moved_grad = value_and_grad(cca_loss, student[order], teacher[order], ridge=0.1)
+    assert relative_error(moved, value) <= 1e-10
+    assert (moved_grad - grad[order]).abs().max() <= 1e-8
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    m=st.integers(1, 24),
+    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    ridge=st.sampled_from([0.0, 1e-8, 1e-4, 1.0]),
+)
+def test_correlations_and_their_sum_are_bounded(seed, m, dims, ridge):
+    torch.manual_seed(seed)
+    student, teacher = related(m, dims=dims, dtype=torch.float32)
+    correlations = canonical_correlations(student, teacher, ridge=ridge)
+    assert ((correlations >= 0) & (correlations <= 1)).all()
+    assert (correlations.diff() <= 1e-6).all()
+    loss = cca_loss(student, teacher, ridge=ridge)
+    assert 0 <= -loss <= min(m - 1, *dims)
+    assert -loss.item() == pytest.approx(correlations.sum().item(), abs=2e-3)
+
+
+def test_bad_input():
+    x, y = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
+    with pytest.raises(ValueError, match=r"teacher must have shape \(2, 6, 4\)"):
+        cca_loss(x, torch.randn(2, 5, 4))
+    with pytest.raises(ValueError, match="teacher requires grad"):
+        cca_loss(x, y.clone().requires_grad_())
+    with pytest.raises(TypeError, match=r"teacher is torch\.float64"):
+        cca_loss(x, y.double())
+    with pytest.raises(ValueError, match="student must have at least 2 dimensions"):
+        cca_loss(x[0, 0], y[0, 0])
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 6\)"):
+        cca_loss(x, y, torch.ones(2, 5))
+    with pytest.raises(ValueError, match="mask must hold only 0"):
+        cca_loss(x, y, torch.full((2, 6), 0.5))
+    with pytest.raises(ValueError, match="ridge must be at least 0"):
+        cca_loss(x, y, ridge=-1e-3)
+    with pytest.raises(ValueError, match="ridge must be a number or a pair"):
+        cca_loss(x, y, ridge=(1.0, 2.0, 3.0))
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        cca_loss(x, y, top_k=0)
+    with pytest.raises(ValueError, match="did you mean 'mean'"):
+        cca_loss(x, y, reduction="maen")
+    with pytest.raises(ValueError, match="cca_loss has no Triton kernel"):
+        cca_loss(x, y, backend="triton")
+    with pytest.raises(ValueError, match=r"y must have shape \(2, 6, 4\)"):
+        canonical_correlations(x, torch.randn(2, 5, 4))
+    with pytest.raises(ValueError, match="pool must be one of"):
+        CCALoss(pool="max")
+
+
+# The module: pooling, several layers, the warning.
+
+
+def hidden_states(b: int = 30, n: int = 4, dims: tuple[int, int] = (5, 6)):
+    student, teacher = related(b, n, dims=dims)
+    mask = torch.arange(n) < torch.randint(1, n + 1, (b, 1))
+    return student, teacher, mask
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_module_pools(pool, masked):
+    student, teacher, mask = hidden_states()
+    mask = mask if masked else torch.ones_like(mask)
+
+    def observations(x: Tensor) -> Tensor:
+        if pool == "tokens":
+            return torch.stack([x[i, j] for i, j in mask.nonzero().tolist()])
+        if pool == "cls":
+            return x[:, 0]
+        return torch.stack([row[keep].mean(0) for row, keep in zip(x, mask, strict=True)])
+
+    def expected(s: Tensor) -> Tensor:
+        return cca_loss_ref(observations(s), observations(teacher), ridge=1e-3)
+
+    def actual(s: Tensor) -> Tensor:
+        return CCALoss(ridge=1e-3, pool=pool)(s, teacher, mask if masked else None)
+
+    oracle, result = value_and_grad(expected, student), value_and_grad(actual, student)
+    assert relative_error(result[0], oracle[0]) <= 1e-10
+    assert relative_error(result[1], oracle[1]) <= 1e-9
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
+def test_module_padding_is_never_seen(pool):
+    student, teacher, mask = hidden_states()
+    student[-1:], teacher[-1:], mask[-1:] = torch.nan, torch.nan, False  # a sample of padding only
+    module = CCALoss(pool=pool)
+    expected = module(student[:-1], teacher[:-1], mask[:-1])
+    student[~mask], teacher[~mask] = torch.nan, torch.nan
+    value, grad = value_and_grad(module, student, teacher, mask)
+    assert relative_error(value, expected) <= 1e-10
+    assert grad[~mask].count_nonzero() == 0
+    assert grad.isfinite().all()
+
+
+def test_module_averages_layers_of_any_size(monkeypatch):
+    pairs = [related(30, 4, dims=dims) for dims in ((5, 6), (3, 4), (5, 6), (5, 6))]
+    students, teachers = zip(*pairs, strict=True)
+    module = CCALoss(ridge=1e-3, top_k=3)
+    expected = sum(module(s, t) for s, t in pairs) / 4
+    calls = []
+    original = cca.cca_loss
+    monkeypatch.setattr(
+        cca, "cca_loss", lambda *a, **k: calls.append(a[0].shape) or original(*a, **k)
+    )
+    assert relative_error(module(list(students), list(teachers)), expected) <= 1e-12
+    assert calls == [(3, 120, 5), (1, 120, 3)]
+
+
+def test_module_warns_once_with_the_numbers():
+    student, teacher, mask = hidden_states(b=2, n=4)
+    module = CCALoss()
+    full = torch.ones_like(mask)
+    few = full.clone()
+    few[1, 1:] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(student, teacher, full)  # 8 observations
+    with pytest.warns(UserWarning, match="5 observations for 6 dimensions"):
+        module(student, teacher, few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(student, teacher, few)
+    with pytest.warns(UserWarning, match="2 observations"):
+        CCALoss(pool="cls")(student, teacher)
+
+
+def test_module_bad_input():
+    student, teacher, mask = hidden_states()
+    with pytest.raises(ValueError, match="student must have 3 dimensions"):
+        CCALoss()(student[0], teacher[0])
+    with pytest.raises(ValueError, match="2 layers but teacher has 1"):
+        CCALoss()([student, student], [teacher])
+    with pytest.raises(ValueError, match=r"mask must have shape \(30, 4\)"):
+        CCALoss()(student, teacher, mask[:, :2])
+
+
+def test_module_compiles():
+    student, teacher, mask = hidden_states()
+    module = CCALoss(ridge=1e-3)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert relative_error(compiled(student, teacher, mask), module(student, teacher, mask)) <= 1e-9
+
+
+def test_module_shows_its_options():
+    assert repr(CCALoss(1e-3, top_k=2)) == "CCALoss(ridge=0.001, top_k=2, pool='tokens')"
+
+
+def test_examples():
+    import doctest
+
+    assert doctest.testmod(cca).failed == 0
