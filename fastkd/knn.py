@@ -41,8 +41,7 @@ PAIR_ELEMENTS = 2**18
 # With fewer rows, centring the bank costs more than the few choices that it makes sure.
 MIN_ROWS_TO_CENTRE = 256
 
-# Further candidates whose order is decided by direct difference where nothing may depend on the
-# data (torch.compile, CUDA).
+# Candidates beyond the k-th, compared by direct difference.
 EXTRA_CANDIDATES = 8
 
 _Rows = slice | Tensor  # rows 0..n or start..stop, or their numbers
@@ -324,9 +323,10 @@ class _KNNFeatureLoss(torch.autograd.Function):
 class _Search:
     """The nearest rows of the same label, without a matrix of all distances.
 
-    Matrix products of blocks select. Where their rounding could have swapped the k-th and the
-    next row, float64 decides; on a GPU and under torch.compile, where nothing may depend on the
-    data, a few further candidates are compared by direct difference instead.
+    Matrix products of blocks choose k rows and a few more, among which direct differences decide.
+    On the CPU that is done only where rounding could have swapped the k-th and the next row, and
+    where it could have swapped more, float64 decides; on a GPU and under torch.compile, where
+    nothing may depend on the data, always.
     """
 
     def __init__(self, student, teacher, student_labels, teacher_labels, k, tolerance):
@@ -401,7 +401,7 @@ class _Search:
         """`neighbours` of some rows among some of the bank."""
         q = self.rows(self.student, queries)  # (Q, D)
         q_squared = _squared_norm(q)
-        keep = self.k + (1 if self.may_look else EXTRA_CANDIDATES)
+        keep = self.k + EXTRA_CANDIDATES
         best = q.new_full((len(q), keep), torch.inf)
         chosen = torch.zeros_like(best, dtype=torch.int64)
         for block in _split(bank, self.block_rows):
@@ -444,21 +444,27 @@ class _Search:
         broken: Tensor,
     ) -> None:
         """Choose again, in place, where rounding could have changed the choice."""
-        kth, following = best[:, self.k - 1], best[:, self.k]
+        kth, following, last = best[:, self.k - 1], best[:, self.k], best[:, -1]
         # A row that could take the k-th place is no farther out than this.
         reach = q_squared.sqrt() + (kth + q_squared).clamp_min(0).sqrt()
-        # The error of a score relative to ‖q‖² + ‖t‖²: three times and more what is seen.
-        relative = torch.finfo(self.dtype).eps * (4 + self.student.shape[1] ** 0.5 / 4)
-        rounding = relative * (q_squared + reach.square())
-        sure = (following == torch.inf) | (following - kth > 2 * rounding) | broken
-        if bool(sure.all()):
+        # The error of a score relative to ‖q‖² + ‖t‖²: about twice the largest seen.
+        relative = torch.finfo(self.dtype).eps * (4 + self.student.shape[1] ** 0.5 / 16)
+        limit = kth + 2 * relative * (q_squared + reach.square())
+        unsure = ~((following > limit) | (following == torch.inf) | broken)
+        if not bool(unsure.any()):
             return
-        unsure = (~sure).nonzero().squeeze(1)
-        rows = unsure + queries.start if isinstance(queries, slice) else queries[unsure]
+        # Where the last candidate is out of reach, one of the candidates it is.
+        few = (last > limit) | (last == torch.inf)
+        index = (unsure & few).nonzero().squeeze(1)
+        rows = index + queries.start if isinstance(queries, slice) else queries[index]
+        best[index], chosen[index] = self.reorder(rows, best[index], chosen[index])
+
+        index = (unsure & ~few).nonzero().squeeze(1)
+        rows = index + queries.start if isinstance(queries, slice) else queries[index]
         # Ascending, so that the lower of two equals comes first.
         bank = torch.arange(bank.stop) if isinstance(bank, slice) else bank.sort().values
         for part in _parts(len(rows), max(1, BLOCK_ELEMENTS // (2 * len(bank)))):
-            chosen[unsure[part], : self.k] = self.exact(rows[part], bank)
+            chosen[index[part], : self.k] = self.exact(rows[part], bank)
 
     def exact(self, queries: Tensor, bank: Tensor) -> Tensor:
         """The k nearest (Q, k) in float64."""
@@ -485,8 +491,8 @@ class _Search:
             distance.append((q[part, None] - t).square_().sum(2))
         # Only what is missing may be inf: neither a square that overflows nor a NaN.
         largest = torch.finfo(self.dtype).max
-        distances = torch.cat(distance).nan_to_num_(largest, largest)
-        best = torch.where(best.isinf(), best, distances)
+        direct = torch.cat(distance).nan_to_num_(largest, largest) if distance else best
+        best = torch.where(best.isinf(), best, direct)
         best, order = best.sort(dim=1, stable=True)
         return best, chosen.gather(1, order)
 
@@ -501,7 +507,9 @@ class _Search:
 
 
 def _squared_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=1).square_()
+    # In parts, because one long running sum would lose digits.
+    norms = [torch.linalg.vector_norm(part, dim=1) for part in x.split(4096, dim=1)]
+    return sum((norm.square_() for norm in norms[1:]), norms[0].square_())
 
 
 def _split(index: _Rows, step: int) -> Sequence[_Rows]:
