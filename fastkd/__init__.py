@@ -1,3 +1,24 @@
 """Distillation losses of five papers as fused, exact, drop-in PyTorch functions."""
 
+from fastkd import functional
+from fastkd.cca import CCALoss
+from fastkd.contrastive import CosNCELoss
+from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
+from fastkd.knn import IntraClassKNNLoss
+from fastkd.projection import DualProjectionLoss, OrthogonalProjection
+from fastkd.relation import FCDLoss
+from fastkd.soft_targets import SoftTargetLoss
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CCALoss",
+    "CosNCELoss",
+    "DualProjectionLoss",
+    "FCDLoss",
+    "IntraClassKNNLoss",
+    "OrthogonalProjection",
+    "SoftTargetLoss",
+    "functional",
+]
+__all__ += functional.__all__

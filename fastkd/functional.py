@@ -1,0 +1,39 @@
+"""The stateless functions under one roof, like torch.nn.functional."""
+
+from fastkd.cca import canonical_correlations, cca_loss, cca_loss_ref
+from fastkd.contrastive import cos_nce_loss, cos_nce_loss_ref
+from fastkd.knn import intra_class_similarity, knn_feature_loss, knn_feature_loss_ref
+from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
+from fastkd.projection import cayley, cayley_ref, layer_norm_mse, layer_norm_mse_ref
+from fastkd.relation import relation_loss, relation_loss_ref
+from fastkd.soft_targets import (
+    linear_soft_target_loss,
+    linear_soft_target_loss_ref,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
+
+__all__ = [
+    "canonical_correlations",
+    "cayley",
+    "cayley_ref",
+    "cca_loss",
+    "cca_loss_ref",
+    "cos_nce_loss",
+    "cos_nce_loss_ref",
+    "intra_class_similarity",
+    "inv_sqrtm",
+    "inv_sqrtm_ref",
+    "knn_feature_loss",
+    "knn_feature_loss_ref",
+    "layer_norm_mse",
+    "layer_norm_mse_ref",
+    "linear_soft_target_loss",
+    "linear_soft_target_loss_ref",
+    "relation_loss",
+    "relation_loss_ref",
+    "soft_target_loss",
+    "soft_target_loss_ref",
+    "sqrtm",
+    "sqrtm_ref",
+]
