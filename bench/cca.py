@@ -1,0 +1,119 @@
+"""MC3KD: canonical correlation between student and teacher layers."""
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkd.cca import cca_loss, cca_loss_ref
+
+from .features import features
+from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+
+LOSS = "cca"
+RIDGE = 1e-4
+
+
+def make(*, pairs, m, Ds, Dt, device, dtype) -> dict[str, Tensor]:
+    """``pairs`` layer pairs of m observations; the teacher explains half of the student."""
+    make = functools.partial(features, device=device, dtype=torch.float32)
+    teacher = make(pairs, m, Dt, seed=1)
+    student = make(pairs, m, Ds, seed=0)
+    shared = min(Ds, Dt)
+    student[..., :shared] += teacher[..., :shared]
+    return {"student": student.to(dtype).requires_grad_(), "teacher": teacher.to(dtype)}
+
+
+def oracle(student: Tensor, teacher: Tensor) -> Tensor:
+    """Eqs. 4-7 through Cholesky factors: the same value, and a gradient at m < D as well.
+
+    The reference differentiates ``eigh``, which fails where the ridge repeats as an eigenvalue.
+    """
+    m = student.shape[-2]
+    student, teacher = (x - x.mean(-2, keepdim=True) for x in (student, teacher))
+    roots = []
+    for x in (student, teacher):
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        roots.append(torch.linalg.cholesky(x.mT @ x / (m - 1) + RIDGE * identity))
+    cross = torch.linalg.solve_triangular(roots[1], teacher.mT @ student / (m - 1), upper=False)
+    whitened = torch.linalg.solve_triangular(roots[0], cross.mT, upper=False)
+    return -torch.linalg.svdvals(whitened).sum()
+
+
+def cca_zoo() -> Provider:
+    """cca-zoo's deep CCA loss: the sum of squared correlations, one pair at a time."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from cca_zoo.deep.objectives import CCALoss
+
+        loss = CCALoss(reg_covar=RIDGE)
+        student, teacher = inputs["student"], inputs["teacher"]
+        return Bound(
+            lambda: torch.stack(
+                [loss([t, s]) for s, t in zip(student, teacher, strict=True)]
+            ).sum(),
+            leaves_of(inputs),
+        )
+
+    def why_not(device: torch.device) -> str | None:
+        if importlib.util.find_spec("cca_zoo") is None:
+            return "cca-zoo is not installed (pip install cca-zoo)"
+        return None
+
+    return Provider("cca-zoo", bind, why_not, own_objective=True)
+
+
+def operations(m: int, Ds: int, Dt: int) -> int:
+    """Products of one pair on the smaller side: covariances, Cholesky factors, gradient."""
+    if m < min(Ds, Dt):
+        return m**2 * (Ds + Dt) + 2 * m**2 * Ds + 10 * m**3
+    covariances = m * (Ds**2 + Dt**2 + 2 * Ds * Dt)
+    factors = (Ds**3 + Dt**3) // 3 + 2 * Ds * Dt * (Ds + Dt)
+    return covariances + factors + 2 * m * Ds * (Ds + Dt)
+
+
+def case(
+    set: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    compile: bool = False,
+    sweep: str = "",
+    **sizes: int,
+) -> Case:
+    """Sizes pairs, m, Ds, Dt."""
+    pairs, m, Ds, Dt = (sizes[name] for name in ("pairs", "m", "Ds", "Dt"))
+    reference = functools.partial(cca_loss_ref, ridge=RIDGE)
+    return Case(
+        loss=LOSS,
+        title="observations",
+        set=set,
+        sizes=sizes,
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(REFERENCE, call(reference)),
+            *([compiled(reference)] if compile else []),
+            *fastkd_providers(functools.partial(cca_loss, ridge=RIDGE), "cca_loss"),
+            cca_zoo(),
+        ),
+        bytes_moved=pairs * m * (2 * Ds + Dt) * dtype.itemsize,
+        operations=pairs * operations(m, Ds, Dt),
+        oracle=oracle,
+        sweep=sweep,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every size."""
+    yield case("cpu", pairs=1, m=32, Ds=768, Dt=768)
+    yield case("cpu", pairs=1, m=4096, Ds=768, Dt=768)
+    yield case("cca-12", pairs=12, m=32, Ds=768, Dt=768)
+    yield case("cca-12", pairs=12, m=4096, Ds=768, Dt=768)
+    yield case("bert", pairs=6, m=32, Ds=768, Dt=768)
+    yield case("bert", pairs=6, m=4096, Ds=768, Dt=768)
+    yield case("bert", torch.bfloat16, pairs=6, m=4096, Ds=768, Dt=768)
+    for d in (256, 512, 768):
+        yield case("sweep", sweep="D", pairs=24, m=4096, Ds=d, Dt=d)

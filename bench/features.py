@@ -1,0 +1,24 @@
+"""Inputs that look like a language model's: every token shares a direction with all others."""
+
+import torch
+from torch import Tensor
+
+
+def features(
+    *shape: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    requires_grad: bool = False,
+    shared: float = 1.0,
+) -> Tensor:
+    """Normal features plus ``shared`` in every entry: at 1.0 the mean cosine of two rows is ½."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+    return x.add_(shared).to(dtype).requires_grad_(requires_grad)
+
+
+def labels(count: int, classes: int, *, device: torch.device, seed: int) -> Tensor:
+    """Random labels of equally likely classes."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randint(classes, (count,), generator=generator, device=device)

@@ -1,0 +1,117 @@
+"""Intra-class similarity: nearest neighbours of the same class."""
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkd.knn import knn_feature_loss, knn_feature_loss_ref
+
+from .features import features, labels
+from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+
+LOSS = "knn"
+
+
+def make(*, N, M, D, classes, device, dtype) -> dict[str, Tensor]:
+    """N queries against a bank of M rows."""
+    make = functools.partial(features, device=device, dtype=dtype)
+    return {
+        "student": make(N, D, seed=0, requires_grad=True),
+        "teacher": make(M, D, seed=1),
+        "student_labels": labels(N, classes, device=device, seed=2),
+        "teacher_labels": labels(M, classes, device=device, seed=3),
+    }
+
+
+def keops(k: int) -> Provider:
+    """pykeops: the k nearest by a symbolic distance plus a penalty for another label."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        import pykeops
+        from pykeops.torch import LazyTensor
+
+        pykeops.set_verbose(False)
+        student, teacher, mine, theirs = inputs.values()
+        x, y = (
+            side.detach().float() if side.dtype != torch.float64 else side.detach()
+            for side in (student, teacher)
+        )
+        a, b = (side.to(x.dtype)[:, None] for side in (mine, theirs))
+
+        def forward() -> Tensor:
+            distance = ((LazyTensor(x[:, None]) - LazyTensor(y[None])) ** 2).sum(-1)
+            other = (LazyTensor(a[:, None]) - LazyTensor(b[None])) ** 2
+            nearest = (distance + 1e6 * other.sum(-1)).argKmin(k, dim=1)  # (N, k)
+            difference = student[:, None].to(x.dtype) - y[nearest]
+            return difference.square().sum() / student.shape[1]
+
+        return Bound(forward, leaves_of(inputs))
+
+    def why_not(device: torch.device) -> str | None:
+        if importlib.util.find_spec("pykeops") is None:
+            return "pykeops is not installed (pip install pykeops)"
+        return None
+
+    return Provider("pykeops", bind, why_not)
+
+
+def case(
+    set: str,
+    title: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    k: int = 1,
+    compile: bool = True,
+    peer: bool = False,
+    sweep: str = "",
+    check_sizes: dict[str, int] | None = None,
+    **sizes: int,
+) -> Case:
+    """Sizes N, M, D and ``classes``; operations count only pairs of the same class.
+
+    ``peer`` adds pykeops, where its scalar loops (a CPU) or its unrolled ones (D beyond a few
+    thousand, minutes to compile) can finish.
+    """
+    N, M, D = (sizes[name] for name in ("N", "M", "D"))
+    reference = functools.partial(knn_feature_loss_ref, k=k)
+    return Case(
+        loss=LOSS,
+        title=f"{title}, k={k}",
+        set=set,
+        sizes=sizes,
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(REFERENCE, call(reference)),
+            *([compiled(reference)] if compile else []),
+            *fastkd_providers(functools.partial(knn_feature_loss, k=k), "knn_feature_loss"),
+            *([keops(k)] if peer else []),
+        ),
+        bytes_moved=(2 * N + M) * D * dtype.itemsize,
+        operations=2 * N * M * D // sizes["classes"],
+        check_sizes=check_sizes or {},
+        sweep=sweep,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every size."""
+    half = torch.bfloat16
+    yield case("cpu", "batch", N=32, M=32, D=128 * 768, classes=2)
+    yield case("cpu", "bank", compile=False, N=2048, M=16384, D=768, classes=2)
+    yield case("cpu", "bank", compile=False, peer=True, N=32, M=4096, D=768, classes=2)
+    for k in (1, 8):
+        yield case("bert", "batch", half, k=k, N=32, M=32, D=768, classes=2)
+    yield case("bert", "tokens", half, N=32, M=32, D=128 * 768, classes=2)
+    for k in (1, 8):
+        yield case("bank", "bank", half, peer=True, k=k, N=32, M=65536, D=768, classes=2)
+    yield case("bank", "bank", half, peer=True, k=4, N=2048, M=65536, D=768, classes=2)
+    whole = {"N": 65536, "M": 65536, "D": 768, "classes": 2}
+    yield case("bank", "all pairs", half, compile=False, check_sizes={"N": 2048}, **whole)
+    for m in (1024, 4096, 16384, 65536):
+        sizes = {"N": 32, "M": m, "D": 768, "classes": 2}
+        yield case("sweep", "bank", half, compile=False, sweep="M", **sizes)

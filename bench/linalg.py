@@ -1,0 +1,69 @@
+"""Symmetric matrix roots."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
+
+from .features import features
+from .harness import REFERENCE, Case, Provider, call
+
+LOSS = "linalg"
+RIDGE = 1e-4
+
+
+def make(*, batch, n, device, dtype) -> dict[str, Tensor]:
+    """Covariances of 2n observations, and the gradient that comes from above."""
+    x = features(batch, 2 * n, n, device=device, dtype=torch.float32, seed=0, shared=0.0)
+    covariance = x.mT @ x / (2 * n)
+    weight = features(batch, n, n, device=device, dtype=dtype, seed=1, shared=0.0)
+    return {"a": covariance.to(dtype).requires_grad_(), "weight": weight}
+
+
+def root_ref(a: Tensor, weight: Tensor) -> Tensor:
+    return (sqrtm_ref(a) * weight).sum()
+
+
+def root(a: Tensor, weight: Tensor) -> Tensor:
+    return (sqrtm(a) * weight).sum()
+
+
+def inverse_root_ref(a: Tensor, weight: Tensor) -> Tensor:
+    return (inv_sqrtm_ref(a, RIDGE) * weight).sum()
+
+
+def inverse_root(a: Tensor, weight: Tensor) -> Tensor:
+    return (inv_sqrtm(a, RIDGE) * weight).sum()
+
+
+def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
+    """``title`` is "root" or "inverse root"; 10n³ is the least that a tridiagonal solver needs."""
+    reference, fast = {
+        "root": (root_ref, root),
+        "inverse root": (inverse_root_ref, inverse_root),
+    }[title]
+    return Case(
+        loss=LOSS,
+        title=title,
+        set=set,
+        sizes={"batch": batch, "n": n},
+        dtype=torch.float32,
+        make=make,
+        providers=(Provider(REFERENCE, call(reference)), Provider("fastkd", call(fast))),
+        bytes_moved=4 * batch * n * n * 4,
+        operations=batch * 10 * n**3,
+        sweep=sweep,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every size."""
+    for title in ("root", "inverse root"):
+        yield case("cpu", title, batch=12, n=32)
+        yield case("cpu", title, batch=1, n=768)
+        yield case("bert", title, batch=500, n=32)
+        yield case("bert", title, batch=24, n=768)
+    for n in (32, 64, 128, 256, 512, 1024):
+        yield case("sweep", "inverse root", sweep="n", batch=24, n=n)

@@ -1,0 +1,192 @@
+"""LRKD: Cayley maps, LayerNorm-MSE and dual projection."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from fastkd.projection import (
+    DualProjectionLoss,
+    cayley,
+    cayley_ref,
+    layer_norm_mse,
+    layer_norm_mse_ref,
+)
+
+from .features import features
+from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+
+LOSS = "projection"
+
+
+def make_pair(*, rows, D, device, dtype) -> dict[str, Tensor]:
+    """Both sides learn: each is a projection's output or input."""
+    make = functools.partial(features, rows, D, device=device, dtype=dtype, requires_grad=True)
+    return {"x": make(seed=0), "y": make(seed=1)}
+
+
+def layer_norm_case(
+    set: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    compile: bool = True,
+    sweep: str = "",
+    **sizes: int,
+) -> Case:
+    """Sizes rows and D."""
+    entries = sizes["rows"] * sizes["D"]
+    return Case(
+        loss=LOSS,
+        title="LayerNorm-MSE",
+        set=set,
+        sizes=sizes,
+        dtype=dtype,
+        make=make_pair,
+        providers=(
+            Provider(REFERENCE, call(layer_norm_mse_ref)),
+            *([compiled(layer_norm_mse_ref)] if compile else []),
+            *fastkd_providers(layer_norm_mse, "layer_norm_mse"),
+        ),
+        bytes_moved=4 * entries * dtype.itemsize,
+        operations=20 * entries,
+        sweep=sweep,
+    )
+
+
+def make_skew(*, D, device, dtype) -> dict[str, Tensor]:
+    """A skew-symmetric Q, and the gradient G that comes from above."""
+    raw = features(D, D, device=device, dtype=torch.float32, seed=0, shared=0.0) * D**-0.5
+    skew = (raw - raw.T) / 2
+    weight = features(D, D, device=device, dtype=dtype, seed=1, shared=0.0)
+    return {"skew": skew.to(dtype).requires_grad_(), "weight": weight}
+
+
+def weighted(function, skew: Tensor, weight: Tensor) -> Tensor:
+    """A scalar whose gradient with respect to W is ``weight``."""
+    return (function(skew) * weight).sum()
+
+
+def parametrized() -> Provider:
+    """torch's own Cayley parametrization, which holds its matrix itself: Q = A/2."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        skew = inputs["skew"].detach()
+        layer = nn.Linear(*skew.shape, bias=False, device=skew.device, dtype=skew.dtype)
+        parametrizations.orthogonal(layer, orthogonal_map="cayley", use_trivialization=False)
+        raw = layer.parametrizations.weight.original
+        with torch.no_grad():
+            raw.copy_(2 * skew.tril())
+        return Bound(lambda: (layer.weight * inputs["weight"]).sum(), [raw])
+
+    return Provider("torch parametrization", bind, own_leaves=True)
+
+
+def cayley_case(set: str, *, sweep: str = "", D: int) -> Case:
+    """One inverse and, backward, two products."""
+    dtype = torch.float32
+    return Case(
+        loss=LOSS,
+        title="Cayley",
+        set=set,
+        sizes={"D": D},
+        dtype=dtype,
+        make=make_skew,
+        providers=(
+            Provider(REFERENCE, call(functools.partial(weighted, cayley_ref))),
+            Provider("fastkd torch", call(functools.partial(weighted, cayley))),
+            parametrized(),
+        ),
+        bytes_moved=4 * D * D * dtype.itemsize,
+        operations=6 * D**3,
+        sweep=sweep,
+    )
+
+
+def make_dual(*, B, Ds, Dt, device, dtype) -> dict[str, Tensor]:
+    """Pooled features of both sides and the matrices of both projections, two layers each."""
+    side = max(Ds, Dt)
+    make = functools.partial(features, device=device)
+    raw = functools.partial(make, 2, side, side, dtype=torch.float32, shared=0.0)
+    return {
+        "student": make(B, Ds, dtype=dtype, seed=0, requires_grad=True),
+        "teacher": make(B, Dt, dtype=dtype, seed=1),
+        "student_raw": (raw(seed=2) * 0.1).requires_grad_(),
+        "teacher_raw": (raw(seed=3) * 0.1).requires_grad_(),
+    }
+
+
+def dual_ref(student: Tensor, teacher: Tensor, student_raw: Tensor, teacher_raw: Tensor) -> Tensor:
+    """Eqs. 5-10 from the references of their parts."""
+
+    def project(x: Tensor, raw: Tensor, size: int) -> Tensor:
+        first, second = (cayley_ref((a - a.T) / 2) for a in raw)
+        weight = (first @ second)[: x.shape[1], :size]
+        return x.to(weight.dtype) @ weight
+
+    to_teacher = project(student, student_raw, teacher.shape[1])
+    to_student = project(teacher, teacher_raw, student.shape[1])
+    student, teacher = student.to(to_teacher.dtype), teacher.to(to_teacher.dtype)
+    return 0.3 * layer_norm_mse_ref(to_teacher, teacher) + 0.7 * layer_norm_mse_ref(
+        to_student, student
+    )
+
+
+def dual(backend: str) -> Provider:
+    """`DualProjectionLoss` with the inputs' matrices."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        student, teacher = inputs["student"], inputs["teacher"]
+        loss = DualProjectionLoss(student.shape[1], teacher.shape[1], backend=backend)
+        loss = loss.to(student.device)
+        with torch.no_grad():
+            loss.student_projection.raw.copy_(inputs["student_raw"])
+            loss.teacher_projection.raw.copy_(inputs["teacher_raw"])
+        raw = [loss.student_projection.raw, loss.teacher_projection.raw]
+        return Bound(lambda: loss(student, teacher), [*leaves_of([student]), *raw])
+
+    from fastkd._dispatch import why_not_triton
+
+    def why_not(device: torch.device) -> str | None:
+        if backend == "torch":
+            return None
+        if device.type != "cuda":
+            return "Triton kernels need a CUDA device"
+        return why_not_triton("layer_norm_mse", torch.empty(0, device=device))
+
+    return Provider(f"fastkd {backend}", bind, why_not)
+
+
+def dual_case(set: str, **sizes: int) -> Case:
+    """Sizes B, Ds, Dt; two layers a side, each a factorisation and solves for B rows."""
+    B, Ds, Dt = (sizes[name] for name in ("B", "Ds", "Dt"))
+    side = max(Ds, Dt)
+    return Case(
+        loss=LOSS,
+        title="dual projection",
+        set=set,
+        sizes=sizes,
+        dtype=torch.float32,
+        make=make_dual,
+        providers=(Provider(REFERENCE, call(dual_ref)), dual("torch"), dual("triton")),
+        bytes_moved=4 * (2 * 2 * 2 * side**2 + B * (2 * Ds + Dt)),
+        operations=4 * (2 * side**3 // 3 + 6 * B * side**2),
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every size."""
+    yield layer_norm_case("cpu", rows=4096, D=768)
+    yield cayley_case("cpu", D=768)
+    yield dual_case("cpu", B=32, Ds=768, Dt=768)
+    yield layer_norm_case("bert", torch.bfloat16, rows=4096, D=768)
+    yield layer_norm_case("bert", rows=32, D=768)
+    yield cayley_case("bert", D=768)
+    yield dual_case("bert", B=32, Ds=768, Dt=768)
+    yield layer_norm_case("long", torch.bfloat16, rows=32768, D=4096)
+    yield cayley_case("long", D=4096)
+    yield dual_case("long", B=32, Ds=2048, Dt=4096)
+    for d in (256, 512, 1024, 2048, 4096):
+        yield cayley_case("sweep", sweep="D", D=d)

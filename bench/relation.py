@@ -1,0 +1,116 @@
+"""FCD: relations between tokens and between samples."""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
+
+from .features import features
+from .harness import REFERENCE, Case, Provider, call, compiled, fastkd_providers
+
+LOSS = "relation"
+
+
+def layers_ref(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """Eq. 10 with weights 1, averaged over the layers."""
+    total = sum(
+        relation_loss_ref(s, t, over=over)
+        for s, t in zip(student, teacher, strict=True)
+        for over in ("tokens", "samples")
+    )
+    return total / len(student)
+
+
+def layers(student: list[Tensor], teacher: list[Tensor], backend: str) -> Tensor:
+    """The same through `FCDLoss`."""
+    return FCDLoss(backend=backend)(student, teacher)
+
+
+def make_layers(*, layers: int, **options) -> dict[str, list[Tensor]]:
+    """Lists of ``layers`` pairs."""
+    made = [make_pair(seed=layer, **options) for layer in range(layers)]
+    return {side: [pair[side] for pair in made] for side in ("student", "teacher")}
+
+
+def make_pair(*, B, N, Ds, Dt, device, dtype, seed=0) -> dict[str, Tensor]:
+    """One layer's student (B, N, Ds) and teacher (B, N, Dt)."""
+    make = functools.partial(features, device=device, dtype=dtype)
+    return {
+        "student": make(B, N, Ds, seed=2 * seed, requires_grad=True),
+        "teacher": make(B, N, Dt, seed=2 * seed + 1),
+    }
+
+
+def operations(groups: int, members: int, Ds: int, Dt: int) -> int:
+    """Fewest for the relations of ``groups`` groups: on their side or on the features' side."""
+    relation_side = members**2 * (3 * Ds + Dt)
+    feature_side = members * (Ds**2 + Dt**2 + 4 * Ds * Dt + 2 * Ds**2)
+    return groups * min(relation_side, feature_side)
+
+
+def case(
+    set: str,
+    over: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    compile: bool = True,
+    sweep: str = "",
+    **sizes: int,
+) -> Case:
+    """``over`` is "tokens", "samples", or "tokens + samples" for a list of layers."""
+    B, N, Ds, Dt = (sizes[name] for name in ("B", "N", "Ds", "Dt"))
+    count = sizes.get("layers", 1)
+    if over == "tokens + samples":
+        reference, fast, make = layers_ref, layers, make_layers
+        work = operations(B, N, Ds, Dt) + operations(N, B, Ds, Dt)
+    else:
+        reference = functools.partial(relation_loss_ref, over=over)
+        fast, make = functools.partial(relation_loss, over=over), make_pair
+        work = operations(B, N, Ds, Dt) if over == "tokens" else operations(N, B, Ds, Dt)
+    return Case(
+        loss=LOSS,
+        title=over,
+        set=set,
+        sizes=sizes,
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(REFERENCE, call(reference)),
+            *([compiled(reference)] if compile else []),
+            *fastkd_providers(fast, "relation_loss"),
+        ),
+        bytes_moved=count * B * N * (2 * Ds + Dt) * dtype.itemsize,
+        operations=count * work,
+        sweep=sweep,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every size."""
+    bert = {"B": 32, "N": 128, "Ds": 768, "Dt": 768}
+    half = torch.bfloat16
+    yield case("cpu", "tokens", **bert)
+    yield case("cpu", "samples", **bert)
+    for n in (64, 128, 256, 512):
+        sizes = {"B": 8, "N": n, "Ds": 384, "Dt": 768}
+        yield case("cpu", "tokens", compile=False, sweep="N", **sizes)
+    for d in (192, 384, 768, 1536):
+        sizes = {"B": 8, "N": 128, "Ds": d, "Dt": d}
+        yield case("cpu", "tokens", compile=False, sweep="D", **sizes)
+    for count in (6, 12):
+        yield case("bert", "tokens + samples", half, **bert, layers=count)
+    yield case("bert", "tokens + samples", torch.float32, **bert, layers=6)
+    for b, n, ds, dt in (
+        (16, 1024, 1024, 1024),
+        (8, 2048, 2048, 2048),
+        (8, 4096, 2048, 4096),
+        (2, 8192, 4096, 4096),
+    ):
+        yield case("long", "tokens", half, B=b, N=n, Ds=ds, Dt=dt)
+    for n in (128, 256, 512, 1024, 2048, 4096, 8192):
+        yield case("sweep", "tokens", half, compile=False, sweep="N", B=4, N=n, Ds=1024, Dt=1024)
+    for d in (256, 512, 1024, 2048, 4096):
+        yield case("sweep", "tokens", half, compile=False, sweep="D", B=32, N=512, Ds=d, Dt=d)
