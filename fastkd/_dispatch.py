@@ -1,6 +1,5 @@
 """The one place that decides which backend runs a loss."""
 
-import functools
 import importlib.util
 import os
 
@@ -10,18 +9,15 @@ from fastkd._checks import check_choice
 
 BACKENDS = ("auto", "torch", "triton")
 
+# Found once, at import; the package itself is imported only when a kernel starts.
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
 # Public functions that have a Triton kernel.
-TRITON_FUNCTIONS: set[str] = set()
+TRITON_FUNCTIONS: set[str] = {"layer_norm_mse", "soft_target_loss"}
 
 
 class BackendUnavailable(RuntimeError, ValueError):
     """The backend that was asked for can't run this call here; the message says why."""
-
-
-@functools.cache
-def triton_installed() -> bool:
-    """Whether the triton package is there (it is imported only when a kernel starts)."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def triton_interpreted() -> bool:
@@ -38,7 +34,7 @@ def why_not_triton(function: str, x: Tensor, unsupported: str | None = None) -> 
         return f"{function} has no Triton kernel"
     if unsupported is not None:
         return unsupported
-    if not triton_installed():
+    if not TRITON_INSTALLED:
         return "the triton package is not installed"
     if x.device.type != "cuda" and not triton_interpreted():
         return f"student is on {x.device}, and Triton kernels run on CUDA"

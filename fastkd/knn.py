@@ -38,6 +38,9 @@ MAX_BLOCK_ROWS = 1024
 # The same for pairs of rows, of which there are several blocks at a time.
 PAIR_ELEMENTS = 2**18
 
+# Products of rows, bank and features up to which the few large steps of the search cost more.
+SMALL_PROBLEM = 2**20
+
 # With fewer rows, centring the bank costs more than the few choices that it makes sure.
 MIN_ROWS_TO_CENTRE = 256
 
@@ -135,7 +138,7 @@ def knn_feature_loss(
                 f"teacher_labels must be given when teacher has another number of rows "
                 f"({bank_size}) than student ({size})"
             )
-        teacher_labels = student_labels
+        teacher_labels = student_labels.clone()  # torch.compile takes no tensor twice
     check_labels("teacher_labels", teacher_labels, bank_size, student.device)
     check_positive_int("k", k)
     if tolerance is not None:
@@ -367,11 +370,23 @@ class _Search:
     def neighbours(self) -> tuple[Tensor, Tensor, Tensor]:
         """Neighbours (N, k), whether each exists (N, k), and rows that met a NaN or inf (N,)."""
         size, device = self.student.shape[0], self.student.device
+        if self.may_look and self.student.numel() * self.teacher.shape[0] <= SMALL_PROBLEM:
+            return self.all_pairs()
         nearest = torch.zeros(size, self.k, dtype=torch.int64, device=device)
         found = torch.zeros(size, self.k, dtype=torch.bool, device=device)
         broken = torch.zeros(size, dtype=torch.bool, device=device)
         for queries, bank in self.chunks():
             nearest[queries], found[queries], broken[queries] = self.search(queries, bank)
+        return nearest, found, broken
+
+    def all_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`neighbours` of a small problem, where float64 for all costs less than any thought."""
+        queries, bank = torch.arange(self.student.shape[0]), torch.arange(self.teacher.shape[0])
+        nearest = self.exact(queries, bank)
+        same = self.same(queries, bank)
+        found = torch.arange(self.k) < same.sum(1, keepdim=True)
+        broken = (same & ~self.teacher.isfinite().all(1)).any(1)
+        broken |= found[:, 0] & ~self.student.isfinite().all(1)
         return nearest, found, broken
 
     def chunks(self) -> Iterator[tuple[_Rows, _Rows]]:
@@ -474,10 +489,11 @@ class _Search:
             t = self.teacher[bank[part]].double()
             d[:, part] = torch.addmm(t.square().sum(1), q, t.T, alpha=-2)
         d.masked_fill_(~self.same(queries, bank), torch.inf)
-        chosen = []
+        chosen: list[Tensor] = []
         for _ in range(self.k):
+            if chosen:
+                d.scatter_(1, chosen[-1], torch.inf)
             chosen.append(d.argmin(1, keepdim=True))  # the first of equals
-            d.scatter_(1, chosen[-1], torch.inf)
         return bank[torch.cat(chosen, 1)]
 
     def reorder(self, queries: _Rows, best: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,6 @@ def backend(request) -> str:
     """Both backends; a module whose loss has a Triton kernel names it in ``TRITON_FUNCTION``."""
     if request.param == "triton":
         function = getattr(request.module, "TRITON_FUNCTION", None)
-        if function not in _dispatch.TRITON_FUNCTIONS or not _dispatch.triton_installed():
+        if function not in _dispatch.TRITON_FUNCTIONS or not _dispatch.TRITON_INSTALLED:
             pytest.skip("no Triton kernel, or triton is not installed")
     return request.param

@@ -89,7 +89,15 @@ def test_worked_example(function):
     assert torch.allclose(losses, torch.tensor([2.5, 0.0, (81 + 8.9**2) / 2]))
 
 
+@pytest.fixture(params=[True, False], ids=["any size", "as large"])
+def small_problems(request, monkeypatch):
+    """Small problems as they are, and by the search that large ones take."""
+    if not request.param:
+        monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", 0)
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.usefixtures("small_problems")
 def test_equals_a_loop(size):
     *shape, k = size
     student, teacher, *labels = batch(*shape)
@@ -105,10 +113,12 @@ def test_equals_a_loop(size):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_matches_reference(backend, size, dtype):
+def test_matches_reference(backend, size, dtype, monkeypatch):
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("float64 runs on PyTorch")
     *shape, k = size
+    if backend == "torch":
+        monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", 0)
     student, teacher, *labels = batch(*shape, dtype=dtype, mean=0.5)
     upstream = torch.randn(len(student))
     check(backend, student, teacher, *labels, k=k)
@@ -163,6 +173,7 @@ def test_trailing_dimensions_and_strides(backend):
     assert torch.equal(knn_feature_loss(student, teacher, *labels, k=2, backend=backend), flat)
 
 
+@pytest.mark.usefixtures("small_problems")
 def test_ties_go_to_the_lower_index(backend):
     student = torch.zeros(3, 2)
     teacher = torch.tensor([[2.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0], [1.0, 0]])
@@ -177,6 +188,7 @@ def test_ties_go_to_the_lower_index(backend):
     assert torch.equal(grad, torch.tensor([[0.0, -1.0]]).expand(3, 2))
 
 
+@pytest.mark.usefixtures("small_problems")
 def test_near_duplicates_in_the_bank(backend):
     # Far apart clusters of rows that differ by far less than a matrix product resolves.
     clusters = 30 * torch.randn(4, 64, dtype=torch.float64)
@@ -194,6 +206,7 @@ def test_near_duplicates_in_the_bank(backend):
         assert_accurate(actual[1], expected[1], torch.float32)
 
 
+@pytest.mark.usefixtures("small_problems")
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e15, 1e18])
 def test_extreme_scales(backend, scale):
     student, teacher, *labels = batch(10, 30, 8, 2, dtype=torch.float32)
@@ -204,6 +217,7 @@ def test_extreme_scales(backend, scale):
     assert_accurate(grad.double() / scale, expected, torch.float32)
 
 
+@pytest.mark.usefixtures("small_problems")
 def test_zero_and_constant_features(backend):
     labels = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])
     for value in (0.0, 0.1, 1e4):
@@ -232,6 +246,7 @@ def test_nothing_to_compare_is_zero(backend):
             assert (grad == 0).all()
 
 
+@pytest.mark.usefixtures("small_problems")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_nan_reaches_its_own_label_and_no_other(backend, bad):
     student, teacher, *_ = batch(6, 20, 5, 1, dtype=torch.float32)
@@ -308,6 +323,11 @@ def test_compiles_without_graph_breaks():
         traced = value_and_grad(compiled, student, teacher, *labels, **options)
         for a, b in zip(eager, traced, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True)
+    student, teacher, labels, _ = batch(8, 8, 6, 3, dtype=torch.float32)
+    eager = value_and_grad(knn_feature_loss, student, teacher, labels)
+    traced = value_and_grad(compiled, student, teacher, labels)
+    for a, b in zip(eager, traced, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("k", [1, 4])
