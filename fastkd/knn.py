@@ -381,12 +381,16 @@ class _Search:
 
     def all_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
         """`neighbours` of a small problem, where float64 for all costs less than any thought."""
-        queries, bank = torch.arange(self.student.shape[0]), torch.arange(self.teacher.shape[0])
-        nearest = self.exact(queries, bank)
-        same = self.same(queries, bank)
+        q, t = self.student.double(), self.teacher.double()
+        q_squared, t_squared = q.square().sum(1), t.square().sum(1)
+        same = _same_label(self.student_labels, self.teacher_labels, self.tolerance)
+        d = torch.addmm(t_squared, q, t.T, alpha=-2).masked_fill_(~same, torch.inf)
+        nearest = _first(d, self.k)
         found = torch.arange(self.k) < same.sum(1, keepdim=True)
-        broken = (same & ~self.teacher.isfinite().all(1)).any(1)
-        broken |= found[:, 0] & ~self.student.isfinite().all(1)
+        broken = torch.zeros(len(q), dtype=torch.bool)
+        if not bool((q_squared.sum() + t_squared.sum()).isfinite()):
+            broken = found[:, 0] & ~self.student.isfinite().all(1)
+            broken |= (same & ~self.teacher.isfinite().all(1)).any(1)
         return nearest, found, broken
 
     def chunks(self) -> Iterator[tuple[_Rows, _Rows]]:
@@ -488,13 +492,7 @@ class _Search:
         for part in _parts(len(bank), self.block_rows):
             t = self.teacher[bank[part]].double()
             d[:, part] = torch.addmm(t.square().sum(1), q, t.T, alpha=-2)
-        d.masked_fill_(~self.same(queries, bank), torch.inf)
-        chosen: list[Tensor] = []
-        for _ in range(self.k):
-            if chosen:
-                d.scatter_(1, chosen[-1], torch.inf)
-            chosen.append(d.argmin(1, keepdim=True))  # the first of equals
-        return bank[torch.cat(chosen, 1)]
+        return bank[_first(d.masked_fill_(~self.same(queries, bank), torch.inf), self.k)]
 
     def reorder(self, queries: _Rows, best: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The candidates (Q, keep) sorted by direct difference, the lower row first."""
@@ -520,6 +518,15 @@ class _Search:
         """Rows of ``x`` in the working dtype, centred where that is done."""
         x = x[index].to(self.dtype)
         return x if self.centre is None else x - self.centre
+
+
+def _first(d: Tensor, k: int) -> Tensor:
+    """The columns of the k smallest (Q, k), the first of equals; spoils ``d``."""
+    chosen = [d.argmin(1, keepdim=True)]
+    while len(chosen) < k:
+        d.scatter_(1, chosen[-1], torch.inf)
+        chosen.append(d.argmin(1, keepdim=True))
+    return torch.cat(chosen, 1)
 
 
 def _squared_norm(x: Tensor) -> Tensor:
