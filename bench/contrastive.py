@@ -28,6 +28,7 @@ def case(
     *,
     compile: bool = True,
     sweep: str = "",
+    headline: bool = False,
     **sizes: int,
 ) -> Case:
     """Sizes B, D and, for tokens, N; a dozen operations an entry."""
@@ -47,16 +48,17 @@ def case(
         bytes_moved=3 * entries * dtype.itemsize,
         operations=12 * entries,
         sweep=sweep,
+        headline=headline,
     )
 
 
 def cases() -> Iterator[Case]:
     """Every size."""
     half = torch.bfloat16
-    yield case("cpu", "tokens", B=32, N=128, D=768)
+    yield case("cpu", "tokens", headline=True, B=32, N=128, D=768)
     for b in (64, 128, 256, 512, 1024):
         yield case("cpu", "cls", compile=False, sweep="B", B=b, D=768)
-    yield case("bert", "tokens", half, B=32, N=128, D=768)
+    yield case("bert", "tokens", half, headline=True, B=32, N=128, D=768)
     yield case("bert", "cls", half, B=32, D=768)
     yield case("long", "tokens", half, B=8, N=4096, D=4096)
     for b in (64, 256, 1024, 4096, 16384):

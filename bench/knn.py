@@ -68,6 +68,7 @@ def case(
     compile: bool = True,
     peer: bool = False,
     sweep: str = "",
+    headline: bool = False,
     check_sizes: dict[str, int] | None = None,
     **sizes: int,
 ) -> Case:
@@ -95,6 +96,7 @@ def case(
         operations=2 * N * M * D // sizes["classes"],
         check_sizes=check_sizes or {},
         sweep=sweep,
+        headline=headline,
     )
 
 
@@ -102,13 +104,15 @@ def cases() -> Iterator[Case]:
     """Every size."""
     half = torch.bfloat16
     yield case("cpu", "batch", N=32, M=32, D=128 * 768, classes=2)
-    yield case("cpu", "bank", compile=False, N=2048, M=16384, D=768, classes=2)
+    yield case("cpu", "bank", compile=False, headline=True, N=2048, M=16384, D=768, classes=2)
     yield case("cpu", "bank", compile=False, peer=True, N=32, M=4096, D=768, classes=2)
     for k in (1, 8):
         yield case("bert", "batch", half, k=k, N=32, M=32, D=768, classes=2)
     yield case("bert", "tokens", half, N=32, M=32, D=128 * 768, classes=2)
     for k in (1, 8):
-        yield case("bank", "bank", half, peer=True, k=k, N=32, M=65536, D=768, classes=2)
+        yield case(
+            "bank", "bank", half, peer=True, headline=k == 1, k=k, N=32, M=65536, D=768, classes=2
+        )
     yield case("bank", "bank", half, peer=True, k=4, N=2048, M=65536, D=768, classes=2)
     whole = {"N": 65536, "M": 65536, "D": 768, "classes": 2}
     yield case("bank", "all pairs", half, compile=False, check_sizes={"N": 2048}, **whole)

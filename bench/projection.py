@@ -34,6 +34,7 @@ def layer_norm_case(
     *,
     compile: bool = True,
     sweep: str = "",
+    headline: bool = False,
     **sizes: int,
 ) -> Case:
     """Sizes rows and D."""
@@ -53,6 +54,7 @@ def layer_norm_case(
         bytes_moved=4 * entries * dtype.itemsize,
         operations=20 * entries,
         sweep=sweep,
+        headline=headline,
     )
 
 
@@ -84,7 +86,7 @@ def parametrized() -> Provider:
     return Provider("torch parametrization", bind, own_leaves=True)
 
 
-def cayley_case(set: str, *, sweep: str = "", D: int) -> Case:
+def cayley_case(set: str, *, sweep: str = "", headline: bool = False, D: int) -> Case:
     """One inverse and, backward, two products."""
     dtype = torch.float32
     return Case(
@@ -102,6 +104,7 @@ def cayley_case(set: str, *, sweep: str = "", D: int) -> Case:
         bytes_moved=4 * D * D * dtype.itemsize,
         operations=6 * D**3,
         sweep=sweep,
+        headline=headline,
     )
 
 
@@ -159,7 +162,7 @@ def dual(backend: str) -> Provider:
     return Provider(f"fastkd {backend}", bind, why_not)
 
 
-def dual_case(set: str, **sizes: int) -> Case:
+def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
     """Sizes B, Ds, Dt; two layers a side, each a factorisation and solves for B rows."""
     B, Ds, Dt = (sizes[name] for name in ("B", "Ds", "Dt"))
     side = max(Ds, Dt)
@@ -173,20 +176,21 @@ def dual_case(set: str, **sizes: int) -> Case:
         providers=(Provider(REFERENCE, call(dual_ref)), dual("torch"), dual("triton")),
         bytes_moved=4 * (2 * 2 * 2 * side**2 + B * (2 * Ds + Dt)),
         operations=4 * (2 * side**3 // 3 + 6 * B * side**2),
+        headline=headline,
     )
 
 
 def cases() -> Iterator[Case]:
     """Every size."""
-    yield layer_norm_case("cpu", rows=4096, D=768)
+    yield layer_norm_case("cpu", headline=True, rows=4096, D=768)
     yield cayley_case("cpu", D=768)
-    yield dual_case("cpu", B=32, Ds=768, Dt=768)
+    yield dual_case("cpu", headline=True, B=32, Ds=768, Dt=768)
     yield layer_norm_case("bert", torch.bfloat16, rows=4096, D=768)
     yield layer_norm_case("bert", rows=32, D=768)
     yield cayley_case("bert", D=768)
     yield dual_case("bert", B=32, Ds=768, Dt=768)
-    yield layer_norm_case("long", torch.bfloat16, rows=32768, D=4096)
-    yield cayley_case("long", D=4096)
+    yield layer_norm_case("long", torch.bfloat16, headline=True, rows=32768, D=4096)
+    yield cayley_case("long", headline=True, D=4096)
     yield dual_case("long", B=32, Ds=2048, Dt=4096)
     for d in (256, 512, 1024, 2048, 4096):
         yield cayley_case("sweep", sweep="D", D=d)

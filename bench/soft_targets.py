@@ -9,12 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd.soft_targets import soft_target_loss, soft_target_loss_ref
+from fastkd.soft_targets import (
+    linear_soft_target_loss,
+    linear_soft_target_loss_ref,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
 
 from .features import features
 from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
 
 LOSS = "soft_targets"
+NAMES = {
+    "forward_kl": "forward KL",
+    "reverse_kl": "reverse KL",
+    "adaptive_kl": "adaptive KL",
+    "js": "Jensen-Shannon",
+}
 
 
 def make(*, rows, V, device, dtype) -> dict[str, Tensor]:
@@ -66,6 +77,7 @@ def case(
     divergence: str = "forward_kl",
     compile: bool = True,
     sweep: str = "",
+    headline: bool = False,
     check_sizes: dict[str, int] | None = None,
     **sizes: int,
 ) -> Case:
@@ -75,7 +87,7 @@ def case(
     reference = functools.partial(soft_target_loss_ref, **options)
     return Case(
         loss=LOSS,
-        title=divergence.replace("_kl", " KL").replace("js", "Jensen-Shannon"),
+        title=NAMES[divergence],
         set=set,
         sizes=sizes,
         dtype=dtype,
@@ -90,6 +102,62 @@ def case(
         operations=12 * entries,
         check_sizes=check_sizes or {},
         sweep=sweep,
+        headline=headline,
+    )
+
+
+def make_linear(*, rows, Ds, Dt, V, device, dtype) -> dict[str, Tensor]:
+    """Hidden states and vocabulary heads, scaled so that the logits have a spread near 1."""
+    make = functools.partial(features, device=device, dtype=torch.float32, shared=0.0)
+    return {
+        "student_hidden": make(rows, Ds, seed=0).to(dtype).requires_grad_(),
+        "student_weight": make(V, Ds, seed=1).mul_(Ds**-0.5).to(dtype).requires_grad_(),
+        "teacher_hidden": make(rows, Dt, seed=2).to(dtype),
+        "teacher_weight": make(V, Dt, seed=3).mul_(Dt**-0.5).to(dtype),
+    }
+
+
+def liger_linear() -> Provider:
+    """Liger's Jensen-Shannon divergence from hidden states."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from liger_kernel.transformers import LigerFusedLinearJSD
+
+        loss = LigerFusedLinearJSD(jsd_beta=0.5)
+        return Bound(lambda: loss(*inputs.values(), None), leaves_of(inputs))
+
+    return Provider("liger-kernel", bind, why_no_liger)
+
+
+def linear_case(
+    set: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    divergence: str = "js",
+    compile: bool = False,
+    check_sizes: dict[str, int] | None = None,
+    **sizes: int,
+) -> Case:
+    """Sizes rows, Ds, Dt and V: logits of both sides, and the gradients of state and weight."""
+    rows, Ds, Dt, V = (sizes[name] for name in ("rows", "Ds", "Dt", "V"))
+    reference = functools.partial(linear_soft_target_loss_ref, divergence=divergence)
+    fast = functools.partial(linear_soft_target_loss, divergence=divergence)
+    return Case(
+        loss=LOSS,
+        title=f"from hidden states, {NAMES[divergence]}",
+        set=set,
+        sizes=sizes,
+        dtype=dtype,
+        make=make_linear,
+        providers=(
+            Provider(REFERENCE, call(reference)),
+            *([compiled(reference)] if compile else []),
+            *fastkd_providers(fast, "linear_soft_target_loss"),
+            *([liger_linear()] if divergence == "js" else []),
+        ),
+        bytes_moved=((rows + V) * (2 * Ds + Dt)) * dtype.itemsize,
+        operations=2 * rows * V * (3 * Ds + Dt),
+        check_sizes=check_sizes or {},
     )
 
 
@@ -99,15 +167,21 @@ def cases() -> Iterator[Case]:
     fewer = {"rows": 256}
     for divergence in ("forward_kl", "reverse_kl", "js", "adaptive_kl"):
         compile = divergence == "forward_kl"
-        yield case("cpu", divergence=divergence, compile=compile, rows=4096, V=768)
+        yield case(
+            "cpu", divergence=divergence, compile=compile, headline=compile, rows=4096, V=768
+        )
     for v in (2048, 8192, 32768, 131072):
         yield case("cpu", compile=False, sweep="V", rows=32, V=v)
+    yield linear_case("cpu", rows=128, Ds=384, Dt=768, V=30522)
     yield case("bert", half, rows=4096, V=30522, check_sizes=fewer)
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):
-        yield case("vocab", half, rows=8192, V=v, check_sizes=fewer)
+        yield case("vocab", half, headline=v == 152064, rows=8192, V=v, check_sizes=fewer)
     for divergence in ("reverse_kl", "js", "adaptive_kl"):
         sizes = {"rows": 8192, "V": 152064}
         yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
+    for divergence in ("forward_kl", "js"):
+        sizes = {"rows": 8192, "Ds": 2048, "Dt": 4096, "V": 128256}
+        yield linear_case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
     for v in (4096, 16384, 65536, 262144):
         yield case("sweep", half, compile=False, sweep="V", check_sizes=fewer, rows=4096, V=v)
