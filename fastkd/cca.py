@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import (
     check_choice,
@@ -30,7 +29,7 @@ from fastkd._checks import (
     layer_pairs,
 )
 from fastkd._dispatch import use_triton
-from fastkd._numerics import autocast_off, working_dtype
+from fastkd._numerics import autocast_off, once_differentiable, working_dtype
 from fastkd.linalg import inv_sqrtm_ref
 
 REDUCTIONS = ("sum", "mean", "none")

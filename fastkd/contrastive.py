@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import (
     check_choice,
@@ -21,7 +20,7 @@ from fastkd._checks import (
 )
 from fastkd._dispatch import use_triton
 from fastkd._labels import add_by_class, label_segments
-from fastkd._numerics import autocast_off, upcast, working_dtype
+from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
 from fastkd._pooling import pool_tokens
 
 __all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]

@@ -6,10 +6,9 @@ The roots themselves are smooth there: their derivatives are divided differences
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import check_floating, check_number
-from fastkd._numerics import autocast_off, working_dtype
+from fastkd._numerics import autocast_off, once_differentiable, working_dtype
 
 # An eigenvalue below this many roundings of the largest one counts as zero.
 ZERO_EIGENVALUE = 10.0
