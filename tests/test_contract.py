@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +137,13 @@ def test_examples_in_docstrings_run(module):
         importlib.import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
     assert result.failed == 0
+
+
+def test_readme_example_runs(capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    example = readme.split("```python\n")[1].split("```")[0]
+    exec(example, {})
+    assert "torch.Size([8, 32, 384])" in capsys.readouterr().out
 
 
 def test_import_is_light():
