@@ -86,7 +86,7 @@ class Provider:
     own_leaves: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One row of the benchmark. The first provider is the reference.
 
@@ -178,13 +178,13 @@ def measure(case: Case, device: torch.device, budget: float = 4.0) -> dict[str, 
     torch.manual_seed(0)
     providers: dict[str, dict[str, Any]] = {}
     bound: dict[str, Bound] = {}
-    oracle = None if all(p.own_objective for p in case.providers) else _Oracle(case, device)
+    oracle = oracle_of(case, device)
     inputs = case.make(device=device, dtype=case.dtype, **case.sizes)
     for provider in case.providers:
         reason = provider.why_not(device)
         if reason is None:
             try:
-                result = _check(oracle, provider)
+                result = check(oracle, provider)
                 if "refused" not in result:
                     candidate = provider.bind(inputs)
                     reason = _too_slow(candidate, device, 5 * budget)
@@ -219,7 +219,7 @@ def measure(case: Case, device: torch.device, budget: float = 4.0) -> dict[str, 
     }
 
 
-class _Oracle:
+class Oracle:
     """The reference in float64, and every provider's distance from it."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -256,7 +256,13 @@ class _Oracle:
         return result
 
 
-def _check(oracle: _Oracle | None, provider: Provider) -> dict[str, Any]:
+def oracle_of(case: Case, device: torch.device) -> Oracle | None:
+    """The case's oracle, or None where every provider has its own objective."""
+    return None if all(p.own_objective for p in case.providers) else Oracle(case, device)
+
+
+def check(oracle: Oracle | None, provider: Provider) -> dict[str, Any]:
+    """Errors of ``provider`` against the oracle, with ``refused`` where they are too large."""
     if oracle is None or provider.own_objective:
         return {"note": "its own objective: timed, not compared"}
     return oracle.check(provider)

@@ -114,8 +114,8 @@ def cases() -> Iterator[Case]:
             "bank", "bank", half, peer=True, headline=k == 1, k=k, N=32, M=65536, D=768, classes=2
         )
     yield case("bank", "bank", half, peer=True, k=4, N=2048, M=65536, D=768, classes=2)
-    whole = {"N": 65536, "M": 65536, "D": 768, "classes": 2}
+    whole: dict[str, Any] = {"N": 65536, "M": 65536, "D": 768, "classes": 2}
     yield case("bank", "all pairs", half, compile=False, check_sizes={"N": 2048}, **whole)
     for m in (1024, 4096, 16384, 65536):
-        sizes = {"N": 32, "M": m, "D": 768, "classes": 2}
+        sizes: dict[str, Any] = {"N": 32, "M": m, "D": 768, "classes": 2}
         yield case("sweep", "bank", half, compile=False, sweep="M", **sizes)

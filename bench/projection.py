@@ -76,7 +76,8 @@ def parametrized() -> Provider:
 
     def bind(inputs: dict[str, Any]) -> Bound:
         skew = inputs["skew"].detach()
-        layer = nn.Linear(*skew.shape, bias=False, device=skew.device, dtype=skew.dtype)
+        n = len(skew)
+        layer: Any = nn.Linear(n, n, bias=False, device=skew.device, dtype=skew.dtype)
         parametrizations.orthogonal(layer, orthogonal_map="cayley", use_trivialization=False)
         raw = layer.parametrizations.weight.original
         with torch.no_grad():

@@ -1,7 +1,8 @@
 """FCD: relations between tokens and between samples."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ LOSS = "relation"
 
 def layers_ref(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     """Eq. 10 with weights 1, averaged over the layers."""
-    total = sum(
+    losses = [
         relation_loss_ref(s, t, over=over)
         for s, t in zip(student, teacher, strict=True)
         for over in ("tokens", "samples")
-    )
-    return total / len(student)
+    ]
+    return torch.stack(losses).sum() / len(student)
 
 
 def layers(student: list[Tensor], teacher: list[Tensor], backend: str) -> Tensor:
@@ -64,6 +65,7 @@ def case(
     """``over`` is "tokens", "samples", or "tokens + samples" for a list of layers."""
     B, N, Ds, Dt = (sizes[name] for name in ("B", "N", "Ds", "Dt"))
     count = sizes.get("layers", 1)
+    make: Callable[..., dict[str, Any]]
     if over == "tokens + samples":
         reference, fast, make = layers_ref, layers, make_layers
         work = operations(B, N, Ds, Dt) + operations(N, B, Ds, Dt)
@@ -92,12 +94,12 @@ def case(
 
 def cases() -> Iterator[Case]:
     """Every size."""
-    bert = {"B": 32, "N": 128, "Ds": 768, "Dt": 768}
+    bert: dict[str, Any] = {"B": 32, "N": 128, "Ds": 768, "Dt": 768}
     half = torch.bfloat16
     yield case("cpu", "tokens", headline=True, **bert)
     yield case("cpu", "samples", headline=True, **bert)
     for n in (64, 128, 256, 512):
-        sizes = {"B": 8, "N": n, "Ds": 384, "Dt": 768}
+        sizes: dict[str, Any] = {"B": 8, "N": n, "Ds": 384, "Dt": 768}
         yield case("cpu", "tokens", compile=False, sweep="N", **sizes)
     for d in (192, 384, 768, 1536):
         sizes = {"B": 8, "N": 128, "Ds": d, "Dt": d}

@@ -47,7 +47,6 @@ def make(*, B, N, D, teacher_layers, student_layers, device, dtype) -> dict[str,
         num_hidden_layers=teacher_layers,
         num_attention_heads=max(1, D // 64),
         intermediate_size=4 * D,
-        num_labels=2,
     )
     lengths = torch.linspace(N // 2, N, B).long()
     mask = (torch.arange(N) < lengths[:, None]).long()
