@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from fastkd._extras import MissingExtra, require
 from fastkd.cli import app
 from fastkd.distill import METHODS, loop, run
-from fastkd.distill.saving import recover_directory, replace_directory
+from fastkd.distill.saving import full_disk_is_oserror, recover_directory, replace_directory
 from tests.tiny import make_teacher, write_tsv
 
 
@@ -373,3 +374,16 @@ def test_help_names_the_commands():
     output = CliRunner().invoke(app, ["--help"]).output
     for command in ("distill", "demo", "doctor"):
         assert command in output
+
+
+def test_a_full_disk_has_one_name(tmp_path, monkeypatch):
+    def save():
+        with full_disk_is_oserror(tmp_path):
+            raise RuntimeError("unexpected pos 122432 vs 122320")
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        save()
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(OSError, match="No space left"):
+        save()

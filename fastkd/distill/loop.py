@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from fastkd.distill.data import Encoded, InputError, nearest
-from fastkd.distill.saving import read_json
+from fastkd.distill.saving import full_disk_is_oserror, read_json
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What Trainer logs beside the losses.
@@ -240,6 +240,11 @@ class Watcher(TrainerCallback):
             "seconds": began - self.started,
         }
         main = entry["scores"][self.main]
+        if math.isnan(main):
+            raise TrainingFailed(
+                f"the model's outputs are not finite after step {state.global_step}; "
+                "try a lower learning rate or --precision fp32"
+            )
         entry["best"] = all(self.better(main, old["scores"][self.main]) for old in past)
         if self.keep is not None and entry["best"]:
             self.keep(entry, [*past, entry])
@@ -328,7 +333,11 @@ def train(
     for chatty in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(chatty)
     last = newest_checkpoint(checkpoints) if resume and checkpoints else None
-    with _ctrl_c(watcher) if checkpoints else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if checkpoints:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(full_disk_is_oserror(checkpoints))
+            stack.enter_context(_ctrl_c(watcher))
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     display.progress.remove_task(watcher.task)
     return history_of(trainer.state.log_history)

@@ -1,10 +1,11 @@
 """Saves that are all or nothing: whatever interrupts them, the last complete one is still there."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def replace_directory(target: Path, write: Callable[[Path], Any]) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        write(staging)
+        with full_disk_is_oserror(staging):
+            write(staging)
         recover_directory(target)
         if target.exists():
             target.rename(backup)
@@ -39,6 +41,19 @@ def recover_directory(target: Path) -> None:
             shutil.rmtree(backup)
         else:
             backup.rename(target)
+
+
+@contextlib.contextmanager
+def full_disk_is_oserror(directory: Path) -> Iterator[None]:
+    """torch.save and safetensors call a full disk many names; give it the one Python has."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if shutil.disk_usage(directory).free < 2**20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory)) from error
+        raise
 
 
 def _beside(target: Path) -> tuple[Path, Path]:
