@@ -315,8 +315,6 @@ class LRCBERT(_Soft):
     Terms: cos_nce, soft, task.
     """
 
-    scheduled = True
-
     def __init__(
         self,
         *,
@@ -335,6 +333,7 @@ class LRCBERT(_Soft):
         _check_share("first_stage", first_stage)
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
         self.first_stage, self.perturb, self.layers = first_stage, perturb, layers
+        self.scheduled = first_stage > 0
         self._set_soft(temperature, divergence, scale_by_t2)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:

@@ -1,5 +1,6 @@
 """What a method sees of one batch, and the loss terms that read logits and labels."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,14 +94,14 @@ class Step:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
         if self.student.loss is not None:  # a head with targets of its own, not ``labels``
             return self.student.loss
-        return self._hard_loss(self._needed_labels(method), label_smoothing=0.0)
+        return self._hard_loss(self._needed_labels(method), smoothing=0.0)
 
     def softened_task_loss(self, method: str, temperature: float) -> Tensor:
         """−softmax(y/τ)·log softmax(z_S), y the one-hot label (LRC-BERT, eq. 5)."""
-        # softmax(y/τ) is 1/(V−1+e^{1/τ}) off the label: a smoothed one-hot with that floor.
-        V = self._student_logits().shape[-1]
-        odds = torch.exp(torch.tensor(1 / temperature, dtype=torch.float64)).item()
-        return self._hard_loss(self._needed_labels(method), label_smoothing=V / (V - 1 + odds))
+        # softmax(y/τ) is q/(1 + (V−1)q) off the label, q = e^{−1/τ}: a smoothed one-hot.
+        V, q = self._student_logits().shape[-1], math.exp(-1 / temperature)
+        smoothing = V * q / (1 + (V - 1) * q)
+        return self._hard_loss(self._needed_labels(method), smoothing)
 
     def soft_loss(self, temperature: float, divergence: str, scale_by_t2: bool) -> Tensor:
         """Divergence between softened output distributions, or MSE for regression."""
@@ -131,7 +132,7 @@ class Step:
             )
         return self.labels
 
-    def _hard_loss(self, labels: Tensor, label_smoothing: float) -> Tensor:
+    def _hard_loss(self, labels: Tensor, smoothing: float) -> Tensor:
         logits = self._student_logits()
         if self.regression:
             targets = labels.to(working_dtype(logits))
@@ -153,7 +154,7 @@ class Step:
             targets.flatten(),
             ignore_index=IGNORED,
             reduction="sum",
-            label_smoothing=label_smoothing,
+            label_smoothing=smoothing,
         )
         if self.num_items is not None and rows.valid is not None:
             return total / self.num_items
