@@ -9,7 +9,14 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra, require
@@ -170,6 +177,23 @@ def test_student_from_a_path(distill, tmp_path):
     assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
 
 
+def test_a_decoder_without_padding_token(distill, teacher, tmp_path):
+    gpt2 = shutil.copytree(teacher, tmp_path / "gpt2")
+    config = GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    GPT2ForSequenceClassification(config).save_pretrained(gpt2)
+    distill(teacher=gpt2, method="lrkd")
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
+    assert student.config.num_hidden_layers == 1
+    assert student.config.pad_token_id == 0
+
+
+def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_path):
+    config = DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
+    distill(student=tmp_path / "student", method="knn")
+    assert report_of(tmp_path / "out")["student"]["accuracy"] >= 0
+
+
 def test_glue_layout_of_cola(distill, tmp_path, files):
     def convert(path):
         rows = [line.split("\t") for line in path.read_text().splitlines()[1:]]
@@ -299,6 +323,24 @@ def test_resuming_gives_the_uninterrupted_result(
     assert resumed["student"] == whole["student"]
     for a, b in zip(resumed["history"], whole["history"], strict=True):
         assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
+
+
+def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
+    write_json = run.write_json
+
+    def killed(path, content):
+        if content.get("complete"):
+            raise KeyboardInterrupt
+        write_json(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_json", killed)
+        distill(expect=130)
+    student = weights_of(tmp_path / "out")
+    distill("--resume")
+    assert report_of(tmp_path / "out")["complete"]
+    after = weights_of(tmp_path / "out")
+    assert all(torch.equal(student[name], after[name]) for name in student)
 
 
 def test_resuming_in_the_teachers_fine_tuning(distill, tmp_path, monkeypatch):

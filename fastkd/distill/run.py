@@ -160,7 +160,17 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         )
         nn.Module.to(teacher, device)
         if settings.finetune_teacher:
-            _finetune(teacher, tokenizer, train_rows, collate, plan, settings, display, score)
+            _finetune(
+                teacher,
+                tokenizer,
+                train_rows,
+                collate,
+                plan,
+                settings,
+                display,
+                lambda: score(teacher),
+                corpus.metrics[0],
+            )
         teacher_scores = score(teacher)
         display.say(f"teacher:  {format_scores(teacher_scores)}")
         distiller = assemble().to(device)
@@ -448,8 +458,10 @@ def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
 def _encode(
     rows: data.Rows, tokenizer: Any, settings: Settings, teacher: PreTrainedModel
 ) -> Encoded:
+    limit = tokenizer.model_max_length
     positions = getattr(teacher.config, "max_position_embeddings", None)
-    limit = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    if positions is not None and positions > 0:  # XLNet has -1: no limit
+        limit = min(limit, positions)
     if settings.max_length > limit:
         raise InputError(f"--max-length {settings.max_length}: the teacher reads at most {limit}")
     return Encoded(rows, tokenizer, settings.max_length)
@@ -513,7 +525,8 @@ def _finetune(
     plan: Plan,
     settings: Settings,
     display: Display,
-    score: Callable[[nn.Module], dict[str, float]],
+    evaluate: Callable[[], dict[str, float]],
+    main: str,
 ) -> None:
     """Fine-tune ``teacher`` in place to its best evaluation, saved under OUT/teacher."""
     saved = settings.out / "teacher"
@@ -524,7 +537,6 @@ def _finetune(
     plan = dataclasses.replace(
         plan, epochs=settings.finetune_teacher, learning_rate=settings.teacher_learning_rate
     )
-    main = next(iter(score(teacher)))
     history = train(
         functools.partial(Trainer, model=teacher),
         rows,
@@ -532,7 +544,7 @@ def _finetune(
         plan,
         display,
         "teacher",
-        evaluate=lambda: score(teacher),
+        evaluate=evaluate,
         main=main,
         keep=lambda entry, history: save_model(
             saved, teacher, tokenizer, {**report, "best": entry, "history": history}
