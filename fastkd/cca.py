@@ -40,6 +40,8 @@ Ridge = float | tuple[float, float]
 # float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
 # below this; measured so that the value keeps 1e-4 with room to spare.
 TRUSTED_ROUNDING = 1e-5
+# Elements of one item's features from which it is solved apart from the others of its batch.
+LARGE_ITEM = 2**17
 # Squared singular values below this part of the largest are too near float32 rounding to be used.
 SMALL_SQUARE = 1e-3
 
@@ -164,7 +166,8 @@ def canonical_correlations(
     mask = check_mask(mask, x.shape[:-1], x.device)
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     with torch.no_grad(), autocast_off(x):
-        a, b, _ = _centred(x, y, mask, torch.float64)
+        a, b, share = _centred(x, y, mask, torch.float64)
+        a, b = a * share.sqrt(), b * share.sqrt()
         r_x, r_y = _ridge_pair(ridge)
         side_x, side_y = _factor(a, r_x, x), _factor(b, r_y, y)
         values = torch.linalg.svdvals(side_x.factor.mT @ side_y.factor)[..., :count].clamp_max(1.0)
@@ -299,10 +302,18 @@ class _NegativeCorrelation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student, teacher, mask, ridges, top_k):
         with autocast_off(student):
-            corr, ds = _solve(student, teacher, mask, ridges, top_k, ctx.needs_input_grad[0])
+            batch = student.shape[:-2].numel()
+            corr, ds = _solve(
+                student.reshape(batch, *student.shape[-2:]),
+                teacher.reshape(batch, *teacher.shape[-2:]),
+                None if mask is None else mask.reshape(batch, mask.shape[-1]),
+                ridges,
+                top_k,
+                ctx.needs_input_grad[0],
+            )
             ctx.dtype = student.dtype
-            ctx.save_for_backward(ds)
-            return -corr.to(working_dtype(student))
+            ctx.save_for_backward(None if ds is None else ds.reshape(student.shape))
+            return -corr.to(working_dtype(student)).view(student.shape[:-2])
 
     @staticmethod
     @once_differentiable
@@ -310,12 +321,6 @@ class _NegativeCorrelation(torch.autograd.Function):
         (ds,) = ctx.saved_tensors
         with autocast_off(grad):
             return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None, None
-
-
-class _Solution(NamedTuple):
-    corr: Tensor  # (*)
-    ds: Tensor | None  # (*, m, Ds), gradient of corr
-    growth: Tensor  # by how much rounding grew, the worst of the batch
 
 
 def _solve(
@@ -326,7 +331,7 @@ def _solve(
     top_k: int | None,
     want_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Correlation (*) and its gradient; the one place that chooses the side and the precision.
+    """Correlation (batch) and gradient (batch, m, Ds): chooses the side and the precision.
 
     m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
     CPU in float32 where that is accurate, which the pivots of their factors tell; in float64 where
@@ -336,19 +341,22 @@ def _solve(
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
     if m <= min(d_s, d_t):
         return _by_observations(student, teacher, mask, ridges, top_k, want_grad)
-    arguments = (student, teacher, mask, ridges, top_k, want_grad)
-    if (
-        student.dtype != torch.float64
-        and student.device.type == "cpu"
-        and m > max(d_s, d_t)
-        and min(ridges) > 0
-        and not torch.compiler.is_compiling()
-    ):
-        solution = _by_covariances(*arguments, dtype=torch.float32)
-        if solution.growth * torch.finfo(torch.float32).eps <= TRUSTED_ROUNDING:
-            return solution.corr, solution.ds
-    solution = _by_covariances(*arguments, dtype=torch.float64)
-    return solution.corr, solution.ds
+    options = (ridges, top_k, want_grad)
+    may_look = student.device.type == "cpu" and not torch.compiler.is_compiling()
+    if may_look and len(student) > 1 and m * d_s >= LARGE_ITEM:
+        # One at a time: each chooses for itself, and what it needs stays in the cache.
+        masks = [None] * len(student) if mask is None else mask.split(1)
+        items = zip(student.split(1), teacher.split(1), masks, strict=True)
+        solutions = [_solve(*item, *options) for item in items]
+        corr, ds = zip(*solutions, strict=True)
+        return torch.cat(corr), torch.cat(ds) if want_grad else None
+    solution = None
+    if may_look and student.dtype != torch.float64 and m > max(d_s, d_t) and min(ridges) > 0:
+        solution = _by_covariances(student, teacher, mask, *options, dtype=torch.float32)
+    if solution is None:
+        solution = _by_covariances(student, teacher, mask, *options, dtype=torch.float64)
+    assert solution is not None
+    return solution
 
 
 def _by_observations(
@@ -360,17 +368,18 @@ def _by_observations(
     want_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """With A = QSPᵀ: A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s, everything m×m."""
-    a, b, count = _centred(student, teacher, mask, torch.float64)
-    side_s, side_t = _factor(a, ridges[0], student), _factor(b, ridges[1], teacher)
+    a, b, share = _centred(student, teacher, mask, torch.float64)
+    side_s = _factor(a * share.sqrt(), ridges[0], student)
+    side_t = _factor(b * share.sqrt(), ridges[1], teacher)
     finite = side_s.finite & side_t.finite
     left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k)
-    corr = _bounded(values.sum(-1), count, student, teacher).masked_fill(~finite, torch.nan)
+    corr = _bounded(values.sum(-1), share, student, teacher).masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
-    rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (*, m, m)
-    weights = rows @ (right.mT @ side_s.back)
+    rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
+    weights = rows @ (right.mT @ side_s.back) * share
     ds = weights.masked_fill(~finite[..., None, None], torch.nan) @ a
-    return corr, _uncentred(ds, count, mask, student)
+    return corr, _masked(ds, mask).to(working_dtype(student))
 
 
 class _Factor(NamedTuple):
@@ -384,7 +393,7 @@ def _factor(a: Tensor, ridge: float, features: Tensor) -> _Factor:
     finite = a.isfinite().flatten(-2).all(-1)
     a = a.masked_fill(~finite[..., None, None], 0.0)
     if a.shape[-2] < a.shape[-1]:
-        a = torch.linalg.qr(a.mT, mode="r").R.mT  # (*, m, m), the same left singular vectors
+        a = torch.linalg.qr(a.mT, mode="r").R.mT  # (batch, m, m), the same left singular vectors
     left, values, _ = torch.linalg.svd(a, full_matrices=False)
     keep = values > _zero_deviation(features, ridge) * values[..., :1]
     values = torch.where(keep, values, 1.0)
@@ -403,53 +412,59 @@ def _by_covariances(
     want_grad: bool,
     *,
     dtype: torch.dtype,
-) -> _Solution:
-    """The formula of this module's docstring, everything D×D."""
-    a, b, count = _centred(student, teacher, mask, dtype)
-    sigma_ss, sigma_tt = _gram(a), _gram(b)
+) -> tuple[Tensor, Tensor | None] | None:
+    """The formula of this module's docstring, everything D×D; None where float32 won't do."""
+    a, b, share = _centred(student, teacher, mask, dtype)
+    sigma_ss, sigma_tt, sigma_ts = (x.mul_(share) for x in (_gram(a), _gram(b), b.mT @ a))
     finite = (_trace(sigma_ss) + _trace(sigma_tt)).isfinite()
     bad = ~finite[..., None, None]
-    sigma_ts = (b.mT @ a).masked_fill(bad, 0.0)
-    whiten_s = _Whitening(sigma_ss.masked_fill(bad, 0.0), ridges[0], student)
-    whiten_t = _Whitening(sigma_tt.masked_fill(bad, 0.0), ridges[1], teacher)
-    growth = torch.maximum(whiten_s.growth, whiten_t.growth)
+    if dtype == torch.float64:
+        sigma_ss, sigma_tt, sigma_ts = (
+            x.masked_fill(bad, 0.0) for x in (sigma_ss, sigma_tt, sigma_ts)
+        )
+    whiten_s = _Whitening(sigma_ss, ridges[0], student)
+    whiten_t = _Whitening(sigma_tt, ridges[1], teacher)
+    if dtype == torch.float32 and not (whiten_s.trusted() and whiten_t.trusted()):
+        return None
 
-    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (*, Dt, Ds)
+    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
     if _use_polar(whitened, top_k):
         left = polar(whitened)
         right = torch.eye(whitened.shape[-1], dtype=dtype, device=whitened.device)
-        core = left.mT @ whitened  # (MᵀM)^½
-        corr = _trace(core)
+        root = left.mT @ whitened  # (MᵀM)^½
+        corr = _trace(root)
     else:
         left, values, right = _svd(whitened, top_k)
-        core = values.diag_embed()
+        root = None
         corr = values.sum(-1)
-    corr = _bounded(corr, count, student, teacher).masked_fill(~finite, torch.nan)
+    corr = _bounded(corr, share, student, teacher).masked_fill(~finite, torch.nan)
     if not want_grad:
-        return _Solution(corr, None, growth)
-    directions = whiten_s(right)  # R_s V
-    to_teacher = whiten_t(left) @ directions.mT  # (*, Dt, Ds)
-    to_student = directions @ core @ directions.mT  # (*, Ds, Ds)
-    ds = b @ to_teacher.masked_fill(bad, torch.nan) - a @ to_student
-    return _Solution(corr, _uncentred(ds, count, mask, student), growth)
+        return corr, None
+    directions = whiten_s(right) * share.sqrt()  # R_s V
+    if root is None:
+        to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)  # (batch, Ds, Ds)
+    else:
+        to_student = directions @ root @ directions.mT
+    to_teacher = (whiten_t(left) * share.sqrt()) @ directions.mT  # (batch, Dt, Ds)
+    ds = (b @ to_teacher.masked_fill_(bad, torch.nan)).baddbmm_(a, to_student, alpha=-1)
+    return corr, _masked(ds, mask).to(working_dtype(student))
 
 
 class _Whitening:
-    """R with R Rᵀ = (Σ + r·I)⁻¹: inverse Cholesky factor, or eigenvectors for ridge 0."""
+    """R with R Rᵀ = (Σ + r·I)⁻¹: inverse Cholesky factor, or eigenvectors for ridge 0.
+
+    Overwrites Σ.
+    """
 
     def __init__(self, sigma: Tensor, ridge: float, features: Tensor) -> None:
         self.triangular = ridge > 0
-        diagonal = sigma.diagonal(dim1=-2, dim2=-1)
-        largest = diagonal.amax(-1)
         if self.triangular:
+            diagonal = sigma.diagonal(dim1=-2, dim2=-1)
+            self.largest = diagonal.amax(-1) + ridge
             # A ridge lost in the rounding of Σ would let the factorisation break down.
-            floor = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps * largest
-            ridges = (floor + ridge).to(sigma.dtype).unsqueeze(-1)
-            self.factor, _ = torch.linalg.cholesky_ex(
-                sigma + ridges.expand_as(diagonal).diag_embed()
-            )
-            pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
-            self.growth = ((largest + ridge) / pivots).flatten()
+            floor = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps * self.largest
+            diagonal += (floor + ridge).unsqueeze(-1)
+            self.factor, _ = torch.linalg.cholesky_ex(sigma)
         else:
             values, vectors = torch.linalg.eigh(sigma)
             eps = torch.finfo(torch.float64).eps
@@ -457,8 +472,12 @@ class _Whitening:
             keep = values > zero * values[..., -1:]
             roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
             self.factor = vectors * roots.unsqueeze(-2)
-            self.growth = largest.flatten()
-        self.growth = torch.cat([self.growth, self.growth.new_ones(1)]).max()
+
+    def trusted(self) -> bool:
+        """Whether rounding to float32, grown by largest variance / smallest pivot, stays small."""
+        pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+        rounding = torch.finfo(torch.float32).eps * self.largest / pivots
+        return bool((rounding <= TRUSTED_ROUNDING).all())
 
     def __call__(self, y: Tensor) -> Tensor:
         """R y."""
@@ -474,19 +493,21 @@ class _Whitening:
 
 
 def _svd(m: Tensor, top_k: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``(U, σ, V)`` of the leading singular values, σ ≤ 1; zero ones have zero vectors."""
+    """``(U, σ, V)`` of the leading singular values, σ ≤ 1; U is zero where σ is."""
     if m.dtype == torch.float32:
         left, values, right = _svd_float32(m)
+        if top_k is not None:
+            left, values, right = left.flip(-1), values.flip(-1), right.flip(-1)
     else:
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         right = right.mT
-    keep = (values > max(m.shape[-2:]) * torch.finfo(m.dtype).eps).unsqueeze(-2)
-    left, right = left.masked_fill(~keep, 0.0), right.masked_fill(~keep, 0.0)
+    zero = values <= max(m.shape[-2:]) * torch.finfo(m.dtype).eps
+    left = left.masked_fill(zero.unsqueeze(-2), 0.0)
     return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
 
 
 def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular values by the eigenvectors of MᵀM, in about half the time of LAPACK's.
+    """``(U, σ, V)``, σ ascending, by the eigenvectors of MᵀM: half the time of LAPACK's.
 
     Squaring loses the small ones: M times their (accurate) span is decomposed again, and where they
     are many LAPACK does it all.
@@ -494,20 +515,20 @@ def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if m.shape[-2] < m.shape[-1]:
         left, values, right = _svd_float32(m.mT)
         return right, values, left
-    squares, vectors = torch.linalg.eigh(_gram(m))  # ascending
+    squares, right = torch.linalg.eigh(_gram(m))
     small = (squares < SMALL_SQUARE * squares[..., -1:]).sum(-1)
     low = int(small.max()) if small.numel() else 0
     if 4 * low > m.shape[-1]:
         left, values, right_t = torch.linalg.svd(m, full_matrices=False)
-        return left, values, right_t.mT
-    images = m @ vectors
-    low_left, low_values, turn = torch.linalg.svd(images[..., :low], full_matrices=False)
-    high = images[..., low:].flip(-1)
-    high_values = torch.linalg.vector_norm(high, dim=-2)
-    high_left = high / high_values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
-    left = torch.cat([high_left, low_left], -1)
-    right = torch.cat([vectors[..., low:].flip(-1), vectors[..., :low] @ turn.mT], -1)
-    return left, torch.cat([high_values, low_values], -1), right
+        return left.flip(-1), values.flip(-1), right_t.mT.flip(-1)
+    left = m @ right
+    low_left, low_values, turn = torch.linalg.svd(left[..., :low], full_matrices=False)
+    values = torch.linalg.vector_norm(left, dim=-2)
+    left /= values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
+    values[..., :low] = low_values.flip(-1)
+    left[..., :low] = low_left.flip(-1)
+    right[..., :low] = right[..., :low] @ turn.mT.flip(-1)
+    return left, values, right
 
 
 def _use_polar(m: Tensor, top_k: int | None) -> bool:
@@ -568,42 +589,29 @@ def _zero_deviation(features: Tensor, ridge: float) -> float:
     return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
 
 
-def _real_count(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Observations of each item, (*) or a scalar."""
-    if mask is None:
-        return torch.tensor(x.shape[-2], device=x.device)
-    return mask.sum(-1)
-
-
 def _centred(
     student: Tensor, teacher: Tensor, mask: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features minus their mean, over √(m−1), zero where masked; and m of each item."""
-    count = _real_count(student, mask)
-    scaled = []
+    """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
+    if mask is None:
+        count = torch.full((1, 1), student.shape[-2], dtype=dtype, device=student.device)
+    else:
+        count = mask.sum(-1, dtype=dtype)[..., None, None]
+    centred = []
     for x in (student, teacher):
-        x = x.to(dtype)
-        if mask is None:
-            x = x - x.mean(-2, keepdim=True) if x.shape[-2] else x
-            scaled.append(x.div_(math.sqrt(max(1, x.shape[-2] - 1))))
-        else:
-            real = mask.unsqueeze(-1)
-            x = x.masked_fill(~real, 0.0)
-            mean = x.sum(-2, keepdim=True) / count.clamp_min(1)[..., None, None]
-            scale = (count - 1).clamp_min(1)[..., None, None].to(dtype).rsqrt()
-            scaled.append(((x - mean) * scale).masked_fill(~real, 0.0))
-    return scaled[0], scaled[1], count
+        x = _masked(x.to(dtype), mask)
+        mean = x.sum(-2, keepdim=True) / count.clamp_min(1)
+        centred.append(_masked(x - mean, mask))
+    return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
 
 
-def _uncentred(ds: Tensor, count: Tensor, mask: Tensor | None, student: Tensor) -> Tensor:
-    """Gradient of the features from that of `_centred` ones; its columns are centred already."""
-    ds = (ds * (count - 1).clamp_min(1)[..., None, None].to(ds.dtype).rsqrt()).to(
-        working_dtype(student)
-    )
-    return ds if mask is None else ds.masked_fill(~mask.unsqueeze(-1), 0.0)
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero, whatever stood there, in rows that are no observations."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
-def _bounded(corr: Tensor, count: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
-    """Rounding must not lift the sum above min(m − 1, Ds, Dt)."""
-    bound = (count - 1).clamp(0, min(student.shape[-1], teacher.shape[-1]))
-    return torch.minimum(corr, bound.to(corr.dtype))
+def _bounded(corr: Tensor, share: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+    """Rounding must not lift the sum above min(m − 1, Ds, Dt); ``share`` is 1/(m−1)."""
+    dims = min(student.shape[-2] - 1, student.shape[-1], teacher.shape[-1])
+    bound = share[..., 0, 0].reciprocal().round().clamp_max(dims)
+    return torch.minimum(corr, bound.clamp_min(0))

@@ -240,7 +240,7 @@ def test_float32_singular_vectors(values, columns):
     u, s, v = torch.linalg.svd(m, full_matrices=False)
     keep = s > 1e-4
     for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
-        left, values, right = cca._svd(x.float(), None)
+        left, values, right = cca._svd(x.float(), columns)
         assert relative_error(values, s) <= 1e-6
         assert relative_error((left * values) @ right.mT, x) <= 5e-6
         large = values > 1e-4
@@ -259,6 +259,19 @@ def test_strides_and_leading_dimensions():
     assert relative_error(actual[1], expected[1]) <= 1e-11
     one = cca_loss(student[1, 2], teacher[1, 2], ridge=0.1)
     assert relative_error(one, expected[0][1, 2]) <= 1e-12
+
+
+def test_large_items_are_solved_one_by_one(monkeypatch):
+    student, teacher = related(3, 25, dims=(4, 5))
+    mask = torch.rand(3, 25) > 0.2
+    expected = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
+    no_mask = value_and_grad(cca_loss, student, teacher)
+    monkeypatch.setattr(cca, "LARGE_ITEM", 1)
+    actual = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
+    assert relative_error(actual[0], expected[0]) <= 1e-12
+    assert relative_error(actual[1], expected[1]) <= 1e-11
+    assert relative_error(value_and_grad(cca_loss, student, teacher)[1], no_mask[1]) <= 1e-11
+    assert cca_loss(student, teacher).shape == ()
 
 
 def test_backward_twice_gives_the_same():
@@ -390,9 +403,10 @@ def test_second_derivative_raises():
 
 def test_no_gradient_is_computed_unless_asked(monkeypatch):
     student, teacher = related(30, dims=(4, 4))
-    monkeypatch.setattr(cca, "_uncentred", lambda *_: pytest.fail("gradient work"))
+    monkeypatch.setattr(cca._Whitening, "__call__", lambda *_: pytest.fail("gradient work"))
     cca_loss(student, teacher)
-    cca_loss(student[:3], teacher[:3])
+    with pytest.raises(pytest.fail.Exception):
+        cca_loss(student.requires_grad_(), teacher)
 
 
 @settings(max_examples=20, deadline=None)
