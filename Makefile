@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -23,6 +23,18 @@ lint: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The packages that fastkd is compared with.
+$(VENV)/peers: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[bench]"
+	touch $@
+
+bench: $(VENV)/peers
+	$(BIN)/fastkd bench --out bench/results --plot runs/bench
+
+# On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
+gpu-check:
+	$(PYTHON) -m bench.gpu_check
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

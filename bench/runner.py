@@ -16,8 +16,9 @@ from fastkd._checks import check_choice
 from . import machine, suite, table
 from .harness import Case, measure
 
-CPU_SETS = ("cpu",)
-CUDA_SETS = ("bert", "long", "bank", "vocab", "sweep", "step")
+
+class WrongChoice(ValueError):
+    """A set, loss or device that isn't there."""
 
 
 def run(
@@ -43,19 +44,7 @@ def run(
         resume: keep the rows that ``out`` already holds from the same code on the same machine.
         seconds: timing budget of one case.
     """
-    if device is not None:
-        check_choice("device", device, ("cpu", "cuda"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda' was asked for, but this torch sees no CUDA device")
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    sets = tuple(sets) or (CUDA_SETS if target.type == "cuda" else CPU_SETS)
-    for name in sets:
-        check_choice("set", name, suite.SETS)
-    for name in only:
-        check_choice("only", name, suite.LOSSES)
-    cases = suite.cases(sets, only)
-    if not cases:
-        raise ValueError(f"no case of {', '.join(only)} in set {', '.join(sets)}")
+    target, cases = _choose(sets, only, device)
     path = _result_path(out, target)
     results = run_cases(cases, target, path, commit=commit, resume=resume, seconds=seconds)
     print(f"\nresults: {path}")
@@ -65,6 +54,29 @@ def run(
         for picture in draw(results, Path(plot)):
             print(f"picture: {picture}")
     return results
+
+
+def _choose(
+    sets: Sequence[str], only: Sequence[str], device: str | None
+) -> tuple[torch.device, list[Case]]:
+    """Device and cases, or WrongChoice."""
+    try:
+        if device is not None:
+            check_choice("device", device, ("cpu", "cuda"))
+        for name in sets:
+            check_choice("set", name, suite.SETS)
+        for name in only:
+            check_choice("only", name, suite.LOSSES)
+    except ValueError as error:
+        raise WrongChoice(str(error)) from None
+    if device == "cuda" and not torch.cuda.is_available():
+        raise WrongChoice("device='cuda' was asked for, but this torch sees no CUDA device")
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sets = tuple(sets) or (suite.CUDA_SETS if target.type == "cuda" else suite.CPU_SETS)
+    cases = suite.cases(sets, only)
+    if not cases:
+        raise WrongChoice(f"no case of {', '.join(only)} in set {', '.join(sets)}")
+    return target, cases
 
 
 def run_cases(
@@ -152,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
             resume=options.resume,
             seconds=options.seconds,
         )
-    except ValueError as error:
+    except WrongChoice as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -57,7 +57,7 @@ def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
         f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-",
         str(launches) if launches is not None else "-",
         f"{both['median'] / row['floor_ms']:.1f}" if row.get("floor_ms") else "-",
-        "own objective" if error is None else f"{max(error, result['value_error']):.0e}",
+        "own" if error is None else f"{max(error, result['value_error']):.0e}",
     ]
 
 

@@ -220,5 +220,38 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    set: Annotated[str, Option(help="Size sets, separated by commas; by device if empty.")] = "",
+    only: Annotated[str, Option(help="Losses, separated by commas; all if empty.")] = "",
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, Option(help="Result file, or a directory for <machine>.json.")] = Path(
+        "runs/bench"
+    ),
+    plot: Annotated[Path | None, Option(help="Directory for pictures.")] = None,
+    seconds: Annotated[float, Option(help="Timing budget of one case.")] = 3.0,
+    resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
+) -> None:
+    """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
+    with one_sentence():
+        from fastkd.bench import runner
+        from fastkd.distill.data import InputError
+
+        if plot is not None:
+            require("matplotlib", "train")
+        try:
+            runner.run(
+                runner.split(set),
+                runner.split(only),
+                None if device == "auto" else device,
+                out,
+                plot,
+                resume=resume,
+                seconds=seconds,
+            )
+        except runner.WrongChoice as error:
+            raise InputError(str(error)) from error
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,290 @@
+"""Result files to pages: ``python -m bench.report`` writes docs/benchmarks.md and its pictures.
+
+``python -m bench.report --readme`` fills README.md between its two marker comments. Nothing on
+those pages is typed by hand.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import suite
+from .harness import REFERENCE
+from .table import milliseconds, speed_up
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+FASTKD = ("fastkd triton, CUDA graph", "fastkd triton", "fastkd torch", "fastkd")
+NOT_MEASURED = "not measured"
+
+HOW = """\
+How to read the tables. Every time is in milliseconds, the median of interleaved rounds; ± is half
+the distance between the quartiles. Ratios are taken within a round. *Floor* is the larger of bytes
+over the copy bandwidth and operations over the matrix rate, both measured on the machine in the
+same run; what fits into a cache can beat it. *Memory* is the peak of the operation itself, beyond
+its inputs, gradients included. *Error* is the distance of value and gradients from the reference
+in float64, whichever is larger; a provider that is wrong is not timed. On CUDA each sample starts
+from an idle GPU with a cold L2 cache, so launch costs count; *launches* are device kernels, on the
+CPU dispatched tensor operations.
+
+Make your own: `make bench`, or `fastkd bench` where fastkd is installed; then
+`python -m bench.report`. `python -m bench.compare A.json B.json` says what got worse.
+"""
+COLUMNS = (
+    "case", "provider", "forward", "backward", "both", "±",
+    "vs reference", "memory MiB", "launches", "× floor", "error",
+)  # fmt: skip
+
+
+def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """All result files, GPUs first."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda r: ("gpu" not in r["machine"], r["machine"]["name"]))
+
+
+def page(results: list[dict[str, Any]], pictures: dict[str, list[Path]], folder: Path) -> str:
+    """docs/benchmarks.md."""
+    parts = ["# Benchmarks", HOW]
+    for result in results:
+        parts += [*machine_section(result), *step_section(result)]
+        for loss in suite.LOSSES:
+            parts += loss_section(result, loss)
+        for picture in pictures.get(result["machine"]["name"], []):
+            parts.append(f"![{picture.stem}]({picture.relative_to(folder).as_posix()})")
+        parts += skipped_section(result)
+    parts += unmeasured_section(results)
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def machine_section(result: dict[str, Any]) -> list[str]:
+    """Machine, versions, commit and limits."""
+    machine, limits = result["machine"], result["roofline"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rates = ", ".join(
+        f"{name.removesuffix('_ops_per_s')} {rate / 1e12:.3g} T operations/s"
+        for name, rate in limits.items()
+        if name.endswith("_ops_per_s")
+    )
+    return [
+        f"## {where}",
+        f"Commit {result['commit']}, {result['date']}; {machine['system']}; {versions}. "
+        f"Copy {limits['copy_bytes_per_s'] / 1e9:.3g} GB/s; {rates}.",
+    ]
+
+
+def loss_section(result: dict[str, Any], loss: str) -> list[str]:
+    """One table: a line for each case and provider."""
+    rows = [row for row in result["rows"] if row["loss"] == loss and loss != "step"]
+    if not rows:
+        return []
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    for row in rows:
+        first = f"{row['title']}, {sizes(row)}, {row['dtype']}"
+        for name, r in row["providers"].items():
+            if "both" not in r:
+                continue
+            both, launches = r["both"], r.get("launches", r.get("operations_dispatched"))
+            lines.append(
+                f"| {first} | {name} | {_part(r, 'forward')} "
+                f"| {_part(r, 'backward')} | {milliseconds(both['median'])} "
+                f"| {50 * (both['q3'] - both['q1']) / both['median']:.0f}% | {speed_up(r)} "
+                f"| {mebibytes(r)} | {'-' if launches is None else launches} "
+                f"| {both['median'] / row['floor_ms']:.1f} | {error(r)} |"
+            )
+            first = ""
+    return [f"### {loss}", "\n".join(lines)]
+
+
+def step_section(result: dict[str, Any]) -> list[str]:
+    """Whole steps: time relative to cross-entropy with the teacher's forward pass."""
+    parts = []
+    for row in (row for row in result["rows"] if row["loss"] == "step"):
+        lines = [
+            "| method | ms a step | of the plain step's time | memory MiB |",
+            "|---|---:|---:|---:|",
+        ]
+        for name, r in row["providers"].items():
+            if "both" in r:
+                label = "cross-entropy, teacher forward" if name == REFERENCE else name
+                ratio = f"{r['ratio']['median']:.2f}×" if "ratio" in r else "-"
+                lines.append(
+                    f"| {label} | {milliseconds(r['both']['median'])} | {ratio} | {mebibytes(r)} |"
+                )
+        parts += [
+            "### A whole training step",
+            f"{sizes(row)}, {row['dtype']}; forward, backward and AdamW. LRCBERT's perturbation is "
+            "a second pass of the student by its definition.",
+            "\n".join(lines),
+        ]
+    return parts
+
+
+def skipped_section(result: dict[str, Any]) -> list[str]:
+    """What did not run there, and why; the same reason once."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        for name, r in row["providers"].items():
+            if "both" not in r:
+                reason = r.get("refused") or r["skipped"]
+                reasons.setdefault((name, reason), []).append(f"{row['loss']}: {row['title']}")
+    lines = []
+    for (name, reason), where in reasons.items():
+        places = "everywhere" if len(where) > 12 else "; ".join(dict.fromkeys(where))
+        lines.append(f"- {name}: {reason} ({places})")
+    return ["### Did not run here", "\n".join(lines)] if lines else []
+
+
+def unmeasured_section(results: list[dict[str, Any]]) -> list[str]:
+    """Cases of the suite that no result file holds; those for GPUs have to come from one."""
+    measured = {("gpu" in r["machine"], row["key"]) for r in results for row in r["rows"]}
+    anywhere = {key for _, key in measured}
+    missing: dict[str, list[str]] = {}
+    for case in suite.every_case():
+        on_gpu = case.set in suite.CUDA_SETS
+        if (case.key not in anywhere) if not on_gpu else ((True, case.key) not in measured):
+            missing.setdefault(case.set, []).append(case.key)
+    if not missing:
+        return []
+    parts = ["## Not measured yet", "No result file holds these cases."]
+    if not any("gpu" in result["machine"] for result in results):
+        parts.append("No GPU was at hand: every figure of the Triton backend is among them.")
+    for name, keys in missing.items():
+        cells = "\n".join(f"- {key.replace('/', ', ')}" for key in keys)
+        head = f"<summary>set {name}: {len(keys)} cases</summary>"
+        parts.append(f"<details>{head}\n\n{cells}\n\n</details>")
+    return parts
+
+
+def readme_table(results: list[dict[str, Any]]) -> str:
+    """The headline rows of every machine."""
+    parts = []
+    for result in results:
+        machine, versions = result["machine"], result["versions"]
+        where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+        lines = [
+            "| loss | sizes | reference ms | fastkd ms | vs reference | vs torch.compile "
+            "| memory, of the reference's |",
+            "|---|---|---:|---:|---:|---:|---:|",
+        ]
+        for row in result["rows"]:
+            if row.get("headline") and row["loss"] != "step":
+                lines.append(headline(row))
+        parts += [
+            f"{where}, torch {versions['torch']}, commit {result['commit']}, {result['date']}:",
+            "\n".join(lines),
+            *(_steps_sentence(row) for row in result["rows"] if row["loss"] == "step"),
+        ]
+    if not any("gpu" in result["machine"] for result in results):
+        parts.append("GPU figures: not measured yet (`make gpu-check` makes them).")
+    return "\n\n".join(parts)
+
+
+def headline(row: dict[str, Any]) -> str:
+    """One line of the README's table: the fastest of fastkd's backends."""
+    providers = row["providers"]
+    ours = [providers[n] for n in FASTKD if "both" in providers.get(n, {})]
+    best: dict[str, Any] = min(ours, key=lambda r: r["both"]["median"], default={})
+    reference = providers[REFERENCE]
+    eager = providers.get("torch.compile", {})
+    kind = {"float32": "fp32", "bfloat16": "bf16"}.get(row["dtype"], row["dtype"])
+    against = NOT_MEASURED
+    if "both" in eager and "both" in best:
+        against = _times(eager["both"]["median"] / best["both"]["median"])
+    share = NOT_MEASURED
+    with_memory: dict[str, Any] = next((r for r in ours if "peak_bytes" in r), {})
+    if with_memory and reference.get("peak_bytes"):
+        share = f"{with_memory['peak_bytes'] / reference['peak_bytes']:.0%}"
+    return (
+        f"| {row['loss']}: {row['title']} | {sizes(row)}, {kind} | {_median(reference)} "
+        f"| {_median(best)} | {speed_up(best) if 'ratio' in best else NOT_MEASURED} "
+        f"| {against} | {share} |"
+    )
+
+
+def fill_readme(text: str, table: str) -> str:
+    """``text`` with everything between the markers replaced by ``table``."""
+    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
+        raise ValueError(f"README.md needs the two lines {START} and {END}, in this order")
+    before, _, rest = text.partition(START)
+    after = rest.partition(END)[2]
+    return f"{before}{START}\n{table}\n{END}{after}"
+
+
+def sizes(row: dict[str, Any]) -> str:
+    """Sizes in one line."""
+    return " ".join(f"{name}={value}" for name, value in row["sizes"].items())
+
+
+def mebibytes(result: dict[str, Any]) -> str:
+    """Peak memory."""
+    return f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-"
+
+
+def error(result: dict[str, Any]) -> str:
+    """The larger of both errors."""
+    if "value_error" not in result:
+        return "own objective"
+    worst = max(result["value_error"], result["gradient_error"])
+    return "not finite" if worst == float("inf") else f"{worst:.0e}"
+
+
+def _part(result: dict[str, Any], part: str) -> str:
+    return milliseconds(result[part]["median"]) if part in result else "-"
+
+
+def _times(value: float) -> str:
+    return f"{value:.0f}×" if value >= 20 else f"{value:.1f}×"
+
+
+def _median(result: dict[str, Any]) -> str:
+    return milliseconds(result["both"]["median"]) if "both" in result else NOT_MEASURED
+
+
+def _steps_sentence(row: dict[str, Any]) -> str:
+    steps = (
+        f"{name} {r['ratio']['median']:.2f}×"
+        for name, r in row["providers"].items()
+        if "ratio" in r and name != REFERENCE
+    )
+    return (
+        f"A whole training step ({sizes(row)}, {row['dtype']}) against cross-entropy with the "
+        f"teacher's forward pass: {', '.join(steps)}."
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page, or fill the README."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--readme", action="store_true", help="fill README.md instead")
+    options = parser.parse_args(arguments)
+    results = load(options.results)
+    if not results:
+        print(f"no result file in {options.results}; run make bench first", file=sys.stderr)
+        return 2
+    if options.readme:
+        path = ROOT / "README.md"
+        try:
+            path.write_text(fill_readme(path.read_text(), readme_table(results)))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print(path)
+        return 0
+    from .plots import draw
+
+    folder = options.out.parent
+    pictures = {result["machine"]["name"]: draw(result, folder / "pictures") for result in results}
+    folder.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(page(results, pictures, folder))
+    print(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

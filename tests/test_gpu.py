@@ -1,0 +1,112 @@
+"""What only a CUDA device can show; `make gpu-check` runs these beside the parity suite there.
+
+The cases are the benchmark's: toy sizes for every loss, title and dtype, and the BERT sizes.
+"""
+
+import pytest
+import torch
+
+from fastkd.bench import gpu_check, harness, suite
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def pairs():
+    """Every case with each of fastkd's backends; none without a GPU, where all would be skipped."""
+    if not torch.cuda.is_available():
+        return []
+    cases = [suite.toy(case) for case in suite.every_case()] + suite.cases(["bert"])
+    unique = {(c.key, c.title): c for c in cases if c.loss != "step"}
+    return [
+        pytest.param(case, provider, id=f"{case.key}/{provider.name}")
+        for case in unique.values()
+        for provider in gpu_check.chosen_providers(case)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _plain_empty():
+    """Capture and synchronisation checks look at the losses, not at the NaN poisoning."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def bind(case, provider, device):
+    reason = provider.why_not(device)
+    if reason is not None:
+        pytest.skip(reason)
+    return provider.bind(case.make(device=device, dtype=case.dtype, **case.sizes))
+
+
+@pytest.mark.parametrize("case, provider", pairs())
+def test_equals_the_oracle(case, provider, device):
+    if provider.why_not(device) is not None:
+        pytest.skip(provider.why_not(device))
+    oracle = harness.oracle_of(case, device)
+    harness.check(oracle, case.providers[0])
+    assert "refused" not in harness.check(oracle, provider)
+
+
+@pytest.mark.parametrize("case, provider", pairs())
+def test_never_waits_for_the_device(case, provider, device):
+    bound = bind(case, provider, device)
+    bound.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bound.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("case, provider", pairs())
+def test_captured_in_a_graph(case, provider, device):
+    bound = bind(case, provider, device)
+    loss, grads = bound.step()
+    captured = harness.GraphBound(bound)
+    replayed_loss, replayed = captured.step()
+    torch.cuda.synchronize()
+    assert torch.equal(replayed_loss, loss)
+    assert all(torch.equal(x, y) for x, y in zip(replayed, grads, strict=True))
+    # The graph reads its inputs anew.
+    with torch.no_grad():
+        for leaf in bound.leaves:
+            leaf.mul_(0.5)
+    again_loss, again = (bound.step(), captured.step())
+    torch.cuda.synchronize()
+    assert torch.equal(again_loss[0], again[0])
+    assert all(torch.equal(x, y) for x, y in zip(again_loss[1], again[1], strict=True))
+
+
+@pytest.mark.parametrize("case, provider", pairs())
+def test_same_bits_every_time(case, provider, device):
+    bound = bind(case, provider, device)
+    loss, grads = bound.step()
+    for _ in range(3):
+        other_loss, other = bound.step()
+        assert torch.equal(other_loss, loss)
+        assert all(torch.equal(x, y) for x, y in zip(other, grads, strict=True))
+
+
+def test_peak_memory_of_a_known_allocation(device):
+    def step():
+        a = torch.empty(5 << 20, device=device)
+        b = torch.empty(3 << 20, device=device)
+        del a
+        return b, torch.empty(4 << 20, device=device)
+
+    assert harness.peak_bytes(step, device) == pytest.approx(8 * 4 * 2**20, rel=0.01)
+
+
+def test_times_of_known_work(device):
+    """Copies of 1 and 4 GB: the second takes four times as long."""
+
+    def bound(gigabytes):
+        x = torch.ones(gigabytes << 28, device=device)
+        return harness.Bound(lambda: x.clone(), [])
+
+    times = harness.time_interleaved({"one": bound(1), "four": bound(4)}, device, 0.5)
+    ratio = times["four"]["both"]["median"] / times["one"]["both"]["median"]
+    assert ratio == pytest.approx(4, rel=0.1)
