@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import (
     check_choice,
@@ -16,9 +15,12 @@ from fastkd._checks import (
     check_shape,
 )
 from fastkd._dispatch import use_triton
-from fastkd._numerics import autocast_off, upcast, working_dtype
+from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
 
 REDUCTIONS = ("mean", "batchmean", "sum")
+
+# The Triton kernel of layer_norm_mse holds whole rows of both sides in registers.
+MAX_TRITON_COLUMNS = 16384
 
 
 def cayley_ref(skew: Tensor) -> Tensor:
@@ -288,8 +290,18 @@ def layer_norm_mse(
     check_number("eps", eps, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
     scale = 1 / _divisor(x, reduction)
-    use_triton(backend, "layer_norm_mse", x)
+    rows, D = x.shape[:-1].numel(), x.shape[-1]
+    if use_triton(backend, "layer_norm_mse", x, _why_not_triton(x)):
+        return _LayerNormMSETriton.apply(x.reshape(rows, D), y.reshape(rows, D), eps, scale)
     return _LayerNormMSE.apply(x, y, eps, scale)
+
+
+def _why_not_triton(x: Tensor) -> str | None:
+    if x.dtype == torch.float64:
+        return "float64 runs on PyTorch"
+    if x.shape[-1] > MAX_TRITON_COLUMNS:
+        return f"rows have {x.shape[-1]} columns, and the kernel takes at most {MAX_TRITON_COLUMNS}"
+    return None
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
@@ -336,6 +348,29 @@ def _normalise_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> 
         grad, upcast(x), x.shape[-1:], mean, rstd, None, None, [True, False, False]
     )
     return dx.to(x.dtype)
+
+
+class _LayerNormMSETriton(torch.autograd.Function):
+    """The same in two kernels, on rows (R, D)."""
+
+    @staticmethod
+    def forward(ctx, x, y, eps, scale):
+        from fastkd.kernels.projection import layer_norm_mse_forward
+
+        x, y = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, y))
+        loss, stats = layer_norm_mse_forward(x, y, eps, scale)
+        ctx.save_for_backward(x, y, stats)
+        ctx.scale = scale
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels.projection import layer_norm_mse_backward
+
+        x, y, stats = ctx.saved_tensors
+        dx, dy = layer_norm_mse_backward(x, y, stats, grad, ctx.scale, *ctx.needs_input_grad[:2])
+        return dx, dy, None, None
 
 
 class DualProjectionLoss(nn.Module):

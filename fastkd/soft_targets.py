@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import (
     check_choice,
@@ -17,7 +16,7 @@ from fastkd._checks import (
     check_shape,
 )
 from fastkd._dispatch import use_triton
-from fastkd._numerics import autocast_off, upcast, working_dtype
+from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
 REDUCTIONS = ("batchmean", "sum", "none")
@@ -142,18 +141,19 @@ def soft_target_loss(
     _check_logits(student_logits, teacher_logits)
     _check_options(temperature, divergence, reduction, denominator)
     mask = check_mask(mask, student_logits.shape[:-1], student_logits.device)
-    use_triton(backend, "soft_target_loss", student_logits)
     scale = temperature**2 if scale_by_t2 else 1.0
-
     vocabulary = student_logits.shape[-1]
-    loss = _SoftTargets.apply(
+    rows = (
         student_logits.reshape(-1, vocabulary),
         teacher_logits.reshape(-1, vocabulary),
         None if mask is None else mask.reshape(-1),
-        divergence,
-        float(temperature),
-        scale,
-    )  # (R,)
+    )
+    options = divergence, float(temperature), scale
+    unsupported = "float64 runs on PyTorch" if student_logits.dtype == torch.float64 else None
+    if use_triton(backend, "soft_target_loss", student_logits, unsupported):
+        loss = _SoftTargetsTriton.apply(*rows, *options, reduction, denominator)
+        return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
+    loss = _SoftTargets.apply(*rows, *options)  # (R,)
     return _reduce(loss.reshape(student_logits.shape[:-1]), mask, reduction, denominator)
 
 
@@ -192,6 +192,8 @@ def _check_options(
         raise ValueError(
             f"denominator must be a number or a 0-d tensor, got {tuple(denominator.shape)}"
         )
+    else:
+        check_no_grad("denominator", denominator)
 
 
 def _reduce(
@@ -234,6 +236,47 @@ class _SoftTargets(torch.autograd.Function):
         if mask is not None:
             grad = grad.masked_fill(~mask, 0)
         return (dstudent * grad[:, None]).to(ctx.dtype), None, None, None, None, None
+
+
+class _SoftTargetsTriton(torch.autograd.Function):
+    """The same, reduced too, by two kernels and a third that reads the logits for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx, student, teacher, mask, divergence, temperature, scale, reduction, denominator
+    ):
+        from fastkd.kernels.soft_targets import soft_target_forward, soft_target_reduce
+
+        student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
+        ctx.options = divergence, temperature, scale
+        loss, stats = soft_target_forward(student, teacher, mask, *ctx.options)
+        if reduction == "none":
+            ctx.save_for_backward(student, teacher, mask, stats, None)
+            return loss
+        chosen = _kernel_divisor(student, mask, reduction, denominator)
+        total, divisor = soft_target_reduce(loss, mask, *chosen)
+        ctx.save_for_backward(student, teacher, mask, stats, divisor)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels.soft_targets import soft_target_backward
+
+        student, teacher, mask, stats, divisor = ctx.saved_tensors
+        dstudent = soft_target_backward(student, teacher, mask, stats, divisor, grad, *ctx.options)
+        return dstudent, None, None, None, None, None, None, None
+
+
+def _kernel_divisor(
+    student: Tensor, mask: Tensor | None, reduction: str, denominator: float | Tensor | None
+) -> tuple[float | None, Tensor | None]:
+    """`_count` for the kernel: a number or a tensor; neither stands for the mask's own count."""
+    if isinstance(denominator, Tensor):
+        return None, denominator.to(student.device)
+    if reduction == "sum" or denominator is not None:
+        return float(denominator or 1), None
+    return (None if mask is not None else max(student.shape[0], 1)), None
 
 
 def _rows(

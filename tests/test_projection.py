@@ -120,7 +120,7 @@ def test_cayley_of_strided_input_under_autocast():
 def test_cayley_once_differentiable():
     skew = skew_matrix(4).requires_grad_()
     (grad,) = torch.autograd.grad(cayley(skew).pow(3).sum(), skew, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="first derivatives only"):
         grad.sum().backward()
 
 
@@ -267,6 +267,10 @@ def value_and_grads(loss_fn, x, y, **options):
 
 
 def check_against_oracle(x, y, backend, **options):
+    if backend == "triton" and x.dtype == torch.float64:
+        with pytest.raises(ValueError, match="float64 runs on PyTorch"):
+            layer_norm_mse(x, y, backend=backend)
+        return
     actual = value_and_grads(layer_norm_mse, x, y, backend=backend, **options)
     right = value_and_grads(layer_norm_mse_ref, x.double(), y.double(), **options)
     reference = value_and_grads(layer_norm_mse_ref, x, y, **options)
@@ -394,7 +398,7 @@ def test_layer_norm_mse_second_derivative_raises(backend, device):
     x, y = (z.requires_grad_() for z in make_pair(3, 6, device=device))
     loss = layer_norm_mse(x, y, backend=backend)
     (grad,) = torch.autograd.grad(loss.square(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="first derivatives only"):
         grad.sum().backward()
 
 

@@ -48,6 +48,10 @@ def oracle(student, teacher, **options):
 
 def check_against_oracle(student, teacher, backend, **options):
     """Value and gradient as near to the float64 reference as the reference in this dtype."""
+    if backend == "triton" and student.dtype == torch.float64:
+        with pytest.raises(ValueError, match="float64 runs on PyTorch"):
+            soft_target_loss(student, teacher, backend=backend)
+        return
     mask = options.pop("mask", None)
     value, grad = value_and_grad(
         soft_target_loss, student, teacher, mask=mask, backend=backend, **options
@@ -158,7 +162,7 @@ def test_matches_reference(backend, device, divergence, dtype):
 
 
 @divergences
-@pytest.mark.parametrize("vocabulary", [1, 2, 15, 16, 17, 127, 128, 129, 300])
+@pytest.mark.parametrize("vocabulary", [1, 2, 15, 16, 17, 127, 128, 129, 300, 1025, 4097])
 def test_ragged_vocabularies(backend, device, divergence, vocabulary):
     student, teacher = make_logits(3, vocabulary, dtype=torch.float32, device=device)
     check_against_oracle(student, teacher, backend, divergence=divergence)
@@ -390,7 +394,7 @@ def test_second_derivative_raises(backend, device):
     student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
     loss = soft_target_loss(student, teacher, backend=backend)
     (grad,) = torch.autograd.grad(loss.square(), student, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="first derivatives only"):
         grad.sum().backward()
 
 

@@ -1,0 +1,193 @@
+"""LayerNorm-MSE: ½‖norm(x) − norm(y)‖² over rows, and its gradient to both sides.
+
+Data path. Forward: a program holds whole rows of x and y in registers, takes mean and variance
+there, and writes one partial loss and four numbers a row (mean and 1/√(var + eps) of each side).
+One PyTorch sum adds the partials. Backward: a program reads the rows again, rebuilds the
+normalised rows from the four numbers, and writes dx and dy with the upstream gradient applied.
+
+With E = R·D elements of s bytes: forward reads 2Es, backward reads 2Es and writes 2Es (Es when one
+side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192; about 10E
+operations forward and 20E backward. Bound by bandwidth.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd.kernels.variants import Variant
+
+
+def blocks(D: int) -> dict[str, int]:
+    """Block sizes and warps for rows of D.
+
+    At least 1024 elements of each side a program, so that short rows share one, in 8 elements a
+    thread; 16 from 4096 columns on and 32 beyond 8192, as 32 warps would leave only 64 registers
+    to a thread.
+    """
+    block_d = max(triton.next_power_of_2(D), 16)
+    num_warps = 4 if block_d <= 1024 else 8 if block_d <= 4096 else 16
+    return {"BLOCK_R": max(1024 // block_d, 1), "BLOCK_D": block_d, "num_warps": num_warps}
+
+
+@triton.jit
+def _normalise(x, inside, D, eps):
+    """Rows minus mean, over √(var + eps); 0 outside."""
+    mean = tl.sum(x, axis=1) / D
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / D + eps)
+    return centred * rstd[:, None], mean, rstd
+
+
+@triton.jit
+def layer_norm_mse_forward_kernel(
+    x_ptr,
+    y_ptr,
+    partial_ptr,  # (programs,)
+    stats_ptr,  # (R, 4): mean and rstd of x, mean and rstd of y
+    R,
+    D,
+    stride_x,
+    stride_y,
+    eps,
+    scale,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_D)
+    inside = (row < R)[:, None] & (column < D)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
+    y = tl.load(y_ptr + row[:, None] * stride_y + column[None, :], mask=inside, other=0.0)
+    norm_x, mean_x, rstd_x = _normalise(x.to(tl.float32), inside, D, eps)
+    norm_y, mean_y, rstd_y = _normalise(y.to(tl.float32), inside, D, eps)
+    difference = norm_x - norm_y  # (BLOCK_R, BLOCK_D)
+    total = tl.sum(tl.sum(difference * difference, axis=1), axis=0)
+    tl.store(partial_ptr + program, total * scale)
+
+    tl.store(stats_ptr + row * 4, mean_x, mask=row < R)
+    tl.store(stats_ptr + row * 4 + 1, rstd_x, mask=row < R)
+    tl.store(stats_ptr + row * 4 + 2, mean_y, mask=row < R)
+    tl.store(stats_ptr + row * 4 + 3, rstd_y, mask=row < R)
+
+
+@triton.jit
+def layer_norm_mse_backward_kernel(
+    x_ptr,
+    y_ptr,
+    stats_ptr,  # (R, 4)
+    dloss_ptr,  # ()
+    dx_ptr,
+    dy_ptr,
+    R,
+    D,
+    stride_x,
+    stride_y,
+    scale,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_D)
+    inside = (row < R)[:, None] & (column < D)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
+    y = tl.load(y_ptr + row[:, None] * stride_y + column[None, :], mask=inside, other=0.0)
+    mean_x = tl.load(stats_ptr + row * 4, mask=row < R, other=0.0)
+    rstd_x = tl.load(stats_ptr + row * 4 + 1, mask=row < R, other=0.0)
+    mean_y = tl.load(stats_ptr + row * 4 + 2, mask=row < R, other=0.0)
+    rstd_y = tl.load(stats_ptr + row * 4 + 3, mask=row < R, other=0.0)
+
+    norm_x = tl.where(inside, (x.to(tl.float32) - mean_x[:, None]) * rstd_x[:, None], 0.0)
+    norm_y = tl.where(inside, (y.to(tl.float32) - mean_y[:, None]) * rstd_y[:, None], 0.0)
+    # The mean of the difference is 0 but for rounding, which rows of few columns would feel.
+    mean = tl.sum(norm_x - norm_y, axis=1) / D
+    dloss = tl.load(dloss_ptr) * scale
+    out = row[:, None] * D + column[None, :]
+    if NEEDS_DX:
+        along = tl.sum((norm_x - norm_y) * norm_x, axis=1) / D
+        dx = (norm_x - norm_y) - mean[:, None] - norm_x * along[:, None]
+        tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
+    if NEEDS_DY:
+        along = tl.sum((norm_x - norm_y) * norm_y, axis=1) / D
+        dy = norm_y * along[:, None] + mean[:, None] - (norm_x - norm_y)
+        tl.store(dy_ptr + out, dy * (dloss * rstd_y)[:, None], mask=inside)
+
+
+def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
+    """½·scale·Σ(norm(x) − norm(y))² as a scalar, and the rows' statistics; x, y (R, D)."""
+    R, D = x.shape
+    config = blocks(D)
+    programs = triton.cdiv(R, config["BLOCK_R"])
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    stats = torch.empty(R, 4, dtype=torch.float32, device=x.device)
+    if programs:
+        layer_norm_mse_forward_kernel[(programs,)](
+            x, y, partial, stats, R, D, x.stride(0), y.stride(0), eps, scale / 2, **config
+        )
+    return partial.sum(), stats
+
+
+def layer_norm_mse_backward(
+    x: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    dloss: Tensor,
+    scale: float,
+    needs_dx: bool,
+    needs_dy: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dy (R, D) in the dtype of x, None for a side that does not learn."""
+    R, D = x.shape
+    config = blocks(D)
+    programs = triton.cdiv(R, config["BLOCK_R"])
+    dx = torch.empty(R, D, dtype=x.dtype, device=x.device) if needs_dx else None
+    dy = torch.empty(R, D, dtype=y.dtype, device=y.device) if needs_dy else None
+    for sides in _launches(needs_dx, needs_dy, config["BLOCK_D"]) if programs else ():
+        layer_norm_mse_backward_kernel[(programs,)](
+            x, y, stats, dloss, dx, dy, R, D, x.stride(0), y.stride(0), scale, **sides, **config
+        )
+    return dx, dy
+
+
+def _launches(needs_dx: bool, needs_dy: bool, block_d: int) -> list[dict[str, bool]]:
+    """Both sides in one launch, except where their rows together would spill registers."""
+    if needs_dx and needs_dy and block_d > 8192:
+        return [{"NEEDS_DX": True, "NEEDS_DY": False}, {"NEEDS_DX": False, "NEEDS_DY": True}]
+    return [{"NEEDS_DX": needs_dx, "NEEDS_DY": needs_dy}]
+
+
+def compile_variants() -> Iterator[Variant]:
+    """Every row length's registers in half and single precision; the flags at one length."""
+    for D in (16, 768, 4096, 8192, 16384):
+        for dtype in ("*bf16", "*fp32"):
+            yield from _variants(D, dtype, learning=[(True, True)])
+    yield from _variants(770, "*fp16", learning=[(True, True)])
+    yield from _variants(16384, "*fp32", learning=[(True, False), (False, True)])
+
+
+def _variants(D: int, dtype: str, learning: list[tuple[bool, bool]]) -> Iterator[Variant]:
+    config = blocks(D)
+    num_warps = config.pop("num_warps")
+    sizes = {"R": "i32", "D": "i32", "stride_x": "i32", "stride_y": "i32"}
+    aligned = () if D % 16 else ("D", "stride_x", "stride_y")
+    forward = {"x_ptr": dtype, "y_ptr": dtype, "partial_ptr": "*fp32", "stats_ptr": "*fp32"}
+    forward |= sizes | {"eps": "fp32", "scale": "fp32"}
+    yield Variant(
+        layer_norm_mse_forward_kernel, forward, config, num_warps=num_warps, aligned=aligned
+    )
+    backward = {"x_ptr": dtype, "y_ptr": dtype, "stats_ptr": "*fp32", "dloss_ptr": "*fp32"}
+    backward |= {"dx_ptr": dtype, "dy_ptr": dtype} | sizes | {"scale": "fp32"}
+    for needs_dx, needs_dy in learning:
+        for sides in _launches(needs_dx, needs_dy, config["BLOCK_D"]):
+            yield Variant(
+                layer_norm_mse_backward_kernel,
+                backward,
+                config | sides,
+                num_warps=num_warps,
+                aligned=aligned,
+            )

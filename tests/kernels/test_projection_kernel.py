@@ -1,0 +1,59 @@
+"""What only the Triton kernels of the LayerNorm-MSE promise."""
+
+import pytest
+import torch
+
+from fastkd.projection import (
+    MAX_TRITON_COLUMNS,
+    DualProjectionLoss,
+    layer_norm_mse,
+    layer_norm_mse_ref,
+)
+
+pytest.importorskip("triton")
+
+from tests.kernels.launches import count_launches
+
+
+def test_few_launches(device):
+    x, y = torch.randn(2, 5, 40, device=device, requires_grad=True)
+    with count_launches() as launches:
+        layer_norm_mse(x, y, backend="triton").backward()
+    assert launches.of_triton() == [
+        "layer_norm_mse_forward_kernel",
+        "layer_norm_mse_backward_kernel",
+    ]
+    assert len(launches) <= 8, launches
+
+
+@pytest.mark.parametrize("columns", [8193, MAX_TRITON_COLUMNS])
+def test_widest_rows(device, columns):
+    x, y = torch.randn(2, 2, columns, device=device)
+    grads = []
+    for function, options in ((layer_norm_mse, {"backend": "triton"}), (layer_norm_mse_ref, {})):
+        leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
+        loss = function(*leaves, **options)
+        grads.append((loss, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-9)
+
+
+def test_rows_too_wide_say_so(device):
+    x = torch.zeros(1, MAX_TRITON_COLUMNS + 1, device=device)
+    with pytest.raises(ValueError, match="16385 columns, and the kernel takes at most 16384"):
+        layer_norm_mse(x, x, backend="triton")
+    assert layer_norm_mse(x, x).item() == 0
+
+
+def test_dual_loss_on_both_backends_agrees(device):
+    student = torch.randn(3, 5, 12, device=device, requires_grad=True)
+    teacher = torch.randn(3, 5, 20, device=device)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0] * 5, [1] * 5], device=device)
+    results = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        module = DualProjectionLoss(12, 20, backend=backend).to(device)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        loss = module(student, teacher, mask)
+        results.append((loss, *torch.autograd.grad(loss, [student, *module.parameters()])))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)

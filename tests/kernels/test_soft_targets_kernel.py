@@ -1,0 +1,73 @@
+"""What only the Triton kernels of the soft targets promise."""
+
+import pytest
+import torch
+
+from fastkd.soft_targets import DIVERGENCES, soft_target_loss, soft_target_loss_ref
+from tests.compare import assert_accurate
+
+pytest.importorskip("triton")
+
+from tests.kernels.launches import count_launches
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_few_launches(device, divergence):
+    student = torch.randn(2, 3, 40, device=device, requires_grad=True)
+    teacher = torch.randn(2, 3, 40, device=device)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device=device)
+    with count_launches() as launches:
+        soft_target_loss(
+            student, teacher, divergence=divergence, mask=mask, temperature=2.0, backend="triton"
+        ).backward()
+    assert launches.of_triton() == [
+        "soft_target_forward_kernel",
+        "soft_target_reduce_kernel",
+        "soft_target_backward_kernel",
+    ]
+    # The interpreter on the CPU also looks whether the mask holds only 0 and 1.
+    checks = 5 if device.type == "cpu" else 0
+    assert len(launches) - checks <= 8, launches
+
+
+def head_by_sorting(p_t):
+    """The longest prefix of the descending order with at most half of the mass, at least one."""
+    ranked, order = p_t.sort(descending=True, stable=True)
+    count = max(int((ranked.cumsum(-1) <= 0.5).sum()), 1)
+    return order[:count]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+@pytest.mark.parametrize("vocabulary", [7, 130, 1030])
+def test_adaptive_head_is_the_sorted_one(device, dtype, spread, vocabulary):
+    # Student and teacher differ in one word, so the share of the head is the share of that word
+    # and of its neighbours by renormalisation; the value then tells where the head ends.
+    teacher = (spread * torch.randn(4, vocabulary, device=device)).to(dtype)
+    student = teacher.clone()
+    for row in range(4):
+        head = head_by_sorting(torch.softmax(teacher[row].double(), -1))
+        student[row, head[-1]] += 2.0
+    value = soft_target_loss(
+        student, teacher, divergence="adaptive_kl", reduction="none", backend="triton"
+    )
+    right = soft_target_loss_ref(
+        student.double(), teacher.double(), divergence="adaptive_kl", reduction="none"
+    )
+    reference = soft_target_loss_ref(student, teacher, divergence="adaptive_kl", reduction="none")
+    assert_accurate(value, right, torch.float32, reference)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_address(device):
+    rows, vocabulary = 16400, 131072
+    student = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)
+    teacher = torch.zeros_like(student)
+    student[-1, -1], teacher[-1, -2] = 8.0, 8.0
+    student.requires_grad_()
+    loss = soft_target_loss(student, teacher, reduction="none", backend="triton")
+    loss[-1].backward()
+    last = soft_target_loss_ref(student[-1:].detach(), teacher[-1:], reduction="none")
+    torch.testing.assert_close(loss[-1:].detach(), last)
+    assert student.grad[-1].abs().max() > 0
+    assert student.grad[:-1].abs().max() == 0
