@@ -372,7 +372,7 @@ def _by_observations(
     side_s = _factor(a * share.sqrt(), ridges[0], student)
     side_t = _factor(b * share.sqrt(), ridges[1], teacher)
     finite = side_s.finite & side_t.finite
-    left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k)
+    left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k, student)
     corr = _bounded(values.sum(-1), share, student, teacher).masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
@@ -434,7 +434,7 @@ def _by_covariances(
         root = left.mT @ whitened  # (MᵀM)^½
         corr = _trace(root)
     else:
-        left, values, right = _svd(whitened, top_k)
+        left, values, right = _svd(whitened, top_k, student)
         root = None
         corr = values.sum(-1)
     corr = _bounded(corr, share, student, teacher).masked_fill(~finite, torch.nan)
@@ -492,8 +492,12 @@ class _Whitening:
         return self.factor.mT @ y
 
 
-def _svd(m: Tensor, top_k: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``(U, σ, V)`` of the leading singular values, σ ≤ 1; U is zero where σ is."""
+def _svd(m: Tensor, top_k: int | None, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(U, σ, V)`` of the leading singular values, σ ≤ 1.
+
+    U is zero where σ is no more than rounding of this work or of the features: there the loss has
+    a kink, and the zero is one of its subgradients.
+    """
     if m.dtype == torch.float32:
         left, values, right = _svd_float32(m)
         if top_k is not None:
@@ -501,7 +505,8 @@ def _svd(m: Tensor, top_k: int | None) -> tuple[Tensor, Tensor, Tensor]:
     else:
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         right = right.mT
-    zero = values <= max(m.shape[-2:]) * torch.finfo(m.dtype).eps
+    work = max(m.shape[-2:]) * torch.finfo(m.dtype).eps
+    zero = values <= max(work, torch.finfo(working_dtype(features)).eps)
     left = left.masked_fill(zero.unsqueeze(-2), 0.0)
     return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
 

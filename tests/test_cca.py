@@ -47,7 +47,9 @@ def value_and_grad(loss, student: Tensor, *args, **options) -> tuple[Tensor, Ten
     return value.detach(), torch.autograd.grad(value, student, upstream)[0]
 
 
-def by_cholesky(student: Tensor, teacher: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+def by_cholesky(
+    student: Tensor, teacher: Tensor, ridge: float, top_k: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Another form in float64, for D < m: eqs. 4-7 with Cholesky factors, by autograd."""
     student = student.detach().double().requires_grad_()
 
@@ -60,7 +62,7 @@ def by_cholesky(student: Tensor, teacher: Tensor, ridge: float) -> tuple[Tensor,
     )
     half = torch.linalg.solve_triangular(factor(b), b.mT @ a, upper=False)
     whitened = torch.linalg.solve_triangular(factor(a), half.mT, upper=False)
-    loss = -torch.linalg.svdvals(whitened).sum()
+    loss = -torch.linalg.svdvals(whitened)[:top_k].sum()
     return loss.detach(), torch.autograd.grad(loss, student)[0]
 
 
@@ -184,11 +186,10 @@ def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
     teacher = shared @ torch.randn(60, 256)
     student = (shared + torch.randn(1024, 60)) @ torch.randn(60, 256)
     value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge)
-    expected, expected_grad = by_cholesky(student, teacher, ridge)
+    # Beyond rank 60 there is only the features' rounding, at the loss's kink.
+    expected, expected_grad = by_cholesky(student, teacher, ridge, top_k=60)
     assert relative_error(value, expected) <= 1e-4
-    assert grad.isfinite().all()
-    if ridge == 1e-2:  # below, the kink of the loss at correlation 0 meets the features' rounding
-        assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
+    assert relative_error(grad, 0.5 * expected_grad) <= 1e-4
 
 
 @pytest.mark.parametrize("dims", [(5, 5), (4, 7), (40, 30), (30, 40), (20, 40)])
@@ -240,7 +241,7 @@ def test_float32_singular_vectors(values, columns):
     u, s, v = torch.linalg.svd(m, full_matrices=False)
     keep = s > 1e-4
     for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
-        left, values, right = cca._svd(x.float(), columns)
+        left, values, right = cca._svd(x.float(), columns, x.float())
         assert relative_error(values, s) <= 1e-6
         assert relative_error((left * values) @ right.mT, x) <= 5e-6
         large = values > 1e-4
