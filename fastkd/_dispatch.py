@@ -13,7 +13,12 @@ BACKENDS = ("auto", "torch", "triton")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 # Public functions that have a Triton kernel.
-TRITON_FUNCTIONS: set[str] = {"layer_norm_mse", "soft_target_loss"}
+TRITON_FUNCTIONS: set[str] = {
+    "layer_norm_mse",
+    "soft_target_loss",
+    "relation_loss",
+    "cos_nce_loss",
+}
 
 
 class BackendUnavailable(RuntimeError, ValueError):

@@ -120,37 +120,72 @@ def cos_nce_loss(
     >>> cos_nce_loss(student, teacher=2 * student)  # at the teacher, at right angles to the other
     tensor(0.5000)
     """
-    check_pair(student, teacher, min_ndim=2)
-    check_shape("teacher", teacher, student.shape, "the shape of student")
-    mask = check_mask(mask, student.shape[:-1], student.device)
+    return _cos_nce_layers(
+        [student],
+        [teacher],
+        None if negatives is None else [negatives],
+        labels,
+        mask,
+        reduction,
+        backend,
+    )
+
+
+def _cos_nce_layers(
+    students: list[Tensor],
+    teachers: list[Tensor],
+    negatives: list[Tensor] | None,
+    labels: Tensor | None,
+    mask: Tensor | None,
+    reduction: str,
+    backend: str,
+) -> Tensor:
+    """`cos_nce_loss` of each layer, averaged; "none" takes one layer."""
+    first = students[0]
+    for i, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
+        check_pair(student, teacher, min_ndim=2)
+        check_shape("teacher", teacher, student.shape, "the shape of student")
+        check_shape(
+            "student without features", student[..., 0], first.shape[:-1], "as the first layer"
+        )
+        if negatives is not None:
+            _check_negatives(negatives[i], student)
+    mask = check_mask(mask, first.shape[:-1], first.device)
     if labels is not None:
-        check_labels("labels", labels, student.shape[0], student.device)
+        check_labels("labels", labels, first.shape[0], first.device)
         if negatives is not None:
             raise ValueError(
                 "labels choose among the samples of the batch and say nothing about given "
                 "negatives; pass either labels or negatives"
             )
-    if negatives is not None:
-        _check_negatives(negatives, student)
     check_choice("reduction", reduction, REDUCTIONS)
 
-    use_triton(backend, "cos_nce_loss", student)
-    batch, features = student.shape[0], student.shape[-1]
-    positions = student.shape[1:-1].numel()
-    losses, compared = _CosNCE.apply(
-        student.reshape(batch, positions, features),
-        teacher.reshape(batch, positions, features),
-        None
-        if negatives is None
-        else negatives.reshape(
-            *negatives.shape[: negatives.dim() - student.dim() + 1], positions, features
-        ),
-        labels,
-        None if mask is None else mask.reshape(batch, positions),
-    )
-    return _reduce(losses, compared, reduction).reshape(
-        student.shape[:-1] if reduction == "none" else ()
-    )
+    unsupported = "float64 is left to PyTorch" if first.dtype == torch.float64 else None
+    kernels = use_triton(backend, "cos_nce_loss", first, unsupported)
+    students, teachers = _flat(students), _flat(teachers)
+    given: list[Tensor | None] = [None] * len(students)
+    if negatives is not None:
+        given = [
+            x.reshape(*x.shape[: x.dim() - first.dim() + 1], *student.shape[1:])
+            for x, student in zip(negatives, students, strict=True)
+        ]
+    if mask is not None:
+        mask = mask.reshape(students[0].shape[:2])
+    layers = list(zip(students, teachers, given, strict=True))
+    if kernels and first.numel() > 0:
+        loss = _triton_layers(layers, labels, mask, reduction)
+    else:
+        losses = []
+        for layer in layers:
+            terms, compared = _CosNCE.apply(*layer, labels, mask)
+            losses.append(_reduce(terms, compared, reduction))
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+    return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
+
+
+def _flat(layers: list[Tensor]) -> list[Tensor]:
+    """(B, ..., D) as (B, P, D)."""
+    return [x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]) for x in layers]
 
 
 class CosNCELoss(nn.Module):
@@ -197,7 +232,7 @@ class CosNCELoss(nn.Module):
         negatives: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor:
         pairs = layer_pairs(student, teacher)
-        given: list[Tensor | None] = [None] * len(pairs)
+        given: list[Tensor] | None = None
         if negatives is not None:
             given = [negatives] if isinstance(negatives, Tensor) else list(negatives)
             if len(given) != len(pairs):
@@ -205,35 +240,28 @@ class CosNCELoss(nn.Module):
                     f"negatives has {len(given)} layers but student has {len(pairs)}; "
                     "pass as many of one as of the other"
                 )
-        losses = [
-            self._layer(s, t, mask, labels, n) for (s, t), n in zip(pairs, given, strict=True)
-        ]
-        return torch.stack(losses).mean()
+        students, teachers = [], []
+        mask_of_layers = mask
+        for student, teacher in pairs:
+            student, teacher, mask_of_layers = self._pooled(student, teacher, mask)
+            students.append(self.W(student))
+            teachers.append(teacher)
+        return _cos_nce_layers(
+            students, teachers, given, labels, mask_of_layers, self.reduction, self.backend
+        )
 
-    def _layer(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        mask: Tensor | None,
-        labels: Tensor | None,
-        negatives: Tensor | None,
-    ) -> Tensor:
+    def _pooled(
+        self, student: Tensor, teacher: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Both sides of a layer and the mask, one row per sample unless the pool is "tokens"."""
         check_floating("student", student, min_ndim=2)
         check_floating("teacher", teacher, min_ndim=2)
-        if student.dim() == 3 and self.pool != "tokens":
-            mask = check_mask(mask, student.shape[:2], student.device)
-            student = pool_tokens(student, mask, self.pool)
-            teacher = pool_tokens(teacher, mask, self.pool)
-            mask = None if mask is None else mask.any(1)
-        return cos_nce_loss(
-            self.W(student),
-            teacher,
-            negatives=negatives,
-            labels=labels,
-            mask=mask,
-            reduction=self.reduction,
-            backend=self.backend,
-        )
+        if student.dim() < 3 or self.pool == "tokens":
+            return student, teacher, mask
+        mask = check_mask(mask, student.shape[:2], student.device)
+        student = pool_tokens(student, mask, self.pool)
+        teacher = pool_tokens(teacher, mask, self.pool)
+        return student, teacher, None if mask is None else mask.any(1)
 
     def extra_repr(self) -> str:
         return f"pool={self.pool!r}, reduction={self.reduction!r}"
@@ -300,6 +328,74 @@ class _CosNCE(torch.autograd.Function):
                 d.mul_((scale * grad[part])[..., None])
                 dx[part] = d.masked_fill_(~compared[part][..., None], 0)
         return dx, None, None, None, None
+
+
+def _triton_layers(
+    layers: list[tuple[Tensor, Tensor, Tensor | None]],
+    labels: Tensor | None,
+    mask: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """The layers' average by `fastkd.kernels.contrastive`, those alike in one go."""
+    from fastkd.kernels.contrastive import LAYERS_PER_LAUNCH
+
+    groups: dict[tuple, list] = {}
+    for student, teacher, negatives in layers:
+        kind = (student.shape, student.dtype, None if negatives is None else negatives.shape)
+        groups.setdefault(kind, []).append((student, teacher, negatives))
+    losses = []
+    for group in groups.values():
+        for start in range(0, len(group), LAYERS_PER_LAUNCH):
+            part = group[start : start + LAYERS_PER_LAUNCH]
+            features = [x for side in zip(*part, strict=True) for x in side if x is not None]
+            loss = _CosNCETriton.apply(labels, mask, reduction, len(part), *features)
+            losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+class _CosNCETriton(torch.autograd.Function):
+    """Layers of one shape by `fastkd.kernels.contrastive`."""
+
+    @staticmethod
+    def forward(ctx, labels, mask, reduction, layers, *features):
+        from fastkd.kernels import contrastive as kernels
+
+        students, teachers = _alike(features[:layers]), _alike(features[layers : 2 * layers])
+        negatives = list(features[2 * layers :])
+        ctx.kind = "batch" if labels is None else "labels"
+        if negatives:
+            ctx.kind = "each" if negatives[0].dim() == 4 else "shared"
+            negatives = _alike([x.reshape(-1, *x.shape[-2:]) for x in negatives])
+        labels = None if labels is None else labels.contiguous()
+        mask = None if mask is None else mask.contiguous()
+        # A custom operator costs more than the launches behind it: only where a graph needs one.
+        run = kernels.cos_nce_op if torch.compiler.is_compiling() else kernels.cos_nce
+        loss, *saved = run(students, teachers, negatives, labels, mask, ctx.kind, reduction)
+        ctx.layers = layers
+        ctx.save_for_backward(labels, mask, *saved, *students, *teachers)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels import contrastive as kernels
+
+        labels, mask, *saved = ctx.saved_tensors
+        saved, features = saved[:5], saved[5:]
+        students, teachers = features[: ctx.layers], features[ctx.layers :]
+        compiling = torch.compiler.is_compiling()
+        run = kernels.cos_nce_gradient_op if compiling else kernels.cos_nce_gradient
+        dx = run(students, teachers, labels, mask, saved, grad.contiguous(), ctx.kind)
+        needless = len(ctx.needs_input_grad) - 4 - ctx.layers
+        return (None,) * 4 + dx.unbind() + (None,) * needless
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors with the same strides, the last one 1."""
+    strides = tensors[0].stride()
+    if strides[-1] == 1 and all(x.stride() == strides for x in tensors):
+        return list(tensors)
+    return [x.contiguous() for x in tensors]
 
 
 class _Blocks:

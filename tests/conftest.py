@@ -38,3 +38,13 @@ def backend(request) -> str:
         if function not in _dispatch.TRITON_FUNCTIONS or not _dispatch.TRITON_INSTALLED:
             pytest.skip("no Triton kernel, or triton is not installed")
     return request.param
+
+
+@pytest.fixture
+def tensors_on_device(request, device):
+    """A test of both backends makes its tensors where the kernels run, without saying so."""
+    if device.type == "cpu" or "backend" not in request.fixturenames:
+        yield
+        return
+    with device:
+        yield

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
 from tests.compare import DTYPES, assert_accurate
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
+
 TRITON_FUNCTION = "cos_nce_loss"
 
-SHAPES = [(1, 1, 1), (2, 1, 3), (3, 2, 16), (5, 17, 7), (17, 3, 33), (4, 129)]
+SHAPES = [(1, 1, 1), (2, 1, 3), (3, 2, 16), (5, 7, 7), (17, 3, 33), (4, 129)]
 
 
 def features(*shape, dtype=torch.float64, mean=0.0):
@@ -160,6 +162,12 @@ def test_nothing_to_compare_is_zero(backend):
         assert (grad == 0).all()
 
 
+def test_float64_is_left_to_pytorch():
+    student, teacher = features(3, 2, 4)
+    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
+        cos_nce_loss(student, teacher, backend="triton")
+
+
 @pytest.mark.parametrize("scale", [1e-36, 1e-20, 1e20, 1e36])
 def test_extreme_scales(backend, scale):
     student, teacher = features(4, 3, 8, dtype=torch.float32)
@@ -257,11 +265,12 @@ def test_autocast_changes_nothing(backend):
     assert torch.equal(outside[1], inside[1])
 
 
-def test_compiles_without_graph_breaks():
+def test_compiles_without_graph_breaks(backend):
     student, teacher = features(4, 3, 8, dtype=torch.float32)
     mask, labels = torch.rand(4, 3) > 0.3, torch.tensor([0, 1, 1, 2])
     compiled = torch.compile(cos_nce_loss, fullgraph=True, backend="aot_eager")
     for options in ({"mask": mask, "labels": labels}, {"negatives": torch.randn(5, 3, 8)}):
+        options["backend"] = backend
         eager = value_and_grad(cos_nce_loss, student, teacher, **options)
         traced = value_and_grad(compiled, student, teacher, **options)
         assert_accurate(traced[0], eager[0], torch.float32)
@@ -340,13 +349,29 @@ def test_module_projects_and_pools():
     assert torch.allclose(mean(*noisy, mask), expected, atol=1e-6)
 
 
-def test_module_averages_layers():
-    loss = CosNCELoss(6, 8)
-    students, teachers = list(torch.randn(3, 4, 5, 6)), list(torch.randn(3, 4, 5, 8))
-    each = [loss(s, t) for s, t in zip(students, teachers, strict=True)]
-    assert torch.allclose(loss(students, teachers), torch.stack(each).mean())
-    with pytest.raises(ValueError, match="negatives has 1 layers but student has 3"):
-        loss(students, teachers, negatives=torch.randn(2, 5, 8))
+def test_module_averages_layers(backend, device):
+    loss = CosNCELoss(6, 8, backend=backend).to(device)
+    students, teachers = list(torch.randn(10, 3, 2, 6)), list(torch.randn(10, 3, 2, 8))
+    mask, negatives = torch.rand(3, 2) > 0.3, list(torch.randn(10, 2, 2, 8))
+    for options in ({"mask": mask}, {"negatives": negatives}):
+
+        def each(i, options=options):
+            own = {name: x[i] if name == "negatives" else x for name, x in options.items()}
+            return loss(students[i], teachers[i], **own)
+
+        together = loss(students, teachers, **options)
+        apart = torch.stack([each(i) for i in range(10)]).mean()
+        assert_accurate(together, apart, torch.float32)
+        weight = loss.W.weight
+        assert_accurate(
+            torch.autograd.grad(together, weight)[0],
+            torch.autograd.grad(apart, weight)[0],
+            torch.float32,
+        )
+    with pytest.raises(ValueError, match="negatives has 1 layers but student has 10"):
+        loss(students, teachers, negatives=torch.randn(2, 2, 8))
+    with pytest.raises(ValueError, match=r"must have shape \(3, 2\) \(as the first layer\)"):
+        loss([students[0], students[1][:2]], [teachers[0], teachers[1][:2]])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from fastkd.knn import (
 )
 from tests.compare import DTYPES, assert_accurate
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
+
 TRITON_FUNCTION = "knn_feature_loss"
 
 # rows, bank, features, classes, k

@@ -1,0 +1,78 @@
+"""What only the COS-NCE kernels have: block edges, launches, sums split among programs."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fastkd.contrastive import CosNCELoss, cos_nce_loss
+from tests.kernels.launches import count_launches
+from tests.test_contrastive import check, features
+
+
+@pytest.fixture(autouse=True)
+def _tensors_on_device(device):
+    with device:
+        yield
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(15, 1, 127), (16, 2, 128), (17, 1, 129), (33, 2, 65), (2, 3, 300), (129, 1, 16)],
+    ids=str,
+)
+def test_block_edges(shape):
+    student, teacher = features(*shape, dtype=torch.float32, mean=0.5)
+    mask = torch.rand(shape[:2]) > 0.3
+    labels = torch.randint(0, 4, shape[:1])
+    upstream = torch.randn(shape[:2])
+    for options in ({}, {"mask": mask}, {"mask": mask, "labels": labels}):
+        check("triton", student, teacher, upstream, reduction="none", **options)
+
+
+def test_many_negatives_are_added_in_two_passes(monkeypatch):
+    monkeypatch.setattr("fastkd.kernels.contrastive.ROWS_PER_SUM", 16)
+    student, teacher = features(37, 1, 8, dtype=torch.float32)
+    mask = torch.rand(37, 1) > 0.3
+    check("triton", student, teacher, mask=mask)
+    check("triton", student, teacher, negatives=torch.randn(50, 1, 8))
+    check("triton", student, teacher, negatives=torch.randn(37, 20, 1, 8))
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_launches(layers):
+    students = [torch.randn(4, 3, 8, requires_grad=True) for _ in range(layers)]
+    teachers = [torch.randn(4, 3, 8) for _ in range(layers)]
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    labels = torch.arange(4)
+    negatives = [torch.randn(5, 3, 8) for _ in range(layers)]
+    loss = CosNCELoss(8, 8, backend="triton")
+    for options, expected in (({}, 5), ({"labels": labels}, 4), ({"negatives": negatives}, 6)):
+        with count_launches() as launches:
+            loss(students, teachers, mask, **options).backward()
+        assert len(launches.of_triton()) == expected, launches
+
+    for options, expected in (
+        ({}, 5),
+        ({"labels": labels}, 4),
+        ({"negatives": negatives[0]}, 6),
+        ({"reduction": "sum"}, 5),
+    ):
+        with count_launches() as launches:
+            total = cos_nce_loss(students[0], teachers[0], mask=mask, backend="triton", **options)
+            total.backward()
+        assert len(launches.of_triton()) == expected, launches
+        assert len(launches) <= 8, launches
+
+
+def test_same_bits_on_every_run():
+    student, teacher = features(40, 1, 33, dtype=torch.float32)
+    results = []
+    for _ in range(2):
+        x = student.clone().requires_grad_()
+        labels = torch.arange(40) % 3
+        loss = cos_nce_loss(x, teacher, labels=labels, backend="triton")
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
