@@ -253,5 +253,41 @@ def bench(
             raise InputError(str(error)) from error
 
 
+@app.command()
+def analyze(
+    model: Annotated[str, Option(help="Model: a directory or a hub name.")],
+    text: Annotated[Path | None, Option(help="Text file, one text a line.")] = None,
+    task: Annotated[str | None, Option(help="GLUE task, its validation split.")] = None,
+    out: Annotated[Path, Option(help="Directory for the numbers and pictures.")] = Path(
+        "runs/analyze"
+    ),
+    rows: Annotated[int | None, Option(help="Use only the first rows.", min=1)] = None,
+    batch_size: Annotated[int, Option(help="Texts in a batch.", min=1)] = 32,
+    max_length: Annotated[int, Option(help="Tokens of a text.", min=1)] = 128,
+    variance: Annotated[float, Option(help="Share of the variance SVCCA keeps.")] = 0.99,
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """How alike a model's layers are: SVCCA and CKA as numbers and pictures."""
+    with one_sentence():
+        require("transformers", "train")
+        require("matplotlib", "train")
+        from fastkd.analysis import report
+        from fastkd.distill.data import InputError
+        from fastkd.distill.loop import choose_device
+
+        if (text is None) == (task is None):
+            raise InputError("give either --text FILE or --task NAME")
+        if not 0 < variance <= 1:
+            raise InputError(f"--variance must be above 0 and at most 1, got {variance}")
+        texts, pairs = (report.read_lines(text), None) if text else report.read_task(str(task))
+        loaded, tokenizer = report.load_model(model, choose_device(device, "fp32"))
+        second = None if pairs is None else pairs[:rows]
+        batches = report.batches_of(tokenizer, texts[:rows], second, batch_size, max_length)
+        console = Console()
+        result = report.analyze(loaded, batches, out, model, variance)
+        console.print(report.table(result), highlight=False)
+        console.print(f"{out}/layers.json, svcca.png, cka.png", highlight=False)
+
+
 if __name__ == "__main__":
     main()

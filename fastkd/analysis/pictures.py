@@ -9,17 +9,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastkd._checks import check_shape
+from fastkd._extras import require
 
 
 def new_figure(width: float, height: float) -> Any:
     """A matplotlib figure that needs no display and no global state."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "fastkd[train]"') from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    backend: Any = require("matplotlib.backends.backend_agg", "train")
+    figure = require("matplotlib.figure", "train").Figure(
+        figsize=(width, height), layout="constrained"
+    )
+    backend.FigureCanvasAgg(figure)
     return figure
 
 

@@ -1,0 +1,120 @@
+"""What `fastkd analyze` does: a model's layer similarities as numbers and pictures."""
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkd._extras import require
+from fastkd.analysis.layers import (
+    cka_from_moments,
+    rccc,
+    stream,
+    svcca_from_moments,
+)
+from fastkd.analysis.pictures import plot_layer_similarity
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that hold anything."""
+    from fastkd.distill.data import InputError
+
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError as error:
+        raise InputError(f"--text {path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {path}: can't be read as UTF-8 text ({error})") from error
+    lines = [line for line in lines if line]
+    if not lines:
+        raise InputError(f"--text {path}: the file holds no text")
+    return lines
+
+
+def read_task(name: str) -> tuple[list[str], list[str] | None]:
+    """Texts (and second texts) of a GLUE task's validation split from the hub."""
+    from fastkd.distill.data import GLUE, TASKS, InputError, nearest, read_hub
+
+    if name not in TASKS:
+        raise InputError(f"--task {name!r} is not a GLUE task; {nearest(name, TASKS)}")
+    task = TASKS[name]
+    rows, _ = read_hub(GLUE, name, task.eval_splits[0], task.hub, "--task")
+    return rows.texts, rows.pairs
+
+
+def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
+    """Model and tokenizer from a path or hub name."""
+    from fastkd.distill.data import InputError
+
+    transformers = require("transformers", "train")
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        raise InputError(f"--model {name}: no such directory")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModel.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"--model {name}: can't be loaded ({reason})") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device), tokenizer
+
+
+def batches_of(
+    tokenizer: Any,
+    texts: list[str],
+    pairs: list[str] | None = None,
+    batch_size: int = 32,
+    max_length: int = 128,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Padded batches; texts of like length together, which changes no result."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        second = [pairs[i] for i in chosen] if pairs is not None else None
+        yield tokenizer(
+            [texts[i] for i in chosen],
+            second,
+            truncation=True,
+            max_length=max_length,
+            padding=True,
+            return_tensors="pt",
+        )
+
+
+def analyze(
+    model: torch.nn.Module,
+    batches: Iterator[dict[str, torch.Tensor]],
+    out: str | PathLike,
+    name: str = "",
+    variance: float = 0.99,
+) -> dict[str, Any]:
+    """SVCCA and CKA of all layers from one pass, as ``layers.json`` and two pictures in ``out``."""
+    moments, count = stream(model, batches)
+    svcca = svcca_from_moments(moments, count, variance)
+    cka = cka_from_moments(moments, count)
+    report = {
+        "model": name,
+        "tokens": moments.count,
+        "variance": variance,
+        "rccc": rccc(svcca),
+        "adjacent_cca": svcca.diagonal(1).tolist(),
+        "svcca": svcca.tolist(),
+        "cka": cka.tolist(),
+    }
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "layers.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot_layer_similarity(svcca, folder / "svcca.png", title=f"SVCCA {name}".strip())
+    plot_layer_similarity(cka, folder / "cka.png", title=f"CKA {name}".strip())
+    return report
+
+
+def table(report: dict[str, Any]) -> str:
+    """Correlation of every layer with the one before it, and the RCCC."""
+    lines = [f"{report['tokens']} tokens", "layer  correlation with the layer before"]
+    lines += [f"{i:5}  {value:.4f}" for i, value in enumerate(report["adjacent_cca"], start=1)]
+    return "\n".join([*lines, f"RCCC (embeddings and last layer): {report['rccc']:.4f}"])
