@@ -196,7 +196,7 @@ def measure(case: Case, device: torch.device, budget: float = 4.0) -> dict[str, 
                     continue
             except Exception as error:
                 bound.pop(provider.name, None)
-                reason = _one_line(error)
+                reason = one_line(error)
                 _release(device)
         providers[provider.name] = {"skipped": reason}
     # The oracle's float64 copies must not sit in memory while others are timed.
@@ -204,6 +204,11 @@ def measure(case: Case, device: torch.device, budget: float = 4.0) -> dict[str, 
     _release(device)
     for name, times in time_interleaved(bound, device, budget).items():
         providers[name].update(times)
+    return row_of(case, providers)
+
+
+def row_of(case: Case, providers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A case and its providers' figures as they stand in the result file."""
     return {
         "key": case.key,
         "loss": case.loss,
@@ -486,6 +491,7 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Type and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

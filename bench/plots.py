@@ -7,6 +7,7 @@ from typing import Any
 from fastkd.analysis.pictures import new_figure
 
 from .harness import REFERENCE
+from .table import swept
 
 # One colour for each provider, the same in all pictures (Okabe and Ito).
 COLOURS = {
@@ -91,7 +92,7 @@ def growth(rows: list[dict[str, Any]]) -> Any:
     figure = new_figure(4.4 * columns, 3.4 * lines + 0.4)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for ax, ((loss, title, sweep), members) in zip(axes, families.items(), strict=False):
-        sizes = [_swept(row) for row in members]
+        sizes = [swept(row) for row in members]
         for name in _providers(members, "both"):
             points = [
                 (size, row["providers"][name]["both"]["median"])
@@ -111,12 +112,6 @@ def growth(rows: list[dict[str, Any]]) -> Any:
     for ax in axes[len(families) :]:
         ax.set_visible(False)
     return figure
-
-
-def _swept(row: dict[str, Any]) -> int:
-    """The value of the growing size; D stands for the hidden sizes of both sides."""
-    sizes = row["sizes"]
-    return sizes[row["sweep"]] if row["sweep"] in sizes else sizes["Ds"]
 
 
 def _bars(

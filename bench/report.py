@@ -6,13 +6,14 @@ those pages is typed by hand.
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from . import suite
 from .harness import REFERENCE
-from .table import milliseconds, speed_up
+from .table import milliseconds, speed_up, swept
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -54,7 +55,7 @@ def page(results: list[dict[str, Any]], pictures: dict[str, list[Path]], folder:
             parts += loss_section(result, loss)
         for picture in pictures.get(result["machine"]["name"], []):
             parts.append(f"![{picture.stem}]({picture.relative_to(folder).as_posix()})")
-        parts += skipped_section(result)
+        parts += [*growth_section(result), *skipped_section(result)]
     parts += unmeasured_section(results)
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -121,6 +122,29 @@ def step_section(result: dict[str, Any]) -> list[str]:
             "\n".join(lines),
         ]
     return parts
+
+
+def growth_section(result: dict[str, Any]) -> list[str]:
+    """How time grows along each sweep: the exponent between its smallest and largest size."""
+    families: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["sweep"]:
+            families.setdefault((row["loss"], row["title"], row["sweep"]), []).append(row)
+    lines = []
+    for (loss, title, sweep), rows in families.items():
+        first, last = rows[0], rows[-1]
+        a, b = swept(first), swept(last)
+        exponents = [
+            f"{name} {math.log(later['both']['median'] / r['both']['median'], b / a):.2f}"
+            for name, r in first["providers"].items()
+            if "both" in r and "both" in (later := last["providers"].get(name, {}))
+        ]
+        if b > a and exponents:
+            lines.append(
+                f"- {loss}: {title}, {sweep} from {a} to {b}, time ∝ {sweep}^x with x = "
+                f"{', '.join(exponents)}"
+            )
+    return ["### Growth", "\n".join(lines)] if lines else []
 
 
 def skipped_section(result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from fastkd._checks import check_choice
 
 from . import machine, suite, table
-from .harness import Case, measure
+from .harness import Case, measure, one_line, row_of
 
 
 class WrongChoice(ValueError):
@@ -107,7 +107,7 @@ def run_cases(
         start = time.perf_counter()
         row = kept.get(case.key)
         if row is None:
-            row = measure(case, device, seconds)
+            row = _measured(case, device, seconds)
             row["floor_ms"] = machine.floor_ms(
                 limits, row["bytes_moved"], row["operations"], row["dtype"]
             )
@@ -116,6 +116,15 @@ def run_cases(
         _write(path, results)
         print(f"\n[{number}/{len(cases)}] " + "\n".join(table.row_lines(row)), flush=True)
     return results
+
+
+def _measured(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
+    """The row of ``case``; one whose inputs or oracle don't fit must not end the whole run."""
+    try:
+        return measure(case, device, seconds)
+    except RuntimeError as error:
+        reason = f"inputs or oracle failed: {one_line(error)}"
+        return row_of(case, {p.name: {"skipped": reason} for p in case.providers})
 
 
 def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -72,3 +72,8 @@ def speed_up(result: dict[str, Any]) -> str:
 def milliseconds(value: float) -> str:
     """Three digits that matter."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def swept(row: dict[str, Any]) -> int:
+    """The value of a sweep's growing size; D stands for the hidden sizes of both sides."""
+    return row["sizes"].get(row["sweep"], row["sizes"].get("Ds"))

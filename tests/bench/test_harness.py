@@ -77,6 +77,17 @@ def test_a_provider_that_cannot_run_says_why():
     assert "own objective" in result["other"]["note"] and "both" in result["other"]
 
 
+def test_a_case_that_does_not_fit_leaves_the_others_alone(tmp_path):
+    def too_large(**sizes):
+        raise torch.OutOfMemoryError("tried to allocate 900 GiB")
+
+    toy = case()
+    broken = Case(**{**vars(toy), "make": too_large, "title": "huge"})
+    rows = runner.run_cases([broken, toy], CPU, tmp_path / "x.json", seconds=0.05)["rows"]
+    assert "900 GiB" in rows[0]["providers"]["reference"]["skipped"]
+    assert "both" in rows[1]["providers"]["reference"]
+
+
 def test_the_oracle_may_be_smaller():
     seen = []
 
