@@ -17,7 +17,7 @@ class Backbone:
     """
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
-        inner = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         inner = getattr(inner, "_orig_mod", inner)
         config, base = getattr(inner, "config", None), getattr(inner, "base_model", None)
         if config is None or not isinstance(base, nn.Module):

@@ -37,7 +37,8 @@ class Distiller(nn.Module):
     terms. The teacher is frozen, stays in eval mode and runs without gradient; only the layers
     that the method compares are kept. What the method trains besides the student is among
     ``parameters()`` from the start. ``state_dict()`` holds the student and the method, not the
-    teacher; ``student.save_pretrained`` holds nothing but the student.
+    teacher; ``student.save_pretrained`` holds nothing but the student. DistributedDataParallel
+    needs ``find_unused_parameters=True`` where a head or pooler goes unused.
 
     Args:
         teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place.
@@ -81,8 +82,8 @@ class Distiller(nn.Module):
         self.teacher, self.student, self.method = teacher, student, method
         self._progress: float | None = None
         self._teacher_backbone, self._student_backbone = backbones
-        teacher.requires_grad_(False).eval()
         method.build(*backbones)
+        teacher.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
         method.to(device=next(student.parameters()).device, dtype=backbones[1].dtype)
         self.register_state_dict_post_hook(_leave_teacher_out)

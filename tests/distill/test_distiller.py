@@ -494,6 +494,19 @@ def test_autocast_is_close_to_full_precision(family, name):
     assert trained.isfinite()
 
 
+def test_perturbation_survives_gradients_too_small_for_float16():
+    """A weak loss: unscaled, its float16 gradients at the embeddings would all be zero."""
+    distiller = make("lrc_bert", alpha=1e-6, beta=1e-6, gamma=1e-6).train()
+    shifts = []
+    original = distiller._perturbation
+    distiller._perturbation = lambda run: shifts.append(original(run)) or shifts[0]
+    with torch.autocast("cpu", torch.float16):
+        loss = distiller(**batch()).loss
+    assert loss.isfinite()
+    norms = shifts[0].float().flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones(6), atol=1e-2, rtol=0)
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_half_precision_models(name):
     """A bfloat16 teacher for a float32 student, and a student in bfloat16."""
@@ -590,6 +603,8 @@ def test_mistakes_are_named():
         Distiller(teacher, torch.nn.Linear(2, 2), FCD())
     with pytest.raises(ValueError, match="share parameters"):
         Distiller(teacher, teacher, FCD())
+    with pytest.raises(ValueError, match="only 1"):
+        Distiller(classifier("bert", layers=1), student, FCD())
     assert all(p.requires_grad for p in teacher.parameters())
     half_shared = copy.copy(student)
     with pytest.raises(ValueError, match="share parameters"):
