@@ -65,15 +65,26 @@ class Size:
     train_rows: int = 350  # of each area
     eval_rows: int = 60
     teacher_steps: int = 90
-    student_steps: int = 50
+    student_steps: int = 48
     evaluations: int = 3
     batch_size: int = 32
     max_length: int = 24
     student_layers: int = 3
+    teacher_learning_rate: float = 3e-4
+    student_learning_rate: float = 2e-4
     timing_rounds: int = 9
 
 
-FAST = Size(8, 4, 2, 2, 1, 4, 12, 3, 1)
+FAST = Size(
+    train_rows=8,
+    eval_rows=4,
+    teacher_steps=2,
+    student_steps=2,
+    evaluations=1,
+    batch_size=4,
+    max_length=12,
+    timing_rounds=1,
+)
 
 
 def teacher_path() -> Path:
@@ -159,7 +170,7 @@ class Demo:
         plan = Plan(
             batch_size=self.size.batch_size,
             max_steps=self.size.teacher_steps,
-            learning_rate=1e-4,
+            learning_rate=self.size.teacher_learning_rate,
             device=self.device,
             seed=self.seed,
         )
@@ -171,7 +182,11 @@ class Demo:
             "parameters": count(self.teacher),
             "history": history,
         }
-        plan = dataclasses.replace(plan, max_steps=self.size.student_steps)
+        plan = dataclasses.replace(
+            plan,
+            max_steps=self.size.student_steps,
+            learning_rate=self.size.student_learning_rate,
+        )
         students: dict[str, Any] = {}
         models: dict[str, PreTrainedModel] = {}
         for name in (LABELS_ONLY, *METHODS):
