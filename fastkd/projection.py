@@ -292,7 +292,7 @@ def layer_norm_mse(
     scale = 1 / _divisor(x, reduction)
     rows, D = x.shape[:-1].numel(), x.shape[-1]
     if use_triton(backend, "layer_norm_mse", x, _why_not_triton(x)):
-        return _LayerNormMSETriton.apply(x.reshape(rows, D), y.reshape(rows, D), eps, scale)
+        return _LayerNormMSETriton.apply(x.reshape(rows, D), y.reshape(rows, D), float(eps), scale)
     return _LayerNormMSE.apply(x, y, eps, scale)
 
 
@@ -355,10 +355,12 @@ class _LayerNormMSETriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, eps, scale):
-        from fastkd.kernels.projection import layer_norm_mse_forward
+        from fastkd.kernels import projection as kernels
 
+        compiling = torch.compiler.is_compiling()
+        run = kernels.layer_norm_mse_forward_op if compiling else kernels.layer_norm_mse_forward
         x, y = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, y))
-        loss, stats = layer_norm_mse_forward(x, y, eps, scale)
+        loss, stats = run(x, y, eps, scale)
         ctx.save_for_backward(x, y, stats)
         ctx.scale = scale
         return loss
@@ -366,11 +368,14 @@ class _LayerNormMSETriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.projection import layer_norm_mse_backward
+        from fastkd.kernels import projection as kernels
 
+        compiling = torch.compiler.is_compiling()
+        run = kernels.layer_norm_mse_backward_op if compiling else kernels.layer_norm_mse_backward
         x, y, stats = ctx.saved_tensors
-        dx, dy = layer_norm_mse_backward(x, y, stats, grad, ctx.scale, *ctx.needs_input_grad[:2])
-        return dx, dy, None, None
+        needs_dx, needs_dy = ctx.needs_input_grad[:2]
+        grads = run(x, y, stats, grad, ctx.scale, needs_dx, needs_dy)
+        return grads[0] if needs_dx else None, grads[-1] if needs_dy else None, None, None
 
 
 class DualProjectionLoss(nn.Module):

@@ -141,6 +141,7 @@ def soft_target_loss(
     _check_logits(student_logits, teacher_logits)
     _check_options(temperature, divergence, reduction, denominator)
     mask = check_mask(mask, student_logits.shape[:-1], student_logits.device)
+    temperature = float(temperature)
     scale = temperature**2 if scale_by_t2 else 1.0
     vocabulary = student_logits.shape[-1]
     rows = (
@@ -148,7 +149,7 @@ def soft_target_loss(
         teacher_logits.reshape(-1, vocabulary),
         None if mask is None else mask.reshape(-1),
     )
-    options = divergence, float(temperature), scale
+    options = divergence, temperature, scale
     unsupported = "float64 runs on PyTorch" if student_logits.dtype == torch.float64 else None
     if use_triton(backend, "soft_target_loss", student_logits, unsupported):
         loss = _SoftTargetsTriton.apply(*rows, *options, reduction, denominator)
@@ -245,26 +246,31 @@ class _SoftTargetsTriton(torch.autograd.Function):
     def forward(
         ctx, student, teacher, mask, divergence, temperature, scale, reduction, denominator
     ):
-        from fastkd.kernels.soft_targets import soft_target_forward, soft_target_reduce
+        from fastkd.kernels import soft_targets as kernels
 
+        compiling = torch.compiler.is_compiling()
+        run = kernels.soft_target_forward_op if compiling else kernels.soft_target_forward
+        reduce = kernels.soft_target_reduce_op if compiling else kernels.soft_target_reduce
         student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
         ctx.options = divergence, temperature, scale
-        loss, stats = soft_target_forward(student, teacher, mask, *ctx.options)
+        loss, stats = run(student, teacher, mask, *ctx.options)
         if reduction == "none":
             ctx.save_for_backward(student, teacher, mask, stats, None)
             return loss
         chosen = _kernel_divisor(student, mask, reduction, denominator)
-        total, divisor = soft_target_reduce(loss, mask, *chosen)
+        total, divisor = reduce(loss, mask, *chosen)
         ctx.save_for_backward(student, teacher, mask, stats, divisor)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.soft_targets import soft_target_backward
+        from fastkd.kernels import soft_targets as kernels
 
+        compiling = torch.compiler.is_compiling()
+        run = kernels.soft_target_backward_op if compiling else kernels.soft_target_backward
         student, teacher, mask, stats, divisor = ctx.saved_tensors
-        dstudent = soft_target_backward(student, teacher, mask, stats, divisor, grad, *ctx.options)
+        dstudent = run(student, teacher, mask, stats, divisor, grad, *ctx.options)
         return dstudent, None, None, None, None, None, None, None
 
 
@@ -276,7 +282,7 @@ def _kernel_divisor(
         return None, denominator.to(student.device)
     if reduction == "sum" or denominator is not None:
         return float(denominator or 1), None
-    return (None if mask is not None else max(student.shape[0], 1)), None
+    return (None if mask is not None else float(max(student.shape[0], 1))), None
 
 
 def _rows(
@@ -455,7 +461,7 @@ def linear_soft_target_loss(
         None if mask is None else mask.reshape(-1),
         divergence,
         float(temperature),
-        temperature**2 if scale_by_t2 else 1.0,
+        float(temperature**2) if scale_by_t2 else 1.0,
         reduction == "none",
     )  # (R,) or, summed, ()
     if reduction == "none":

@@ -126,9 +126,10 @@ def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, scale: float) -> tu
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     stats = torch.empty(R, 4, dtype=torch.float32, device=x.device)
     if programs:
-        layer_norm_mse_forward_kernel[(programs,)](
-            x, y, partial, stats, R, D, x.stride(0), y.stride(0), eps, scale / 2, **config
-        )
+        with torch.cuda.device_of(x):
+            layer_norm_mse_forward_kernel[(programs,)](
+                x, y, partial, stats, R, D, x.stride(0), y.stride(0), eps, scale / 2, **config
+            )
     return partial.sum(), stats
 
 
@@ -140,18 +141,51 @@ def layer_norm_mse_backward(
     scale: float,
     needs_dx: bool,
     needs_dy: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dy (R, D) in the dtype of x, None for a side that does not learn."""
+) -> list[Tensor]:
+    """dx and dy (R, D) in the dtype of x, those of the two that are needed."""
     R, D = x.shape
     config = blocks(D)
     programs = triton.cdiv(R, config["BLOCK_R"])
     dx = torch.empty(R, D, dtype=x.dtype, device=x.device) if needs_dx else None
     dy = torch.empty(R, D, dtype=y.dtype, device=y.device) if needs_dy else None
-    for sides in _launches(needs_dx, needs_dy, config["BLOCK_D"]) if programs else ():
-        layer_norm_mse_backward_kernel[(programs,)](
-            x, y, stats, dloss, dx, dy, R, D, x.stride(0), y.stride(0), scale, **sides, **config
-        )
-    return dx, dy
+    if programs:
+        with torch.cuda.device_of(x):
+            for sides in _launches(needs_dx, needs_dy, config["BLOCK_D"]):
+                layer_norm_mse_backward_kernel[(programs,)](
+                    x,
+                    y,
+                    stats,
+                    dloss,
+                    dx,
+                    dy,
+                    R,
+                    D,
+                    x.stride(0),
+                    y.stride(0),
+                    scale,
+                    **sides,
+                    **config,
+                )
+    return [side for side in (dx, dy) if side is not None]
+
+
+# A custom operator costs more than the launches behind it: for torch.compile only.
+layer_norm_mse_forward_op = torch.library.custom_op(
+    "fastkd::layer_norm_mse_forward", layer_norm_mse_forward, mutates_args=()
+)
+layer_norm_mse_backward_op = torch.library.custom_op(
+    "fastkd::layer_norm_mse_backward", layer_norm_mse_backward, mutates_args=()
+)
+
+
+@layer_norm_mse_forward_op.register_fake
+def _(x, y, eps, scale):
+    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], 4, dtype=torch.float32)
+
+
+@layer_norm_mse_backward_op.register_fake
+def _(x, y, stats, dloss, scale, needs_dx, needs_dy):
+    return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
 
 
 def _launches(needs_dx: bool, needs_dy: bool, block_d: int) -> list[dict[str, bool]]:

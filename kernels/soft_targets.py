@@ -29,15 +29,16 @@ HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
 
 
-def blocks(V: int) -> dict[str, int]:
+def blocks(V: int, divergence: str) -> dict[str, int]:
     """Block sizes and warps for a vocabulary of V.
 
     Two shapes only, to keep the compiled forms few. Long rows stream 4096 logits of each side at
     a time, 16 a thread: enough loads in flight, and few enough registers for several programs on
-    a multiprocessor. Up to 1024 words, 16 rows share a program.
+    a multiprocessor; js has more intermediate values, and half the logits. Up to 1024 words, 16
+    rows share a program.
     """
     if V > 1024:
-        return {"BLOCK_R": 1, "BLOCK_V": 4096, "num_warps": 8}
+        return {"BLOCK_R": 1, "BLOCK_V": 2048 if divergence == "js" else 4096, "num_warps": 8}
     return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8}
 
 
@@ -379,27 +380,28 @@ def soft_target_forward(
 ) -> tuple[Tensor, Tensor]:
     """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool."""
     R, V = student.shape
-    config = blocks(V)
+    config = blocks(V, divergence)
     loss = torch.empty(R, dtype=torch.float32, device=student.device)
     stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
     if R:
-        soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
-            student,
-            teacher,
-            mask,
-            loss,
-            stats,
-            R,
-            V,
-            student.stride(0),
-            teacher.stride(0),
-            1 / temperature,
-            scale,
-            DIVERGENCE=divergence,
-            HAS_MASK=mask is not None,
-            KEY_BITS=8 * teacher.element_size(),
-            **config,
-        )
+        with torch.cuda.device_of(student):
+            soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+                student,
+                teacher,
+                mask,
+                loss,
+                stats,
+                R,
+                V,
+                student.stride(0),
+                teacher.stride(0),
+                1 / temperature,
+                scale,
+                DIVERGENCE=divergence,
+                HAS_MASK=mask is not None,
+                KEY_BITS=8 * teacher.element_size(),
+                **config,
+            )
     return loss, stats
 
 
@@ -413,18 +415,19 @@ def soft_target_reduce(
     """
     total = torch.empty((), dtype=torch.float32, device=loss.device)
     divided_by = torch.empty((), dtype=torch.float32, device=loss.device)
-    soft_target_reduce_kernel[(1,)](
-        loss,
-        mask,
-        denominator,
-        total,
-        divided_by,
-        loss.shape[0],
-        1.0 if divisor is None else divisor,
-        COUNTS=denominator is None and divisor is None,
-        HAS_DENOMINATOR=denominator is not None,
-        BLOCK_R=1024,
-    )
+    with torch.cuda.device_of(loss):
+        soft_target_reduce_kernel[(1,)](
+            loss,
+            mask,
+            denominator,
+            total,
+            divided_by,
+            loss.shape[0],
+            1.0 if divisor is None else divisor,
+            COUNTS=denominator is None and divisor is None,
+            HAS_DENOMINATOR=denominator is not None,
+            BLOCK_R=1024,
+        )
     return total, divided_by
 
 
@@ -444,30 +447,60 @@ def soft_target_backward(
     The upstream gradient is (R,), or () with the divisor of `soft_target_reduce`.
     """
     R, V = student.shape
-    config = blocks(V)
+    config = blocks(V, divergence)
     dstudent = torch.empty(R, V, dtype=student.dtype, device=student.device)
     if R:
-        soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
-            student,
-            teacher,
-            mask,
-            stats,
-            dloss,
-            divisor,
-            dstudent,
-            R,
-            V,
-            student.stride(0),
-            teacher.stride(0),
-            0 if dloss.dim() == 0 else dloss.stride(0),
-            1 / temperature,
-            scale,
-            DIVERGENCE=divergence,
-            HAS_MASK=mask is not None,
-            REDUCED=divisor is not None,
-            **config,
-        )
+        with torch.cuda.device_of(student):
+            soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+                student,
+                teacher,
+                mask,
+                stats,
+                dloss,
+                divisor,
+                dstudent,
+                R,
+                V,
+                student.stride(0),
+                teacher.stride(0),
+                0 if dloss.dim() == 0 else dloss.stride(0),
+                1 / temperature,
+                scale,
+                DIVERGENCE=divergence,
+                HAS_MASK=mask is not None,
+                REDUCED=divisor is not None,
+                **config,
+            )
     return dstudent
+
+
+# A custom operator costs more than the launches behind it: for torch.compile only.
+soft_target_forward_op = torch.library.custom_op(
+    "fastkd::soft_target_forward", soft_target_forward, mutates_args=()
+)
+soft_target_reduce_op = torch.library.custom_op(
+    "fastkd::soft_target_reduce", soft_target_reduce, mutates_args=()
+)
+soft_target_backward_op = torch.library.custom_op(
+    "fastkd::soft_target_backward", soft_target_backward, mutates_args=()
+)
+
+
+@soft_target_forward_op.register_fake
+def _(student, teacher, mask, divergence, temperature, scale):
+    rows = student.shape[0]
+    loss = student.new_empty(rows, dtype=torch.float32)
+    return loss, student.new_empty(rows, STATS.value, dtype=torch.float32)
+
+
+@soft_target_reduce_op.register_fake
+def _(loss, mask, divisor, denominator):
+    return loss.new_empty(()), loss.new_empty(())
+
+
+@soft_target_backward_op.register_fake
+def _(student, teacher, mask, stats, divisor, dloss, divergence, temperature, scale):
+    return student.new_empty(student.shape)
 
 
 def compile_variants() -> Iterator[Variant]:
@@ -495,7 +528,7 @@ def compile_variants() -> Iterator[Variant]:
 
 
 def _variants(V: int, dtype: str, divergence: str, mask: str | None) -> Iterator[Variant]:
-    config: dict[str, Any] = blocks(V)
+    config: dict[str, Any] = blocks(V, divergence)
     num_warps = config.pop("num_warps")
     config |= {"DIVERGENCE": divergence, "HAS_MASK": mask is not None}
     inputs = {"student_ptr": dtype, "teacher_ptr": dtype}

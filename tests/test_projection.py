@@ -403,10 +403,13 @@ def test_layer_norm_mse_second_derivative_raises(backend, device):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_layer_norm_mse_compiles_as_one_graph(device, compiler):
+def test_layer_norm_mse_compiles_as_one_graph(backend, device, compiler):
+    if compiler == "inductor" and backend == "triton":
+        pytest.skip("one is enough")
     x, y = make_pair(3, 6, device=device)
-    compiled = torch.compile(layer_norm_mse, fullgraph=True, backend=compiler)
-    expected = value_and_grads(layer_norm_mse, x, y)
+    loss = functools.partial(layer_norm_mse, backend=backend)
+    compiled = torch.compile(loss, fullgraph=True, backend=compiler)
+    expected = value_and_grads(loss, x, y)
     torch.testing.assert_close(value_and_grads(compiled, x, y), expected)
 
 
