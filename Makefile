@@ -21,8 +21,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One thread a process: the test processes share the cores already.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 # The packages that fastkd is compared with.
 $(VENV)/peers: $(VENV)/installed
