@@ -25,7 +25,7 @@ def test_says_why_triton_is_not_available(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:1])
     monkeypatch.setattr("fastkd._dispatch.TRITON_FUNCTIONS", {"relation_loss"})
-    monkeypatch.setattr("fastkd._dispatch.triton_installed", lambda: False)
+    monkeypatch.setattr("fastkd._dispatch.TRITON_INSTALLED", False)
     assert "triton package is not installed" in run().output
 
 
@@ -60,6 +60,7 @@ def test_a_wrong_backend_fails(monkeypatch, mistake):
 
 def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):
     real = doctor.importlib.import_module
+    monkeypatch.setattr(doctor, "CHECKS", ())
 
     def broken(name):
         if name == "fastkd._C":
