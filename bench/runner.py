@@ -30,7 +30,7 @@ def run(
     *,
     commit: str | None = None,
     resume: bool = False,
-    seconds: float = 3.0,
+    seconds: float = 1.5,
 ) -> dict[str, Any]:
     """Measure the chosen cases and return the results as written to ``out``.
 
@@ -86,7 +86,7 @@ def run_cases(
     *,
     commit: str | None = None,
     resume: bool = False,
-    seconds: float = 3.0,
+    seconds: float = 1.5,
 ) -> dict[str, Any]:
     """Measure ``cases`` one after the other; the file is complete after each of them."""
     cases = list(cases)
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", help="folder for pictures")
     parser.add_argument("--commit", help="recorded where git can't tell")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--seconds", type=float, default=3.0, help="timing budget of one case")
+    parser.add_argument("--seconds", type=float, default=1.5, help="timing budget of one case")
     options = parser.parse_args(arguments)
     try:
         run(

@@ -229,7 +229,7 @@ def bench(
         "runs/bench"
     ),
     plot: Annotated[Path | None, Option(help="Directory for pictures.")] = None,
-    seconds: Annotated[float, Option(help="Timing budget of one case.")] = 3.0,
+    seconds: Annotated[float, Option(help="Timing budget of one case.")] = 1.5,
     resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
 ) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
