@@ -272,7 +272,18 @@ def test_papers_defaults():
     assert defaults["mc3kd"]["temperature"] == 20 and defaults["mc3kd"]["scale_by_t2"]
     assert defaults["lrkd"]["gamma"] == 0.3 and defaults["lrkd"]["projection_layers"] == 2
     assert not defaults["lrkd"]["scale_by_t2"] and not lrc["scale_by_t2"]
-    assert all(defaults[name].keys() for name in METHODS)
+    grids = {
+        ("fcd", "alpha"): {0.1, 0.2, 0.4, 1},
+        ("fcd", "beta"): {0.1, 0.2, 0.4, 1},
+        ("knn", "alpha1"): {0.1, 0.01, 0.001},
+        ("knn", "k"): {1, 2, 3, 5},
+        ("mc3kd", "alpha"): {0.2, 0.5, 0.6, 0.7},
+        ("mc3kd", "beta"): {0.1, 1, 10},
+        ("lrkd", "alpha"): {0.7, 0.8, 0.9, 1.0},
+        ("lrkd", "beta"): {1, 10, 15},
+        ("lrkd", "temperature"): {1, 2, 3, 4},
+    }
+    assert all(defaults[name][option] in grid for (name, option), grid in grids.items())
 
 
 @pytest.mark.parametrize("name", list(METHODS))
