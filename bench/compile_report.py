@@ -136,8 +136,8 @@ def report(names: list[str], workers: int | None = None) -> list[dict[str, Any]]
     jobs = [
         (name, index, capability)
         for name in names
-        for index in range(len(list(variants(name))))
-        for capability in SHARED_MEMORY
+        for index, variant in enumerate(variants(name))
+        for capability in variant.capabilities or SHARED_MEMORY
     ]
     if not jobs:
         return []

@@ -22,7 +22,14 @@ from . import runner, suite
 from .harness import Case, Provider
 
 ROOT = Path(__file__).resolve().parent.parent
-PARITY = ("relation", "knn", "contrastive", "cca", "projection", "soft_targets", "linalg")
+PARITY = (
+    *(
+        f"tests/test_{name}.py"
+        for name in (*suite.LOSSES, "extension", "numerics", "gpu")
+        if name != "step"
+    ),
+    "tests/kernels",
+)
 STEPS = ("build", "tests", "sanitizer", "bits", "bench")
 
 
@@ -33,8 +40,7 @@ def build(options: argparse.Namespace) -> bool:
 
 def tests(options: argparse.Namespace) -> bool:
     """Tests marked gpu, and the whole parity suite: its ``device`` fixture takes CUDA here."""
-    files = [f"tests/test_{name}.py" for name in PARITY]
-    return command(sys.executable, "-m", "pytest", "tests/test_gpu.py", *files)
+    return command(sys.executable, "-m", "pytest", *PARITY)
 
 
 def sanitizer(options: argparse.Namespace) -> bool:

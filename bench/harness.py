@@ -153,11 +153,11 @@ def compiled(function: Callable[..., Tensor]) -> Provider:
 
 
 def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provider]:
-    """``function`` on PyTorch and Triton, and each replayed from a CUDA graph."""
-    from fastkd._dispatch import why_not_triton
+    """``function`` on PyTorch, on Triton, and the better of the two replayed from a CUDA graph."""
+    from fastkd._dispatch import TRITON_FUNCTIONS, why_not_triton
 
     def no_triton(device: torch.device) -> str | None:
-        if device.type != "cuda":
+        if name in TRITON_FUNCTIONS and device.type != "cuda":
             return "Triton kernels need a CUDA device"
         return why_not_triton(name, torch.empty(0, device=device))
 
@@ -165,14 +165,15 @@ def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provide
         return None if device.type == "cuda" else "CUDA graphs need a CUDA device"
 
     bind_torch, bind_triton = call(function, backend="torch"), call(function, backend="triton")
+
+    def bind_graph(inputs: dict[str, Any]) -> Bound:
+        device = leaves_of(inputs)[0].device
+        return GraphBound((bind_torch if no_triton(device) else bind_triton)(inputs))
+
     return [
         Provider("fastkd torch", bind_torch),
         Provider("fastkd triton", bind_triton, no_triton),
-        Provider(
-            "fastkd triton, CUDA graph",
-            lambda inputs: GraphBound(bind_triton(inputs)),
-            lambda device: no_graph(device) or no_triton(device),
-        ),
+        Provider("fastkd, CUDA graph", bind_graph, no_graph),
     ]
 
 
@@ -404,7 +405,7 @@ def _resources(bound: Bound, provider: Provider, device: torch.device) -> dict[s
     graph = isinstance(bound, GraphBound)
     result: dict[str, Any] = {} if graph else {"peak_bytes": peak_bytes(bound.step, device)}
     if device.type == "cuda":
-        result.update(_device_work(bound.step))
+        result.update(device_work(bound.step))
     elif provider.name != "torch.compile":
         result["operations_dispatched"] = count_operations(bound.step)
     return result
@@ -458,7 +459,7 @@ class _OperationCounter(TorchDispatchMode):
         return result
 
 
-def _device_work(step: Callable[[], Any]) -> dict[str, Any]:
+def device_work(step: Callable[[], Any]) -> dict[str, Any]:
     """Device kernels (copies and fills included) of one step, and their summed milliseconds."""
     torch.cuda.synchronize()
     with _profiler([ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:

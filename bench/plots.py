@@ -15,7 +15,7 @@ COLOURS = {
     "torch.compile": "#E69F00",
     "fastkd torch": "#0072B2",
     "fastkd triton": "#009E73",
-    "fastkd triton, CUDA graph": "#56B4E9",
+    "fastkd, CUDA graph": "#56B4E9",
     "fastkd": "#0072B2",
 }
 PEER = "#CC79A7"

@@ -18,7 +18,7 @@ from .table import milliseconds, speed_up, swept
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-FASTKD = ("fastkd triton, CUDA graph", "fastkd triton", "fastkd torch", "fastkd")
+FASTKD = ("fastkd, CUDA graph", "fastkd triton", "fastkd torch", "fastkd")
 NOT_MEASURED = "not measured"
 
 HOW = """\

@@ -244,3 +244,13 @@ def test_the_table_names_what_could_not_run():
     lines = table.row_lines(row)
     assert "1e-07" in lines[2] and "2.0" in lines[2]
     assert lines[3:] == ["  peer: needs CUDA", "  wrong: value is off"]
+
+
+def test_compare_from_the_command_line(tmp_path, capsys):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, content in zip(paths, files(result(1.0, 0.01), result(1.3, 0.01)), strict=True):
+        path.write_text(json.dumps(content))
+    assert compare.main([str(paths[0]), str(paths[0])]) == 0
+    assert "nothing got worse in 1 rows" in capsys.readouterr().out
+    assert compare.main([str(path) for path in paths]) == 1
+    assert "k, p: 1 -> 1.3 of the reference's time (1.30×)" in capsys.readouterr().out

@@ -86,3 +86,8 @@ def test_gpu_check_needs_a_gpu(capsys):
     if not torch.cuda.is_available():
         assert gpu_check.main([]) == 2
         assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_gpu_check_runs_files_that_are_there():
+    root = Path(gpu_check.__file__).resolve().parent.parent
+    assert all((root / path).exists() for path in gpu_check.PARITY)
