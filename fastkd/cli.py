@@ -51,6 +51,12 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
+def _require_training() -> None:
+    """Say what is missing before an hour of training has passed."""
+    for module in ("transformers", "accelerate", "safetensors", "sklearn", "scipy"):
+        require(module, "train")
+
+
 @app.command()
 def distill(
     teacher: Annotated[str, Option(help="Teacher: a directory or a hub name.")],
@@ -133,8 +139,7 @@ def distill(
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """
     with one_sentence():
-        require("transformers", "train")
-        require("accelerate", "train")
+        _require_training()
         from fastkd.distill import run
         from fastkd.distill.data import Source
         from fastkd.distill.loop import Interrupted, TrainingFailed
@@ -203,8 +208,7 @@ def demo(
 ) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
     with one_sentence():
-        require("transformers", "train")
-        require("accelerate", "train")
+        _require_training()
         require("matplotlib", "train")
         from fastkd.distill.demo import run_demo
 

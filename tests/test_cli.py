@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -410,6 +411,13 @@ def test_replacing_a_directory_is_all_or_nothing(tmp_path):
 def test_a_missing_extra_is_named():
     with pytest.raises(MissingExtra, match=r"nowhere is not installed.*fastkd\[train\]"):
         require("nowhere.at.all", "train")
+
+
+def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    error = distill(expect=1)
+    assert error == "Error: sklearn is not installed; get it with: pip install 'fastkd[train]'\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_help_names_the_commands():
