@@ -1,8 +1,9 @@
 """Flag what got worse between two result files: ``python -m bench.compare A.json B.json``.
 
 Times are compared as ratios to the reference of the same run, so a slower machine or a busy
-moment does not count. A ratio is worse when it grew by more than five per cent and by more than
-the noise: four standard errors of the two medians, taken from their quartiles.
+moment does not count. A ratio is worse when it grew by more than ten per cent, which two runs of
+the same code can differ by, and by more than the noise within the runs: several standard errors
+of the two medians, taken from their quartiles, more of them where there were few rounds.
 """
 
 import argparse
@@ -12,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LEAST = 0.05
-STANDARD_ERRORS = 4.0
+LEAST = 0.10
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -48,15 +48,19 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def worse(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Whether ``after``'s ratio to the reference grew beyond the noise of both."""
     growth = math.log(after["ratio"]["median"] / before["ratio"]["median"])
-    noise = math.hypot(_standard_error(before), _standard_error(after))
-    return growth > max(math.log1p(LEAST), STANDARD_ERRORS * noise)
+    noise = math.hypot(_noise(before), _noise(after))
+    return growth > max(math.log1p(LEAST), noise)
 
 
-def _standard_error(result: dict[str, Any]) -> float:
-    """Relative standard error of the median ratio, from its quartiles (normal noise)."""
-    ratio = result["ratio"]
+def _noise(result: dict[str, Any]) -> float:
+    """How far the median ratio may be off by chance, relative to it.
+
+    Standard error of a median of normal noise, times about Student's t at 99.95%: quartiles of
+    five rounds say little about the spread.
+    """
+    ratio, rounds = result["ratio"], result["rounds"]
     sigma = (ratio["q3"] - ratio["q1"]) / 1.349 / ratio["median"]
-    return 1.2533 * sigma / math.sqrt(result["rounds"])
+    return 3.3 * (1 + 6 / (rounds - 1)) * 1.2533 * sigma / math.sqrt(rounds)
 
 
 def main(arguments: list[str] | None = None) -> int:
