@@ -7,6 +7,7 @@ from; then 3-layer students of it learn the same, each by another method, with t
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import statistics
 import time
@@ -64,8 +65,8 @@ class Size:
 
     train_rows: int = 350  # of each area
     eval_rows: int = 60
-    teacher_steps: int = 90
-    student_steps: int = 48
+    teacher_steps: int = 80
+    student_steps: int = 45
     evaluations: int = 3
     batch_size: int = 32
     max_length: int = 24
@@ -322,6 +323,12 @@ def _show(report: dict[str, Any], out: Path, console: Console) -> None:
             format_scores(losses),
         )
     console.print(table)
+    noise = 2 * math.sqrt(0.25 / report["rows"]["held out"])
+    console.print(
+        f"{report['rows']['held out']} held-out docstrings: accuracies closer than "
+        f"{noise:.2f} are not told apart",
+        highlight=False,
+    )
     pictures = ", ".join(sorted(path.name for path in out.glob("*.png")))
     console.print(
         f"{report['seconds']:.0f} s in all; best student {TITLES[report['best']]}, saved in "
