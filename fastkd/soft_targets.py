@@ -24,8 +24,9 @@ REDUCTIONS = ("batchmean", "sum", "none")
 # Teacher probability that the head of adaptive_kl may hold (Wu et al. 2024, μ).
 HEAD_MASS = 0.5
 
-# Logits worked on at a time on the CPU: the few buffers of a chunk then stay in the cache.
-CHUNK = 1 << 19
+# Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
+# enough that threads do not wait for each other after every small operation.
+CHUNK = 1 << 21
 
 # Logits that linear_soft_target_loss holds at a time, on the CPU and on a GPU: enough positions
 # for matrix products that are not bound by reading the vocabulary's weights.
@@ -559,7 +560,9 @@ def _linear_pass(
             grad = (grad * weights[chunk, None]).to(w_s.dtype)
             if dh is not None:
                 dh[chunk] = grad @ w_s
-            if dw is not None:
+            if dw is not None and dw.dtype == grad.dtype:
+                dw.addmm_(grad.T, h_s[chunk])
+            elif dw is not None:
                 dw += grad.T @ h_s[chunk]
     return loss, dh, dw
 
