@@ -1,5 +1,132 @@
-"""Build script; everything declarative is in pyproject.toml."""
+"""Builds the extension ``fastkd._C``; everything declarative is in pyproject.toml.
 
-from setuptools import setup
+torch is no build requirement, because a build environment of its own would download gigabytes of
+it. Its headers are taken from where the package will run: this interpreter's environment, asked in
+a process that does not see pip's isolated one. Without a torch there, and with FASTKD_NO_EXT=1, the
+package is built without the extension and runs on PyTorch code.
+"""
 
-setup()
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
+
+# One binary for every torch from 2.10 and every Python from 3.10 on.
+MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
+COMPILE_ARGS = ["-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fvisibility=hidden"]
+GPU_ARCHITECTURES = ("80", "90", "100")
+
+
+def find_torch() -> tuple[Path, str] | None:
+    """Folder and CUDA version ("" for none) of the torch that the package will run with."""
+    code = "import torch; print(torch.__file__); print(torch.version.cuda or '')"
+    # -I: without PYTHONPATH, by which pip hides the environment it builds for.
+    for command in ([sys.executable, "-I", "-c", code], [sys.executable, "-c", code]):
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            file, cuda = answer.stdout.splitlines()[-2:]
+            return Path(file).parent, cuda
+    return None
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = Path(home, "bin", "nvcc")
+    return str(found) if found.exists() else shutil.which("nvcc")
+
+
+def extensions() -> list[Extension]:
+    """The C++ part, and the CUDA part where torch has CUDA and nvcc is there."""
+    if os.environ.get("FASTKD_NO_EXT") == "1":
+        print("fastkd: FASTKD_NO_EXT=1, building without the extension")
+        return []
+    torch = find_torch()
+    if torch is None:
+        print(
+            "fastkd: no torch in this environment, building without the extension "
+            "(install torch first, then fastkd, to have it)"
+        )
+        return []
+    folder, cuda = torch
+    options = {
+        "include_dirs": [str(folder / "include")],
+        "library_dirs": [str(folder / "lib")],
+        "define_macros": MACROS,
+        "py_limited_api": True,
+        "language": "c++",
+        "depends": [str(path) for path in Path("csrc").glob("*.h")],
+    }
+    found = [
+        Extension(
+            "fastkd._C",
+            ["csrc/roots.cpp"],
+            libraries=["torch_cpu"],
+            extra_compile_args=COMPILE_ARGS,
+            **options,
+        )
+    ]
+    if cuda and find_nvcc() is None:
+        print(f"fastkd: torch has CUDA {cuda} but there is no nvcc, building the C++ part only")
+    elif cuda:
+        found.append(
+            Extension("fastkd._C_cuda", ["csrc/roots.cu"], libraries=["torch_cuda"], **options)
+        )
+    return found
+
+
+def nvcc_command(nvcc: str, includes: list) -> list[str]:
+    """All but architectures, input and output."""
+    command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
+    command += ["-DUSE_CUDA", *(f"-D{name}={value}" for name, value in MACROS)]
+    return [*command, *(f"-I{folder}" for folder in includes)]
+
+
+class BuildExtension(build_ext):
+    """nvcc for .cu files, and a message that says what to do when a compiler fails."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            for source in [s for s in ext.sources if s.endswith(".cu")]:
+                ext.sources.remove(source)
+                ext.extra_objects.append(self.compile_cuda(ext, source))
+            super().build_extension(ext)
+        except (CompileError, LinkError, subprocess.CalledProcessError, OSError) as error:
+            raise SystemExit(
+                f"fastkd: compiling {ext.name} failed ({error}). It needs a C++17 compiler such as "
+                "g++ or clang (Debian, Ubuntu: apt-get install g++; CXX names another). "
+                "FASTKD_NO_EXT=1 installs fastkd without the extension, on PyTorch code."
+            ) from None
+
+    def compile_cuda(self, ext: Extension, source: str) -> str:
+        nvcc = find_nvcc()
+        assert nvcc is not None
+        known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+        wanted = [a for a in GPU_ARCHITECTURES if f"compute_{a}" in known.split()]
+        generate = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
+        # PTX of the newest, for GPUs that came later.
+        generate.append(f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}")
+        target = Path(self.build_temp, source).with_suffix(".o")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        includes = [*ext.include_dirs, sysconfig.get_paths()["include"]]
+        command = [*nvcc_command(nvcc, includes), *generate, "-c", source, "-o", str(target)]
+        self.spawn(command)
+        toolkit = Path(nvcc).resolve().parent.parent
+        ext.library_dirs += [str(toolkit / "lib64"), str(toolkit / "lib")]
+        ext.libraries.append("cudart_static")
+        ext.libraries += ["rt", "dl", "pthread"]
+        return str(target)
+
+
+if __name__ == "__main__":
+    modules = extensions()
+    setup(
+        ext_modules=modules,
+        cmdclass={"build_ext": BuildExtension},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if modules else {},
+    )

@@ -7,11 +7,14 @@ The roots themselves are smooth there: their derivatives are divided differences
 import torch
 from torch import Tensor
 
+from fastkd import _extension
 from fastkd._checks import check_floating, check_number
 from fastkd._numerics import autocast_off, once_differentiable, working_dtype
 
 # An eigenvalue below this many roundings of the largest one counts as zero.
 ZERO_EIGENVALUE = 10.0
+# Largest n that the extension takes on the CPU: beyond it LAPACK is faster on one core.
+EXTENSION_LARGEST = {torch.float32: 64, torch.float64: 128}
 
 
 def sqrtm_ref(a: Tensor) -> Tensor:
@@ -95,21 +98,41 @@ def _symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
-def nonzero_eigenvalues(values: Tensor) -> Tensor:
-    """Which of the ascending eigenvalues (*, n) stand above the rounding of the largest one."""
-    largest = values[..., -1:].clamp_min(0)
-    return values > ZERO_EIGENVALUE * torch.finfo(values.dtype).eps * largest
+def _use_extension(a: Tensor) -> bool:
+    """Whether the extension is the fastest right way.
 
-
-def eigh_finite(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(values, vectors, finite)`` of symmetric ``a``; a matrix with NaN or inf counts as zero.
-
-    LAPACK refuses the whole batch for one NaN; ``finite`` (*) tells the caller which results to
-    overwrite with NaN.
+    On the CPU it takes a fifth to all of LAPACK's time up to the size above, and spreads a batch
+    over the cores. On a GPU it neither loops over the batch nor waits for the host.
     """
-    finite = a.isfinite().flatten(-2).all(-1)
-    values, vectors = torch.linalg.eigh(a.masked_fill(~finite[..., None, None], 0.0))
-    return values, vectors, finite
+    n = a.shape[-1]
+    if a.is_cuda:
+        return _extension.CUDA and _extension.cuda_roots_fit(n, a.device)
+    return _extension.CPU and a.device.type == "cpu" and n <= EXTENSION_LARGEST[a.dtype]
+
+
+def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``torch.ops.fastkd.sqrtm`` and ``inv_sqrtm`` return: (root, values, vectors).
+
+    LAPACK refuses a batch for one NaN, so that matrix is decomposed as zero and overwritten.
+    """
+    bad = ~a.isfinite().flatten(-2).all(-1)[..., None, None]
+    values, vectors = torch.linalg.eigh(_symmetric(a).masked_fill(bad, 0.0))
+    values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
+    root = (vectors * _root_values(values, inverse, ridge).unsqueeze(-2)) @ vectors.mT
+    return root.masked_fill(bad, torch.nan), values, vectors.masked_fill(bad, torch.nan)
+
+
+def _root_values(values: Tensor, inverse: bool, ridge: float) -> Tensor:
+    """√λ or λ^{−½} of the eigenvalues; zero for those that `inv_sqrtm` leaves out."""
+    if not inverse:
+        return values.sqrt()
+    zero = values <= 0 if ridge else ~_nonzero(values)
+    return values.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    """Which of the ascending eigenvalues (*, n) stand above the rounding of the largest one."""
+    return ~(values <= ZERO_EIGENVALUE * torch.finfo(values.dtype).eps * values[..., -1:])
 
 
 class _MatrixRoot(torch.autograd.Function):
@@ -118,41 +141,32 @@ class _MatrixRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, inverse, ridge):
         with autocast_off(a):
-            if a.shape[-1] == 0:
-                ctx.save_for_backward()
-                return a.to(working_dtype(a)).clone()
-            values, vectors, finite = eigh_finite(_symmetric(a.to(working_dtype(a))))
-            values = values.clamp_min(0) + ridge
-            if inverse:
-                keep = values > 0 if ridge else nonzero_eigenvalues(values)
-                roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
+            work = a.to(working_dtype(a))
+            if not _use_extension(work):
+                root, values, vectors = _roots_by_eigh(work, inverse, ridge)
+            elif inverse:
+                root, values, vectors = torch.ops.fastkd.inv_sqrtm(work, ridge)
             else:
-                roots = values.sqrt()
-            ctx.inverse = inverse
-            ctx.dtype = a.dtype
-            ctx.save_for_backward(values, roots, vectors, finite)
-            root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
-            return root.masked_fill(~finite[..., None, None], torch.nan)
+                root, values, vectors = torch.ops.fastkd.sqrtm(work)
+            ctx.inverse, ctx.ridge, ctx.dtype = inverse, ridge, a.dtype
+            ctx.save_for_backward(values, vectors)
+            return root
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        values, vectors = ctx.saved_tensors
         with autocast_off(grad):
-            if not ctx.saved_tensors:
-                return grad, None, None
-            values, roots, vectors, finite = ctx.saved_tensors
+            roots = _root_values(values, ctx.inverse, ctx.ridge)
+            differences = _inverse_root_differences if ctx.inverse else _root_differences
             inner = vectors.mT @ _symmetric(grad) @ vectors
-            if ctx.inverse:
-                factors = _inverse_root_differences(values, roots)
-            else:
-                factors = _root_differences(values, roots)
-            da = vectors @ (inner * factors) @ vectors.mT
-            return da.masked_fill(~finite[..., None, None], torch.nan).to(ctx.dtype), None, None
+            da = vectors @ (inner * differences(values, roots)) @ vectors.mT
+            return da.to(ctx.dtype), None, None
 
 
 def _root_differences(values: Tensor, roots: Tensor) -> Tensor:
     """(√λ_i − √λ_j) / (λ_i − λ_j) = 1 / (√λ_i + √λ_j), zero where both are zero."""
-    keep = nonzero_eigenvalues(values)
+    keep = _nonzero(values)
     either = keep.unsqueeze(-1) | keep.unsqueeze(-2)
     total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
     return torch.where(either, total, 1.0).reciprocal().masked_fill(~either, 0.0)
@@ -164,7 +178,7 @@ def _inverse_root_differences(values: Tensor, roots: Tensor) -> Tensor:
     With u = λ^{−½} both kept: −u_i² u_j² / (u_i + u_j); one kept: u_i³; none: 0.
     """
     ui, uj = roots.unsqueeze(-1), roots.unsqueeze(-2)
-    keep = roots > 0
+    keep = ~(roots <= 0)
     both = keep.unsqueeze(-1) & keep.unsqueeze(-2)
     total = torch.where(both, ui + uj, 1.0)
     # As products of ratios: u⁴ would overflow float32 for small eigenvalues.

@@ -1,0 +1,219 @@
+"""The compiled matrix roots: parity with float64 eigh, registration, the CUDA source."""
+
+import functools
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastkd import _extension, linalg
+from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm
+
+from .compare import relative_error
+from .test_linalg import spectrum, with_eigenvalues
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_extension = pytest.mark.skipif(
+    not _extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
+)
+SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129)
+LARGE = (256, 512, 768, 1024)
+
+
+@functools.cache
+def matrix(n: int, kind: str) -> torch.Tensor:
+    torch.manual_seed(n)
+    if kind.startswith("condition"):
+        return with_eigenvalues(spectrum(n, float(kind.removeprefix("condition "))))
+    if kind == "diagonal":
+        return torch.rand(n).double().diag()
+    if kind == "zero":
+        return torch.zeros(n, n).double()
+    if kind == "rank-deficient":
+        factor = torch.randn(n, n // 3 + 1).double()
+        return factor @ factor.mT
+    return with_eigenvalues(torch.arange(n).remainder(3) + 1.0)  # repeated
+
+
+KINDS = [f"condition {c:g}" for c in (1.0, 1e2, 1e4, 1e6, 1e8)]
+KINDS += ["diagonal", "zero", "rank-deficient", "repeated"]
+
+
+def check_roots(a: torch.Tensor, dtype: torch.dtype, roots, inverse_roots) -> None:
+    """‖S·S − A‖/‖A‖ ≤ 1e-5 in float32; inverse roots to condition·1e-6."""
+    unit = 1.0 if dtype == torch.float32 else 1e-8
+    root, values, vectors = roots(a.to(dtype))
+    assert root.dtype == values.dtype == vectors.dtype == dtype
+    assert relative_error(root.double() @ root.double(), a) <= 1e-5 * unit
+    assert relative_error((vectors.double() * values) @ vectors.double().mT, a) <= 1e-5 * unit
+    assert (values.diff() >= 0).all()
+    identity = torch.eye(a.shape[-1]).double()
+    assert relative_error(vectors.mT.double() @ vectors.double(), identity) <= 1e-5 * unit
+
+    ridge = 1e-3 * a.diagonal().max().item() + 1e-6
+    for r in (0.0, ridge):
+        inverse, _, _ = inverse_roots(a.to(dtype), r)
+        assert inverse.isfinite().all()
+        eigenvalues = torch.linalg.eigvalsh(a) + r
+        condition = (eigenvalues[-1] / eigenvalues[0]).abs().item()
+        if condition < 1e5:
+            assert relative_error(inverse, inv_sqrtm_ref(a, r)) <= condition * 1e-6 * unit
+
+
+def check_all(n: int, roots, inverse_roots, kinds=KINDS) -> None:
+    for kind in kinds:
+        for dtype in (torch.float32, torch.float64):
+            check_roots(matrix(n, kind), dtype, roots, inverse_roots)
+
+
+@needs_extension
+@pytest.mark.parametrize("n", SIZES)
+def test_cpu_roots(n):
+    check_all(n, torch.ops.fastkd.sqrtm, torch.ops.fastkd.inv_sqrtm)
+
+
+@needs_extension
+@pytest.mark.parametrize("n", (1, 2, 3, 16, 31, 32, 33, 64))
+def test_jacobi_roots_of_the_gpu(n):
+    """The CUDA kernel's own source, one lane."""
+    check_all(
+        n,
+        lambda a: torch.ops.fastkd.jacobi_roots(a, False, 0.0),
+        lambda a, ridge: torch.ops.fastkd.jacobi_roots(a, True, ridge),
+        KINDS if n < 32 else ["condition 1", "condition 1e+08", "rank-deficient", "repeated"],
+    )
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_same_without_the_extension(n):
+    check_all(
+        n,
+        lambda a: linalg._roots_by_eigh(a, False, 0.0),
+        lambda a, ridge: linalg._roots_by_eigh(a, True, ridge),
+        KINDS if n < 64 else ["condition 1e+08", "rank-deficient", "repeated"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", LARGE)
+def test_large_matrices_wherever_they_are_computed(n):
+    for kind in ("condition 1e+08", "rank-deficient"):
+        a = matrix(n, kind)
+        root = sqrtm(a.float()).double()
+        assert relative_error(root @ root, a) <= 1e-5
+        assert inv_sqrtm(a.float()).isfinite().all()
+    if n <= 256:
+        check_all(n, torch.ops.fastkd.sqrtm, torch.ops.fastkd.inv_sqrtm, ["condition 1e+04"])
+
+
+@needs_extension
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (7,), (500,), (2, 0), (3, 5)])
+def test_batches(batch):
+    a = with_eigenvalues(torch.rand(*batch, 5) + 0.1)
+    root, values, vectors = torch.ops.fastkd.sqrtm(a)
+    assert root.shape == vectors.shape == a.shape
+    assert values.shape == a.shape[:-1]
+    assert relative_error(root, linalg.sqrtm_ref(a)) <= 1e-12
+    assert relative_error(torch.ops.fastkd.inv_sqrtm(a, 0.1)[0], inv_sqrtm_ref(a, 0.1)) <= 1e-12
+
+
+@needs_extension
+def test_strided_input():
+    a = with_eigenvalues(torch.rand(4, 6) + 0.1)
+    strided = a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    assert torch.equal(torch.ops.fastkd.sqrtm(strided)[0], torch.ops.fastkd.sqrtm(a)[0])
+
+
+@needs_extension
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_bad_numbers_stay_in_their_matrix(value):
+    for n in (1, 2, 5, 40):
+        a = with_eigenvalues(torch.rand(4, n) + 0.5)
+        a[2, n - 1, 0] = value
+        for result in (
+            torch.ops.fastkd.sqrtm(a),
+            torch.ops.fastkd.inv_sqrtm(a, 0.0),
+            torch.ops.fastkd.jacobi_roots(a, False, 0.0),
+            linalg._roots_by_eigh(a, False, 0.0),
+        ):
+            for x in result:
+                assert x[2].isnan().all()
+                assert x[[0, 1, 3]].isfinite().all()
+
+
+@needs_extension
+def test_bad_input_is_named():
+    for op in (torch.ops.fastkd.sqrtm, lambda a: torch.ops.fastkd.inv_sqrtm(a, 0.0)):
+        with pytest.raises(RuntimeError, match="a must hold square matrices"):
+            op(torch.ones(2, 3))
+        with pytest.raises(RuntimeError, match="a must have at least 2 dimensions"):
+            op(torch.ones(3))
+        for dtype in (torch.int64, torch.bfloat16):
+            with pytest.raises(RuntimeError, match="a must be float32 or float64"):
+                op(torch.ones(2, 2, dtype=dtype))
+
+
+@needs_extension
+def test_opcheck():
+    a = with_eigenvalues(torch.rand(3, 6) + 0.5)
+    for dtype in (torch.float32, torch.float64):
+        torch.library.opcheck(torch.ops.fastkd.sqrtm.default, (a.to(dtype),))
+        torch.library.opcheck(torch.ops.fastkd.sqrtm.default, (a[:0].to(dtype),))
+        torch.library.opcheck(torch.ops.fastkd.inv_sqrtm.default, (a.to(dtype), 0.1))
+        torch.library.opcheck(torch.ops.fastkd.jacobi_roots.default, (a.to(dtype), True, 0.1))
+
+
+@needs_extension
+@pytest.mark.parametrize("root", [sqrtm, functools.partial(inv_sqrtm, ridge=0.1), inv_sqrtm])
+def test_values_and_gradients_equal_the_pytorch_path(root, monkeypatch):
+    """Repeated and zero eigenvalues included."""
+    values = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.5])
+    a = torch.stack([with_eigenvalues(values), with_eigenvalues(values + 0.5)]).requires_grad_()
+    upstream = torch.randn(2, 5, 5).double()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        result = root(a)
+        return result.detach(), torch.autograd.grad(result, a, upstream)[0]
+
+    compiled = run()
+    monkeypatch.setattr(_extension, "CPU", False)
+    plain = run()
+    if root is sqrtm:  # √ of rounding around zero: 1e-16 becomes 1e-8
+        assert relative_error(compiled[0], plain[0]) <= 1e-7
+        assert relative_error(compiled[1][1], plain[1][1]) <= 1e-10
+    else:
+        assert relative_error(compiled[0], plain[0]) <= 1e-10
+        assert relative_error(compiled[1], plain[1]) <= 1e-10
+
+
+def test_the_package_works_without_the_extension():
+    code = (
+        "import sys; sys.modules['fastkd._C'] = None\n"
+        "import torch\n"
+        "from fastkd import _extension, linalg\n"
+        "assert not _extension.CPU\n"
+        "assert linalg.sqrtm(4 * torch.eye(2)).equal(2 * torch.eye(2))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_cuda_source_compiles_without_spills(tmp_path):
+    """nvcc alone: torch's build helper hides CUDA where torch has none."""
+    import setup as build
+
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed, so csrc/roots.cu was not compiled")
+    includes = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    command = [*build.nvcc_command(nvcc, includes), "-Xptxas=-v", "-c", "csrc/roots.cu"]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in build.GPU_ARCHITECTURES]
+    command += ["-o", str(tmp_path / "roots.o")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    kernels = 2 * len(build.GPU_ARCHITECTURES)
+    assert result.stderr.count("bytes stack frame") == kernels
+    assert result.stderr.count("0 bytes stack frame, 0 bytes spill stores") == kernels
