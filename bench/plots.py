@@ -159,7 +159,9 @@ def _bars(
             )
         place += height
     ax.set_xscale("log")
-    ax.margins(x=0.16)
+    widths = [1.0, *(width for _, bars in groups for _, width in bars)]
+    # Room for the text beyond the bars.
+    ax.set_xlim(min(widths) / 2.5, max(widths) * 4)
     ax.axvline(1, color="black", lw=0.8)
     ax.set_yticks(ticks, [name for name, _ in groups], fontsize=7)
     ax.set_ylim(place, 0)
