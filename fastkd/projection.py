@@ -67,8 +67,7 @@ class _Cayley(torch.autograd.Function):
         with autocast_off(skew):
             q = upcast(skew)
             identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-            # inv_ex does not read the error flag: on a GPU that would synchronise.
-            w = 2 * torch.linalg.inv_ex(identity - q).inverse - identity
+            w = 2 * _inverse(identity - q) - identity
         ctx.save_for_backward(w)
         return w.to(skew.dtype)
 
@@ -80,6 +79,26 @@ class _Cayley(torch.autograd.Function):
             identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
             half = ((w + identity) / 2).mT  # (I − Q)⁻ᵀ
             return (2 * (half @ grad.to(w.dtype) @ half)).to(grad.dtype)
+
+
+def _lu_factor(a: Tensor) -> tuple[Tensor, Tensor]:
+    """LU factors and pivots of (*, n, n).
+
+    The _ex form does not read the error flag, which on a GPU would synchronise. On the CPU one
+    matrix at a time: after torch.set_num_threads, MKL gets batches from n = 384 wrong.
+    """
+    if a.device.type != "cpu" or a.dim() == 2 or a.numel() == 0:
+        return torch.linalg.lu_factor_ex(a)[:2]
+    factors = [torch.linalg.lu_factor_ex(matrix)[:2] for matrix in a.flatten(0, -3)]
+    lu, pivots = (torch.stack(parts) for parts in zip(*factors, strict=True))
+    return lu.view(a.shape), pivots.view(a.shape[:-1])
+
+
+def _inverse(a: Tensor) -> Tensor:
+    """Inverses of (*, n, n), with the precautions of `_lu_factor`."""
+    if a.device.type != "cpu" or a.dim() == 2 or a.numel() == 0:
+        return torch.linalg.inv_ex(a).inverse
+    return torch.stack([torch.linalg.inv_ex(m).inverse for m in a.flatten(0, -3)]).view(a.shape)
 
 
 class _RowsTimesCayley(torch.autograd.Function):
@@ -95,7 +114,7 @@ class _RowsTimesCayley(torch.autograd.Function):
         # x (S, R, n) rows of S sides, raw (S, L, n, n) their L layers
         with autocast_off(x):
             identity = torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device)
-            lu, pivots, _ = torch.linalg.lu_factor_ex(identity - _skew_part(raw))
+            lu, pivots = _lu_factor(identity - _skew_part(raw))
             solutions = []
             for layer in range(raw.shape[1]):
                 z = torch.linalg.lu_solve(lu[:, layer], pivots[:, layer], x, left=False)

@@ -3,6 +3,8 @@
 import copy
 import doctest
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -630,3 +632,22 @@ def test_dual_loss_bad_input():
 
 def test_docstring_examples():
     assert doctest.testmod(projection).failed == 0
+
+
+def test_right_after_the_number_of_threads_was_set():
+    # In a process of its own: batched LU factors from MKL then come out wrong from n = 384 on.
+    code = """
+import torch, fastkd
+torch.set_num_threads(4)
+torch.manual_seed(0)
+raw = torch.randn(4, 384, 384) / 100
+w = fastkd.cayley(raw - raw.mT)
+print((w.mT @ w - torch.eye(384)).abs().max().item() < 1e-5)
+projection = fastkd.OrthogonalProjection(384, 384)
+projection.raw.data.copy_(raw[:2])
+x = torch.randn(5, 384)
+print(torch.allclose(projection(x), x @ projection.weight, atol=1e-4))
+fastkd.DualProjectionLoss(384, 384)(x, x.flip(0)).backward()
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True", "True"]
