@@ -39,4 +39,4 @@ gpu-check:
 	$(PYTHON) -m bench.gpu_check
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info fastkd/*.so

@@ -127,7 +127,8 @@ def test_public_docstrings_have_an_example(name):
 LIBRARY = [
     info.name
     for info in pkgutil.walk_packages(fastkd.__path__, "fastkd.")
-    if not info.name.startswith("fastkd.kernels") and not info.name.endswith(("._C", ".__main__"))
+    if not info.name.startswith("fastkd.kernels")
+    and not info.name.endswith(("._C", "._C_cuda", ".__main__"))
 ]
 
 

@@ -1,0 +1,166 @@
+"""Every way of installing, each in a fresh environment that sees this one's torch."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists what to copy"),
+]
+
+CHECK = """
+import torch, fastkd, fastkd.kernels
+from fastkd import _extension, linalg
+a = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+r = linalg.sqrtm(a)
+assert torch.allclose(r @ r, a), r
+print("extension", _extension.CPU, fastkd.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Output of the command; what it printed when it fails."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FASTKD_NO_EXT")}
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**env, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A copy of the checkout without what was built in it; symbolic links stay links."""
+    target = tmp_path / "source"
+    for name in run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines():
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            copy.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).exists():
+            copy.write_bytes((ROOT / name).read_bytes())
+    return target
+
+
+def environment(path: Path, with_torch: bool) -> Path:
+    """Interpreter of a new environment that sees this one's packages, torch among them, or none.
+
+    Through a .pth file, in which this environment's own .pth files, fastkd's editable install
+    among them, do not count.
+    """
+    venv.create(path, with_pip=False, symlinks=True)
+    python = path / "bin" / "python"
+    if with_torch:
+        code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+        site = Path(run(python, "-c", code, cwd=path).strip())
+        ours = dict.fromkeys(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
+        (site / "test.pth").write_text("\n".join(ours))
+    return python
+
+
+@pytest.fixture
+def python(tmp_path) -> Path:
+    return environment(tmp_path / "env", with_torch=True)
+
+
+def pip(python: Path, command: str, *what: str | Path, cwd: Path, **variables: str) -> str:
+    """pip of this environment, at work in another; nothing but build tools comes from an index."""
+    options = ("--no-deps", "--disable-pip-version-check", "-v")
+    start = (sys.executable, "-m", "pip", "--python", python, command)
+    return run(*start, *options, *what, cwd=cwd, **variables)
+
+
+def check(python: Path, cwd: Path) -> tuple[bool, Path]:
+    """Whether the installed package has its extension, and where it lies; roots are right."""
+    _, extension, file = run(python, "-c", CHECK, cwd=cwd).strip().splitlines()[-1].split()
+    return extension == "True", Path(file)
+
+
+def test_pip_install(source, python, tmp_path):
+    pip(python, "install", "--no-build-isolation", source, cwd=tmp_path)
+    extension, file = check(python, tmp_path)
+    assert extension
+    assert tmp_path / "env" in file.parents
+    undefined = run("nm", "-D", "--undefined-only", file.parent / "_C.abi3.so", cwd=tmp_path)
+    cpp = re.findall(r"_ZN\w*(?:2at|3c10|5torch)\w*", undefined)
+    assert not cpp, "only the stable C functions of torch keep one binary right for every version"
+
+
+def test_editable_install_in_an_isolated_build(source, python, tmp_path):
+    """torch is no build requirement; its headers are found in the environment all the same."""
+    pip(python, "install", "-e", source, cwd=tmp_path)
+    assert check(python, tmp_path) == (True, source / "fastkd" / "__init__.py")
+
+
+def test_sdist_to_wheel_to_install(source, python, tmp_path):
+    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    run(python, "-c", code, cwd=source)
+    (sdist,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {
+        "csrc/roots.cpp",
+        "csrc/roots.cu",
+        "csrc/jacobi.h",
+        "fastkd/kernels/projection.py",
+    } <= names
+
+    pip(python, "wheel", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-cp310-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        assert {"fastkd/_C.abi3.so", "fastkd/kernels/projection.py"} <= set(archive.namelist())
+    pip(python, "install", wheel, cwd=tmp_path)
+    extension, file = check(python, tmp_path)
+    assert extension
+    assert tmp_path / "env" in file.parents
+
+
+def test_without_the_extension(source, python, tmp_path):
+    variables = {"FASTKD_NO_EXT": "1"}
+    output = pip(
+        python, "wheel", "--no-build-isolation", "-w", tmp_path, source, cwd=tmp_path, **variables
+    )
+    assert "FASTKD_NO_EXT=1, building without the extension" in output
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    pip(python, "install", wheel, cwd=tmp_path)
+    assert not check(python, tmp_path)[0]
+    doctor = run(python, "-m", "fastkd.cli", "doctor", cwd=tmp_path)
+    assert "fastkd._C is not built; matrix roots run on PyTorch code" in doctor
+
+
+def test_without_torch(source, tmp_path):
+    python = environment(tmp_path / "bare", with_torch=False)
+    output = pip(python, "install", source, cwd=tmp_path)
+    assert "no torch in this environment, building without the extension" in output
+
+
+def test_without_a_compiler(source, python, tmp_path):
+    with pytest.raises(AssertionError, match="needs a C\\+\\+17 compiler") as failure:
+        pip(
+            python,
+            "install",
+            "--no-build-isolation",
+            source,
+            cwd=tmp_path,
+            CC="/nowhere/cc",
+            CXX="/nowhere/c++",
+        )
+    assert "FASTKD_NO_EXT=1 installs fastkd without the extension" in str(failure.value)
