@@ -582,9 +582,3 @@ def test_module_compiles():
 
 def test_module_shows_its_options():
     assert repr(CCALoss(1e-3, top_k=2)) == "CCALoss(ridge=0.001, top_k=2, pool='tokens')"
-
-
-def test_examples():
-    import doctest
-
-    assert doctest.testmod(cca).failed == 0

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkd import linalg
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
 from .compare import DTYPES, assert_accurate, relative_error
@@ -214,9 +213,3 @@ def test_bad_input():
         sqrtm(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="ridge must be at least 0"):
         inv_sqrtm(torch.eye(2), ridge=-1.0)
-
-
-def test_examples():
-    import doctest
-
-    assert doctest.testmod(linalg).failed == 0

@@ -1,7 +1,6 @@
 """Cayley matrices, orthogonal projections and LRKD's dual projection loss."""
 
 import copy
-import doctest
 import functools
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.parametrizations import orthogonal
 
-from fastkd import projection
 from fastkd.projection import (
     DualProjectionLoss,
     OrthogonalProjection,
@@ -628,10 +626,6 @@ def test_dual_loss_bad_input():
         DualProjectionLoss(4, 6, gamma=1.5)
     with pytest.raises(ValueError, match="did you mean 'mean'"):
         DualProjectionLoss(4, 6, reduction="means")
-
-
-def test_docstring_examples():
-    assert doctest.testmod(projection).failed == 0
 
 
 def test_right_after_the_number_of_threads_was_set():
