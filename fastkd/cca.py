@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastkd import _extension
 from fastkd._checks import (
     check_choice,
     check_floating,
@@ -30,6 +31,7 @@ from fastkd._checks import (
 )
 from fastkd._dispatch import use_triton
 from fastkd._numerics import autocast_off, once_differentiable, working_dtype
+from fastkd._pooling import pool_tokens
 from fastkd.linalg import inv_sqrtm_ref
 
 REDUCTIONS = ("sum", "mean", "none")
@@ -188,7 +190,7 @@ class CCALoss(nn.Module):
         ridge: r_s = r_t, or the pair (student, teacher).
         top_k: how many of the largest correlations to sum; None for all.
         pool: what one observation is: "tokens" every real token of the batch, "cls" the first
-            token of a sample, "mean" the mean over a sample's real tokens.
+            real token of a sample, "mean" the mean over a sample's real tokens.
 
     Example:
         >>> import torch
@@ -218,22 +220,24 @@ class CCALoss(nn.Module):
     ) -> Tensor:
         """Mean loss over the layers: student (B, N, Ds), teacher (B, N, Dt), mask (B, N)."""
         pairs = layer_pairs(student, teacher)
-        batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for s, t in pairs:
             check_pair(s, t, ndim=3)
+            check_shape("student", s, (*pairs[0][0].shape[:2], s.shape[-1]), "the first layer's")
             check_shape("teacher", t, (*s.shape[:2], t.shape[-1]), "student's but for the size")
-            batches.setdefault((s.shape, t.shape, s.dtype, s.device), []).append((s, t))
+        real = check_mask(mask, pairs[0][0].shape[:2], pairs[0][0].device)
+        observed = _observations(real, self.pool)
+        batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+        for s, t in pairs:
+            pair = _pooled(s, real, self.pool), _pooled(t, real, self.pool)
+            batches.setdefault((s.shape, t.shape, s.dtype, s.device), []).append(pair)
         losses = [
-            self._layers(torch.stack(students), torch.stack(teachers), mask)
+            self._layers(torch.stack(students), torch.stack(teachers), observed)
             for students, teachers in (zip(*layers, strict=True) for layers in batches.values())
         ]
         return torch.stack(losses).sum() / len(pairs)
 
-    def _layers(self, student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
-        """Summed loss of layers of one shape: student (L, B, N, Ds), teacher (L, B, N, Dt)."""
-        real = check_mask(mask, student.shape[1:3], student.device)
-        observed = _observations(real, self.pool)
-        student, teacher = (_pooled(x, real, self.pool) for x in (student, teacher))
+    def _layers(self, student: Tensor, teacher: Tensor, observed: Tensor | None) -> Tensor:
+        """Summed loss of layers of one shape: student (L, m, Ds), teacher (L, m, Dt)."""
         self._warn_if_saturated(student, teacher, observed)
         if observed is not None:
             observed = observed.expand(student.shape[:-1])
@@ -260,24 +264,15 @@ class CCALoss(nn.Module):
 
 
 def _pooled(x: Tensor, real: Tensor | None, pool: str) -> Tensor:
-    """(L, B, N, D) -> (L, observations, D)."""
-    if pool == "tokens":
-        return x.flatten(1, 2)
-    if pool == "cls":
-        return x[:, :, 0]
-    if real is None:
-        return x.mean(2, dtype=working_dtype(x)).to(x.dtype)
-    total = x.masked_fill(~real.unsqueeze(-1), 0.0).sum(2, dtype=working_dtype(x))
-    return (total / real.sum(1).clamp_min(1).unsqueeze(-1)).to(x.dtype)
+    """(B, N, D) -> (observations, D)."""
+    return x.flatten(0, 1) if pool == "tokens" else pool_tokens(x, real, pool)
 
 
 def _observations(real: Tensor | None, pool: str) -> Tensor | None:
     """Which observations of `_pooled` are real, from the tokens' mask (B, N)."""
     if real is None:
         return None
-    if pool == "tokens":
-        return real.flatten()
-    return real[:, 0] if pool == "cls" else real.any(1)
+    return real.flatten() if pool == "tokens" else real.any(1)
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
@@ -337,9 +332,14 @@ def _solve(
     CPU in float32 where that is accurate, which the pivots of their factors tell; in float64 where
     it is not, where sizes or ridge 0 make them singular, and where looking at the pivots would
     break a compiled graph or wait for a GPU.
+
+    On a GPU PyTorch's eigen and singular value solvers wait for the host. The extension's do not,
+    as far as a matrix fits into a block, and beyond that Cholesky factors and products do the work;
+    only large matrices with ridge 0 or ``top_k`` are left to the solvers that wait.
     """
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
-    if m <= min(d_s, d_t):
+    products_only = _use_polar(student, top_k) and min(ridges) > 0
+    if m <= min(d_s, d_t) and (_use_rotations(student, m) or not products_only):
         return _by_observations(student, teacher, mask, ridges, top_k, want_grad)
     options = (ridges, top_k, want_grad)
     may_look = student.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -498,14 +498,18 @@ def _svd(m: Tensor, top_k: int | None, features: Tensor) -> tuple[Tensor, Tensor
     U is zero where σ is no more than rounding of this work or of the features: there the loss has
     a kink, and the zero is one of its subgradients.
     """
+    work = max(m.shape[-2:]) * torch.finfo(m.dtype).eps
     if m.dtype == torch.float32:
         left, values, right = _svd_float32(m)
         if top_k is not None:
             left, values, right = left.flip(-1), values.flip(-1), right.flip(-1)
+    elif _use_rotations(m, m.shape[-1]):
+        values, right = _by_rotations(m)
+        left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
+        work = _squared_rounding(m.shape[-1])
     else:
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         right = right.mT
-    work = max(m.shape[-2:]) * torch.finfo(m.dtype).eps
     zero = values <= max(work, torch.finfo(working_dtype(features)).eps)
     left = left.masked_fill(zero.unsqueeze(-2), 0.0)
     return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
@@ -536,9 +540,25 @@ def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left, values, right
 
 
-def _use_polar(m: Tensor, top_k: int | None) -> bool:
+def _by_rotations(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values, descending, and right singular vectors of M by the extension, from MᵀM."""
+    _, squares, vectors = torch.ops.fastkd.sqrtm(m.mT @ m)
+    return squares.flip(-1).sqrt(), vectors.flip(-1)
+
+
+def _squared_rounding(n: int) -> float:
+    """Singular values up to this part of the largest are lost when their squares are computed."""
+    return math.sqrt(n * torch.finfo(torch.float64).eps)
+
+
+def _use_rotations(x: Tensor, n: int) -> bool:
+    """Whether the extension decomposes n×n matrices on x's GPU without waiting for the host."""
+    return x.is_cuda and _extension.CUDA and _extension.cuda_roots_fit(n, x.device)
+
+
+def _use_polar(x: Tensor, top_k: int | None) -> bool:
     """On a GPU eigen solvers wait for the host; products and Cholesky factors do not."""
-    return m.is_cuda and top_k is None
+    return x.is_cuda and top_k is None
 
 
 def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastkd import cca
+from fastkd import _extension, cca
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref, polar
 
 from .compare import DTYPES, assert_accurate, relative_error
@@ -217,15 +217,37 @@ def test_polar_factor_by_products(rows, columns):
     assert polar(torch.zeros_like(m)).count_nonzero() == 0
 
 
-def test_the_branch_for_gpus_agrees(monkeypatch):
-    for dims in ((6, 6), (4, 9), (9, 4)):
-        student, teacher = related(3, 30, dims=dims)
-        expected = value_and_grad(cca_loss, student, teacher, ridge=1e-3)
-        with monkeypatch.context() as patch:
-            patch.setattr(cca, "_use_polar", lambda m, top_k: True)
-            actual = value_and_grad(cca_loss, student, teacher, ridge=1e-3)
-        assert relative_error(actual[0], expected[0]) <= 1e-10
-        assert relative_error(actual[1], expected[1]) <= 1e-7
+GPU_SIZES = [(30, (6, 6)), (30, (4, 9)), (30, (9, 4)), (9, (4, 20)), (6, (7, 9)), (7, (7, 7))]
+
+
+@pytest.mark.parametrize("m, dims", GPU_SIZES)
+def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
+    student, teacher = related(3, m, dims=dims)
+    expected = value_and_grad(cca_loss, student, teacher, ridge=0.1)
+    monkeypatch.setattr(cca, "_use_polar", lambda x, top_k: top_k is None)
+    actual = value_and_grad(cca_loss, student, teacher, ridge=0.1)
+    assert relative_error(actual[0], expected[0]) <= 1e-10
+    assert relative_error(actual[1], expected[1]) <= 1e-7
+
+
+@pytest.mark.skipif(not _extension.CPU, reason="fastkd._C is not built")
+@pytest.mark.parametrize("m, dims", GPU_SIZES)
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_the_extension_as_on_a_gpu(m, dims, top_k, monkeypatch):
+    student, teacher = related(3, m, dims=dims)
+    student[1, 2, 0] = torch.nan
+    mask = torch.ones(3, m, dtype=torch.bool)
+    mask[0, 1] = False
+    arguments = (cca_loss, student, teacher, mask)
+    options = {"ridge": 0.1, "top_k": top_k, "reduction": "none"}
+    expected = value_and_grad(*arguments, **options)
+    monkeypatch.setattr(cca, "_use_rotations", lambda x, n: True)
+    actual = value_and_grad(*arguments, **options)
+    for item in (0, 2):
+        assert relative_error(actual[0][item], expected[0][item]) <= 1e-10
+        assert relative_error(actual[1][item], expected[1][item]) <= 1e-7
+    assert actual[0][1].isnan()
+    assert actual[1][1].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -495,16 +517,19 @@ def hidden_states(b: int = 30, n: int = 4, dims: tuple[int, int] = (5, 6)):
 
 
 @pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_module_pools(pool, masked):
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+def test_module_pools(pool, padding):
     student, teacher, mask = hidden_states()
+    masked = padding is not None
     mask = mask if masked else torch.ones_like(mask)
+    if padding == "left":
+        mask = mask.flip(1)
 
     def observations(x: Tensor) -> Tensor:
         if pool == "tokens":
             return torch.stack([x[i, j] for i, j in mask.nonzero().tolist()])
         if pool == "cls":
-            return x[:, 0]
+            return torch.stack([row[keep][0] for row, keep in zip(x, mask, strict=True)])
         return torch.stack([row[keep].mean(0) for row, keep in zip(x, mask, strict=True)])
 
     def expected(s: Tensor) -> Tensor:
