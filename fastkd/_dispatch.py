@@ -18,6 +18,7 @@ TRITON_FUNCTIONS: set[str] = {
     "soft_target_loss",
     "relation_loss",
     "cos_nce_loss",
+    "knn_feature_loss",
 }
 
 

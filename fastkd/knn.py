@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import (
     check_choice,
@@ -17,7 +16,13 @@ from fastkd._checks import (
 )
 from fastkd._dispatch import use_triton
 from fastkd._labels import add_by_class, label_segments
-from fastkd._numerics import autocast_off, first_order_only, upcast, working_dtype
+from fastkd._numerics import (
+    autocast_off,
+    first_order_only,
+    once_differentiable,
+    upcast,
+    working_dtype,
+)
 from fastkd._pooling import pool_tokens, zero_padding
 
 __all__ = [
@@ -132,14 +137,13 @@ def knn_feature_loss(
             "(IntraClassKNNLoss has a projector)"
         )
     check_labels("student_labels", student_labels, size, student.device)
-    if teacher_labels is None:
-        if bank_size != size:
-            raise ValueError(
-                f"teacher_labels must be given when teacher has another number of rows "
-                f"({bank_size}) than student ({size})"
-            )
-        teacher_labels = student_labels.clone()  # torch.compile takes no tensor twice
-    check_labels("teacher_labels", teacher_labels, bank_size, student.device)
+    if teacher_labels is not None:
+        check_labels("teacher_labels", teacher_labels, bank_size, student.device)
+    elif bank_size != size:
+        raise ValueError(
+            f"teacher_labels must be given when teacher has another number of rows "
+            f"({bank_size}) than student ({size})"
+        )
     check_positive_int("k", k)
     if tolerance is not None:
         check_number("tolerance", tolerance, at_least=0)
@@ -147,15 +151,23 @@ def knn_feature_loss(
 
     student = student.reshape(size, student.shape[1:].numel())  # (N, D)
     teacher = teacher.reshape(bank_size, student.shape[1])  # (M, D)
-    use_triton(backend, "knn_feature_loss", student)
+    kernels = use_triton(
+        backend, "knn_feature_loss", student, _not_in_triton(student, min(k, bank_size))
+    )
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)
-    else:
-        k = min(k, bank_size)
-        losses = _KNNFeatureLoss.apply(
-            student, teacher, student_labels, teacher_labels, k, tolerance
-        )
-    return _reduce(losses, reduction)
+        return _reduce(losses, reduction)
+    arguments = student, teacher, student_labels, teacher_labels, min(k, bank_size), tolerance
+    if kernels:
+        losses = _KNNFeatureLossTriton.apply(*arguments, 1 / size if reduction == "mean" else 1.0)
+        return losses if reduction == "none" else losses.sum()
+    return _reduce(_KNNFeatureLoss.apply(*arguments), reduction)
+
+
+def _not_in_triton(student: Tensor, k: int) -> str | None:
+    if student.dtype == torch.float64:
+        return "float64 is left to PyTorch"
+    return f"its kernels keep up to 32 neighbours, got k={k}" if k > 32 else None
 
 
 class IntraClassKNNLoss(nn.Module):
@@ -307,6 +319,8 @@ class _KNNFeatureLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, teacher, student_labels, teacher_labels, k, tolerance):
+        if teacher_labels is None:
+            teacher_labels = student_labels
         with autocast_off(student):
             search = _Search(student, teacher, student_labels, teacher_labels, k, tolerance)
             losses, residual = search.losses(*search.neighbours())
@@ -321,6 +335,47 @@ class _KNNFeatureLoss(torch.autograd.Function):
         with autocast_off(residual):
             scale = grad * (2 / residual.shape[1])
             return (residual * scale[:, None]).to(ctx.dtype), None, None, None, None, None
+
+
+class _KNNFeatureLossTriton(torch.autograd.Function):
+    """The same, times ``scale``, by `fastkd.kernels.knn`."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, student_labels, teacher_labels, k, tolerance, scale):
+        from fastkd.kernels import knn as kernels
+
+        student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
+        student_labels, teacher_labels = _comparable(student_labels, teacher_labels)
+        # A custom operator costs more than the launches behind it: only where a graph needs one.
+        run = kernels.knn_op if torch.compiler.is_compiling() else kernels.knn
+        losses, factor, nearest = run(
+            student, teacher, student_labels, teacher_labels, k, tolerance, scale
+        )
+        ctx.save_for_backward(student, teacher, nearest, factor)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels import knn as kernels
+
+        compiling = torch.compiler.is_compiling()
+        run = kernels.knn_gradient_op if compiling else kernels.knn_gradient
+        student, teacher, nearest, factor = ctx.saved_tensors
+        return (run(student, teacher, nearest, factor, grad),) + (None,) * 6
+
+
+def _comparable(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Labels of one type, contiguous, in which differences are right; see `_real`."""
+    dtype = a.dtype
+    if b is not None and b.dtype != dtype:
+        dtype = torch.promote_types(dtype, b.dtype)
+    if dtype == torch.bool:
+        dtype = torch.uint8
+    elif dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    a = a.to(dtype).contiguous()
+    return a, None if b is None else b.to(dtype).contiguous()
 
 
 class _Search:

@@ -1,0 +1,673 @@
+"""Intra-class KNN: search, loss and gradient without a matrix of all distances.
+
+Data path. `search_kernel` multiplies a tile of student rows with tile after tile of the bank and
+keeps, in registers, the best candidates of each row by ‖t‖² − 2 s·t: the k it is asked for and at
+least seven more. With both sides sorted by label it finds by bisection where its labels begin and
+end in the bank, so that tiles of other labels cost nothing. Few rows against a large bank split the
+bank among programs. Rows so long and so few that one program would have all the work split the
+features instead: `product_kernel` then leaves partial products of at most 2^18 pairs.
+`settle_kernel` merges what the programs of one row found, compares the candidates by direct
+difference, and leaves the loss, the neighbours and the factor of the gradient.
+`gradient_kernel` reads the row and its neighbours again and writes the gradient with the upstream
+gradient applied.
+
+With s bytes an element: the bank is read once a tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
+most of them from the L2 cache; settling reads (k + 7 to 2k + 14)·N·D·s, the gradient (k + 2)·N·D·s.
+2·N·M·D/C operations on the tensor cores for C labels of equal size. 32 rows against 65,536 × 768 in
+bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd._dispatch import triton_interpreted
+from fastkd.kernels.variants import Variant
+
+# Rows of the bank from which sorting by label (two launches) pays.
+ROWS_TO_SORT = 1024
+# Programs of the search that keep a large GPU busy: the bank or the features are split for them.
+PROGRAMS = 512
+# Most pairs whose products may lie in memory, and the features from which on that pays.
+PAIRS_IN_MEMORY = 2**18
+FEATURES_TO_SPLIT = 4096
+# Candidates beyond the k-th, which rounding may have put behind it.
+SPARE = 7
+
+# Stands for a distance that overflows; inf stands for no candidate.
+FAR = tl.constexpr(3e38)
+
+
+def keep(k: int) -> int:
+    """Candidates kept for each row, a power of two."""
+    return triton.next_power_of_2(k + SPARE)
+
+
+def blocks(N: int, k: int, itemsize: int, from_products: bool) -> dict[str, int]:
+    """Block sizes and warps of the search.
+
+    With up to 64 rows the bank's bandwidth decides, and 32 rows waste less of the products. Beyond
+    that tiles are as large as registers hold together with the candidates: float32's products in
+    three parts need most of them. 128 bytes of features a step, three steps in flight.
+    """
+    many = keep(k) > 16
+    if from_products:
+        block_n, block_m, num_warps = 32, 32, 8 if many else 4
+    elif N <= 64 or (itemsize == 4 and many):
+        block_n, block_m, num_warps = 32, 32 if many else 64, 8
+    elif itemsize == 4:
+        block_n, block_m, num_warps = 128, 32, 8
+    else:
+        block_n, block_m, num_warps = 64 if many else 128, 64, 8
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_M": block_m,
+        "BLOCK_D": 128 // itemsize,
+        "num_warps": num_warps,
+    }
+
+
+@triton.jit
+def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr):
+    """Put scores (R, WIDTH) that beat the worst of ``best`` (R, KEEP) in its place.
+
+    ``chosen`` holds their positions, which start from ``first``. The earlier of equals stays.
+    """
+    column = tl.arange(0, WIDTH)[None, :]
+    slot = tl.arange(0, KEEP)[None, :]
+    nearest, at = tl.min(score, axis=1, return_indices=True)
+    worst, out = tl.max(best, axis=1, return_indices=True)
+    better = nearest < worst
+    while tl.max(better.to(tl.int32), axis=0) > 0:
+        taken = (column == at[:, None]) & better[:, None]  # (R, WIDTH)
+        replaced = (slot == out[:, None]) & better[:, None]  # (R, KEEP)
+        best = tl.where(replaced, nearest[:, None], best)
+        chosen = tl.where(replaced, first + at[:, None], chosen)
+        score = tl.where(taken, float("inf"), score)
+        nearest, at = tl.min(score, axis=1, return_indices=True)
+        worst, out = tl.max(best, axis=1, return_indices=True)
+        better = nearest < worst
+    return best, chosen
+
+
+@triton.jit
+def _tolerance(labels, tolerance, rest):
+    """The tolerance in the type of the labels; two float32 hold a float64's."""
+    if labels.dtype == tl.float64:
+        return tl.full((), tolerance, tl.float64) + tl.full((), rest, tl.float64)
+    else:
+        return tolerance
+
+
+@triton.jit
+def _wide(labels):
+    """Labels whose differences do not wrap."""
+    if labels.dtype == tl.float64 or labels.dtype == tl.float32:
+        return labels
+    else:
+        return labels.to(tl.int64)
+
+
+@triton.jit
+def _first_not_below(labels_ptr, label, tolerance, start, stop, HAS_TOLERANCE: tl.constexpr):
+    """The first row of the sorted bank whose label may match ``label`` or comes after it."""
+    while start < stop:
+        middle = (start + stop) // 2
+        at = _wide(tl.load(labels_ptr + middle))
+        below = label - at > tolerance if HAS_TOLERANCE else at < label
+        start = tl.where(below, middle + 1, start)
+        stop = tl.where(below, stop, middle)
+    return start
+
+
+@triton.jit
+def _first_above(labels_ptr, label, tolerance, start, stop, HAS_TOLERANCE: tl.constexpr):
+    """The first row of the sorted bank whose label comes after all that match ``label``."""
+    while start < stop:
+        middle = (start + stop) // 2
+        at = _wide(tl.load(labels_ptr + middle))
+        inside = at - label <= tolerance if HAS_TOLERANCE else at <= label
+        start = tl.where(inside, middle + 1, start)
+        stop = tl.where(inside, stop, middle)
+    return start
+
+
+@triton.jit
+def _rows(order_ptr, position, there, SORTED: tl.constexpr):
+    """Row numbers of positions in the order of the labels."""
+    if SORTED:
+        return tl.load(order_ptr + position, mask=there, other=0)
+    else:
+        return position.to(tl.int64)
+
+
+@triton.jit
+def _product(
+    s_ptr,
+    t_ptr,
+    s_row,
+    t_row,
+    s_there,
+    t_there,
+    first,
+    last,
+    stride_s,
+    stride_t,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """s·t (BLOCK_N, BLOCK_M) and ‖t‖² (BLOCK_M,) over features first..last."""
+    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(first, last, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        s = tl.load(
+            s_ptr + s_row[:, None] * stride_s + d[None, :],
+            mask=s_there[:, None] & (d < last)[None, :],
+            other=0.0,
+        )
+        t = tl.load(
+            t_ptr + t_row[:, None] * stride_t + d[None, :],
+            mask=t_there[:, None] & (d < last)[None, :],
+            other=0.0,
+        )
+        wide = t.to(tl.float32)
+        if WIDEN:
+            s, t = s.to(tl.float32), wide
+        product = tl.dot(s, tl.trans(t), product, input_precision="tf32x3")
+        squares += tl.sum(wide * wide, axis=1)
+    return product, squares
+
+
+@triton.jit
+def product_kernel(
+    s_ptr,  # (N, D)
+    t_ptr,  # (M, D)
+    product_ptr,  # (splits, N, M)
+    squares_ptr,  # (splits, M)
+    N,
+    M,
+    D,
+    stride_s,
+    stride_t,
+    features,  # of a split
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    split = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(2) * features
+    last = tl.minimum(first + features, D)
+    product, squares = _product(
+        s_ptr, t_ptr, i.to(tl.int64), j.to(tl.int64), i < N, j < M, first, last,
+        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
+    )  # fmt: skip
+    out = (split * N + i[:, None]) * M + j[None, :]
+    tl.store(product_ptr + out, product, mask=(i < N)[:, None] & (j < M)[None, :])
+    if tl.program_id(0) == 0:
+        tl.store(squares_ptr + split * M + j, squares, mask=j < M)
+
+
+@triton.jit
+def search_kernel(
+    s_ptr,  # (N, D)
+    t_ptr,  # (M, D)
+    s_labels_ptr,  # (N,), sorted if SORTED
+    t_labels_ptr,  # (M,)
+    s_order_ptr,  # (N,): row of each position, if SORTED
+    t_order_ptr,  # (M,)
+    product_ptr,  # (product_splits, N, M), if FROM_PRODUCTS
+    squares_ptr,  # (product_splits, M)
+    score_ptr,  # (N, splits, KEEP): inf where there is no candidate
+    candidate_ptr,  # (N, splits, KEEP): rows of the bank
+    N,
+    M,
+    D,
+    stride_s,
+    stride_t,
+    rows,  # of the bank, for one split
+    product_splits,
+    tolerance,
+    tolerance_rest,
+    HAS_TOLERANCE: tl.constexpr,
+    SORTED: tl.constexpr,
+    FROM_PRODUCTS: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    s_there = i < N
+    s_labels = _wide(tl.load(s_labels_ptr + i, mask=s_there, other=0))
+    s_row = _rows(s_order_ptr, i, s_there, SORTED)
+    slack = _tolerance(s_labels, tolerance, tolerance_rest)
+
+    start = tl.program_id(1) * rows
+    stop = tl.minimum(start + rows, M)
+    if SORTED:
+        # NaNs come last and match nothing.
+        real = s_there & (s_labels == s_labels)
+        anything = tl.max(s_labels, axis=0)
+        lowest = tl.min(tl.where(real, s_labels, anything), axis=0)
+        least = tl.min(s_labels, axis=0)
+        highest = tl.max(tl.where(real, s_labels, least), axis=0)
+        start = _first_not_below(t_labels_ptr, lowest, slack, start, stop, HAS_TOLERANCE)
+        stop = _first_above(t_labels_ptr, highest, slack, start, stop, HAS_TOLERANCE)
+
+    best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
+    chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
+    for first in range(start, stop, BLOCK_M):
+        j = first + tl.arange(0, BLOCK_M)
+        t_there = j < stop
+        if FROM_PRODUCTS:
+            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            squares = tl.zeros((BLOCK_M,), tl.float32)
+            for split in range(0, product_splits):
+                at = (split * N + i[:, None]) * M + j[None, :]
+                product += tl.load(
+                    product_ptr + at, mask=s_there[:, None] & t_there[None, :], other=0.0
+                )
+                squares += tl.load(squares_ptr + split * M + j, mask=t_there, other=0.0)
+        else:
+            t_row = _rows(t_order_ptr, j, t_there, SORTED)
+            product, squares = _product(
+                s_ptr, t_ptr, s_row, t_row, s_there, t_there, 0, D, stride_s, stride_t,
+                BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
+            )  # fmt: skip
+        score = squares[None, :] - 2.0 * product  # (BLOCK_N, BLOCK_M)
+        # What overflows stays a candidate; a row of the bank with a NaN or inf becomes the first,
+        # so that it can't hide. Direct differences tell which is which.
+        score = tl.where(score < FAR, score, FAR)
+        score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
+        t_labels = _wide(tl.load(t_labels_ptr + j, mask=t_there, other=0))
+        if HAS_TOLERANCE:
+            same = tl.abs(s_labels[:, None] - t_labels[None, :]) <= slack
+        else:
+            same = s_labels[:, None] == t_labels[None, :]
+        same = same & s_there[:, None] & t_there[None, :]
+        score = tl.where(same, score, float("inf"))
+        best, chosen = _insert(score, first, best, chosen, BLOCK_M, KEEP)
+
+    found = (best < float("inf")) & s_there[:, None]
+    candidate = _rows(t_order_ptr, chosen, found, SORTED)
+    slot = tl.arange(0, KEEP)[None, :]
+    out = (s_row[:, None] * tl.num_programs(1) + tl.program_id(1)) * KEEP + slot
+    tl.store(score_ptr + out, best, mask=s_there[:, None])
+    tl.store(candidate_ptr + out, candidate.to(tl.int32), mask=s_there[:, None])
+
+
+@triton.jit
+def settle_kernel(
+    s_ptr,  # (N, D)
+    t_ptr,  # (M, D)
+    score_ptr,  # (N, candidates)
+    candidate_ptr,  # (N, candidates)
+    loss_ptr,  # (N,)
+    factor_ptr,  # (N,): of Σ_k (student - neighbour_k) in the gradient
+    nearest_ptr,  # (N, k): rows of the bank, -1 where there is none
+    candidates,
+    D,
+    k,
+    stride_s,
+    stride_t,
+    scale,
+    KEEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full((1, KEEP), float("inf"), tl.float32)
+    chosen = tl.zeros((1, KEEP), tl.int32)
+    for first in range(0, candidates, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        there = at < candidates
+        score = tl.load(score_ptr + row * candidates + at, mask=there, other=float("inf"))
+        best, chosen = _insert(score[None, :], first, best, chosen, WIDTH, KEEP)
+    found = tl.reshape(best, (KEEP,)) < float("inf")
+    chosen = tl.reshape(chosen, (KEEP,))
+    chosen = tl.load(candidate_ptr + row * candidates + chosen, mask=found, other=0)
+
+    t_start = chosen.to(tl.int64) * stride_t
+    distance = tl.zeros((KEEP,), tl.float32)
+    broken = tl.zeros((KEEP,), tl.float32)  # NaN once a NaN or inf was met
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        s = tl.load(s_ptr + row * stride_s + d, mask=d < D, other=0.0).to(tl.float32)
+        t = tl.load(
+            t_ptr + t_start[:, None] + d[None, :],
+            mask=found[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)  # (KEEP, BLOCK_D)
+        difference = s[None, :] - t
+        distance += tl.sum(difference * difference, axis=1)
+        broken += tl.sum((s - s)[None, :] + (t - t), axis=1)
+    broken = tl.sum(tl.where(found & (broken != broken), 1, 0), axis=0) > 0
+
+    distance = tl.where(distance < FAR, distance, FAR)
+    distance = tl.where(found, distance, float("inf"))
+    total = 0.0
+    for n in range(0, k):
+        least = tl.min(distance, axis=0)
+        exists = least < float("inf")
+        # The lowest row of equals.
+        lowest = tl.min(tl.where(distance == least, chosen, 2147483647), axis=0)
+        total += tl.where(exists, tl.where(least < FAR, least, float("inf")), 0.0)
+        tl.store(nearest_ptr + row * k + n, tl.where(exists, lowest, -1))
+        distance = tl.where((distance == least) & (chosen == lowest), float("inf"), distance)
+    nan = tl.where(broken, float("nan"), 0.0)
+    tl.store(loss_ptr + row, total * (scale / D) + nan)
+    tl.store(factor_ptr + row, 2.0 * scale / D + nan)
+
+
+@triton.jit
+def gradient_kernel(
+    s_ptr,  # (N, D)
+    t_ptr,  # (M, D)
+    nearest_ptr,  # (N, k)
+    factor_ptr,  # (N,)
+    dloss_ptr,  # (N,), or one for all with stride 0
+    dx_ptr,  # (N, D)
+    D,
+    k,
+    stride_s,
+    stride_t,
+    stride_dloss,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.load(s_ptr + row * stride_s + d, mask=d < D, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for n in range(0, k):
+        neighbour = tl.load(nearest_ptr + row * k + n).to(tl.int64)
+        there = (d < D) & (neighbour >= 0)
+        t = tl.load(t_ptr + neighbour * stride_t + d, mask=there, other=0.0).to(tl.float32)
+        total += tl.where(neighbour >= 0, s - t, 0.0)
+    scale = tl.load(factor_ptr + row) * tl.load(dloss_ptr + row * stride_dloss)
+    tl.store(dx_ptr + row * D + d, total * scale, mask=d < D)
+
+
+def knn(
+    student: Tensor,
+    teacher: Tensor,
+    student_labels: Tensor,
+    teacher_labels: Tensor | None,
+    k: int,
+    tolerance: float | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """scale · loss of each row (N,), the gradient's factors (N,) and the neighbours (N, k).
+
+    Rows (N, D) and (M, D) with stride 1 along D; labels of one type (float16 and bool have
+    become others), ``teacher_labels`` None where they are the student's.
+    """
+    N, D = student.shape
+    M = teacher.shape[0]
+    from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
+    config = blocks(N, k, student.element_size(), from_products)
+    tiles = triton.cdiv(N, config["BLOCK_N"])
+    is_sorted = M >= ROWS_TO_SORT and not from_products
+    student_order = teacher_order = None
+    if is_sorted:
+        student_labels, student_order = student_labels.sort(stable=True)
+        if teacher_labels is None:
+            teacher_order = student_order
+        else:
+            teacher_labels, teacher_order = teacher_labels.sort(stable=True)
+    if teacher_labels is None:
+        teacher_labels = student_labels
+
+    new = {"dtype": torch.float32, "device": student.device}
+    # Triton's interpreter multiplies the bits of bfloat16.
+    widen = triton_interpreted() and student.dtype == torch.bfloat16
+    with torch.cuda.device_of(student):
+        product = squares = None
+        product_splits = 0
+        if from_products:
+            grid = tiles, triton.cdiv(M, config["BLOCK_M"])
+            features = max(1024, triton.cdiv(D * grid[0] * grid[1], 64 * PROGRAMS) * 64)
+            product_splits = triton.cdiv(D, features)
+            product = torch.empty(product_splits, N, M, **new)
+            squares = torch.empty(product_splits, M, **new)
+            product_kernel[(*grid, product_splits)](
+                student,
+                teacher,
+                product,
+                squares,
+                N,
+                M,
+                D,
+                student.stride(0),
+                teacher.stride(0),
+                features,
+                WIDEN=widen,
+                **blocks(N, 1, student.element_size(), from_products),
+            )
+
+        splits = max(min(PROGRAMS // tiles, triton.cdiv(M, config["BLOCK_M"])), 1)
+        rows = triton.cdiv(M, splits * config["BLOCK_M"]) * config["BLOCK_M"]
+        splits = triton.cdiv(M, rows)
+        score = torch.empty(N, splits, keep(k), **new)
+        candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
+        search_kernel[(tiles, splits)](
+            student,
+            teacher,
+            student_labels,
+            teacher_labels,
+            student_order,
+            teacher_order,
+            product,
+            squares,
+            score,
+            candidate,
+            N,
+            M,
+            D,
+            student.stride(0),
+            teacher.stride(0),
+            rows,
+            product_splits,
+            *_tolerance_parts(tolerance, student_labels),
+            HAS_TOLERANCE=tolerance is not None,
+            SORTED=is_sorted,
+            FROM_PRODUCTS=from_products,
+            KEEP=keep(k),
+            WIDEN=widen,
+            **config,
+        )
+
+        loss, factor = torch.empty(N, **new), torch.empty(N, **new)
+        nearest = torch.empty(N, k, dtype=torch.int32, device=student.device)
+        settle_kernel[(N,)](
+            student,
+            teacher,
+            score,
+            candidate,
+            loss,
+            factor,
+            nearest,
+            splits * keep(k),
+            D,
+            k,
+            student.stride(0),
+            teacher.stride(0),
+            scale,
+            **settle_blocks(k),
+        )
+    return loss, factor, nearest
+
+
+def _tolerance_parts(tolerance: float | None, labels: Tensor) -> tuple[float, float]:
+    """A tolerance for integer labels as an integer, otherwise as two float32."""
+    if not labels.is_floating_point():
+        return (0 if tolerance is None else min(math.floor(tolerance), 2**62)), 0.0
+    high = 0.0 if tolerance is None else float(numpy.float32(tolerance))
+    return high, 0.0 if tolerance is None else tolerance - high
+
+
+def settle_blocks(k: int) -> dict[str, int]:
+    """Candidates merged at a time, and features of a tile: 4096 elements of the bank at a time."""
+    return {
+        "KEEP": keep(k),
+        "WIDTH": max(128, keep(k)),
+        "BLOCK_D": max(4096 // keep(k), 128),
+        "num_warps": 4,
+    }
+
+
+def knn_gradient(
+    student: Tensor, teacher: Tensor, nearest: Tensor, factor: Tensor, dloss: Tensor
+) -> Tensor:
+    """Gradient (N, D) for the upstream gradient of the losses (N,)."""
+    N, D = student.shape
+    dx = torch.empty(N, D, dtype=student.dtype, device=student.device)
+    config = gradient_blocks()
+    with torch.cuda.device_of(student):
+        gradient_kernel[(N, triton.cdiv(D, config["BLOCK_D"]))](
+            student,
+            teacher,
+            nearest,
+            factor,
+            dloss,
+            dx,
+            D,
+            nearest.shape[1],
+            student.stride(0),
+            teacher.stride(0),
+            dloss.stride(0),
+            **config,
+        )
+    return dx
+
+
+def gradient_blocks() -> dict[str, int]:
+    """Eight elements a thread: a row of 768 or 1024 is one program's."""
+    return {"BLOCK_D": 1024, "num_warps": 4}
+
+
+knn_op = torch.library.custom_op("fastkd::knn", knn, mutates_args=())
+knn_gradient_op = torch.library.custom_op("fastkd::knn_gradient", knn_gradient, mutates_args=())
+
+
+@knn_op.register_fake
+def _(student, teacher, student_labels, teacher_labels, k, tolerance, scale):
+    rows = student.new_empty(student.shape[0], dtype=torch.float32)
+    return rows, torch.empty_like(rows), rows.new_empty(student.shape[0], k, dtype=torch.int32)
+
+
+@knn_gradient_op.register_fake
+def _(student, teacher, nearest, factor, dloss):
+    return student.new_empty(student.shape)
+
+
+def compile_variants() -> Iterator[Variant]:
+    """Every block shape in half and single precision; labels and sorting at one shape."""
+    for dtype in ("*bf16", "*fp32"):
+        for N in (32, 4096):
+            for k in (1, 8, 32):
+                yield from _search_variants(dtype, N, k)
+    yield from _search_variants("*fp16", 4096, 8)
+    for labels in ("*fp64", "*fp32", "*i32"):
+        yield from _search_variants("*bf16", 4096, 8, labels=labels, tolerance=True)
+    yield from _search_variants("*bf16", 32, 1, is_sorted=False)
+    for dtype in ("*bf16", "*fp32"):
+        for k in (1, 8, 32):
+            yield from _search_variants(dtype, 32, k, is_sorted=False, from_products=True)
+    for dtype in ("*bf16", "*fp16", "*fp32"):
+        yield from _row_variants(dtype)
+
+
+def _search_variants(
+    dtype: str,
+    N: int,
+    k: int,
+    *,
+    labels: str = "*i64",
+    tolerance: bool = False,
+    is_sorted: bool = True,
+    from_products: bool = False,
+) -> Iterator[Variant]:
+    config: dict[str, Any] = blocks(N, k, 4 if dtype == "*fp32" else 2, from_products)
+    num_warps = config.pop("num_warps")
+    inputs = {"s_ptr": dtype, "t_ptr": dtype}
+    inputs |= dict.fromkeys(("N", "M", "D", "stride_s", "stride_t"), "i32")
+    aligned = ("D", "stride_s", "stride_t", "rows", "features")
+    products = dict.fromkeys(("product_ptr", "squares_ptr"), "*fp32")
+    if from_products:
+        product_config = blocks(N, 1, 4 if dtype == "*fp32" else 2, from_products)
+        product_warps = product_config.pop("num_warps")
+        yield Variant(
+            product_kernel,
+            inputs | products | {"features": "i32"},
+            product_config | {"WIDEN": False},
+            num_warps=product_warps,
+            tensor_cores=True,
+            aligned=aligned,
+        )
+    flags: dict[str, Any] = {
+        "HAS_TOLERANCE": tolerance,
+        "SORTED": is_sorted,
+        "FROM_PRODUCTS": from_products,
+        "KEEP": keep(k),
+        "WIDEN": False,
+    }
+    inputs |= dict.fromkeys(("s_labels_ptr", "t_labels_ptr"), labels)
+    inputs |= {"score_ptr": "*fp32", "candidate_ptr": "*i32", "rows": "i32"}
+    inputs |= {"product_splits": "i32", "tolerance_rest": "fp32"}
+    inputs["tolerance"] = "i32" if labels.startswith("*i") else "fp32"
+    for names, given, kind in (
+        (("s_order_ptr", "t_order_ptr"), is_sorted, "*i64"),
+        (tuple(products), from_products, "*fp32"),
+    ):
+        if given:
+            inputs |= dict.fromkeys(names, kind)
+        else:
+            flags |= dict.fromkeys(names)
+    yield Variant(
+        search_kernel,
+        inputs,
+        config | flags,
+        num_warps=num_warps,
+        tensor_cores=not from_products,
+        aligned=aligned,
+    )
+
+
+def _row_variants(dtype: str) -> Iterator[Variant]:
+    inputs = {"s_ptr": dtype, "t_ptr": dtype, "factor_ptr": "*fp32", "nearest_ptr": "*i32"}
+    inputs |= dict.fromkeys(("D", "k", "stride_s", "stride_t"), "i32")
+    aligned = ("D", "stride_s", "stride_t", "candidates")
+    for k in (1, 8, 32):
+        config = settle_blocks(k)
+        num_warps = config.pop("num_warps")
+        yield Variant(
+            settle_kernel,
+            inputs
+            | {"score_ptr": "*fp32", "candidate_ptr": "*i32", "loss_ptr": "*fp32"}
+            | {"candidates": "i32", "scale": "fp32"},
+            config,
+            num_warps=num_warps,
+            aligned=aligned,
+        )
+    config = gradient_blocks()
+    num_warps = config.pop("num_warps")
+    yield Variant(
+        gradient_kernel,
+        inputs | {"dloss_ptr": "*fp32", "dx_ptr": dtype, "stride_dloss": "i32"},
+        config,
+        num_warps=num_warps,
+        aligned=aligned,
+    )

@@ -1,0 +1,105 @@
+"""What only the KNN kernels have: block edges, sorted banks, splits of bank and features."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fastkd.knn import knn_feature_loss
+from tests.kernels.launches import count_launches
+from tests.test_knn import batch, check
+
+
+@pytest.fixture(autouse=True)
+def _tensors_on_device(device):
+    with device:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("rows", "bank", "size"),
+    [
+        (1, 16, 15),
+        (2, 127, 17),
+        (31, 65, 16),
+        (33, 128, 32),
+        (65, 66, 33),
+        (3, 129, 129),
+        (2, 300, 20),
+    ],
+)
+def test_block_edges(rows, bank, size):
+    student, teacher, *labels = batch(rows, bank, size, 3, dtype=torch.float32, mean=0.5)
+    check("triton", student, teacher, *labels, k=2, reduction="none", upstream=torch.randn(rows))
+
+
+@pytest.mark.parametrize(("classes", "programs"), [(1, 1), (3, 8), (40, 2)])
+def test_sorted_by_label(monkeypatch, classes, programs):
+    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", programs)
+    student, teacher, *labels = batch(34, 100, 5, classes, dtype=torch.float32)
+    labels[0][3] = classes  # a label that the bank does not have
+    upstream = torch.randn(34)
+    check("triton", student, teacher, *labels, k=3, reduction="none", upstream=upstream)
+    check("triton", student, teacher, *labels, tolerance=1, reduction="none", upstream=upstream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sorted_real_labels(monkeypatch, dtype):
+    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    student, teacher, *_ = batch(10, 100, 5, 1, dtype=torch.float32)
+    labels = 5 * torch.rand(10, dtype=dtype), 5 * torch.rand(100, dtype=dtype)
+    labels[0][2], labels[1][7], labels[1][9] = torch.nan, torch.nan, torch.inf
+    check("triton", student, teacher, *labels, k=2, tolerance=0.3)
+    student, teacher = torch.randn(40, 5), torch.randn(40, 5)
+    check("triton", student, teacher, torch.randint(0, 3, (40,)), None, k=2)
+
+
+def test_features_split_among_programs(monkeypatch):
+    monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", 1000)
+    student, teacher, *labels = batch(9, 33, 2500, 2, dtype=torch.float32, mean=0.5)
+    check("triton", student, teacher, *labels, k=3)
+    student[2, 2300], teacher[4, 10] = torch.nan, torch.inf
+    losses = knn_feature_loss(student, teacher, *labels, reduction="none", backend="triton")
+    lost = labels[0] == labels[1][4]
+    lost[2] = True
+    assert torch.equal(losses.isnan(), lost)
+
+
+def test_launches(monkeypatch):
+    student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
+    student.requires_grad_()
+    for rows_to_sort, features_to_split in ((1000, 1000), (1, 1000), (1, 1)):
+        monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", rows_to_sort)
+        monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", features_to_split)
+        for reduction in ("sum", "mean"):
+            student.grad = None
+            with count_launches() as launches:
+                loss = knn_feature_loss(
+                    student, teacher, *labels, k=3, reduction=reduction, backend="triton"
+                )
+                loss.backward()
+            assert len(launches) <= 8, launches
+            expected = 4 if features_to_split == 1 else 3
+            assert len(launches.of_triton()) == expected, launches
+
+
+def test_limits():
+    student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="up to 32 neighbours, got k=33"):
+        knn_feature_loss(student, teacher, *labels, k=33, backend="triton")
+    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
+        knn_feature_loss(student.double(), teacher.double(), *labels, backend="triton")
+
+
+def test_same_bits_on_every_run(monkeypatch):
+    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    student, teacher, *labels = batch(20, 90, 8, 2, dtype=torch.float32)
+    results = []
+    for _ in range(2):
+        x = student.clone().requires_grad_()
+        loss = knn_feature_loss(x, teacher, *labels, k=2, backend="triton")
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
