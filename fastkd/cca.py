@@ -543,7 +543,9 @@ def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _by_rotations(m: Tensor) -> tuple[Tensor, Tensor]:
     """Singular values, descending, and right singular vectors of M by the extension, from MᵀM."""
     _, squares, vectors = torch.ops.fastkd.sqrtm(m.mT @ m)
-    return squares.flip(-1).sqrt(), vectors.flip(-1)
+    values = squares.flip(-1).sqrt()
+    lost = values <= _squared_rounding(m.shape[-1]) * values[..., :1]
+    return values.masked_fill(lost, 0.0), vectors.flip(-1)
 
 
 def _squared_rounding(n: int) -> float:
