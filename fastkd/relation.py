@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastkd._checks import (
     check_choice,
@@ -16,7 +15,13 @@ from fastkd._checks import (
     layer_pairs,
 )
 from fastkd._dispatch import use_triton
-from fastkd._numerics import autocast_off, first_order_only, upcast, working_dtype
+from fastkd._numerics import (
+    autocast_off,
+    first_order_only,
+    once_differentiable,
+    upcast,
+    working_dtype,
+)
 
 OVER = ("tokens", "samples")
 NORMALIZE = ("l2", "layer_norm", "softmax", "none")
@@ -216,17 +221,30 @@ def _weighted_relations(
         check_shape("teacher", teacher, (B, N, teacher.shape[-1]), "(B, N) of student")
     first = pairs[0][0]
     mask = check_mask(mask, first.shape[:2], first.device)
-    use_triton(backend, "relation_loss", first)
-
     students = [student for student, _ in pairs]
     teachers = [teacher for _, teacher in pairs]
     with autocast_off(first):
+        if use_triton(backend, "relation_loss", first, _not_in_triton(pairs, normalize, distance)):
+            return _TritonRelations.apply(mask, weights, eps, *students, *teachers)
         if normalize != "l2":
             students = [_normalized(first_order_only(x), mask, normalize) for x in students]
             teachers = [_normalized(x, mask, normalize) for x in teachers]
         return _Relations.apply(
             mask, weights, normalize == "l2", distance, temperature, eps, *students, *teachers
         )
+
+
+def _not_in_triton(
+    pairs: Sequence[tuple[Tensor, Tensor]], normalize: str, distance: str
+) -> str | None:
+    if (normalize, distance) != ("l2", "pearson"):
+        return (
+            "its kernels know normalize='l2' with distance='pearson', "
+            f"got {normalize!r} with {distance!r}"
+        )
+    if any(student.dtype == torch.float64 for student, _ in pairs):
+        return "float64 is left to PyTorch"
+    return None
 
 
 def _normalized(x: Tensor, mask: Tensor | None, normalize: str) -> Tensor:
@@ -285,6 +303,49 @@ class _Relations(torch.autograd.Function):
                 for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
         return (None,) * 6 + (*gradients,) + (None,) * len(gradients)
+
+
+class _TritonRelations(torch.autograd.Function):
+    """The same for ℓ2-normalised rows and Pearson's correlation, by `fastkd.kernels.relation`."""
+
+    @staticmethod
+    def forward(ctx, mask, weights, eps, *features):
+        from fastkd.kernels import relation as kernels
+
+        layers = len(features) // 2
+        students, teachers = list(features[:layers]), list(features[layers:])
+        ctx.needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
+        # A custom operator costs more than the launches behind it: only where a graph needs one.
+        run = kernels.relations_op if torch.compiler.is_compiling() else kernels.relations
+        loss, *gradients = run(
+            students,
+            teachers,
+            mask,
+            float(weights.get("tokens", 0)),
+            float(weights.get("samples", 0)),
+            eps,
+            any(ctx.needs_grad),
+        )
+        ctx.groups = kernels.layer_groups(students, teachers)
+        ctx.dtypes = [student.dtype for student in students]
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels import relation as kernels
+
+        gradients: list[Tensor | None] = [None] * len(ctx.dtypes)
+        for indices, dx in zip(ctx.groups, ctx.saved_tensors, strict=True):
+            dtype = ctx.dtypes[indices[0]]
+            if torch.compiler.is_compiling():  # one fused loop there
+                dx = _narrowed(dx.float() * grad, dtype)
+            else:
+                dx = kernels.scaled(dx, grad, dtype)
+            for i, layer_dx in zip(indices, dx.unbind(), strict=True):
+                gradients[i] = layer_dx if ctx.needs_grad[i] else None
+        return (None,) * 3 + (*gradients,) + (None,) * len(gradients)
 
 
 def _narrowed(dx: Tensor, dtype: torch.dtype) -> Tensor:
@@ -384,10 +445,8 @@ class _Centred:
         if unit_rows:
             norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
             self.tiny = norm < SMALLEST_NORM
-            self.scale = 1 / norm.clamp_min(SMALLEST_NORM)  # (G, N)
-            # ‖x̂‖² − 1: zero but for rows that are too short to normalise; NaN on overflow.
-            excess = (norm * self.scale).square() - 1
-            self.excess = torch.where(self.tiny, excess, norm - norm)
+            # NaN where the norm overflows: 1/inf would pass the row off as zero.
+            self.scale = 1 / norm.clamp_min(SMALLEST_NORM) + (norm - norm)  # (G, N)
             mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
             rows = torch.addcmul(-mean, x, self.scale[..., None])
         else:
@@ -407,7 +466,7 @@ class _Centred:
         length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
         h = along + length / 2
         if self.unit_rows:
-            h = torch.where(length < 0.5, h - 0.5, (self.excess - squares) / 2)
+            h = torch.where((length < 0.5) | self.tiny, h - 0.5, -squares / 2)
         return h if self.mask is None else h.masked_fill(~self.mask, 0)
 
     def centred_offsets(self, squares: Tensor) -> Tensor:

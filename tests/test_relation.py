@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastkd._dispatch import BackendUnavailable
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
-from tests.compare import DTYPES, assert_accurate, relative_error
+from tests.compare import DTYPES, TOLERANCE, assert_accurate, relative_error
 
 TRITON_FUNCTION = "relation_loss"
 
@@ -20,6 +20,8 @@ OPTIONS = [
     for normalize in ("l2", "layer_norm", "softmax", "none")
     for distance in ("pearson", "mse", "kl")
 ]
+# The torch backend's (N, N) and (D, D) sides; Triton's groups in registers and in tiles.
+SIZES = (9, 140)
 MASKS = ("none", "full", "empty", "one", "alternating", "ragged", "random")
 
 
@@ -43,6 +45,11 @@ def features(B, N, D, cosine=0.0, dtype=torch.float64, device="cpu"):
     common = F.normalize(torch.randn(D, dtype=torch.float64), dim=0)
     x = (cosine / (1 - cosine)) ** 0.5 * common + torch.randn(B, N, D).double() / D**0.5
     return x.to(dtype).to(device)
+
+
+def shape_of(over, groups, members):
+    """(B, N) with this many relations of this many members."""
+    return (groups, members) if over == "tokens" else (members, groups)
 
 
 def make_mask(kind, B, N, device="cpu"):
@@ -149,11 +156,12 @@ def test_reference_masks_like_removal(over, kind):
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("N", [1, 2, 15, 16, 17, 127, 128, 129, 300])
-def test_lengths(backend, device, over, N):
-    student = features(3, N, 24, dtype=torch.float32, device=device)
-    teacher = features(3, N, 17, dtype=torch.float32, device=device)
-    if N == 2 and over == "tokens":  # one relation: ρ = 1 whatever it is, only eps is left
+@pytest.mark.parametrize("members", [1, 2, 15, 16, 17, 127, 128, 129, 300])
+def test_lengths(backend, device, over, members):
+    B, N = shape_of(over, 2, members)
+    student = features(B, N, 24, dtype=torch.float32, device=device)
+    teacher = features(B, N, 17, dtype=torch.float32, device=device)
+    if members == 2:  # one relation: ρ = 1 whatever it is, only eps is left
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         assert 0 < value < 1e-6
         assert grad.abs().max() < 1e-6
@@ -163,13 +171,14 @@ def test_lengths(backend, device, over, N):
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("N", [17, 40])  # (N, N) relations, then (D, D) products
-def test_masks(backend, device, over, kind, N):
-    student = features(4, N, 12, dtype=torch.float32, device=device)
-    teacher = features(4, N, 9, dtype=torch.float32, device=device)
-    mask = make_mask(kind, 4, N, device)
+@pytest.mark.parametrize("members", SIZES)
+def test_masks(backend, device, over, kind, members):
+    B, N = shape_of(over, 2, members)
+    student = features(B, N, 12, dtype=torch.float32, device=device)
+    teacher = features(B, N, 9, dtype=torch.float32, device=device)
+    mask = make_mask(kind, B, N, device)
     assert_matches_reference(student, teacher, mask, backend, over=over, upstream=-3.0)
-    if mask is not None:
+    if kind == "random":
         as_int = relation_loss(student, teacher, mask.long(), over=over, backend=backend)
         assert torch.equal(
             as_int, relation_loss(student, teacher, mask, over=over, backend=backend)
@@ -178,12 +187,13 @@ def test_masks(backend, device, over, kind, N):
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_dtypes(backend, device, over, dtype, masked):
+@pytest.mark.parametrize(("members", "masked"), [(33, False), (33, True), (140, True)])
+def test_dtypes(backend, device, over, dtype, members, masked):
     skip_if_unsupported(backend, dtype=dtype)
-    student = features(5, 33, 48, 0.5, dtype, device)
-    teacher = features(5, 33, 20, 0.5, dtype, device)
-    mask = make_mask("ragged", 5, 33, device) if masked else None
+    B, N = shape_of(over, 2, members)
+    student = features(B, N, 48, 0.5, dtype, device)
+    teacher = features(B, N, 20, 0.5, dtype, device)
+    mask = make_mask("ragged", B, N, device) if masked else None
     assert_matches_reference(student, teacher, mask, backend, over=over, upstream=2.5)
 
 
@@ -212,7 +222,7 @@ def test_options(backend, device, over, normalize, distance, kind):
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "step"])
 def test_strides(backend, device, over, layout):
-    B, N, D = 4, 18, 10
+    B, N, D = 4, 6, 10
     make = {
         "transposed": lambda: features(N, B, D, device=device).float().transpose(0, 1),
         "sliced": lambda: features(B, N, 3 * D, device=device).float()[..., D : 2 * D],
@@ -251,7 +261,7 @@ def test_fp32_accuracy_on_anisotropic_features(backend, device, over, shape, cos
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("size", [1e-9, 1e-4, 1e4, 1e9])
 def test_scale_does_not_matter(backend, device, over, size):
-    student, teacher = features(3, 9, 16).float().to(device), features(3, 9, 16).float().to(device)
+    student, teacher = features(3, 5, 16).float().to(device), features(3, 5, 16).float().to(device)
     value, grad = value_and_grad(
         relation_loss, student * size, teacher / size, over=over, backend=backend
     )
@@ -263,46 +273,51 @@ def test_scale_does_not_matter(backend, device, over, size):
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("N", [5, 40])
-def test_degenerate_features(backend, device, over, dtype, N):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("members", SIZES)
+def test_degenerate_features(backend, device, over, dtype, members):
     """Constant features have ρ = 0; zero and tiny rows give what the formula gives, finite."""
     skip_if_unsupported(backend, dtype=dtype)
-    good = features(4, N, 8, dtype=dtype, device=device)
+    B, N = shape_of(over, 2, members)
+    good = features(B, N, 8, dtype=dtype, device=device)
     constant = good[:1, :1].expand_as(good)
     for student, teacher in ((constant, good), (good, constant), (constant, constant)):
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
-        assert value.item() == pytest.approx(1, abs=1e-5)
+        assert value.item() == pytest.approx(1, abs=1e-4)
         assert grad.isfinite().all()
 
     zero = good.clone()
-    zero[1, 2] = 0
-    zero[2] = 0
+    zero[1, 1] = 0
+    zero[0] = 0
     for student, teacher in ((zero, good), (good, zero), (zero, zero)):
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         oracle = relation_loss_ref(student.double(), teacher.double(), over=over)
-        assert relative_error(value, oracle, floor=1e-3) < 1e-4
+        assert relative_error(value, oracle, floor=1e-3) < max(1e-4, TOLERANCE[dtype])
         assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("N", [6, 30])
-def test_gradient_of_rows_too_short_to_normalise(backend, device, over, N):
+@pytest.mark.parametrize("members", SIZES)
+def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members):
     """Below a norm of 1e-12 F.normalize divides by 1e-12, and so does the gradient."""
-    student = features(4, N, 8, dtype=torch.float32, device=device)
-    teacher = features(4, N, 8, dtype=torch.float32, device=device)
-    student[1, 2] = 0
+    B, N = shape_of(over, 2, members)
+    student = features(B, N, 8, dtype=torch.float32, device=device)
+    teacher = features(B, N, 8, dtype=torch.float32, device=device)
+    student[1, 1] = 0
     student[0, 1] *= 3e-13
     assert_matches_reference(student, teacher, None, backend, over=over)
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("N", [5, 40])
-def test_bad_numbers(backend, device, over, value, N):
+@pytest.mark.parametrize(
+    ("value", "members"),
+    [(float("nan"), 9), (float("inf"), 9), (-float("inf"), 9), (float("nan"), 140)],
+)
+def test_bad_numbers(backend, device, over, value, members):
     """In real data they make the loss NaN; in padding they change nothing."""
-    student, teacher = features(4, N, 8).float().to(device), features(4, N, 8).float().to(device)
-    mask = make_mask("ragged", 4, N, device)
+    B, N = shape_of(over, 2, members)
+    student, teacher = features(B, N, 8).float().to(device), features(B, N, 8).float().to(device)
+    mask = make_mask("ragged", B, N, device)
     expected = value_and_grad(relation_loss, student, teacher, mask, over=over, backend=backend)
     bad_student, bad_teacher = student.clone(), teacher.clone()
     bad_student[~mask], bad_teacher[~mask] = value, value
@@ -314,7 +329,7 @@ def test_bad_numbers(backend, device, over, value, N):
     assert (actual[1][~mask] == 0).all()
     for side in (0, 1):
         pair = [student.clone(), teacher.clone()]
-        pair[side][3, 1, 2] = value
+        pair[side][-1, 0, 2] = value
         assert relation_loss(*pair, mask, over=over, backend=backend).isnan()
 
 
@@ -401,8 +416,8 @@ def test_same_bits_every_run(backend, device):
 
 def test_float16_gradient_survives_a_loss_scale(backend, device):
     """The gradient is narrowed after the upstream gradient is known, not before."""
-    student = 30 * features(64, 16, 32, dtype=torch.float16, device=device)
-    teacher = features(64, 16, 32, dtype=torch.float16, device=device)
+    student = 300 * features(6, 16, 32, dtype=torch.float16, device=device)
+    teacher = features(6, 16, 32, dtype=torch.float16, device=device)
     _, grad = value_and_grad(relation_loss, student, teacher, upstream=65536.0, backend=backend)
     _, oracle = value_and_grad(
         relation_loss_ref, student.double(), teacher.double(), upstream=65536.0

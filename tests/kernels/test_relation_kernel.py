@@ -1,0 +1,119 @@
+"""What only the Triton backend of relation_loss has: launches, options it leaves to PyTorch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fastkd import _dispatch
+from fastkd.kernels import relation as kernels
+from fastkd.relation import FCDLoss, relation_loss
+from tests.compare import relative_error
+from tests.kernels.launches import count_launches
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_six_layers_in_few_launches(device, masked, dtype, monkeypatch):
+    """At B32 N128 D768 the same kernels start as here: the interpreter is spared the work."""
+    if device.type == "cuda":
+        B, N, D = 32, 128, 768
+    else:
+        B, N, D = 3, 4, 8
+        assert max(32, 128) <= kernels.SMALL_GROUP
+    students = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
+    teachers = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
+    for student in students:
+        student.requires_grad_()
+    mask = torch.ones(B, N, dtype=torch.bool, device=device) if masked else None
+    loss = FCDLoss(backend="triton")
+    with count_launches() as launches:
+        loss(students, teachers, mask).backward()
+    assert len(launches) <= 12, launches
+    assert launches.of_triton().count("small_groups_kernel") == 2
+
+
+def test_more_layers_than_a_launch_takes(device):
+    count = kernels.LAYERS_PER_LAUNCH + 1
+    students = [torch.randn(2, 4, 8, device=device, requires_grad=True) for _ in range(count)]
+    teachers = [torch.randn(2, 4, 8, device=device) for _ in range(count)]
+    values, gradients = [], []
+    for backend in ("triton", "torch"):
+        value = FCDLoss(backend=backend)(students, teachers)
+        values.append(value.detach())
+        gradients.append(torch.stack(torch.autograd.grad(value, students)))
+    assert relative_error(values[0], values[1]) < 1e-5
+    assert relative_error(gradients[0], gradients[1]) < 1e-5
+
+
+def test_layers_with_different_layouts(device):
+    """Strides differ between layers of one launch, and one layer's features are not contiguous."""
+    students = [
+        torch.randn(2, 5, 8, device=device),
+        torch.randn(5, 2, 8, device=device).transpose(0, 1),
+        torch.randn(2, 5, 16, device=device)[..., ::2],
+    ]
+    teachers = [torch.randn(2, 5, 8, device=device) for _ in range(3)]
+    values = [FCDLoss(backend=backend)(students, teachers) for backend in ("triton", "torch")]
+    assert relative_error(values[0], values[1]) < 1e-5
+
+
+@pytest.mark.parametrize("over", ["tokens", "samples"])
+def test_chunks_of_long_groups(device, over, monkeypatch):
+    """More groups than the workspace holds at once, and a last chunk that is smaller."""
+    groups, members = 3, 130
+    monkeypatch.setattr(kernels, "CHUNK_ENTRIES", 2 * 256 * 256)
+    shape = (groups, members) if over == "tokens" else (members, groups)
+    student = torch.randn(*shape, 8, device=device, requires_grad=True)
+    teacher = torch.randn(*shape, 8, device=device)
+    values, gradients = [], []
+    for backend in ("triton", "torch"):
+        value = relation_loss(student, teacher, over=over, backend=backend)
+        values.append(value.detach())
+        gradients.append(torch.autograd.grad(value, student)[0])
+    assert relative_error(values[0], values[1]) < 1e-5
+    assert relative_error(gradients[0], gradients[1]) < 1e-5
+
+
+def test_no_relation_outlives_its_chunk():
+    """The workspace of long groups does not grow with the batch."""
+    entries = kernels.CHUNK_ENTRIES
+    assert entries * (2 * 4 + 2) <= 2**28  # two float32 relations and A in float16
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_less_precise_products_on_demand(device, precision):
+    student, teacher = torch.randn(2, 2, 20, 64, device=device)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        loss = relation_loss(student, teacher, backend="triton")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    expected = relation_loss(student.double(), teacher.double())
+    assert relative_error(loss, expected) < 1e-3
+
+
+def test_compiles_in_one_graph(device):
+    students = [torch.randn(2, 5, d, device=device, requires_grad=True) for d in (8, 8, 4)]
+    teachers = [torch.randn(2, 5, 8, device=device) for _ in range(3)]
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool, device=device)
+    loss = FCDLoss(backend="triton")
+    expected = loss(students, teachers, mask)
+    expected_grads = torch.autograd.grad(expected, students)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    actual = compiled(students, teachers, mask)
+    grads = torch.autograd.grad(actual, students)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize(
+    "options", [{"normalize": "layer_norm"}, {"normalize": "none"}, {"distance": "mse"}]
+)
+def test_options_left_to_pytorch(device, options):
+    student, teacher = torch.randn(2, 2, 5, 8, device=device)
+    with pytest.raises(_dispatch.BackendUnavailable, match="normalize='l2' with distance='pear"):
+        relation_loss(student, teacher, backend="triton", **options)
+    with pytest.raises(_dispatch.BackendUnavailable, match="float64 is left to PyTorch"):
+        relation_loss(student.double(), teacher.double(), backend="triton")
+    assert relation_loss(student, teacher, **options).isfinite()
