@@ -15,7 +15,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, LinkError
+from setuptools.errors import CompileError, ExecError, LinkError
 
 # One binary for every torch from 2.10 and every Python from 3.10 on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
@@ -96,7 +96,7 @@ class BuildExtension(build_ext):
                 ext.sources.remove(source)
                 ext.extra_objects.append(self.compile_cuda(ext, source))
             super().build_extension(ext)
-        except (CompileError, LinkError, subprocess.CalledProcessError, OSError) as error:
+        except (CompileError, ExecError, LinkError, OSError) as error:
             raise SystemExit(
                 f"fastkd: compiling {ext.name} failed ({error}). It needs a C++17 compiler such as "
                 "g++ or clang (Debian, Ubuntu: apt-get install g++; CXX names another). "
@@ -111,7 +111,7 @@ class BuildExtension(build_ext):
         generate = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
         # PTX of the newest, for GPUs that came later.
         generate.append(f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}")
-        target = Path(self.build_temp, source).with_suffix(".o")
+        target = Path(self.build_temp, source).with_suffix(".cu.o")
         target.parent.mkdir(parents=True, exist_ok=True)
         includes = [*ext.include_dirs, sysconfig.get_paths()["include"]]
         command = [*nvcc_command(nvcc, includes), *generate, "-c", source, "-o", str(target)]

@@ -6,6 +6,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include "jacobi.h"
 #include "roots.h"
@@ -41,7 +42,7 @@ void launch(const Tensor& a, Sizes sizes, Options options, const Roots& roots) {
   STD_CUDA_CHECK(cudaFuncSetAttribute(jacobi_roots_kernel<T>,
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   jacobi_roots_kernel<T><<<unsigned(sizes.batch), lanes, shared, cudaStream_t(stream)>>>(
       a.const_data_ptr<T>(), n, options, std::get<0>(roots).mutable_data_ptr<T>(),
       std::get<1>(roots).mutable_data_ptr<T>(), std::get<2>(roots).mutable_data_ptr<T>());
