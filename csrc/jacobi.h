@@ -114,7 +114,7 @@ FASTKD_HOST_DEVICE void jacobi_roots(const T* in, int n, Options options, T* roo
             const double cosine = 1 / sqrt(1 + t * t);
             sine = t * cosine;
             tau = sine / (1 + cosine);
-            *flag = 1;
+            *flag = 1;  // by any number of lanes, always the same value
           }
         }
         s.sines[slot] = sine;
