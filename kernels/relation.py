@@ -28,6 +28,7 @@ groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for the gradi
 bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -333,8 +334,8 @@ def mean_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    group = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    group = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
     size = tl.zeros((BLOCK_N,), tl.int32)
     for first in range(0, N, BLOCK_N):
@@ -350,7 +351,7 @@ def mean_kernel(
         size += (scale != 0).to(tl.int32)
     count = tl.sum(size, axis=0)
     tl.store(mean_ptr + group * D + d, total / tl.maximum(count, 1), mask=d < D)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(size_ptr + group, count)
 
 
@@ -758,16 +759,17 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def small_blocks(N: int, split: bool, blackwell: bool) -> Blocks:
+def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> Blocks:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
-    There Blackwell, whose accumulators come out of tensor memory all at once, has no registers
-    left for loads in flight.
+    Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
+    for loads in flight.
     """
     n = max(16, triton.next_power_of_2(N))
+    stages = 1 if blackwell else 2
     if n == 128:
-        return Blocks(n, 16 if split else 32, 8, 1 if blackwell else 2)
-    return Blocks(n, 32 if split and n > 16 else 64, 4 if n <= 32 else 8, 2)
+        return Blocks(n, 16 if dtype == torch.float32 else 32, 8, stages)
+    return Blocks(n, 32 if split and n > 16 else 64, 4 if n <= 32 else 8, stages)
 
 
 def is_blackwell(device: torch.device) -> bool:
@@ -934,7 +936,7 @@ def _launch_term(
         for layer in range(len(layers.students)):
             _launch_long(layers, term, layer, losses[layer * groups :])
         return
-    blocks = small_blocks(N, layers.split, is_blackwell(s.device))
+    blocks = small_blocks(N, layers.dtype, layers.split, is_blackwell(s.device))
     small_groups_kernel[(groups, len(layers.students))](
         tuple(layers.students),
         tuple(layers.teachers),
@@ -999,7 +1001,7 @@ def _launch_long(layers: _Layers, term: _Term, layer: int, losses: Tensor) -> No
         (teacher, layers.Dt, term.strides_t, scale[1], means[1], size[1]),
     )
     for x, D, strides_x, row_scale, mean, count in both:
-        mean_kernel[(triton.cdiv(D, 64), groups)](
+        mean_kernel[(groups, triton.cdiv(D, 64))](
             x, row_scale, mean, count, N, D, *strides_x, *term.strides,
             BLOCK_N=64, BLOCK_D=64, num_warps=4,
         )  # fmt: skip
@@ -1082,27 +1084,29 @@ def _(students, teachers, mask, tokens, samples, eps, gradient):
 
 
 def compile_variants() -> Iterator[Variant]:
-    """What `relations` and `scaled` can start; float16 differs from bfloat16 in one load."""
+    """What `relations` and `scaled` can start.
+
+    float16 is bfloat16 but for one load, and without ACCUMULATE or HAS_MASK one load less.
+    """
     for name, split in (("*bf16", False), ("*fp32", True), ("*fp32", False)):
+        dtype = torch.float32 if name == "*fp32" else torch.bfloat16
         pointers = {"s_ptrs": (name,) * 6, "t_ptrs": (name,) * 6, "x_ptr": name, "dx_ptr": name}
-        for N, capabilities in ((16, ()), (32, ()), (64, ()), (128, (80, 90)), (128, (100,))):
-            blocks = small_blocks(N, split, blackwell=100 in capabilities)
-            for gradient, accumulate in ((False, False), (True, False), (True, True)):
+        for N, capabilities in itertools.product((16, 32, 64, 128), ((80, 90), (100,))):
+            blocks = small_blocks(N, dtype, split, blackwell=100 in capabilities)
+            for gradient in (False, True):
                 yield _variant(
                     small_groups_kernel, pointers, blocks, True, LAYERS=6, HAS_MASK=gradient,
-                    GRADIENT=gradient, ACCUMULATE=accumulate, SPLIT=split,
+                    GRADIENT=gradient, ACCUMULATE=gradient, SPLIT=split,
                     BLOCK_N=blocks.n, BLOCK_D=blocks.d,
                 )._replace(capabilities=capabilities)  # fmt: skip
-        dtype = torch.float32 if name == "*fp32" else torch.bfloat16
         tile, (block, block_k) = tile_blocks(split), gradient_blocks(dtype, split)
         yield _variant(
             relation_tiles_kernel, {}, tile, True, SPLIT=split, TILE=TILE, BLOCK_D=tile.d
         )
-        for flag in (False, True):
-            yield _variant(
-                gradient_kernel, pointers, block, True, SPLIT=split, ACCUMULATE=flag,
-                BLOCK_N=block.n, BLOCK_D=block.d, BLOCK_K=block_k,
-            )  # fmt: skip
+        yield _variant(
+            gradient_kernel, pointers, block, True, SPLIT=split, ACCUMULATE=True,
+            BLOCK_N=block.n, BLOCK_D=block.d, BLOCK_K=block_k,
+        )  # fmt: skip
         yield _variant(centre_kernel, pointers, SPLIT=split, BLOCK_N=32, BLOCK_D=128)
         yield _variant(difference_kernel, {}, SPLIT=split, TILE=TILE, BLOCK=32)
     for name in ("*bf16", "*fp32"):
