@@ -30,14 +30,21 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request) -> str:
-    """Both backends; a module whose loss has a Triton kernel names it in ``TRITON_FUNCTION``."""
-    if request.param == "triton":
-        function = getattr(request.module, "TRITON_FUNCTION", None)
-        if function not in _dispatch.TRITON_FUNCTIONS or not _dispatch.TRITON_INSTALLED:
-            pytest.skip("no Triton kernel, or triton is not installed")
-    return request.param
+def pytest_generate_tests(metafunc):
+    """``backend``: torch, and triton in a module whose ``TRITON_FUNCTION`` has a kernel."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    backends: list = ["torch"]
+    if getattr(metafunc.module, "TRITON_FUNCTION", None) in _dispatch.TRITON_FUNCTIONS:
+        missing = pytest.mark.skipif(not _dispatch.TRITON_INSTALLED, reason="no triton installed")
+        backends.append(pytest.param("triton", marks=missing))
+    metafunc.parametrize("backend", backends)
+
+
+def pytest_runtest_setup(item):
+    """A test marked gpu runs on a CUDA machine only."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture
