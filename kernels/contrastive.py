@@ -47,7 +47,7 @@ def blocks(negatives: str) -> dict[str, int]:
     """
     narrow = negatives == "labels"
     block_d, num_warps = (64, 8) if narrow else (128, 4)
-    return {"BLOCK_I": 16, "BLOCK_J": 32, "BLOCK_D": block_d, "num_warps": num_warps}
+    return {"BLOCK_I": 16, "BLOCK_J": 16, "BLOCK_D": block_d, "num_warps": num_warps}
 
 
 def row_blocks() -> dict[str, int]:
@@ -479,43 +479,45 @@ def cos_nce(
     programs = P * triton.cdiv(B, config["BLOCK_I"])
     weight, pull, losses = (inverse.new_empty(layers, B, P) for _ in range(3))
     partial, counted = inverse.new_empty(layers, programs), inverse.new_empty(programs)
-    loss_kernel[(programs, layers)](
-        tuple(students),
-        tuple(teachers),
-        labels,
-        mask_bytes,
-        inverse,
-        total,
-        weight,
-        pull,
-        losses,
-        partial,
-        counted,
-        B,
-        P,
-        D,
-        K,
-        *_strides(students[0], teachers[0]),
-        LAYERS=layers,
-        NEGATIVES=kind,
-        HAS_MASK=mask is not None,
-        **config,
-    )
+    with torch.cuda.device_of(students[0]):
+        loss_kernel[(programs, layers)](
+            tuple(students),
+            tuple(teachers),
+            labels,
+            mask_bytes,
+            inverse,
+            total,
+            weight,
+            pull,
+            losses,
+            partial,
+            counted,
+            B,
+            P,
+            D,
+            K,
+            *_strides(students[0], teachers[0]),
+            LAYERS=layers,
+            NEGATIVES=kind,
+            HAS_MASK=mask is not None,
+            **config,
+        )
     loss, scale = inverse.new_empty(()), inverse.new_empty(())
     if reduction == "none":
         return [losses[0], inverse, total, weight, pull, scale]
-    reduce_kernel[(1,)](
-        partial,
-        counted,
-        loss,
-        scale,
-        layers * programs,
-        programs,
-        layers,
-        MEAN=reduction == "mean",
-        BLOCK=1024,
-        num_warps=4,
-    )
+    with torch.cuda.device_of(students[0]):
+        reduce_kernel[(1,)](
+            partial,
+            counted,
+            loss,
+            scale,
+            layers * programs,
+            programs,
+            layers,
+            MEAN=reduction == "mean",
+            BLOCK=1024,
+            num_warps=4,
+        )
     return [loss, inverse, total, weight, pull, scale]
 
 
@@ -534,28 +536,29 @@ def cos_nce_gradient(
     layers = len(students)
     dx = students[0].new_empty(layers, B, P, D)
     config = blocks(kind)
-    gradient_kernel[(P * triton.cdiv(B, config["BLOCK_I"]), layers)](
-        tuple(students),
-        tuple(teachers),
-        labels,
-        None if mask is None else mask.view(torch.uint8),
-        inverse,
-        total,
-        weight,
-        pull,
-        dloss,
-        scale,
-        dx,
-        B,
-        P,
-        D,
-        *_strides(students[0], teachers[0]),
-        LAYERS=layers,
-        NEGATIVES=kind,
-        HAS_MASK=mask is not None,
-        PER_POSITION=dloss.dim() > 0,
-        **config,
-    )
+    with torch.cuda.device_of(students[0]):
+        gradient_kernel[(P * triton.cdiv(B, config["BLOCK_I"]), layers)](
+            tuple(students),
+            tuple(teachers),
+            labels,
+            None if mask is None else mask.view(torch.uint8),
+            inverse,
+            total,
+            weight,
+            pull,
+            dloss,
+            scale,
+            dx,
+            B,
+            P,
+            D,
+            *_strides(students[0], teachers[0]),
+            LAYERS=layers,
+            NEGATIVES=kind,
+            HAS_MASK=mask is not None,
+            PER_POSITION=dloss.dim() > 0,
+            **config,
+        )
     return dx
 
 
@@ -569,18 +572,19 @@ def _inverse_norms(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
     inverse = torch.empty(len(tensors), R, P, dtype=torch.float32, device=tensors[0].device)
     if inverse.numel():
         config = row_blocks()
-        inverse_norm_kernel[(triton.cdiv(R * P, config["BLOCK_R"]), len(tensors))](
-            tuple(tensors),
-            mask,
-            inverse,
-            R * P,
-            P,
-            D,
-            *_strides(tensors[0], tensors[-1]),
-            COUNT=len(tensors),
-            HAS_MASK=mask is not None,
-            **config,
-        )
+        with torch.cuda.device_of(tensors[0]):
+            inverse_norm_kernel[(triton.cdiv(R * P, config["BLOCK_R"]), len(tensors))](
+                tuple(tensors),
+                mask,
+                inverse,
+                R * P,
+                P,
+                D,
+                *_strides(tensors[0], tensors[-1]),
+                COUNT=len(tensors),
+                HAS_MASK=mask is not None,
+                **config,
+            )
     return inverse
 
 
@@ -593,22 +597,23 @@ def _direction_sum(
     splits = max(triton.cdiv(rows, ROWS_PER_SUM), 1)
     total = inverse.new_empty(splits, layers, groups, D)
     config = row_blocks()
-    direction_sum_kernel[(groups * triton.cdiv(D, config["BLOCK_D"]), layers, splits)](
-        tuple(tensors),
-        mask,
-        inverse,
-        total,
-        rows,
-        P,
-        D,
-        groups,
-        tensors[0].stride(0),
-        tensors[0].stride(1),
-        triton.cdiv(rows, splits),
-        LAYERS=layers,
-        HAS_MASK=mask is not None,
-        **config,
-    )
+    with torch.cuda.device_of(tensors[0]):
+        direction_sum_kernel[(groups * triton.cdiv(D, config["BLOCK_D"]), layers, splits)](
+            tuple(tensors),
+            mask,
+            inverse,
+            total,
+            rows,
+            P,
+            D,
+            groups,
+            tensors[0].stride(0),
+            tensors[0].stride(1),
+            triton.cdiv(rows, splits),
+            LAYERS=layers,
+            HAS_MASK=mask is not None,
+            **config,
+        )
     return total[0] if splits == 1 else total.sum(0)
 
 

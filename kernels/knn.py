@@ -1,18 +1,19 @@
 """Intra-class KNN: search, loss and gradient without a matrix of all distances.
 
 Data path. `search_kernel` multiplies a tile of student rows with tile after tile of the bank and
-keeps, in registers, the best candidates of each row by ‖t‖² − 2 s·t: the k it is asked for and at
-least seven more. With both sides sorted by label it finds by bisection where its labels begin and
-end in the bank, so that tiles of other labels cost nothing. Few rows against a large bank split the
-bank among programs. Rows so long and so few that one program would have all the work split the
-features instead: `product_kernel` then leaves partial products of at most 2^18 pairs.
+keeps, in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: the k it is asked
+for and at least seven more. With both sides sorted by label it finds by bisection where its labels
+begin and end in the bank, so that tiles of other labels cost nothing. Few rows against a large bank
+split the bank among programs. Rows so long and so few that one program would have all the work
+split the features instead: `product_kernel` then leaves partial products of at most 2^18 pairs.
 `settle_kernel` merges what the programs of one row found, compares the candidates by direct
-difference, and leaves the loss, the neighbours and the factor of the gradient.
-`gradient_kernel` reads the row and its neighbours again and writes the gradient with the upstream
-gradient applied.
+difference, and leaves the loss, the neighbours and the factor of the gradient. `gradient_kernel`
+reads the row and its neighbours again and writes the gradient with the upstream gradient applied.
+Where more rows than the candidates lie closer together than a product rounds (about 1e-6·‖t‖² in
+float32), one of them may stand for another: the loss is off by no more than that.
 
 With s bytes an element: the bank is read once a tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
-most of them from the L2 cache; settling reads (k + 7 to 2k + 14)·N·D·s, the gradient (k + 2)·N·D·s.
+most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
 2·N·M·D/C operations on the tensor cores for C labels of equal size. 32 rows against 65,536 × 768 in
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
 """
@@ -45,32 +46,47 @@ FAR = tl.constexpr(3e38)
 
 
 def keep(k: int) -> int:
-    """Candidates kept for each row, a power of two."""
-    return triton.next_power_of_2(k + SPARE)
+    """Candidates kept for each row: a power of two, and few of them, to compile few forms."""
+    return 8 if k + SPARE <= 8 else 16 if k + SPARE <= 16 else 64
 
 
-def blocks(N: int, k: int, itemsize: int, from_products: bool) -> dict[str, int]:
+def blocks(
+    N: int, k: int, itemsize: int, is_sorted: bool, wide_labels: bool = False
+) -> dict[str, int]:
     """Block sizes and warps of the search.
 
-    With up to 64 rows the bank's bandwidth decides, and 32 rows waste less of the products. Beyond
-    that tiles are as large as registers hold together with the candidates: float32's products in
-    three parts need most of them. 128 bytes of features a step, three steps in flight.
+    With up to 64 rows the bank's bandwidth decides, a bank that is not sorted is small: small tiles
+    make more programs. Beyond that tiles are as large as registers hold together with the
+    candidates: float32's products in three parts need most of them, and differences of 8-byte
+    labels (``wide_labels``) are as bad. 128 bytes of features a step, three steps in flight.
     """
     many = keep(k) > 16
-    if from_products:
-        block_n, block_m, num_warps = 32, 32, 8 if many else 4
-    elif N <= 64 or (itemsize == 4 and many):
-        block_n, block_m, num_warps = 32, 32 if many else 64, 8
+    num_warps = 8
+    if not is_sorted and itemsize == 2 and not many:
+        block_n, block_m, num_warps = 16, 64, 4
+    elif N <= 64 or not is_sorted or wide_labels or (itemsize == 4 and many):
+        block_n, block_m = 32, 32
     elif itemsize == 4:
-        block_n, block_m, num_warps = 128, 32, 8
+        block_n, block_m = 128, 32
     else:
-        block_n, block_m, num_warps = 64 if many else 128, 64, 8
+        block_n, block_m = 64 if many else 128, 64
     return {
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
-        "BLOCK_D": 128 // itemsize,
+        "BLOCK_D": (64 if itemsize == 4 and many else 128) // itemsize,
         "num_warps": num_warps,
     }
+
+
+def product_blocks(itemsize: int) -> dict[str, int]:
+    """Of products that stay in memory: small tiles, as pairs are few and their features many."""
+    return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": 128 // itemsize, "num_warps": 4}
+
+
+def from_product_blocks(k: int) -> dict[str, int]:
+    """Of the search among such products: few rows a program, so that there are more programs."""
+    block_m = 32 if keep(k) > 16 else 64
+    return {"BLOCK_N": 16, "BLOCK_M": block_m, "BLOCK_D": 16, "num_warps": 4}
 
 
 @triton.jit
@@ -417,8 +433,6 @@ def knn(
     N, D = student.shape
     M = teacher.shape[0]
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
-    config = blocks(N, k, student.element_size(), from_products)
-    tiles = triton.cdiv(N, config["BLOCK_N"])
     is_sorted = M >= ROWS_TO_SORT and not from_products
     student_order = teacher_order = None
     if is_sorted:
@@ -430,6 +444,13 @@ def knn(
     if teacher_labels is None:
         teacher_labels = student_labels
 
+    itemsize = student.element_size()
+    if from_products:
+        config = from_product_blocks(k)
+    else:
+        wide_labels = tolerance is not None and student_labels.itemsize == 8
+        config = blocks(N, k, itemsize, is_sorted, wide_labels)
+    tiles = triton.cdiv(N, config["BLOCK_N"])
     new = {"dtype": torch.float32, "device": student.device}
     # Triton's interpreter multiplies the bits of bfloat16.
     widen = triton_interpreted() and student.dtype == torch.bfloat16
@@ -437,7 +458,11 @@ def knn(
         product = squares = None
         product_splits = 0
         if from_products:
-            grid = tiles, triton.cdiv(M, config["BLOCK_M"])
+            product_config = product_blocks(itemsize)
+            grid = (
+                triton.cdiv(N, product_config["BLOCK_N"]),
+                triton.cdiv(M, product_config["BLOCK_M"]),
+            )
             features = max(1024, triton.cdiv(D * grid[0] * grid[1], 64 * PROGRAMS) * 64)
             product_splits = triton.cdiv(D, features)
             product = torch.empty(product_splits, N, M, **new)
@@ -454,7 +479,7 @@ def knn(
                 teacher.stride(0),
                 features,
                 WIDEN=widen,
-                **blocks(N, 1, student.element_size(), from_products),
+                **product_config,
             )
 
         splits = max(min(PROGRAMS // tiles, triton.cdiv(M, config["BLOCK_M"])), 1)
@@ -580,10 +605,12 @@ def compile_variants() -> Iterator[Variant]:
             for k in (1, 8, 32):
                 yield from _search_variants(dtype, N, k)
     yield from _search_variants("*fp16", 4096, 8)
-    for labels in ("*fp64", "*fp32", "*i32"):
+    for labels in ("*fp64", "*i64", "*fp32", "*i32"):
         yield from _search_variants("*bf16", 4096, 8, labels=labels, tolerance=True)
-    yield from _search_variants("*bf16", 32, 1, is_sorted=False)
     for dtype in ("*bf16", "*fp32"):
+        yield from _search_variants(dtype, 32, 8, is_sorted=False, tolerance=True, labels="*fp32")
+        for k in (1, 8, 32):
+            yield from _search_variants(dtype, 32, k, is_sorted=False)
         for k in (1, 8, 32):
             yield from _search_variants(dtype, 32, k, is_sorted=False, from_products=True)
     for dtype in ("*bf16", "*fp16", "*fp32"):
@@ -600,14 +627,17 @@ def _search_variants(
     is_sorted: bool = True,
     from_products: bool = False,
 ) -> Iterator[Variant]:
-    config: dict[str, Any] = blocks(N, k, 4 if dtype == "*fp32" else 2, from_products)
+    itemsize = 4 if dtype == "*fp32" else 2
+    config: dict[str, Any] = from_product_blocks(k)
+    if not from_products:
+        config = blocks(N, k, itemsize, is_sorted, tolerance and labels in ("*fp64", "*i64"))
     num_warps = config.pop("num_warps")
     inputs = {"s_ptr": dtype, "t_ptr": dtype}
     inputs |= dict.fromkeys(("N", "M", "D", "stride_s", "stride_t"), "i32")
     aligned = ("D", "stride_s", "stride_t", "rows", "features")
     products = dict.fromkeys(("product_ptr", "squares_ptr"), "*fp32")
     if from_products:
-        product_config = blocks(N, 1, 4 if dtype == "*fp32" else 2, from_products)
+        product_config: dict[str, Any] = product_blocks(itemsize)
         product_warps = product_config.pop("num_warps")
         yield Variant(
             product_kernel,
