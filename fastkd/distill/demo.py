@@ -66,7 +66,7 @@ class Size:
     train_rows: int = 350  # of each area
     eval_rows: int = 60
     teacher_steps: int = 80
-    student_steps: int = 45
+    student_steps: int = 40
     evaluations: int = 3
     batch_size: int = 32
     max_length: int = 24
