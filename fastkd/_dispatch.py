@@ -16,6 +16,7 @@ TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 TRITON_FUNCTIONS: set[str] = {
     "layer_norm_mse",
     "soft_target_loss",
+    "linear_soft_target_loss",
     "relation_loss",
     "cos_nce_loss",
     "knn_feature_loss",

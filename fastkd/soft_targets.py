@@ -453,7 +453,7 @@ def linear_soft_target_loss(
     _check_options(temperature, divergence, reduction, denominator)
     leading = student_hidden.shape[:-1]
     mask = check_mask(mask, leading, student_hidden.device)
-    use_triton(backend, "linear_soft_target_loss", student_hidden)
+    unsupported = "float64 runs on PyTorch" if student_hidden.dtype == torch.float64 else None
     loss = _LinearSoftTargets.apply(
         student_hidden.reshape(-1, student_hidden.shape[-1]),
         student_weight,
@@ -464,6 +464,7 @@ def linear_soft_target_loss(
         float(temperature),
         float(temperature**2) if scale_by_t2 else 1.0,
         reduction == "none",
+        use_triton(backend, "linear_soft_target_loss", student_hidden, unsupported),
     )  # (R,) or, summed, ()
     if reduction == "none":
         return loss.reshape(leading)
@@ -489,6 +490,10 @@ def _check_heads(
             f"teacher_weight of {teacher_weight.shape[0]}; logits of different vocabularies "
             "can't be compared"
         )
+    if student_weight.shape[0] == 0:
+        raise ValueError(
+            f"student_weight has no entry to compare, got {tuple(student_weight.shape)}"
+        )
     leading = student_hidden.shape[:-1]
     shape = (*leading, teacher_weight.shape[1])
     check_shape("teacher_hidden", teacher_hidden, shape, "student_hidden's positions, Dt")
@@ -505,8 +510,8 @@ class _LinearSoftTargets(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h_s, w_s, h_t, w_t, mask, divergence, temperature, scale, rowwise):
-        ctx.options = divergence, temperature, scale
+    def forward(ctx, h_s, w_s, h_t, w_t, mask, divergence, temperature, scale, rowwise, triton):
+        ctx.options = divergence, temperature, scale, triton
         ctx.rowwise = rowwise
         ctx.dtype = h_s.dtype
         needs = ctx.needs_input_grad[:2]
@@ -514,7 +519,9 @@ class _LinearSoftTargets(torch.autograd.Function):
             loss, _, _ = _linear_pass(h_s, w_s, h_t, w_t, mask, None, (False, False), ctx.options)
             ctx.save_for_backward(h_s, w_s, h_t, w_t, mask)
             return loss
-        weights = torch.ones(h_s.shape[0], dtype=working_dtype(h_s), device=h_s.device)
+        weights = None
+        if any(needs):
+            weights = torch.ones(h_s.shape[0], dtype=working_dtype(h_s), device=h_s.device)
         loss, dh, dw = _linear_pass(h_s, w_s, h_t, w_t, mask, weights, needs, ctx.options)
         ctx.save_for_backward(dh, dw)
         return loss.sum()
@@ -529,7 +536,7 @@ class _LinearSoftTargets(torch.autograd.Function):
         else:
             grads = [None if saved is None else saved * grad for saved in ctx.saved_tensors]
         dh, dw = (None if x is None else x.to(ctx.dtype) for x in grads)
-        return dh, dw, None, None, None, None, None, None, None
+        return dh, dw, *(None,) * 8
 
 
 def _linear_pass(
@@ -540,7 +547,7 @@ def _linear_pass(
     mask: Tensor | None,
     weights: Tensor | None,
     needs: tuple[bool, bool],
-    options: tuple[str, float, float],
+    options: tuple[str, float, float, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Losses (R,) and the gradients of Σ weights·loss to h_s (R, Ds) and w_s (V, Ds)."""
     dtype = working_dtype(h_s)
@@ -553,11 +560,10 @@ def _linear_pass(
     with autocast_off(h_s):
         for chunk in _linear_chunks(h_s.shape[0], w_s.shape[0], h_s):
             student, teacher = h_s[chunk] @ w_s.T, h_t[chunk] @ w_t.T
-            kept = None if mask is None else mask[chunk]
-            loss[chunk], grad = _rows(student, teacher, kept, *options, any(needs))
-            if grad is None or weights is None:
+            kept, weight = (None if x is None else x[chunk] for x in (mask, weights))
+            loss[chunk], grad = _weighted_rows(student, teacher, kept, weight, *options)
+            if grad is None:
                 continue
-            grad = (grad * weights[chunk, None]).to(w_s.dtype)
             if dh is not None:
                 dh[chunk] = grad @ w_s
             if dw is not None and dw.dtype == grad.dtype:
@@ -567,9 +573,42 @@ def _linear_pass(
     return loss, dh, dw
 
 
+def _weighted_rows(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    triton: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Loss (R,) of every row and, with weights (R,), the gradient of Σ weights·loss (R, V).
+
+    The gradient has the dtype of the logits, and may stand where the student's stood.
+    """
+    options = divergence, temperature, scale
+    if not triton:
+        loss, grad = _rows(student, teacher, mask, *options, weights is not None)
+        if grad is None or weights is None:
+            return loss, None
+        return loss, (grad * weights[:, None]).to(student.dtype)
+
+    from fastkd.kernels import soft_targets as kernels
+
+    compiling = torch.compiler.is_compiling()
+    if weights is None:
+        forward = kernels.soft_target_forward_op if compiling else kernels.soft_target_forward
+        return forward(student, teacher, mask, *options)[0], None
+    replace = kernels.soft_target_replace_op if compiling else kernels.soft_target_replace
+    return replace(student, teacher, mask, weights, *options), student
+
+
 def _linear_chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
     """Ranges of positions whose logits stand in memory together."""
     step = max(LINEAR_CHUNK[x.device.type == "cuda"] // vocabulary, 1)
+    if step > 128:
+        step -= step % 128  # whole tiles of the products, and an aligned start in every vector
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 

@@ -446,32 +446,67 @@ def soft_target_backward(
 
     The upstream gradient is (R,), or () with the divisor of `soft_target_reduce`.
     """
-    R, V = student.shape
-    config = blocks(V, divergence)
-    dstudent = torch.empty(R, V, dtype=student.dtype, device=student.device)
-    if R:
-        with torch.cuda.device_of(student):
-            soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
-                student,
-                teacher,
-                mask,
-                stats,
-                dloss,
-                divisor,
-                dstudent,
-                R,
-                V,
-                student.stride(0),
-                teacher.stride(0),
-                0 if dloss.dim() == 0 else dloss.stride(0),
-                1 / temperature,
-                scale,
-                DIVERGENCE=divergence,
-                HAS_MASK=mask is not None,
-                REDUCED=divisor is not None,
-                **config,
-            )
+    dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    _launch_backward(
+        dstudent, student, teacher, mask, stats, divisor, dloss, divergence, temperature, scale
+    )
     return dstudent
+
+
+def soft_target_replace(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    weights: Tensor,
+    divergence: str,
+    temperature: float,
+    scale: float,
+) -> Tensor:
+    """Loss (R,) of every row; the contiguous logits of student become d(Σ weights·loss)."""
+    options = divergence, temperature, scale
+    loss, stats = soft_target_forward(student, teacher, mask, *options)
+    _launch_backward(student, student, teacher, mask, stats, None, weights, *options)
+    return loss
+
+
+def _launch_backward(
+    dstudent: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    stats: Tensor,
+    divisor: Tensor | None,
+    dloss: Tensor,
+    divergence: str,
+    temperature: float,
+    scale: float,
+) -> None:
+    """Fill dstudent, which may be student: each of its tiles is read before it is written."""
+    R, V = student.shape
+    if R == 0:
+        return
+    config = blocks(V, divergence)
+    with torch.cuda.device_of(student):
+        soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+            student,
+            teacher,
+            mask,
+            stats,
+            dloss,
+            divisor,
+            dstudent,
+            R,
+            V,
+            student.stride(0),
+            teacher.stride(0),
+            0 if dloss.dim() == 0 else dloss.stride(0),
+            1 / temperature,
+            scale,
+            DIVERGENCE=divergence,
+            HAS_MASK=mask is not None,
+            REDUCED=divisor is not None,
+            **config,
+        )
 
 
 # A custom operator costs more than the launches behind it: for torch.compile only.
@@ -483,6 +518,9 @@ soft_target_reduce_op = torch.library.custom_op(
 )
 soft_target_backward_op = torch.library.custom_op(
     "fastkd::soft_target_backward", soft_target_backward, mutates_args=()
+)
+soft_target_replace_op = torch.library.custom_op(
+    "fastkd::soft_target_replace", soft_target_replace, mutates_args=("student",)
 )
 
 
@@ -501,6 +539,11 @@ def _(loss, mask, divisor, denominator):
 @soft_target_backward_op.register_fake
 def _(student, teacher, mask, stats, divisor, dloss, divergence, temperature, scale):
     return student.new_empty(student.shape)
+
+
+@soft_target_replace_op.register_fake
+def _(student, teacher, mask, weights, divergence, temperature, scale):
+    return student.new_empty(student.shape[0], dtype=torch.float32)
 
 
 def compile_variants() -> Iterator[Variant]:

@@ -490,6 +490,11 @@ def make_heads(*leading, vocabulary=11, dtype=torch.float64, device="cpu"):
     return (*(x.requires_grad_() for x in student), *teacher)
 
 
+def exact_dtype(backend):
+    """The most precise dtype that the backend takes."""
+    return torch.float32 if backend == "triton" else torch.float64
+
+
 def linear_value_and_grads(loss_fn, heads, upstream=None, **options):
     heads = [x.detach().clone() for x in heads]
     learned = [x.requires_grad_() for x in heads[:2]]
@@ -498,40 +503,57 @@ def linear_value_and_grads(loss_fn, heads, upstream=None, **options):
     return loss.detach(), *torch.autograd.grad(loss, learned, upstream)
 
 
-@divergences
-@pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
-@pytest.mark.parametrize("chunk", [11, 40, 1 << 20])
-def test_linear_equals_the_loss_of_the_logits(divergence, reduction, chunk, monkeypatch):
-    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (chunk, chunk))
-    heads = make_heads(3, 4)
-    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-    upstream = torch.rand(3, 4, dtype=torch.float64) if reduction == "none" else None
-    options = dict(divergence=divergence, reduction=reduction, temperature=1.5, upstream=upstream)
-    for given_mask in (None, mask):
-        actual = linear_value_and_grads(linear_soft_target_loss, heads, mask=given_mask, **options)
-        right = linear_value_and_grads(
-            linear_soft_target_loss_ref, heads, mask=given_mask, **options
-        )
-        torch.testing.assert_close(actual, right, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_linear_dtypes(dtype):
-    heads = make_heads(30, dtype=dtype)
-    actual = linear_value_and_grads(linear_soft_target_loss, heads)
-    reference = linear_value_and_grads(linear_soft_target_loss_ref, heads)
-    right = linear_value_and_grads(linear_soft_target_loss_ref, [x.double() for x in heads])
-    dtypes = torch.float32, dtype, dtype
-    for a, r, ref, expected in zip(actual, right, reference, dtypes, strict=True):
+def check_linear(heads, backend, **options):
+    """Value, gradients and their dtypes against the float64 reference, for this backend."""
+    actual = linear_value_and_grads(linear_soft_target_loss, heads, backend=backend, **options)
+    reference = linear_value_and_grads(linear_soft_target_loss_ref, heads, **options)
+    doubled = [x.double() for x in heads]
+    right = linear_value_and_grads(linear_soft_target_loss_ref, doubled, **options)
+    dtype = heads[0].dtype
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    for a, r, ref, expected in zip(actual, right, reference, (working, dtype, dtype), strict=True):
         assert a.dtype == expected
         assert_accurate(a, r, expected, ref)
 
 
-def test_linear_ignores_nan_in_padding():
-    heads = make_heads(3, 4)
-    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+@divergences
+@pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [55, 1 << 20])
+def test_linear_equals_the_loss_of_the_logits(
+    backend, device, divergence, reduction, chunk, monkeypatch
+):
+    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (chunk, chunk))
+    heads = make_heads(3, 4, dtype=exact_dtype(backend), device=device)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device)
+    upstream = torch.rand(3, 4, device=device) if reduction == "none" else None
+    options = dict(divergence=divergence, reduction=reduction, temperature=1.5, upstream=upstream)
+    for given_mask in (None, mask):
+        check_linear(heads, backend, mask=given_mask, **options)
+
+
+def test_linear_in_chunks_of_whole_tiles(backend, device, monkeypatch):
+    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (1500, 1500))
+    assert soft_targets._linear_chunks(131, 11, torch.empty(0)) == [slice(0, 128), slice(128, 256)]
+    heads = make_heads(131, dtype=exact_dtype(backend), device=device)
+    check_linear(heads, backend, mask=torch.rand(131, device=device) < 0.6)
+
+
+@divergences
+def test_linear_long_vocabulary(backend, device, divergence):
+    heads = make_heads(3, vocabulary=1100, dtype=exact_dtype(backend), device=device)
+    check_linear(heads, backend, divergence=divergence, temperature=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_linear_dtypes(backend, device, dtype):
+    check_linear(make_heads(30, dtype=dtype, device=device), backend)
+
+
+def test_linear_ignores_nan_in_padding(backend, device):
+    heads = make_heads(3, 4, dtype=exact_dtype(backend), device=device)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device).bool()
     for reduction in ("batchmean", "none"):
-        options = dict(mask=mask, reduction=reduction)
+        options = dict(mask=mask, reduction=reduction, backend=backend)
         plain = linear_value_and_grads(linear_soft_target_loss, heads, **options)
         padded = [x.detach().clone() for x in heads]
         padded[0][~mask] = padded[2][~mask] = float("nan")
@@ -541,44 +563,72 @@ def test_linear_ignores_nan_in_padding():
         assert (changed[1][~mask] == 0).all()
 
 
-def test_linear_gradcheck_and_backward_twice():
-    heads = make_heads(4)
+def test_linear_gradcheck():
     for reduction in ("batchmean", "none"):
         loss = functools.partial(linear_soft_target_loss, reduction=reduction)
-        assert torch.autograd.gradcheck(loss, heads)
-    loss = linear_soft_target_loss(*heads, denominator=7)
+        assert torch.autograd.gradcheck(loss, make_heads(4))
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_linear_backward_twice_and_frozen_head(backend, device, reduction):
+    heads = make_heads(4, dtype=exact_dtype(backend), device=device)
+    options = dict(reduction=reduction, backend=backend)
+    loss = linear_soft_target_loss(*heads, **options).sum()
     first = torch.autograd.grad(loss, heads[:2], retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, heads[:2])))
-    frozen = [x.detach() for x in heads]
-    frozen[0].requires_grad_()
-    torch.testing.assert_close(
-        torch.autograd.grad(linear_soft_target_loss(*frozen, denominator=7), frozen[0])[0],
-        first[0],
+    for learns in (0, 1):
+        alone = [x.detach() for x in heads]
+        alone[learns].requires_grad_()
+        loss = linear_soft_target_loss(*alone, **options).sum()
+        assert torch.equal(torch.autograd.grad(loss, alone[learns])[0], first[learns])
+
+
+def test_linear_without_grad_and_second_derivative(backend, device):
+    heads = make_heads(4, dtype=exact_dtype(backend), device=device)
+    loss = linear_soft_target_loss(*heads, backend=backend)
+    with torch.no_grad():
+        assert torch.equal(linear_soft_target_loss(*heads, backend=backend), loss)
+    (grad,) = torch.autograd.grad(loss.square(), heads[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+def test_linear_denominator_and_empty(backend, device):
+    loss = functools.partial(linear_soft_target_loss, backend=backend)
+    assert loss(*make_heads(0, dtype=torch.float32, device=device)).item() == 0
+    heads = make_heads(4, dtype=torch.float32, device=device)
+    total = loss(*heads, reduction="sum")
+    for denominator in (7, torch.tensor(7, device=device)):
+        torch.testing.assert_close(loss(*heads, denominator=denominator), total / 7)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_linear_compiled_and_under_autocast(backend, device, reduction):
+    heads = make_heads(4, dtype=torch.float32, device=device)
+    mask = torch.tensor([1, 0, 1, 1], device=device)
+    loss = functools.partial(
+        linear_soft_target_loss, mask=mask, reduction=reduction, backend=backend
     )
-
-
-def test_linear_empty_compiled_and_under_autocast():
-    assert linear_soft_target_loss(*make_heads(0)).item() == 0
-    heads = make_heads(4, dtype=torch.float32)
-    plain = linear_value_and_grads(linear_soft_target_loss, heads)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = linear_value_and_grads(linear_soft_target_loss, heads)
+    plain = linear_value_and_grads(loss, heads)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        under = linear_value_and_grads(loss, heads)
     assert all(map(torch.equal, plain, under))
-    compiled = torch.compile(linear_soft_target_loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(linear_value_and_grads(compiled, heads), plain)
 
 
-def test_linear_holds_few_logits(monkeypatch):
+def test_linear_holds_few_logits(backend, device, monkeypatch):
     seen = []
-    rows = soft_targets._rows
+    rows = soft_targets._weighted_rows
 
     def spy(student, *rest):
         seen.append(student.shape)
         return rows(student, *rest)
 
-    monkeypatch.setattr(soft_targets, "_rows", spy)
+    monkeypatch.setattr(soft_targets, "_weighted_rows", spy)
     monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (33, 33))
-    linear_soft_target_loss(*make_heads(7))
+    heads = make_heads(7, dtype=torch.float32, device=device)
+    linear_soft_target_loss(*heads, backend=backend)
     assert seen == [(3, 11), (3, 11), (1, 11)]
 
 
@@ -594,7 +644,9 @@ def test_linear_bad_inputs():
         linear_soft_target_loss(h_s, w_s, h_t, w_t.clone().requires_grad_())
     with pytest.raises(TypeError, match="teacher_hidden is torch"):
         linear_soft_target_loss(h_s, w_s, h_t.float(), w_t)
-    with pytest.raises(ValueError, match="linear_soft_target_loss has no Triton kernel"):
+    with pytest.raises(ValueError, match="student_weight has no entry to compare"):
+        linear_soft_target_loss(h_s, w_s[:0], h_t, w_t[:0])
+    with pytest.raises(ValueError, match="linear_soft_target_loss: float64 runs on PyTorch"):
         linear_soft_target_loss(h_s, w_s, h_t, w_t, backend="triton")
 
 

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from fastkd.soft_targets import DIVERGENCES, soft_target_loss, soft_target_loss_ref
+from fastkd import soft_targets
+from fastkd.soft_targets import (
+    DIVERGENCES,
+    linear_soft_target_loss,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
 from tests.compare import assert_accurate
 
 pytest.importorskip("triton")
@@ -28,6 +34,29 @@ def test_few_launches(device, divergence):
     # The interpreter on the CPU also looks whether the mask holds only 0 and 1.
     checks = 5 if device.type == "cpu" else 0
     assert len(launches) - checks <= 8, launches
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_few_passes_over_a_chunk_of_logits(device, reduction, monkeypatch):
+    """Two products make the logits, two kernels turn them into the gradient, two products more."""
+    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (3 * 40, 3 * 40))
+    hidden = torch.randn(6, 8, device=device, requires_grad=True)
+    weight = torch.randn(40, 8, device=device, requires_grad=True)
+    teacher = torch.randn(6, 8, device=device), torch.randn(40, 8, device=device)
+    with count_launches() as launches:
+        loss = linear_soft_target_loss(
+            hidden, weight, *teacher, reduction=reduction, backend="triton"
+        )
+        loss.sum().backward()
+    forward, backward = "soft_target_forward_kernel", "soft_target_backward_kernel"
+    again = 2 if reduction == "none" else 0  # single rows wait for their upstream gradient
+    assert launches.of_triton() == [forward] * again + [forward, backward] * 2
+    products = [name for name in launches if name.startswith(("aten.mm", "aten.addmm"))]
+    assert len(products) == 2 * again + 4 * 2, launches
+    # Besides: each chunk's losses and dh in their places.
+    others = [name for name in launches if name.startswith("aten.") and name not in products]
+    assert others.count("aten.copy_.default") == again + 2 * 2, launches
+    assert len(others) <= 20, launches
 
 
 def head_by_sorting(p_t):
