@@ -46,6 +46,22 @@ def test_more_layers_than_a_launch_takes(device):
     assert relative_error(gradients[0], gradients[1]) < 1e-5
 
 
+def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monkeypatch):
+    """96 tokens of 4 features, 3 samples: tokens on the D×D side, samples by the kernels."""
+    monkeypatch.setattr("fastkd.relation.use_triton", lambda *arguments: True)
+    student = torch.randn(3, 96, 4, device=device, requires_grad=True)
+    teacher, mask = torch.randn(3, 96, 5, device=device), torch.rand(3, 96, device=device) < 0.8
+    values, gradients = [], []
+    for backend in ("triton", "auto"):
+        with count_launches() as launches:
+            values.append(FCDLoss(backend=backend)(student, teacher, mask))
+            gradients.extend(torch.autograd.grad(values[-1], student))
+        small = launches.of_triton().count("small_groups_kernel")
+        assert small == (2 if backend == "triton" else 1)
+    assert relative_error(values[1], values[0].detach()) < 1e-5
+    assert relative_error(gradients[1], gradients[0]) < 1e-5
+
+
 def test_layers_with_different_layouts(device):
     """Strides differ between layers of one launch, and one layer's features are not contiguous."""
     students = [
