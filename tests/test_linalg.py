@@ -1,4 +1,6 @@
-"""Symmetric matrix roots: values, derivatives where eigenvalues repeat or vanish, bad input."""
+"""Symmetric matrix roots: parity with float64 eigh, derivatives at repeated eigenvalues, bad input."""
+
+import functools
 
 import pytest
 import torch
@@ -8,39 +10,115 @@ from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
 from .compare import DTYPES, assert_accurate, relative_error
 
-SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129, 256)
+# Around the sizes at which blocks of the extension and of LAPACK change, and real hidden sizes.
+SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129, 256, 512, 768, 1024)
+KINDS = [f"condition {c:g}" for c in (1.0, 1e2, 1e4, 1e6, 1e8)]
+KINDS += ["diagonal", "repeated", "rank-deficient", "zero"]
 
 
 def with_eigenvalues(values: Tensor) -> Tensor:
     """Random symmetric float64 matrices with these eigenvalues (*, n)."""
-    vectors = torch.linalg.qr(torch.randn(*values.shape, values.shape[-1]).double()).Q
-    a = (vectors * values.double().unsqueeze(-2)) @ vectors.mT
-    return (a + a.mT) / 2
+    return _rotated(
+        values, torch.linalg.qr(torch.randn(*values.shape, values.shape[-1]).double()).Q
+    )
 
 
 def spectrum(n: int, condition: float) -> Tensor:
     return torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("condition", [1.0, 1e4, 1e8])
-def test_roots_have_the_accuracy_of_their_dtype(n, condition):
-    a = with_eigenvalues(spectrum(n, condition))
-    for dtype, product_error, inverse_error in (
-        (torch.float32, 1e-5, 1e-6 * condition),
-        (torch.float64, 1e-13, 1e-14 * condition),
+@functools.cache
+def matrix(n: int, kind: str) -> Tensor:
+    """One float64 matrix of KINDS; those of a size share their eigenvectors."""
+    if kind.startswith("condition"):
+        return _rotated(spectrum(n, float(kind.removeprefix("condition "))), _basis(n))
+    values = {
+        "diagonal": torch.linspace(0.1, 1.0, n),
+        "repeated": torch.arange(n).remainder(3) + 1.0,
+        "rank-deficient": (torch.arange(n) % 3 == 0) * torch.linspace(1.0, 0.01, n),
+        "zero": torch.zeros(n),
+    }[kind].double()
+    return values.diag() if kind == "diagonal" else _rotated(values, _basis(n))
+
+
+@functools.cache
+def _basis(n: int) -> Tensor:
+    seeded = torch.Generator().manual_seed(n)
+    return torch.linalg.qr(torch.randn(n, n, generator=seeded, dtype=torch.float64)).Q
+
+
+def _rotated(values: Tensor, vectors: Tensor) -> Tensor:
+    a = (vectors * values.double().unsqueeze(-2)) @ vectors.mT
+    return (a + a.mT) / 2
+
+
+def assert_inverse_root(inverse: Tensor, values: Tensor, vectors: Tensor, unit: float) -> None:
+    """To condition·unit, against float64 eigh of the matrix as it was given, ridge included."""
+    condition = (values[-1] / values[0]).item() if len(values) else 1.0
+    oracle = (vectors * values.rsqrt()) @ vectors.mT
+    assert relative_error(inverse, oracle) <= condition * unit
+
+
+# The larger sizes take a second or two a case.
+PARITY = [(n, kind) for n in SIZES for kind in KINDS if n < 768]
+PARITY += [(n, f"condition {c}") for n in (768, 1024) for c in ("1", "10000", "1e+08")]
+PARITY += [(1024, "repeated"), (1024, "rank-deficient")]
+
+
+@pytest.mark.parametrize("n, kind", PARITY)
+def test_parity_with_float64_eigh(n, kind, device):
+    for dtype, product_error, unit in (
+        (torch.float32, 1e-5, 1e-6),
+        (torch.float64, 1e-13, 1e-14),
     ):
-        root, inverse = sqrtm(a.to(dtype)), inv_sqrtm(a.to(dtype))
+        a = matrix(n, kind).to(dtype)
+        root = sqrtm(a.to(device)).cpu()
+        inverse = inv_sqrtm(a.to(device)).cpu()
         assert root.dtype == inverse.dtype == dtype
-        assert relative_error(root.double() @ root.double(), a) <= product_error
-        if inverse_error < 1:
-            assert relative_error(inverse, inv_sqrtm_ref(a)) <= inverse_error
         assert inverse.isfinite().all()
+        assert relative_error(root.double() @ root.double(), a) <= product_error
+
+        values, vectors = torch.linalg.eigh(a.double())
+        keep = values > 8 * torch.finfo(dtype).eps * values[-1]  # the documented cut
+        assert_inverse_root(inverse, values[keep], vectors[:, keep], unit)
+        if values[0] > 0:
+            assert_inverse_root(inverse, values, vectors, unit)
+        ridge = 1e-4 * max(1.0, values[-1].item())
+        inverse = inv_sqrtm(a.to(device), ridge).cpu()
+        assert_inverse_root(inverse, values + ridge, vectors, unit)
+
+
+def root_gradient_residual(a: Tensor, upstream: Tensor, root: Tensor, da: Tensor) -> float:
+    """S² = A: S·dA + dA·S = G for the gradient dA that belongs to an upstream G."""
+    return relative_error(root @ da + da @ root, (upstream + upstream.mT) / 2)
+
+
+def inverse_gradient_residual(a: Tensor, upstream: Tensor, inverse: Tensor, da: Tensor) -> float:
+    """X = S⁻¹: the same with −X·G·X instead of G."""
+    root = a @ inverse
+    return root_gradient_residual(a, -inverse @ upstream @ inverse, root, da)
+
+
+@pytest.mark.parametrize("kind", ["condition 1", "condition 100", "condition 10000", "repeated"])
+@pytest.mark.parametrize("n", [1, 3, 33, 64, 65, 129, 512])
+def test_gradients_solve_their_lyapunov_equations(n, kind, device):
+    condition = float(kind.split()[1]) if " " in kind else 3.0
+    upstream = torch.randn(n, n).double()
+    for dtype, unit in ((torch.float32, 5e-6), (torch.float64, 1e-13)):
+        for root, residual in (
+            (sqrtm, root_gradient_residual),
+            (inv_sqrtm, inverse_gradient_residual),
+        ):
+            a = matrix(n, kind).to(device, dtype).requires_grad_()
+            (da,) = torch.autograd.grad(root(a), a, upstream.to(device, dtype))
+            a = a.detach().double().cpu()
+            exact = root(a)  # its own parity is tested above
+            assert residual(a, upstream, exact, da.double().cpu()) <= condition * unit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_roots_match_the_reference_in_every_dtype(dtype):
-    a = with_eigenvalues(torch.rand(5, 9) + 0.5).to(dtype)
+def test_roots_match_the_reference_in_every_dtype(dtype, device):
+    a = with_eigenvalues(torch.rand(5, 9) + 0.5).to(device, dtype)
     working = torch.float64 if dtype == torch.float64 else torch.float32
     assert sqrtm(a).dtype == inv_sqrtm(a).dtype == sqrtm_ref(a).dtype == working
     assert_accurate(sqrtm(a), sqrtm_ref(a.double()), working)
@@ -52,15 +130,14 @@ def test_roots_match_the_reference_in_every_dtype(dtype):
     [[1.0] * 6, [0.0] * 6, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [0.0], [5.0], [0.0, 3.0]],
     ids=["identity", "zero", "rank-deficient", "one-zero", "one", "two"],
 )
-def test_repeated_and_zero_eigenvalues(values):
+def test_repeated_and_zero_eigenvalues(values, device):
     values = torch.tensor(values, dtype=torch.float64)
     for a in (with_eigenvalues(values), values.diag()):
         for dtype in (torch.float32, torch.float64):
-            x = a.to(dtype).requires_grad_()
+            x = a.to(device, dtype).requires_grad_()
             root, inverse = sqrtm(x), inv_sqrtm(x)
             assert relative_error(root @ root, a) <= 1e-6
-            projection = with_rank(a)
-            assert relative_error(inverse @ x.detach() @ inverse, projection) <= 1e-5
+            assert relative_error(inverse @ x.detach() @ inverse, with_rank(a)) <= 1e-5
             root.sum().backward()
             inverse.sum().backward()
             assert x.grad.isfinite().all()
@@ -72,34 +149,38 @@ def with_rank(a: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_gradcheck(n):
-    a = with_eigenvalues(torch.rand(2, n) + 0.5).requires_grad_()
+def test_gradcheck(n, device):
+    a = with_eigenvalues(torch.rand(2, n) + 0.5).to(device).requires_grad_()
     assert torch.autograd.gradcheck(sqrtm, (a,))
     assert torch.autograd.gradcheck(inv_sqrtm, (a,))
     assert torch.autograd.gradcheck(lambda x: inv_sqrtm(x, ridge=0.3), (a,))
 
 
-def test_gradient_equals_finite_differences_at_repeated_eigenvalues():
-    """Where autograd through eigh gives NaN."""
-    for a in (3 * torch.eye(4).double(), with_eigenvalues(torch.tensor([1.0, 1.0, 4.0, 4.0]))):
-        a = a.double().requires_grad_()
+@pytest.mark.parametrize(
+    "values", [[3.0] * 4, [1.0, 1.0, 4.0, 4.0], [1.0, 2.0, 2.0, 2.0, 2.0 + 1e-12]], ids=str
+)
+def test_gradient_equals_finite_differences_at_repeated_eigenvalues(values, device):
+    """Where autograd through eigh gives NaN or nothing but rounding."""
+    values = torch.tensor(values).double()
+    for a in (values.diag(), with_eigenvalues(values)):
+        a = a.to(device).requires_grad_()
         assert torch.autograd.gradcheck(sqrtm, (a,))
         assert torch.autograd.gradcheck(inv_sqrtm, (a,))
 
 
-def test_root_gradient_solves_the_lyapunov_equation():
-    """S² = A, so S·dA + dA·S = G for the gradient dA that belongs to an upstream G."""
-    a = with_eigenvalues(torch.tensor([0.5, 2.0, 2.0, 2.0, 7.0])).requires_grad_()
-    upstream = torch.randn(5, 5).double()
-    root = sqrtm(a)
-    (da,) = torch.autograd.grad(root, a, upstream)
-    assert relative_error(root @ da + da @ root, (upstream + upstream.mT) / 2) <= 1e-12
+@pytest.mark.parametrize("kind", ["condition 1", "repeated"])
+@pytest.mark.parametrize("n", [33, 128, 129, 256])
+def test_gradient_equals_finite_differences_in_larger_matrices(n, kind, device):
+    """Along one random direction, for what runs in and beyond the extension."""
+    a = matrix(n, kind).to(device).requires_grad_()
+    assert torch.autograd.gradcheck(sqrtm, (a,), fast_mode=True)
+    assert torch.autograd.gradcheck(inv_sqrtm, (a,), fast_mode=True)
 
 
-def test_inverse_root_gradient_along_matrices_of_the_same_rank():
+def test_inverse_root_gradient_along_matrices_of_the_same_rank(device):
     """A(t) = F(t)F(t)ᵀ keeps its rank, and the pseudo-inverse root follows it smoothly."""
-    factor, step = torch.randn(2, 5, 3).double()
-    weights = torch.randn(5, 5).double()
+    factor, step = torch.randn(2, 5, 3).double().to(device)
+    weights = torch.randn(5, 5).double().to(device)
 
     def value(t: float) -> Tensor:
         moved = factor + t * step
@@ -111,8 +192,8 @@ def test_inverse_root_gradient_along_matrices_of_the_same_rank():
     assert relative_error(slope, (value(1e-5) - value(-1e-5)) / 2e-5) <= 1e-6
 
 
-def test_backward_twice_and_non_unit_upstream():
-    a = with_eigenvalues(torch.rand(3, 6) + 0.1).requires_grad_()
+def test_backward_twice_and_non_unit_upstream(device):
+    a = with_eigenvalues(torch.rand(3, 6) + 0.1).to(device).requires_grad_()
     root = sqrtm(a)
     upstream = torch.randn_like(root)
     first = torch.autograd.grad(root, a, upstream, retain_graph=True)[0]
@@ -121,21 +202,21 @@ def test_backward_twice_and_non_unit_upstream():
     assert relative_error(first, reference) <= 1e-9
 
 
-def test_gradient_comes_in_the_dtype_of_the_input():
-    a = with_eigenvalues(torch.rand(4) + 0.5).bfloat16().requires_grad_()
+def test_gradient_comes_in_the_dtype_of_the_input(device):
+    a = with_eigenvalues(torch.rand(4) + 0.5).to(device, torch.bfloat16).requires_grad_()
     sqrtm(a).sum().backward()
     assert a.grad.dtype == torch.bfloat16
 
 
-def test_only_the_symmetric_part_counts():
-    a = with_eigenvalues(torch.rand(6) + 0.5)
-    skew = torch.randn(6, 6).double()
+def test_only_the_symmetric_part_counts(device):
+    a = with_eigenvalues(torch.rand(6) + 0.5).to(device)
+    skew = torch.randn(6, 6).double().to(device)
     assert relative_error(sqrtm(a + skew - skew.mT), sqrtm(a)) <= 1e-12
 
 
 @pytest.mark.parametrize("root", [sqrtm, inv_sqrtm])
-def test_nan_and_inf_stay_in_their_matrix(root):
-    a = with_eigenvalues(torch.rand(4, 5) + 0.5)
+def test_nan_and_inf_stay_in_their_matrix(root, device):
+    a = with_eigenvalues(torch.rand(4, 5) + 0.5).to(device)
     clean = root(a)
     a[1, 2, 3] = torch.nan
     a[3, 0, 0] = torch.inf
@@ -149,44 +230,58 @@ def test_nan_and_inf_stay_in_their_matrix(root):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (2, 0, 4, 4)])
-def test_empty(shape):
-    a = torch.zeros(shape, requires_grad=True)
+def test_empty(shape, device):
+    a = torch.zeros(shape, requires_grad=True, device=device)
     for root in (sqrtm(a), inv_sqrtm(a)):
         assert root.shape == a.shape
         root.sum().backward()
     assert a.grad.shape == a.shape
 
 
-def test_large_batch_and_strides():
-    a = with_eigenvalues(torch.rand(500, 4) + 0.1)
-    strided = a.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (7,), (500,), (2, 0), (3, 5)])
+@pytest.mark.parametrize("n", [1, 3, 33, 65])
+def test_batches(batch, n, device):
+    a = with_eigenvalues(torch.rand(*batch, n) + 0.1)
+    for dtype in (torch.float32, torch.float64):
+        x = a.to(device, dtype).requires_grad_()
+        root, inverse = sqrtm(x), inv_sqrtm(x, ridge=0.1)
+        assert root.shape == inverse.shape == a.shape
+        assert_accurate(root, sqrtm_ref(a), dtype)
+        assert_accurate(inverse, inv_sqrtm_ref(a, ridge=0.1), dtype)
+        root.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+def test_strides(device):
+    a = with_eigenvalues(torch.rand(20, 4) + 0.1)
+    strided = a.to(device).permute(1, 2, 0).contiguous().permute(2, 0, 1)
     assert relative_error(sqrtm(strided), sqrtm_ref(a)) <= 1e-12
     assert relative_error(inv_sqrtm(strided.expand(2, -1, -1, -1))[1], inv_sqrtm_ref(a)) <= 1e-11
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_tiny_and_huge_matrices(scale):
+def test_tiny_and_huge_matrices(scale, device):
     a = with_eigenvalues(torch.rand(8) + 0.5)
-    small = (a * scale).float().requires_grad_()
+    small = (a * scale).to(device, torch.float32).requires_grad_()
     assert relative_error(sqrtm(small) / scale**0.5, sqrtm_ref(a)) <= 1e-5
     assert relative_error(inv_sqrtm(small) * scale**0.5, inv_sqrtm_ref(a)) <= 1e-5
     sqrtm(small).sum().backward()
     assert small.grad.isfinite().all()
 
 
-def test_autocast_changes_nothing():
-    a = with_eigenvalues(torch.rand(6) + 0.5).float().requires_grad_()
+def test_autocast_changes_nothing(device):
+    a = with_eigenvalues(torch.rand(6) + 0.5).to(device, torch.float32).requires_grad_()
     plain = sqrtm(a)
     (plain_grad,) = torch.autograd.grad(plain.sum(), a)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         cast = sqrtm(a)
         (cast_grad,) = torch.autograd.grad(cast.sum(), a)
     assert torch.equal(plain, cast)
     assert torch.equal(plain_grad, cast_grad)
 
 
-def test_compiles_without_graph_breaks():
-    a = with_eigenvalues(torch.rand(3, 6) + 0.5)
+def test_compiles_without_graph_breaks(device):
+    a = with_eigenvalues(torch.rand(3, 6) + 0.5).to(device)
 
     def value(x: Tensor) -> Tensor:
         return sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum()
@@ -197,8 +292,8 @@ def test_compiles_without_graph_breaks():
     assert relative_error(compiled.grad, eager.grad) <= 1e-12
 
 
-def test_second_derivative_raises():
-    a = with_eigenvalues(torch.rand(3) + 0.5).requires_grad_()
+def test_second_derivative_raises(device):
+    a = with_eigenvalues(torch.rand(3) + 0.5).to(device).requires_grad_()
     (da,) = torch.autograd.grad(sqrtm(a).square().sum(), a, create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         da.sum().backward()
