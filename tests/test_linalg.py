@@ -1,4 +1,4 @@
-"""Symmetric matrix roots: parity with float64 eigh, derivatives at repeated eigenvalues, bad input."""
+"""Symmetric matrix roots: parity with float64 eigh, derivatives at repeated eigenvalues, errors."""
 
 import functools
 
