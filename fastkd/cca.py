@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkd import _extension
@@ -127,7 +128,8 @@ def cca_loss(
         check_positive_int("top_k", top_k)
     check_choice("reduction", reduction, REDUCTIONS)
     use_triton(backend, "cca_loss", student)
-    loss = _NegativeCorrelation.apply(student, teacher, mask, ridges, top_k)
+    rank = min(student.shape[-2] - 1, student.shape[-1], teacher.shape[-1])
+    loss = _NegativeCorrelation.apply(student, teacher, mask, ridges, top_k, rank)
     return _reduce(loss, reduction)
 
 
@@ -180,8 +182,8 @@ def canonical_correlations(
 class CCALoss(nn.Module):
     """Canonical-correlation loss between hidden states of a student and a teacher (MC3KD, eq. 7).
 
-    See `cca_loss`. Several layers are averaged; those of equal shape run as one batch. Stores
-    ridge, top_k and pool, no parameters.
+    See `cca_loss`. Several layers are averaged; on a GPU all run as one batch, elsewhere those of
+    equal size. Stores ridge, top_k and pool, no parameters.
 
     When there are no more observations than dimensions every correlation is near 1 whatever the
     student does, and the loss teaches nothing; the first such call warns.
@@ -226,37 +228,32 @@ class CCALoss(nn.Module):
             check_shape("teacher", t, (*s.shape[:2], t.shape[-1]), "student's but for the size")
         real = check_mask(mask, pairs[0][0].shape[:2], pairs[0][0].device)
         observed = _observations(real, self.pool)
+        pooled = [(_pooled(s, real, self.pool), _pooled(t, real, self.pool)) for s, t in pairs]
+        self._warn_if_saturated(pooled, observed)
         batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
-        for s, t in pairs:
-            pair = _pooled(s, real, self.pool), _pooled(t, real, self.pool)
-            batches.setdefault((s.shape, t.shape, s.dtype, s.device), []).append(pair)
-        losses = [
-            self._layers(torch.stack(students), torch.stack(teachers), observed)
-            for students, teachers in (zip(*layers, strict=True) for layers in batches.values())
-        ]
-        return torch.stack(losses).sum() / len(pairs)
+        for s, t in pooled:
+            sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
+            batches.setdefault((s.dtype, s.device, sizes), []).append((s, t))
+        ridges = _ridge_pair(self.ridge)
+        losses = [_batched_layers(b, observed, ridges, self.top_k) for b in batches.values()]
+        return torch.cat(losses).mean()
 
-    def _layers(self, student: Tensor, teacher: Tensor, observed: Tensor | None) -> Tensor:
-        """Summed loss of layers of one shape: student (L, m, Ds), teacher (L, m, Dt)."""
-        self._warn_if_saturated(student, teacher, observed)
-        if observed is not None:
-            observed = observed.expand(student.shape[:-1])
-        return cca_loss(student, teacher, observed, ridge=self.ridge, top_k=self.top_k)
-
-    def _warn_if_saturated(self, student: Tensor, teacher: Tensor, mask: Tensor | None) -> None:
+    def _warn_if_saturated(
+        self, pairs: list[tuple[Tensor, Tensor]], observed: Tensor | None
+    ) -> None:
         if self._warned or torch.compiler.is_compiling():
             return
-        observations = student.shape[-2]
-        if mask is not None and mask.device.type == "cpu":  # reading a GPU's mask would wait for it
-            observations = int(mask.sum())
-        dims = max(student.shape[-1], teacher.shape[-1])
+        observations = pairs[0][0].shape[0]
+        if observed is not None and observed.device.type == "cpu":  # a GPU's would be waited for
+            observations = int(observed.sum())
+        dims = max(x.shape[-1] for pair in pairs for x in pair)
         if observations <= dims:
             self._warned = True
             warnings.warn(
                 f"CCALoss: {observations} observations for {dims} dimensions; every correlation is "
                 "near 1 whatever the student does, so the loss teaches nothing. Use "
                 "pool='tokens', larger batches or a larger ridge.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def extra_repr(self) -> str:
@@ -273,6 +270,45 @@ def _observations(real: Tensor | None, pool: str) -> Tensor | None:
     if real is None:
         return None
     return real.flatten() if pool == "tokens" else real.any(1)
+
+
+def _pads_layers(x: Tensor) -> bool:
+    """Whether layers of different sizes run as one batch, padded to the largest.
+
+    On a GPU the time goes into launches, as many for one layer as for all. On a CPU, where large
+    items run one by one anyway, padding would only add arithmetic with zeros.
+    """
+    return x.is_cuda
+
+
+def _batched_layers(
+    pairs: list[tuple[Tensor, Tensor]],
+    mask: Tensor | None,
+    ridges: tuple[float, float],
+    top_k: int | None,
+) -> Tensor:
+    """Losses (L) of layer pairs (m, Ds), (m, Dt) of any sizes, in one call; mask (m).
+
+    Columns of zeros make the sizes equal and change no correlation: their cross-covariance is 0,
+    and their covariance the ridge's identity or, without a ridge, a direction without variance.
+    """
+    students, teachers = (_stacked(side) for side in zip(*pairs, strict=True))
+    if mask is not None:
+        mask = mask.expand(students.shape[:-1])
+    ranks = [min(s.shape[-2] - 1, s.shape[-1], t.shape[-1]) for s, t in pairs]
+    rank: int | Tensor = ranks[0]
+    if any(r != ranks[0] for r in ranks):
+        # Filled where it is used: the host would wait for a copy to the GPU.
+        filled = [students.new_full((1,), r, dtype=torch.float32) for r in ranks]
+        rank = torch.cat(filled)
+    return _NegativeCorrelation.apply(students, teachers, mask, ridges, top_k, rank)
+
+
+def _stacked(layers: Sequence[Tensor]) -> Tensor:
+    """(L, m, D) of layers (m, ≤ D), the smaller ones with columns of zeros."""
+    size = max(x.shape[-1] for x in layers)
+    missing = [size - x.shape[-1] for x in layers]
+    return torch.stack([F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)])
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
@@ -295,7 +331,7 @@ class _NegativeCorrelation(torch.autograd.Function):
     """Value and gradient together: both come from one decomposition."""
 
     @staticmethod
-    def forward(ctx, student, teacher, mask, ridges, top_k):
+    def forward(ctx, student, teacher, mask, ridges, top_k, rank):
         with autocast_off(student):
             batch = student.shape[:-2].numel()
             corr, ds = _solve(
@@ -304,6 +340,7 @@ class _NegativeCorrelation(torch.autograd.Function):
                 None if mask is None else mask.reshape(batch, mask.shape[-1]),
                 ridges,
                 top_k,
+                rank,
                 ctx.needs_input_grad[0],
             )
             ctx.dtype = student.dtype
@@ -315,7 +352,7 @@ class _NegativeCorrelation(torch.autograd.Function):
     def backward(ctx, grad):
         (ds,) = ctx.saved_tensors
         with autocast_off(grad):
-            return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None, None
+            return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None, None, None
 
 
 def _solve(
@@ -324,9 +361,12 @@ def _solve(
     mask: Tensor | None,
     ridges: tuple[float, float],
     top_k: int | None,
+    rank: int | Tensor,
     want_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Correlation (batch) and gradient (batch, m, Ds): chooses the side and the precision.
+
+    ``rank``, a number or (batch), bounds the sum: min(m − 1, Ds, Dt).
 
     m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
     CPU in float32 where that is accurate, which the pivots of their factors tell; in float64 where
@@ -340,16 +380,21 @@ def _solve(
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
     products_only = _use_polar(student, top_k) and min(ridges) > 0
     if m <= min(d_s, d_t) and (_use_rotations(student, m) or not products_only):
-        return _by_observations(student, teacher, mask, ridges, top_k, want_grad)
-    options = (ridges, top_k, want_grad)
+        return _by_observations(student, teacher, mask, ridges, top_k, rank, want_grad)
     may_look = student.device.type == "cpu" and not torch.compiler.is_compiling()
     if may_look and len(student) > 1 and m * d_s >= LARGE_ITEM:
         # One at a time: each chooses for itself, and what it needs stays in the cache.
         masks = [None] * len(student) if mask is None else mask.split(1)
-        items = zip(student.split(1), teacher.split(1), masks, strict=True)
-        solutions = [_solve(*item, *options) for item in items]
+        ranks = [rank] * len(student) if isinstance(rank, int) else rank.split(1)
+        solutions = [
+            _solve(s, t, item_mask, ridges, top_k, item_rank, want_grad)
+            for s, t, item_mask, item_rank in zip(
+                student.split(1), teacher.split(1), masks, ranks, strict=True
+            )
+        ]
         corr, ds = zip(*solutions, strict=True)
         return torch.cat(corr), torch.cat(ds) if want_grad else None
+    options = (ridges, top_k, rank, want_grad)
     solution = None
     if may_look and student.dtype != torch.float64 and m > max(d_s, d_t) and min(ridges) > 0:
         solution = _by_covariances(student, teacher, mask, *options, dtype=torch.float32)
@@ -365,6 +410,7 @@ def _by_observations(
     mask: Tensor | None,
     ridges: tuple[float, float],
     top_k: int | None,
+    rank: int | Tensor,
     want_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """With A = QSPᵀ: A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s, everything m×m."""
@@ -373,7 +419,7 @@ def _by_observations(
     side_t = _factor(b * share.sqrt(), ridges[1], teacher)
     finite = side_s.finite & side_t.finite
     left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k, student)
-    corr = _bounded(values.sum(-1), share, student, teacher).masked_fill(~finite, torch.nan)
+    corr = _bounded(values.sum(-1), share, rank).masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
     rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
@@ -409,6 +455,7 @@ def _by_covariances(
     mask: Tensor | None,
     ridges: tuple[float, float],
     top_k: int | None,
+    rank: int | Tensor,
     want_grad: bool,
     *,
     dtype: torch.dtype,
@@ -437,7 +484,7 @@ def _by_covariances(
         left, values, right = _svd(whitened, top_k, student)
         root = None
         corr = values.sum(-1)
-    corr = _bounded(corr, share, student, teacher).masked_fill(~finite, torch.nan)
+    corr = _bounded(corr, share, rank).masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
     directions = whiten_s(right) * share.sqrt()  # R_s V
@@ -637,8 +684,7 @@ def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
-def _bounded(corr: Tensor, share: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
-    """Rounding must not lift the sum above min(m − 1, Ds, Dt); ``share`` is 1/(m−1)."""
-    dims = min(student.shape[-2] - 1, student.shape[-1], teacher.shape[-1])
-    bound = share[..., 0, 0].reciprocal().round().clamp_max(dims)
+def _bounded(corr: Tensor, share: Tensor, rank: int | Tensor) -> Tensor:
+    """Rounding must not lift the sum above ``rank`` or a masked m − 1; ``share`` is 1/(m−1)."""
+    bound = share[..., 0, 0].reciprocal().round().clamp_max(rank)
     return torch.minimum(corr, bound.clamp_min(0))

@@ -556,18 +556,81 @@ def test_module_padding_is_never_seen(pool):
     assert grad.isfinite().all()
 
 
-def test_module_averages_layers_of_any_size(monkeypatch):
-    pairs = [related(30, 4, dims=dims) for dims in ((5, 6), (3, 4), (5, 6), (5, 6))]
-    students, teachers = zip(*pairs, strict=True)
-    module = CCALoss(ridge=1e-3, top_k=3)
-    expected = sum(module(s, t) for s, t in pairs) / 4
+LAYER_SIZES = ((5, 6), (3, 4), (9, 2), (5, 6))
+
+
+def layers_of_any_size(b: int, n: int, device) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [related(b, n, dims=dims) for dims in LAYER_SIZES]
+    students, teachers = ([x.to(device) for x in side] for side in zip(*pairs, strict=True))
+    return [s.requires_grad_() for s in students], teachers
+
+
+def count_calls(monkeypatch) -> list[torch.Size]:
     calls = []
-    original = cca.cca_loss
-    monkeypatch.setattr(
-        cca, "cca_loss", lambda *a, **k: calls.append(a[0].shape) or original(*a, **k)
-    )
-    assert relative_error(module(list(students), list(teachers)), expected) <= 1e-12
-    assert calls == [(3, 120, 5), (1, 120, 3)]
+    solve = cca._solve
+    monkeypatch.setattr(cca, "_solve", lambda *a: calls.append(a[0].shape) or solve(*a))
+    return calls
+
+
+def test_module_averages_layers_of_any_size(monkeypatch, device):
+    students, teachers = layers_of_any_size(30, 4, device)
+    module = CCALoss(ridge=1e-3, top_k=3)
+    expected = sum(module(s, t) for s, t in zip(students, teachers, strict=True)) / 4
+    calls = count_calls(monkeypatch)
+    assert relative_error(module(students, teachers), expected) <= 1e-12
+    if device.type == "cpu":
+        assert calls == [(2, 120, 5), (1, 120, 3), (1, 120, 9)]
+    else:
+        assert calls == [(4, 120, 9)]
+
+
+@pytest.mark.parametrize(
+    "ridge, b", [(0.1, 30), (0.1, 1), ((1e-3, 1e-2), 30), ((1e-3, 1e-2), 1), (0.0, 30)]
+)
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("solver", ["as it is", "products", "one by one"])
+def test_layers_padded_to_one_size_as_on_a_gpu(
+    ridge, top_k, b, masked, solver, monkeypatch, device
+):
+    """One batch for all layers: the same values and gradients as one call per size."""
+    students, teachers = layers_of_any_size(b, 8, device)
+    mask = (torch.rand(b, 8) > 0.2).to(device) if masked else None
+    module = CCALoss(ridge=ridge, top_k=top_k)
+
+    def run() -> tuple[Tensor, ...]:
+        loss = module(students, teachers, mask)
+        return loss.detach(), *torch.autograd.grad(loss, students)
+
+    module._warned = True
+    monkeypatch.setattr(cca, "_pads_layers", lambda x: False)
+    expected = run()
+    calls = count_calls(monkeypatch)
+    monkeypatch.setattr(cca, "_pads_layers", lambda x: True)
+    if solver == "products":
+        monkeypatch.setattr(cca, "_use_polar", lambda x, top_k: top_k is None)
+    elif solver == "one by one":
+        monkeypatch.setattr(cca, "LARGE_ITEM", 1)
+    actual = run()
+    assert calls[0] == (4, 8 * b, 9)
+    assert relative_error(actual[0], expected[0]) <= 1e-10
+    for grad, expected_grad in zip(actual[1:], expected[1:], strict=True):
+        assert relative_error(grad, expected_grad) <= 1e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [4, 400])
+def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch, device):
+    """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
+    sizes = (5, 7, 383)
+    layers = [torch.randn(m, d).to(device, dtype) for d in sizes]
+    bounded = cca._bounded
+    monkeypatch.setattr(cca, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
+    losses = cca._batched_layers([(x, x) for x in layers], None, (1e-9, 1e-9), None)
+    assert (-losses).tolist() == [min(m - 1, d) for d in sizes]
+    one_missing = torch.arange(m, device=device) != 1
+    losses = cca._batched_layers([(x, x) for x in layers], one_missing, (1e-9, 1e-9), None)
+    assert (-losses).tolist() == [min(m - 2, d) for d in sizes]
 
 
 def test_module_warns_once_with_the_numbers():
