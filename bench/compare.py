@@ -1,81 +1,140 @@
 """Flag what got worse between two result files: ``python -m bench.compare A.json B.json``.
 
-Times are compared as ratios to the reference of the same run, so a slower machine or a busy
-moment does not count. A ratio is worse when it grew by more than ten per cent, which two runs of
-the same code can differ by, and by more than the noise within the runs: several standard errors
-of the two medians, taken from their quartiles, more of them where there were few rounds.
+Only fastkd's own providers are judged; peers and torch.compile are other people's code. Times are
+compared as ratios to the reference of the same round, so a slower machine does not count. What a
+ratio is off by chance is seen between the passes of a run: `slower` says when it is more.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LEAST = 0.10
+from .harness import FORMAT, REFERENCE, ours
+
+# A ratio has to grow by so much, and by so many standard errors; a run needs so many passes.
+LEAST = math.log1p(0.10)
+ERRORS = 4.0
+FEWEST = 3
+# Passes farther from their run's median than so many usual deviations are pulled in to there.
+FAR = 3.0
+
+Pair = tuple[Sequence[float], Sequence[float]]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One sentence for every figure that got worse beyond the noise."""
-    found = []
-    rows = {row["key"]: row for row in before["rows"]}
-    for row in after["rows"]:
+    found, timed = [], []
+    rows = {row["key"]: row for row in after["rows"]}
+    for row in before["rows"]:
         if row["key"] not in rows:
             continue
-        for name, result in row["providers"].items():
-            old = rows[row["key"]]["providers"].get(name, {})
+        for name, old in row["providers"].items():
+            own = ours(row["loss"], name)
+            if "both" not in old or not (own or name == REFERENCE):
+                continue
             where = f"{row['key']}, {name}"
-            if "both" not in result:
-                if "both" in old:
-                    reason = result.get("refused") or result.get("skipped")
-                    found.append(f"{where}: no longer measured ({reason})")
-                continue
-            if "both" not in old:
-                continue
-            if "ratio" in result and "ratio" in old and worse(old, result):
-                a, b = old["ratio"]["median"], result["ratio"]["median"]
-                found.append(f"{where}: {a:.3g} -> {b:.3g} of the reference's time ({b / a:.2f}×)")
-            # A single small allocation more is no news.
-            if result.get("peak_bytes", 0) > 1.02 * old.get("peak_bytes", math.inf) + 65536:
-                a, b = old["peak_bytes"] / 2**20, result["peak_bytes"] / 2**20
-                found.append(f"{where}: peak memory {a:.2f} -> {b:.2f} MiB")
-            if result.get("launches", 0) > old.get("launches", math.inf):
-                found.append(f"{where}: launches {old['launches']} -> {result['launches']}")
+            new = rows[row["key"]]["providers"].get(name, {"skipped": "not in the later file"})
+            if "both" not in new:
+                reason = new.get("refused") or new.get("skipped")
+                found.append(f"{where}: no longer measured ({reason})")
+            elif own:
+                found += [f"{where}: {text}" for text in _resources(old, new)]
+                if len(passes(old)) >= FEWEST and len(passes(new)) >= FEWEST:
+                    timed.append((where, old, new))
+    flags = slower([(passes(old), passes(new)) for _, old, new in timed])
+    for (where, old, new), flag in zip(timed, flags, strict=True):
+        if flag:
+            a, b = old["ratio"]["median"], new["ratio"]["median"]
+            found.append(f"{where}: {a:.3g} -> {b:.3g} of the reference's time ({b / a:.2f}×)")
     return found
 
 
-def worse(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether ``after``'s ratio to the reference grew beyond the noise of both."""
-    growth = math.log(after["ratio"]["median"] / before["ratio"]["median"])
-    noise = math.hypot(_noise(before), _noise(after))
-    return growth > max(math.log1p(LEAST), noise)
+def passes(result: dict[str, Any]) -> list[float]:
+    """Logarithms of a provider's ratio to the reference, one for each pass."""
+    return [math.log(ratio) for ratio in result.get("ratio", {}).get("passes", ())]
 
 
-def _noise(result: dict[str, Any]) -> float:
-    """How far the median ratio may be off by chance, relative to it.
+def _resources(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What a provider needs more of."""
+    found = []
+    # A single small allocation more is no news.
+    if new.get("peak_bytes", 0) > 1.02 * old.get("peak_bytes", math.inf) + 65536:
+        a, b = old["peak_bytes"] / 2**20, new["peak_bytes"] / 2**20
+        found.append(f"peak memory {a:.2f} -> {b:.2f} MiB")
+    if new.get("launches", 0) > old.get("launches", math.inf):
+        found.append(f"launches {old['launches']} -> {new['launches']}")
+    return found
 
-    Standard error of a median of normal noise, times about Student's t at 99.95%: quartiles of
-    five rounds say little about the spread.
+
+def slower(pairs: Sequence[Pair]) -> list[bool]:
+    """Which of the pairs (logarithms of passes before, after) grew beyond the noise.
+
+    The mean has to grow by `LEAST` and by `ERRORS` standard errors. A handful of passes says
+    little about its own scatter, so the variance is the mean of the pair's and of the median of
+    all pairs. A single disturbed pass neither raises an alarm nor hides one: it is pulled in, and
+    all passes after must lie above all before, but for one on each side where there are five.
+    `tests/bench/test_compare.py` simulates how often this is wrong.
     """
-    ratio, rounds = result["ratio"], result["rounds"]
-    sigma = (ratio["q3"] - ratio["q1"]) / 1.349 / ratio["median"]
-    return 3.3 * (1 + 6 / (rounds - 1)) * 1.2533 * sigma / math.sqrt(rounds)
+    if not pairs:
+        return []
+    limit = FAR * statistics.median(math.sqrt(_variance(pair)) for pair in pairs)
+    near = [(_pulled_in(before, limit), _pulled_in(after, limit)) for before, after in pairs]
+    own = [_variance(pair) for pair in near]
+    usual = statistics.median(own)
+    flags = []
+    for (before, after), variance in zip(near, own, strict=True):
+        growth = statistics.fmean(after) - statistics.fmean(before)
+        error = math.sqrt((variance + usual) / 2 * (1 / len(before) + 1 / len(after)))
+        spare = 1 if min(len(before), len(after)) >= 5 else 0
+        apart = sorted(after)[spare] > sorted(before)[-1 - spare]
+        flags.append(apart and growth > max(LEAST, ERRORS * error))
+    return flags
+
+
+def _variance(pair: Pair) -> float:
+    """Within the two runs, about their medians."""
+    squares = [(x - statistics.median(run)) ** 2 for run in pair for x in run]
+    return sum(squares) / (len(squares) - 2)
+
+
+def _pulled_in(run: Sequence[float], limit: float) -> list[float]:
+    """``run`` with nothing farther than ``limit`` from its median."""
+    middle = statistics.median(run)
+    return [min(max(x, middle - limit), middle + limit) for x in run]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what got worse; the exit status is 1 if anything did."""
+    """Print what got worse; the exit status is 1 if anything did, 2 if that can't be said."""
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     options = parser.parse_args(arguments)
-    before, after = (json.loads(p.read_text()) for p in (options.before, options.after))
+    paths = (options.before, options.after)
+    files = before, after = [json.loads(path.read_text()) for path in paths]
+    for path, results in zip(paths, files, strict=True):
+        if results.get("format") != FORMAT:
+            print(f"{path} has format {results.get('format')}, not {FORMAT}: measure again")
+            return 2
     if before["machine"] != after["machine"]:
         print(f"different machines: {before['machine']['name']}, {after['machine']['name']}")
-    keys = [{row["key"] for row in results["rows"]} for results in (before, after)]
-    for only, name in ((keys[0] - keys[1], options.before), (keys[1] - keys[0], options.after)):
+    keys = [{row["key"] for row in results["rows"]} for results in files]
+    for only, path in ((keys[0] - keys[1], paths[0]), (keys[1] - keys[0], paths[1])):
         if only:
-            print(f"{len(only)} rows only in {name}")
+            print(f"{len(only)} rows only in {path}")
+    for path, results in zip(paths, files, strict=True):
+        short = sum(
+            0 < len(passes(result)) < FEWEST
+            for row in results["rows"]
+            for name, result in row["providers"].items()
+            if ours(row["loss"], name)
+        )
+        if short:
+            print(f"{path}: {short} times of fewer than {FEWEST} passes, not compared")
     found = compare(before, after)
     print("\n".join(found) or f"nothing got worse in {len(keys[0] & keys[1])} rows")
     return 1 if found else 0

@@ -20,6 +20,7 @@ import torch
 
 from . import runner, suite
 from .harness import Case, Provider
+from .passes import PassFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 PARITY = (
@@ -79,14 +80,19 @@ def bits(options: argparse.Namespace) -> bool:
 
 def bench(options: argparse.Namespace) -> bool:
     """All GPU sets."""
-    runner.run(
-        runner.split(options.set),
-        device="cuda",
-        out=options.out,
-        commit=options.commit,
-        resume=options.resume,
-        seconds=options.seconds,
-    )
+    try:
+        runner.run(
+            runner.split(options.set),
+            device="cuda",
+            out=options.out,
+            commit=options.commit,
+            resume=options.resume,
+            seconds=options.seconds,
+            passes=options.passes,
+        )
+    except PassFailed as error:
+        print(error)
+        return False
     return True
 
 
@@ -130,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded where git can't tell")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted benchmark")
     parser.add_argument("--seconds", type=float, default=2.0, help="timing budget of one case")
+    parser.add_argument("--passes", type=int, help="how often every case is timed")
     parser.add_argument("--digest", choices=("toy", "full"), help="print digests and stop")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

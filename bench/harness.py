@@ -4,6 +4,8 @@ A `Case` is one row: inputs of some sizes, and the providers that do the same wo
 provider's value and gradients are compared with the reference in float64 before it is timed; one
 that is wrong is refused. Rounds are interleaved: each round runs every provider once, in rotating
 order, and ratios are taken within a round, so a slow moment of the machine hits both sides.
+Between processes and minutes the ratios still move, so a run has several passes (`passes`): the
+first is `measure`, the later ones `measure_again`.
 """
 
 import contextlib
@@ -22,6 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 REFERENCE = "reference"
+
+# Of the result file; `compare` refuses others.
+FORMAT = 2
 
 # A provider whose step takes longer (seconds) is left out: five rounds of it take minutes.
 SLOWEST = 60.0
@@ -177,8 +182,13 @@ def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provide
     ]
 
 
+def ours(loss: str, name: str) -> bool:
+    """Whether a provider is fastkd's own code: timed in every pass, and judged by `compare`."""
+    return name.startswith("fastkd") or (loss == "step" and name != REFERENCE)
+
+
 def measure(case: Case, device: torch.device, budget: float = 1.5) -> dict[str, Any]:
-    """Check, then time every provider of ``case``; ``budget`` is the seconds of timing."""
+    """The first pass: check, then time every provider; ``budget`` is the seconds of timing."""
     torch.manual_seed(0)
     providers: dict[str, dict[str, Any]] = {}
     bound: dict[str, Bound] = {}
@@ -201,18 +211,32 @@ def measure(case: Case, device: torch.device, budget: float = 1.5) -> dict[str, 
             except Exception as error:
                 bound.pop(provider.name, None)
                 reason = one_line(error)
-                _release(device)
+                release(device)
         providers[provider.name] = {"skipped": reason}
     # The oracle's float64 copies must not sit in memory while others are timed.
     del oracle
-    _release(device)
-    for name, times in time_interleaved(bound, device, budget).items():
-        providers[name].update(times)
-    return row_of(case, providers)
+    release(device)
+    row = row_of(case, providers)
+    # The only pass of torch.compile and the peers: five rounds at least.
+    add_pass(row, time_interleaved(bound, device, budget, fewest=5))
+    return row
+
+
+def measure_again(
+    case: Case, device: torch.device, names: Sequence[str], budget: float
+) -> dict[str, dict[str, Any]]:
+    """A later pass: times of the providers ``names`` with newly made inputs, unchecked."""
+    torch.manual_seed(0)
+    inputs = case.make(device=device, dtype=case.dtype, **case.sizes)
+    bound = {p.name: p.bind(inputs) for p in case.providers if p.name in names}
+    return time_interleaved(bound, device, budget, fewest=3)
 
 
 def row_of(case: Case, providers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A case and its providers' figures as they stand in the result file."""
+    """A case and its providers' figures as they stand in the result file, before any timing.
+
+    ``passes`` holds the times of each pass; a row with all of its passes drops it.
+    """
     return {
         "key": case.key,
         "loss": case.loss,
@@ -225,7 +249,28 @@ def row_of(case: Case, providers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "bytes_moved": case.bytes_moved,
         "operations": case.operations,
         "providers": providers,
+        "passes": [],
     }
+
+
+def add_pass(row: dict[str, Any], times: dict[str, dict[str, Any]]) -> None:
+    """Take one more pass into ``row``: every figure is the median of those of its passes.
+
+    ``ratio.passes`` keeps each pass's median ratio to the reference.
+    """
+    row["passes"].append(times)
+    for name in times:
+        of_passes = [one[name] for one in row["passes"] if name in one]
+        result = row["providers"][name]
+        result["rounds"] = sum(one["rounds"] for one in of_passes)
+        for part in ("forward", "backward", "both", "ratio"):
+            if part in of_passes[0]:
+                result[part] = {
+                    figure: statistics.median(one[part][figure] for one in of_passes)
+                    for figure in ("median", "q1", "q3")
+                }
+        if "ratio" in result:
+            result["ratio"]["passes"] = [one["ratio"]["median"] for one in of_passes]
 
 
 class Oracle:
@@ -302,11 +347,12 @@ def _in_float64(value: Any) -> Any:
 
 
 def time_interleaved(
-    bound: dict[str, Bound], device: torch.device, budget: float
+    bound: dict[str, Bound], device: torch.device, budget: float, fewest: int
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of forward, backward and both, and the ratio to the reference, by name.
 
-    Every figure is {median, q1, q3}. Bigger ratios are slower than the reference.
+    Every figure is {median, q1, q3} over the rounds, of which there are at least ``fewest``.
+    Bigger ratios are slower than the reference.
     """
     sample = _sample_cuda if device.type == "cuda" else _sample_cpu
     flush = None
@@ -320,7 +366,8 @@ def time_interleaved(
         # A CPU sample of less than a millisecond would measure the clock and the scheduler.
         inner[name] = 1 if flush is not None else max(1, math.ceil(1e-3 / max(once, 1e-7)))
         seconds += once * inner[name]
-    rounds = max(5, min(50 if flush is None else 100, int(budget / max(seconds, 1e-9))))
+    most = 50 if flush is None else 100
+    rounds = max(fewest, min(most, int(budget / max(seconds, 1e-9))))
     order = list(bound)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
     with _collector_off():
@@ -489,7 +536,8 @@ def _collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Give back memory that nobody holds any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

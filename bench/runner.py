@@ -1,4 +1,8 @@
-"""Run a selection of cases, print the table as it grows, keep the results in a JSON file."""
+"""Run a selection of cases, print the table as it grows, keep the results in a JSON file.
+
+The first pass checks and times everything and prints the table; later ones (`passes`) time
+fastkd's own providers again. The file is complete and valid after every case of every pass.
+"""
 
 import argparse
 import json
@@ -14,7 +18,11 @@ import torch
 from fastkd._checks import check_choice
 
 from . import machine, suite, table
-from .harness import Case, measure, one_line, row_of
+from .harness import FORMAT, Case, add_pass, measure, one_line, row_of
+from .passes import PassFailed, code_digest, run_pass, timed_again
+
+# A GPU's times scatter less, and its hours cost more.
+PASSES = {"cpu": 5, "cuda": 3}
 
 
 class WrongChoice(ValueError):
@@ -31,6 +39,7 @@ def run(
     commit: str | None = None,
     resume: bool = False,
     seconds: float = 1.5,
+    passes: int | None = None,
 ) -> dict[str, Any]:
     """Measure the chosen cases and return the results as written to ``out``.
 
@@ -41,12 +50,15 @@ def run(
         out: result file, or a folder that gets ``<machine>.json``; None means ``runs/bench/``.
         plot: folder for pictures; None draws none.
         commit: what to record as the commit where git can't tell.
-        resume: keep the rows that ``out`` already holds from the same code on the same machine.
-        seconds: timing budget of one case.
+        resume: keep what ``out`` already holds from the same code on the same machine.
+        seconds: timing budget of one case, all passes together.
+        passes: how often every case is timed; None means `PASSES` of the device.
     """
     target, cases = _choose(sets, only, device)
     path = _result_path(out, target)
-    results = run_cases(cases, target, path, commit=commit, resume=resume, seconds=seconds)
+    results = run_cases(
+        cases, target, path, commit=commit, resume=resume, seconds=seconds, passes=passes
+    )
     print(f"\nresults: {path}")
     if plot is not None:
         from .plots import draw
@@ -87,10 +99,17 @@ def run_cases(
     commit: str | None = None,
     resume: bool = False,
     seconds: float = 1.5,
+    passes: int | None = None,
 ) -> dict[str, Any]:
-    """Measure ``cases`` one after the other; the file is complete after each of them."""
+    """Measure ``cases``; see `run`. With one pass they need not be the suite's."""
     cases = list(cases)
-    results: dict[str, Any] = {"format": 1, **machine.describe(device, commit)}
+    passes = passes or PASSES[device.type]
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        **machine.describe(device, commit),
+        "code": code_digest(),
+        "passes": passes,
+    }
     kept = _kept_rows(path, results) if resume else {}
     dtypes = tuple(sorted({case.dtype for case in cases}, key=str))
     print(f"{results['machine']['name']}, torch {results['versions']['torch']}", flush=True)
@@ -107,15 +126,37 @@ def run_cases(
         start = time.perf_counter()
         row = kept.get(case.key)
         if row is None:
-            row = _measured(case, device, seconds)
+            row = _measured(case, device, seconds / passes)
             row["floor_ms"] = machine.floor_ms(
                 limits, row["bytes_moved"], row["operations"], row["dtype"]
             )
             row["seconds"] = time.perf_counter() - start
+            if passes == 1 or not timed_again(row):
+                del row["passes"]
         results["rows"].append(row)
         _write(path, results)
         print(f"\n[{number}/{len(cases)}] " + "\n".join(table.row_lines(row)), flush=True)
+    for number in range(2, passes + 1):
+        _later_pass(number, results, device, path, seconds / passes)
     return results
+
+
+def _later_pass(
+    number: int, results: dict[str, Any], device: torch.device, path: Path, seconds: float
+) -> None:
+    """Time all rows that lack pass ``number`` once more: a dot for each."""
+    rows = [row for row in results["rows"] if len(row.get("passes", ())) == number - 1]
+    if not rows:
+        return
+    start = time.perf_counter()
+    print(f"\npass {number}/{results['passes']} ", end="", flush=True)
+    for row, times in run_pass(rows, device, seconds, results["code"]):
+        add_pass(row, times)
+        if number == results["passes"]:
+            del row["passes"]
+        _write(path, results)
+        print(".", end="", flush=True)
+    print(f" {time.perf_counter() - start:.0f} s", end="", flush=True)
 
 
 def _measured(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
@@ -132,7 +173,8 @@ def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     before = json.loads(path.read_text())
-    if any(before.get(name) != now[name] for name in ("machine", "versions", "commit")):
+    same = ("format", "machine", "versions", "commit", "code", "passes")
+    if any(before.get(name) != now[name] for name in same):
         return {}
     return {row["key"]: row for row in before["rows"]}
 
@@ -161,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded where git can't tell")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--seconds", type=float, default=1.5, help="timing budget of one case")
+    parser.add_argument("--passes", type=int, help="how often every case is timed")
     options = parser.parse_args(arguments)
     try:
         run(
@@ -172,10 +215,14 @@ def main(arguments: list[str] | None = None) -> int:
             commit=options.commit,
             resume=options.resume,
             seconds=options.seconds,
+            passes=options.passes,
         )
     except WrongChoice as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except PassFailed as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

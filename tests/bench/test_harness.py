@@ -1,12 +1,11 @@
 """The harness: a wrong provider is refused, memory is counted right, ratios hold."""
 
 import json
-import random
 
 import pytest
 import torch
 
-from fastkd.bench import compare, harness, runner, table
+from fastkd.bench import harness, passes, runner, suite, table
 from fastkd.bench.harness import Bound, Case, Provider, call
 
 CPU = torch.device("cpu")
@@ -83,7 +82,7 @@ def test_a_case_that_does_not_fit_leaves_the_others_alone(tmp_path):
 
     toy = case()
     broken = Case(**{**vars(toy), "make": too_large, "title": "huge"})
-    rows = runner.run_cases([broken, toy], CPU, tmp_path / "x.json", seconds=0.05)["rows"]
+    rows = runner.run_cases([broken, toy], CPU, tmp_path / "x.json", seconds=0.05, passes=1)["rows"]
     assert "900 GiB" in rows[0]["providers"]["reference"]["skipped"]
     assert "both" in rows[1]["providers"]["reference"]
 
@@ -131,78 +130,35 @@ def test_leaves_are_found_in_lists():
     assert harness.leaves_of({"x": [a, b], "y": c, "k": 3, "name": "x"}) == [a, c]
 
 
-class Clock:
-    """A clock that only the providers move, with a busy machine's noise on every step."""
+def test_a_row_is_the_median_of_its_passes():
+    row = case(Provider("fastkd torch", call(reference)), Provider("peer", call(reference)))
+    row = harness.row_of(row, {"reference": {}, "fastkd torch": {"peak_bytes": 1}, "peer": {}})
 
-    def __init__(self, seed):
-        self.now, self.random = 0.0, random.Random(seed)
+    def times(factor, *names):
+        spread = {"median": factor, "q1": 0.9 * factor, "q3": 1.1 * factor}
+        return {name: {"rounds": 3, "both": spread, "ratio": spread} for name in names}
 
-    def perf_counter(self):
-        return self.now
-
-    def provider(self, name, seconds):
-        def run(x, y):
-            # Everybody is slow at the same times; every step also scatters by itself.
-            drift = 1.3 if int(self.now) % 2 else 1.0
-            self.now += seconds * drift * self.random.lognormvariate(0, 0.05)
-            return reference(x, y)
-
-        return Provider(name, call(run))
-
-
-def results_of(monkeypatch, seconds, seed):
-    clock = Clock(seed)
-    monkeypatch.setattr(harness, "time", clock)
-    toy = case()
-    providers = (clock.provider("reference", 0.01), clock.provider("work", seconds))
-    row = harness.measure(Case(**{**vars(toy), "providers": providers}), CPU, budget=1.0)
-    return {"machine": {"name": "here"}, "rows": [row]}
+    harness.add_pass(row, times(1.0, "reference", "fastkd torch", "peer"))
+    for factor in (9.0, 2.0):
+        harness.add_pass(row, times(factor, "reference", "fastkd torch"))
+    # A pass in which the case did not fit takes nothing away.
+    harness.add_pass(row, {})
+    own, peer = row["providers"]["fastkd torch"], row["providers"]["peer"]
+    assert own["ratio"] == {"median": 2.0, "q1": 1.8, "q3": 2.2, "passes": [1.0, 9.0, 2.0]}
+    assert own["rounds"] == 9 and own["peak_bytes"] == 1
+    assert peer["ratio"]["passes"] == [1.0] and peer["rounds"] == 3
+    assert len(row["passes"]) == 4
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_compare_flags_a_planted_slowdown_and_not_noise(monkeypatch, seed):
-    first, again, slower = (
-        results_of(monkeypatch, seconds, 10 * seed + i)
-        for i, seconds in enumerate((0.004, 0.004, 0.0048))
-    )
-    assert compare.compare(first, again) == []
-    (line,) = compare.compare(first, slower)
-    assert "toy/sine" in line and "work" in line
-    assert compare.compare(slower, first) == []
-
-
-def result(ratio, spread, rounds=20, **more):
-    return {
-        "rounds": rounds,
-        "both": {"median": 1.0, "q1": 1.0, "q3": 1.0},
-        "ratio": {"median": ratio, "q1": ratio * (1 - spread), "q3": ratio * (1 + spread)},
-        **more,
-    }
-
-
-def files(before, after):
-    return [
-        {"machine": {"name": "m"}, "rows": [{"key": "k", "providers": {"p": r}}]}
-        for r in (before, after)
-    ]
-
-
-@pytest.mark.parametrize("ratio", [0.02, 0.5, 1.3])
-def test_twenty_per_cent_is_flagged_within_usual_noise(ratio):
-    assert compare.compare(*files(result(ratio, 0.05), result(1.2 * ratio, 0.05)))
-    assert not compare.compare(*files(result(ratio, 0.05), result(1.02 * ratio, 0.05)))
-    # Five rounds that scatter by half can't tell.
-    assert not compare.compare(*files(result(ratio, 0.5, 5), result(1.2 * ratio, 0.5, 5)))
-
-
-def test_memory_launches_and_lost_rows_are_flagged():
-    before = result(1.0, 0.01, peak_bytes=10 << 20, launches=4)
-    found = compare.compare(*files(before, result(1.0, 0.01, peak_bytes=12 << 20, launches=5)))
-    assert [("memory" in line, "launches" in line) for line in found] == [
-        (True, False),
-        (False, True),
-    ]
-    assert "no longer measured (broke)" in compare.compare(*files(before, {"skipped": "broke"}))[0]
+def test_later_passes_time_the_reference_and_fastkd_only():
+    timed = {"both": {}}
+    names = ("reference", "torch.compile", "fastkd torch", "pykeops")
+    row = {"loss": "knn", "providers": {name: timed for name in names}}
+    assert passes.timed_again(row) == ["reference", "fastkd torch"]
+    row["providers"]["fastkd torch"] = {"refused": "value is off"}
+    assert passes.timed_again(row) == []
+    row = {"loss": "step", "providers": {name: timed for name in ("reference", "FCD")}}
+    assert passes.timed_again(row) == ["reference", "FCD"]
 
 
 def test_results_are_written_and_resumed(tmp_path, capsys):
@@ -214,7 +170,7 @@ def test_results_are_written_and_resumed(tmp_path, capsys):
         return reference(x, y)
 
     cases = [case(Provider("spy", call(spy)))]
-    runner.run_cases(cases, CPU, path, seconds=0.05, commit="abc")
+    runner.run_cases(cases, CPU, path, seconds=0.05, passes=1, commit="abc")
     written = json.loads(path.read_text())
     assert written["commit"] == "abc" and written["versions"]["torch"] == torch.__version__
     row = written["rows"][0]
@@ -222,10 +178,52 @@ def test_results_are_written_and_resumed(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "toy: sine (n=64, float32" in printed and "spy" in printed
     before = len(calls)
-    runner.run_cases(cases, CPU, path, seconds=0.05, commit="abc", resume=True)
+    runner.run_cases(cases, CPU, path, seconds=0.05, passes=1, commit="abc", resume=True)
     assert len(calls) == before
-    runner.run_cases(cases, CPU, path, seconds=0.05, commit="other", resume=True)
+    runner.run_cases(cases, CPU, path, seconds=0.05, passes=1, commit="other", resume=True)
     assert len(calls) > before
+
+
+def cheap():
+    return suite.cases(["cpu"], ["linalg"])[:1]
+
+
+def test_later_passes_run_in_processes_of_their_own_and_are_resumed(tmp_path, capfd, monkeypatch):
+    path = tmp_path / "x.json"
+    run_pass = runner.run_pass
+    monkeypatch.setattr(runner, "run_pass", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    options = {"seconds": 0.02, "passes": 2, "commit": "abc"}
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_cases(cheap(), CPU, path, **options)
+    (interrupted,) = json.loads(path.read_text())["rows"]
+    assert len(interrupted["passes"]) == 1 and "both" in interrupted["providers"]["fastkd"]
+
+    monkeypatch.setattr(runner, "run_pass", run_pass)
+    monkeypatch.setattr(runner, "measure", None)
+    runner.run_cases(cheap(), CPU, path, **options, resume=True)
+    (row,) = json.loads(path.read_text())["rows"]
+    first, second = row["providers"]["fastkd"]["ratio"]["passes"]
+    assert first == interrupted["providers"]["fastkd"]["ratio"]["median"] and second > 0
+    assert "passes" not in row
+    assert "pass 2/2 ." in capfd.readouterr().out
+
+
+def test_passes_of_different_code_are_never_mixed(tmp_path, capfd, monkeypatch):
+    row = harness.row_of(cheap()[0], {})
+    with pytest.raises(passes.PassFailed):
+        list(passes.run_pass([row], CPU, 0.01, "other code"))
+    assert "the code has changed" in capfd.readouterr().err
+
+    path = tmp_path / "x.json"
+    options = {"seconds": 0.02, "passes": 1, "commit": "abc"}
+    before = runner.run_cases(cheap(), CPU, path, **options)
+    for name, other in (("code_digest", lambda: "other"), ("PASSES", {"cpu": 3})):
+        with monkeypatch.context() as changed:
+            changed.setattr(runner, name, other)
+            changed.setattr(runner, "_later_pass", lambda *a: None)
+            options["passes"] = 1 if name == "code_digest" else None
+            again = runner.run_cases(cheap(), CPU, path, **options, resume=True)
+        assert again["rows"][0]["seconds"] != before["rows"][0]["seconds"]
 
 
 def test_the_table_names_what_could_not_run():
@@ -236,7 +234,11 @@ def test_the_table_names_what_could_not_run():
         "dtype": "float32",
         "floor_ms": 0.5,
         "providers": {
-            "reference": result(1.0, 0.1) | {"value_error": 0.0, "gradient_error": 1e-7},
+            "reference": {
+                "both": {"median": 1.0, "q1": 0.9, "q3": 1.1},
+                "value_error": 0.0,
+                "gradient_error": 1e-7,
+            },
             "peer": {"skipped": "needs CUDA"},
             "wrong": {"refused": "value is off"},
         },
@@ -244,13 +246,3 @@ def test_the_table_names_what_could_not_run():
     lines = table.row_lines(row)
     assert "1e-07" in lines[2] and "2.0" in lines[2]
     assert lines[3:] == ["  peer: needs CUDA", "  wrong: value is off"]
-
-
-def test_compare_from_the_command_line(tmp_path, capsys):
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, content in zip(paths, files(result(1.0, 0.01), result(1.3, 0.01)), strict=True):
-        path.write_text(json.dumps(content))
-    assert compare.main([str(paths[0]), str(paths[0])]) == 0
-    assert "nothing got worse in 1 rows" in capsys.readouterr().out
-    assert compare.main([str(path) for path in paths]) == 1
-    assert "k, p: 1 -> 1.3 of the reference's time (1.30×)" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def result_file(name="somewhere", gpu=None):
     if gpu:
         machine["gpu"] = gpu
     return {
-        "format": 1,
+        "format": 2,
         "machine": machine,
         "versions": {"python": "3.12", "torch": "2.13.0"},
         "commit": "abc1234",
