@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +31,6 @@ PARITY = (
     ),
     "tests/kernels",
 )
-STEPS = ("build", "tests", "sanitizer", "bits", "bench")
 
 
 def build(options: argparse.Namespace) -> bool:
@@ -96,6 +95,9 @@ def bench(options: argparse.Namespace) -> bool:
     return True
 
 
+STEPS = {step.__name__: step for step in (build, tests, sanitizer, bits, bench)}
+
+
 def command(*arguments: str, environment: dict[str, str] | None = None) -> bool:
     """Run in the repository's root, output straight through; True if it succeeded."""
     variables = {**os.environ, **(environment or {})}
@@ -146,24 +148,19 @@ def main(arguments: list[str] | None = None) -> int:
         for line in digests(options.digest, torch.device("cuda")):
             print(line, flush=True)
         return 0
-    steps: dict[str, Callable[[argparse.Namespace], bool]] = {
-        "build": build, "tests": tests, "sanitizer": sanitizer, "bits": bits, "bench": bench,
-    }  # fmt: skip
-    only = runner.split(options.only) or STEPS
-    unknown = [name for name in only if name not in steps]
+    only = runner.split(options.only) or tuple(STEPS)
+    unknown = [name for name in only if name not in STEPS]
     if unknown:
         parser.error(f"no step {', '.join(unknown)}; there are {', '.join(STEPS)}")
     outcome = []
     for name in only:
         print(f"\n== {name}", flush=True)
         start = time.perf_counter()
-        passed = steps[name](options)
+        passed = STEPS[name](options)
         seconds = time.perf_counter() - start
-        outcome.append(
-            (name, passed, f"{name}: {'passed' if passed else 'FAILED'} ({seconds:.0f} s)")
-        )
-    print("\n" + "\n".join(line for _, _, line in outcome))
-    return 0 if all(passed for _, passed, _ in outcome) else 1
+        outcome.append((passed, f"{name}: {'passed' if passed else 'FAILED'} ({seconds:.0f} s)"))
+    print("\n" + "\n".join(line for _, line in outcome))
+    return 0 if all(passed for passed, _ in outcome) else 1
 
 
 if __name__ == "__main__":

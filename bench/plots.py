@@ -7,7 +7,7 @@ from typing import Any
 from fastkd.analysis.pictures import new_figure
 
 from .harness import REFERENCE
-from .table import swept
+from .table import dtype, swept
 
 # One colour for each provider, the same in all pictures (Okabe and Ito).
 COLOURS = {
@@ -44,8 +44,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
 def label(row: dict[str, Any]) -> str:
     """Short name of a row for an axis, in two lines."""
     sizes = " ".join(f"{name}{value}" for name, value in row["sizes"].items())
-    kind = {"float32": "fp32", "bfloat16": "bf16"}.get(row["dtype"], row["dtype"])
-    return f"{row['loss']}: {row['title']}\n{sizes}, {kind}"
+    return f"{row['loss']}: {row['title']}\n{sizes}, {dtype(row)}"
 
 
 def speed_ups(rows: list[dict[str, Any]]) -> Any:

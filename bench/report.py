@@ -13,7 +13,7 @@ from typing import Any
 
 from . import suite
 from .harness import REFERENCE
-from .table import milliseconds, speed_up, swept
+from .table import dtype, milliseconds, sizes, speed_up, swept, times
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -216,17 +216,16 @@ def headline(row: dict[str, Any]) -> str:
     best: dict[str, Any] = min(ours, key=lambda r: r["both"]["median"], default={})
     reference = providers[REFERENCE]
     compiled = providers.get("torch.compile", {})
-    kind = {"float32": "fp32", "bfloat16": "bf16"}.get(row["dtype"], row["dtype"])
     against = NOT_MEASURED
     if "ratio" in compiled and "ratio" in best:
         # Both against the reference of the same rounds: fastkd has more passes.
-        against = _times(compiled["ratio"]["median"] / best["ratio"]["median"])
+        against = times(compiled["ratio"]["median"] / best["ratio"]["median"])
     share = NOT_MEASURED
     with_memory: dict[str, Any] = next((r for r in ours if "peak_bytes" in r), {})
     if with_memory and reference.get("peak_bytes"):
         share = f"{with_memory['peak_bytes'] / reference['peak_bytes']:.0%}"
     return (
-        f"| {row['loss']}: {row['title']} | {sizes(row)}, {kind} | {_median(reference)} "
+        f"| {row['loss']}: {row['title']} | {sizes(row)}, {dtype(row)} | {_median(reference)} "
         f"| {_median(best)} | {speed_up(best) if 'ratio' in best else NOT_MEASURED} "
         f"| {against} | {share} |"
     )
@@ -239,11 +238,6 @@ def fill_readme(text: str, table: str) -> str:
     before, _, rest = text.partition(START)
     after = rest.partition(END)[2]
     return f"{before}{START}\n{table}\n{END}{after}"
-
-
-def sizes(row: dict[str, Any]) -> str:
-    """Sizes in one line."""
-    return " ".join(f"{name}={value}" for name, value in row["sizes"].items())
 
 
 def mebibytes(result: dict[str, Any]) -> str:
@@ -261,10 +255,6 @@ def error(result: dict[str, Any]) -> str:
 
 def _part(result: dict[str, Any], part: str) -> str:
     return milliseconds(result[part]["median"]) if part in result else "-"
-
-
-def _times(value: float) -> str:
-    return f"{value:.0f}×" if value >= 20 else f"{value:.1f}×"
 
 
 def _median(result: dict[str, Any]) -> str:

@@ -37,9 +37,18 @@ def row_lines(row: dict[str, Any]) -> list[str]:
 
 def title(row: dict[str, Any]) -> str:
     """Loss, sizes and floor in one line."""
-    sizes = " ".join(f"{name}={value}" for name, value in row["sizes"].items())
     floor = f", floor {milliseconds(row['floor_ms'])} ms" if "floor_ms" in row else ""
-    return f"{row['loss']}: {row['title']} ({sizes}, {row['dtype']}{floor})"
+    return f"{row['loss']}: {row['title']} ({sizes(row)}, {row['dtype']}{floor})"
+
+
+def sizes(row: dict[str, Any]) -> str:
+    """Sizes in one line."""
+    return " ".join(f"{name}={value}" for name, value in row["sizes"].items())
+
+
+def dtype(row: dict[str, Any]) -> str:
+    """Short name of the row's dtype."""
+    return {"float32": "fp32", "bfloat16": "bf16"}.get(row["dtype"], row["dtype"])
 
 
 def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
@@ -63,10 +72,13 @@ def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
 
 def speed_up(result: dict[str, Any]) -> str:
     """How many times faster than the reference."""
-    if "ratio" not in result:
-        return "-"
-    times = 1 / result["ratio"]["median"]
-    return f"{times:.0f}×" if times >= 20 else f"{times:.2f}×" if times < 3 else f"{times:.1f}×"
+    return times(1 / result["ratio"]["median"]) if "ratio" in result else "-"
+
+
+def times(value: float) -> str:
+    """A factor, with fewer decimals the larger it is."""
+    decimals = 2 if value < 3 else 1 if value < 20 else 0
+    return f"{value:.{decimals}f}×"
 
 
 def milliseconds(value: float) -> str:

@@ -90,7 +90,7 @@ def test_the_readme_is_filled_between_its_markers(results):
     filled = report.fill_readme(text, table)
     assert filled.startswith("# x\nbefore\n") and filled.endswith("\nafter\n")
     assert "old" not in filled and report.fill_readme(filled, table) == filled
-    for part in ("abc1234", "Some GPU", "| 8.25 | 2.75 | 3.0× | 2.0× | 25% |"):
+    for part in ("abc1234", "Some GPU", "| 8.25 | 2.75 | 3.0× | 2.00× | 25% |"):
         assert part in filled
     assert "GPU figures" not in filled
     assert "GPU figures: not measured" in report.readme_table([result_file()])
