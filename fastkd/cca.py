@@ -47,6 +47,9 @@ TRUSTED_ROUNDING = 1e-5
 LARGE_ITEM = 2**17
 # Squared singular values below this part of the largest are too near float32 rounding to be used.
 SMALL_SQUARE = 1e-3
+# A float32 singular value up to this may be rounding grown by TRUSTED_ROUNDING and a few more: the
+# direction that belongs to it, a whole one in the gradient, could have either sign.
+SMALLEST_FLOAT32 = 1e-4
 
 
 def cca_loss_ref(
@@ -482,6 +485,8 @@ def _by_covariances(
         corr = _trace(root)
     else:
         left, values, right = _svd(whitened, top_k, student)
+        if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
+            return None
         root = None
         corr = values.sum(-1)
     corr = _bounded(corr, share, rank).masked_fill(~finite, torch.nan)
@@ -545,11 +550,9 @@ def _svd(m: Tensor, top_k: int | None, features: Tensor) -> tuple[Tensor, Tensor
     U is zero where σ is no more than rounding of this work or of the features: there the loss has
     a kink, and the zero is one of its subgradients.
     """
-    work = max(m.shape[-2:]) * torch.finfo(m.dtype).eps
+    work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
     if m.dtype == torch.float32:
         left, values, right = _svd_float32(m)
-        if top_k is not None:
-            left, values, right = left.flip(-1), values.flip(-1), right.flip(-1)
     elif _use_rotations(m, m.shape[-1]):
         values, right = _by_rotations(m)
         left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
@@ -563,27 +566,30 @@ def _svd(m: Tensor, top_k: int | None, features: Tensor) -> tuple[Tensor, Tensor
 
 
 def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(U, σ, V)``, σ ascending, by the eigenvectors of MᵀM: half the time of LAPACK's.
+    """``(U, σ, V)`` by the eigenvectors of MᵀM: half the time of LAPACK's.
 
-    Squaring loses the small ones: M times their (accurate) span is decomposed again, and where they
-    are many LAPACK does it all.
+    Squaring loses the small ones: M times their (accurate) span, less what rounding put there of
+    the large ones, is decomposed again. Where they are many LAPACK does it all.
     """
     if m.shape[-2] < m.shape[-1]:
         left, values, right = _svd_float32(m.mT)
         return right, values, left
     squares, right = torch.linalg.eigh(_gram(m))
-    small = (squares < SMALL_SQUARE * squares[..., -1:]).sum(-1)
+    squares, right = squares.flip(-1), right.flip(-1)
+    small = (squares < SMALL_SQUARE * squares[..., :1]).sum(-1)
     low = int(small.max()) if small.numel() else 0
     if 4 * low > m.shape[-1]:
         left, values, right_t = torch.linalg.svd(m, full_matrices=False)
-        return left.flip(-1), values.flip(-1), right_t.mT.flip(-1)
+        return left, values, right_t.mT
     left = m @ right
-    low_left, low_values, turn = torch.linalg.svd(left[..., :low], full_matrices=False)
     values = torch.linalg.vector_norm(left, dim=-2)
     left /= values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
-    values[..., :low] = low_values.flip(-1)
-    left[..., :low] = low_left.flip(-1)
-    right[..., :low] = right[..., :low] @ turn.mT.flip(-1)
+    if low:
+        large, span = left[..., :-low], right[..., -low:]
+        rest = m @ span
+        rest -= large @ (large.mT @ rest)
+        left[..., -low:], values[..., -low:], turn = torch.linalg.svd(rest, full_matrices=False)
+        right[..., -low:] = span @ turn.mT
     return left, values, right
 
 

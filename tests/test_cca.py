@@ -1,6 +1,7 @@
 """Canonical correlation against eqs. 4-7, a float64 SVD of QR factors, and its invariances."""
 
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -47,27 +48,34 @@ def value_and_grad(loss, student: Tensor, *args, **options) -> tuple[Tensor, Ten
     return value.detach(), torch.autograd.grad(value, student, upstream)[0]
 
 
-def by_cholesky(
+class Whitened(NamedTuple):
+    features: Tensor  # (m, D) A·R⁻¹ with RᵀR = AᵀA + ridge·I, A centred over √(m − 1)
+    factor: Tensor  # (D, D) R, upper triangular
+
+
+def whitened(x: Tensor, ridge: float) -> Whitened:
+    """By QR of A on top of √ridge·I: nothing is squared."""
+    a = (x - x.mean(0)).double().cpu() / (x.shape[0] - 1) ** 0.5
+    stacked = torch.cat([a, ridge**0.5 * torch.eye(a.shape[1]).double()])
+    factor = torch.linalg.qr(stacked, mode="r").R
+    return Whitened(torch.linalg.solve_triangular(factor, a, upper=True, left=False), factor)
+
+
+def by_qr(
     student: Tensor, teacher: Tensor, ridge: float, top_k: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Another form in float64, for D < m: eqs. 4-7 with Cholesky factors, by autograd."""
-    student = student.detach().double().requires_grad_()
-
-    def factor(x: Tensor) -> Tensor:
-        return torch.linalg.cholesky(x.mT @ x + ridge * torch.eye(x.shape[-1]).double())
-
-    a, b = (
-        (x - x.mean(-2, keepdim=True)) / (x.shape[-2] - 1) ** 0.5
-        for x in (student, teacher.double())
-    )
-    half = torch.linalg.solve_triangular(factor(b), b.mT @ a, upper=False)
-    whitened = torch.linalg.solve_triangular(factor(a), half.mT, upper=False)
-    loss = -torch.linalg.svdvals(whitened)[:top_k].sum()
-    return loss.detach(), torch.autograd.grad(loss, student)[0]
+    """Loss and gradient in float64 at any size, without eigenvectors of a covariance."""
+    s, t = whitened(student.double(), ridge), whitened(teacher.double(), ridge)
+    u, values, vt = torch.linalg.svd(t.features.mT @ s.features, full_matrices=False)
+    kept = min(top_k or len(values), int((values > 1e-9).sum()))
+    u, values, vt = u[:, :kept], values[:kept], vt[:kept]
+    directions = torch.linalg.solve_triangular(s.factor, vt.mT, upper=True)
+    rows = t.features @ u - s.features @ (vt.mT * values)
+    return -values.sum(), -rows @ directions.mT / (student.shape[0] - 1) ** 0.5
 
 
 def by_smoothers(student: Tensor, teacher: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Another form in float64, for m ≤ D: P = G(G+rI)⁻¹, ‖T‖_* = tr (P_t^½ P_s P_t^½)^½.
+    """The same for m ≤ D, yet another way: P = G(G+rI)⁻¹, ‖T‖_* = tr (P_t^½ P_s P_t^½)^½.
 
     The gradient is r K_s N K_s X̄ / (m−1), K = (G+rI)⁻¹, N = P_t^½ (P_t^½ P_s P_t^½)^{−½} P_t^½.
     The mean's direction, in which G is zero, is taken out of the basis first.
@@ -159,23 +167,73 @@ def test_every_dtype(dtype, backend):
     assert_accurate(grad, expected[1], dtype)
 
 
-SIZES = [(32, 768), (64, 64), (512, 768), pytest.param(4096, 768, marks=pytest.mark.slow)]
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("m, dims", [(40, (12, 12)), (40, (7, 15)), (9, (20, 20)), (9, (12, 30))])
+def test_the_oracle_of_real_sizes_equals_the_reference(m, dims, ridge):
+    student, teacher = related(m, dims=dims)
+    value, grad = by_qr(student, teacher, ridge)
+    rounding = 1e-14 / ridge  # of the reference: the condition number of its covariances
+    assert relative_error(value, cca_loss_ref(student, teacher, ridge=ridge)) <= rounding
+    if m > max(dims):
+        x = student.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(cca_loss_ref(x, teacher, ridge=ridge), x)
+    else:  # the derivative of the reference's eigh is NaN
+        expected = by_smoothers(student, teacher, ridge)[1]
+    assert relative_error(grad, expected) <= 1e-7
+
+
+REAL_SIZES = [(32, 768), (64, 64), (512, 768)]
+REAL_SIZES += [pytest.param(4096, d, marks=pytest.mark.slow) for d in (768, 1024)]
 
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("m, d", SIZES)
-def test_float32_is_accurate_at_real_sizes(m, d, ridge):
+@pytest.mark.parametrize("m, d", REAL_SIZES)
+def test_float32_is_accurate_at_real_sizes(m, d, ridge, device, monkeypatch):
     """Value to 1e-4, gradient to 1e-3; features of mean cosine 0.99, as language models have."""
     torch.manual_seed(m)
-    teacher = torch.randn(m, d) + 10.0
-    student = 0.5 * teacher + torch.randn(m, d)
-    value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge)
-    expected, expected_grad = (by_smoothers if m <= d else by_cholesky)(student, teacher, ridge)
+    teacher = (torch.randn(m, d) + 10.0).to(device)
+    student = (0.5 * teacher + torch.randn(m, d).to(device)).requires_grad_()
+    summed = []
+    svd = cca._svd
+    monkeypatch.setattr(cca, "_svd", lambda *a: summed.append(svd(*a)) or summed[-1])
+    value = cca_loss(student, teacher, ridge=ridge)
+    (grad,) = torch.autograd.grad(value, student)
+    assert all(((values >= 0) & (values <= 1)).all() for _, values, _ in summed)
+    expected, expected_grad = by_qr(student.detach(), teacher, ridge)
     assert relative_error(value, expected) <= 1e-4
     assert -value <= min(m - 1, d)
     assert grad.isfinite().all()
     if ridge >= 1e-4:
-        assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
+        assert relative_error(grad, expected_grad) <= 1e-3
+    if m <= 512:
+        correlations = canonical_correlations(student, teacher, ridge=ridge)
+        assert correlations.shape == (min(m - 1, d),)
+        assert ((correlations >= 0) & (correlations <= 1)).all()
+        assert relative_error(correlations.sum(), -expected) <= 1e-5
+
+
+@pytest.mark.parametrize("smallest", [1e-2, 1e-3, 2e-4, 5e-5, 1e-5, 1e-6])
+@pytest.mark.parametrize("dims", [(64, 64), (64, 80)])
+def test_float32_gradient_where_a_correlation_is_small(smallest, dims, device):
+    """Its direction counts as much as any other in the gradient, whatever its size."""
+    d = min(dims)
+    correlations = torch.linspace(1, 0.1, d).double()
+    correlations[-1] = smallest
+    x = torch.randn(600, sum(dims)).double()
+    x = torch.linalg.qr(x - x.mean(0)).Q * 600**0.5
+    student, teacher = x[:, : dims[0]], x[:, dims[0] :].clone()
+    kept = (1 - correlations**2).sqrt()
+    teacher[:, :d] = correlations * student[:, :d] + kept * teacher[:, :d]
+    student, teacher = (
+        (z @ torch.linalg.qr(torch.randn(z.shape[1], z.shape[1]).double()).Q).to(
+            device, torch.float32
+        )
+        for z in (student, teacher)
+    )
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=1e-4)
+    expected, expected_grad = by_qr(student, teacher, 1e-4)
+    assert relative_error(value, expected) <= 1e-4
+    assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
 @pytest.mark.slow
@@ -187,7 +245,7 @@ def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
     student = (shared + torch.randn(1024, 60)) @ torch.randn(60, 256)
     value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge)
     # Beyond rank 60 there is only the features' rounding, at the loss's kink.
-    expected, expected_grad = by_cholesky(student, teacher, ridge, top_k=60)
+    expected, expected_grad = by_qr(student, teacher, ridge, top_k=60)
     assert relative_error(value, expected) <= 1e-4
     assert relative_error(grad, 0.5 * expected_grad) <= 1e-4
 
