@@ -7,10 +7,12 @@ begin and end in the bank, so that tiles of other labels cost nothing. Few rows 
 split the bank among programs. Rows so long and so few that one program would have all the work
 split the features instead: `product_kernel` then leaves partial products of at most 2^18 pairs.
 `settle_kernel` merges what the programs of one row found, compares the candidates by direct
-difference, and leaves the loss, the neighbours and the factor of the gradient. `gradient_kernel`
-reads the row and its neighbours again and writes the gradient with the upstream gradient applied.
-Where more rows than the candidates lie closer together than a product rounds (about 1e-6·‖t‖² in
-float32), one of them may stand for another: the loss is off by no more than that.
+difference in float64, which neither underflows nor overflows, and leaves the loss, the neighbours
+and the factor of the gradient. The worst candidate's score bounds whatever the search rejected: if
+it is out of reach by more than rounding, as almost always, the choice is proven. Else the program
+compares all rows of the label in those parts of the bank that hold a score within reach.
+`gradient_kernel` reads the row and its neighbours again and writes the gradient with the upstream
+gradient applied.
 
 With s bytes an element: the bank is read once a tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
 most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
@@ -41,8 +43,10 @@ FEATURES_TO_SPLIT = 4096
 # Candidates beyond the k-th, which rounding may have put behind it.
 SPARE = 7
 
-# Stands for a distance that overflows; inf stands for no candidate.
+# Stands for a score that overflows; inf stands for no candidate.
 FAR = tl.constexpr(3e38)
+# No row of a bank.
+LAST = tl.constexpr(2**31 - 1)
 
 
 def keep(k: int) -> int:
@@ -131,27 +135,32 @@ def _wide(labels):
 
 
 @triton.jit
-def _first_not_below(labels_ptr, label, tolerance, start, stop, HAS_TOLERANCE: tl.constexpr):
-    """The first row of the sorted bank whose label may match ``label`` or comes after it."""
-    while start < stop:
-        middle = (start + stop) // 2
+def _range(labels_ptr, lowest, highest, tolerance, start, stop, HAS_TOLERANCE: tl.constexpr):
+    """The part of start..stop of the sorted bank whose labels may match lowest..highest."""
+    first, last = start, stop
+    while first < last:
+        middle = (first + last) // 2
         at = _wide(tl.load(labels_ptr + middle))
-        below = label - at > tolerance if HAS_TOLERANCE else at < label
-        start = tl.where(below, middle + 1, start)
-        stop = tl.where(below, stop, middle)
-    return start
+        below = lowest - at > tolerance if HAS_TOLERANCE else at < lowest
+        first = tl.where(below, middle + 1, first)
+        last = tl.where(below, last, middle)
+    begin, last = first, stop
+    while first < last:
+        middle = (first + last) // 2
+        at = _wide(tl.load(labels_ptr + middle))
+        inside = at - highest <= tolerance if HAS_TOLERANCE else at <= highest
+        first = tl.where(inside, middle + 1, first)
+        last = tl.where(inside, last, middle)
+    return begin, first
 
 
 @triton.jit
-def _first_above(labels_ptr, label, tolerance, start, stop, HAS_TOLERANCE: tl.constexpr):
-    """The first row of the sorted bank whose label comes after all that match ``label``."""
-    while start < stop:
-        middle = (start + stop) // 2
-        at = _wide(tl.load(labels_ptr + middle))
-        inside = at - label <= tolerance if HAS_TOLERANCE else at <= label
-        start = tl.where(inside, middle + 1, start)
-        stop = tl.where(inside, stop, middle)
-    return start
+def _same(s_labels, t_labels, tolerance, HAS_TOLERANCE: tl.constexpr):
+    """Which labels match."""
+    if HAS_TOLERANCE:
+        return tl.abs(s_labels - t_labels) <= tolerance
+    else:
+        return s_labels == t_labels
 
 
 @triton.jit
@@ -280,8 +289,7 @@ def search_kernel(
         lowest = tl.min(tl.where(real, s_labels, anything), axis=0)
         least = tl.min(s_labels, axis=0)
         highest = tl.max(tl.where(real, s_labels, least), axis=0)
-        start = _first_not_below(t_labels_ptr, lowest, slack, start, stop, HAS_TOLERANCE)
-        stop = _first_above(t_labels_ptr, highest, slack, start, stop, HAS_TOLERANCE)
+        start, stop = _range(t_labels_ptr, lowest, highest, slack, start, stop, HAS_TOLERANCE)
 
     best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
@@ -309,10 +317,7 @@ def search_kernel(
         score = tl.where(score < FAR, score, FAR)
         score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
         t_labels = _wide(tl.load(t_labels_ptr + j, mask=t_there, other=0))
-        if HAS_TOLERANCE:
-            same = tl.abs(s_labels[:, None] - t_labels[None, :]) <= slack
-        else:
-            same = s_labels[:, None] == t_labels[None, :]
+        same = _same(s_labels[:, None], t_labels[None, :], slack, HAS_TOLERANCE)
         same = same & s_there[:, None] & t_there[None, :]
         score = tl.where(same, score, float("inf"))
         best, chosen = _insert(score, first, best, chosen, BLOCK_M, KEEP)
@@ -326,65 +331,160 @@ def search_kernel(
 
 
 @triton.jit
+def _distances(s_ptr, t_ptr, t_row, there, D, stride_t, BLOCK_D: tl.constexpr):
+    """‖s - t‖² of some rows of the bank: finite, as float64 holds any, unless s or t are not.
+
+    Equal rows get equal bits.
+    """
+    distance = tl.zeros(t_row.shape, tl.float64)
+    t_start = t_row.to(tl.int64) * stride_t
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        s = tl.load(s_ptr + d, mask=d < D, other=0.0).to(tl.float64)
+        t = tl.load(
+            t_ptr + t_start[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+        )  # (rows, BLOCK_D)
+        difference = s[None, :] - t.to(tl.float64)
+        distance += tl.sum(difference * difference, axis=1)
+    return distance
+
+
+@triton.jit
+def _squared_norm(s_ptr, D, BLOCK_D: tl.constexpr):
+    """‖s‖²."""
+    squares = tl.zeros((BLOCK_D,), tl.float64)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        s = tl.load(s_ptr + d, mask=d < D, other=0.0).to(tl.float64)
+        squares += s * s
+    return tl.sum(squares, axis=0)
+
+
+@triton.jit
+def _insert_exact(distance, row, best, chosen):
+    """`_insert` for one row of the student, by (distance, row) and with no place for inf."""
+    least = tl.min(distance, axis=0)
+    at = tl.min(tl.where(distance == least, row, LAST), axis=0)
+    worst = tl.max(best, axis=0)
+    out = tl.max(tl.where(best == worst, chosen, -1), axis=0)
+    while (least < float("inf")) & ((least < worst) | ((least == worst) & (at < out))):
+        chosen_out = (best == worst) & (chosen == out)
+        best = tl.where(chosen_out, least, best)
+        chosen = tl.where(chosen_out, at, chosen)
+        distance = tl.where(row == at, float("inf"), distance)
+        least = tl.min(distance, axis=0)
+        at = tl.min(tl.where(distance == least, row, LAST), axis=0)
+        worst = tl.max(best, axis=0)
+        out = tl.max(tl.where(best == worst, chosen, -1), axis=0)
+    return best, chosen
+
+
+@triton.jit
+def _choose(distance, chosen, nearest_ptr, row, k):
+    """Store the k nearest, the lower row of equals first; their sum and the k-th distance."""
+    total = tl.zeros((), tl.float64)
+    least = tl.zeros((), tl.float64)
+    for n in range(0, k):
+        least = tl.min(distance, axis=0)
+        exists = least < float("inf")
+        lowest = tl.min(tl.where(distance == least, chosen, LAST), axis=0)
+        total += tl.where(exists, least, 0.0)
+        tl.store(nearest_ptr + row * k + n, tl.where(exists, lowest, -1))
+        distance = tl.where((distance == least) & (chosen == lowest), float("inf"), distance)
+    return total, least
+
+
+@triton.jit
 def settle_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
-    score_ptr,  # (N, candidates)
-    candidate_ptr,  # (N, candidates)
+    s_labels_ptr,  # (N,), as the student's rows lie
+    t_labels_ptr,  # (M,), sorted if SORTED
+    t_order_ptr,  # (M,): row of each position, if SORTED
+    score_ptr,  # (N, splits, KEEP)
+    candidate_ptr,  # (N, splits, KEEP)
     loss_ptr,  # (N,)
     factor_ptr,  # (N,): of Σ_k (student - neighbour_k) in the gradient
     nearest_ptr,  # (N, k): rows of the bank, -1 where there is none
-    candidates,
+    M,
     D,
     k,
     stride_s,
     stride_t,
+    rows,  # of the bank, for one split
+    splits,
+    tolerance,
+    tolerance_rest,
+    rounding,  # see `score_rounding`
     scale,
+    HAS_TOLERANCE: tl.constexpr,
+    SORTED: tl.constexpr,
     KEEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, KEEP)
+    candidates = splits * KEEP
+    score_ptr += row * candidates
     best = tl.full((1, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((1, KEEP), tl.int32)
     for first in range(0, candidates, WIDTH):
         at = first + tl.arange(0, WIDTH)
-        there = at < candidates
-        score = tl.load(score_ptr + row * candidates + at, mask=there, other=float("inf"))
+        score = tl.load(score_ptr + at, mask=at < candidates, other=float("inf"))
         best, chosen = _insert(score[None, :], first, best, chosen, WIDTH, KEEP)
-    found = tl.reshape(best, (KEEP,)) < float("inf")
+    best = tl.reshape(best, (KEEP,))
+    found = best < float("inf")
     chosen = tl.reshape(chosen, (KEEP,))
     chosen = tl.load(candidate_ptr + row * candidates + chosen, mask=found, other=0)
 
-    t_start = chosen.to(tl.int64) * stride_t
-    distance = tl.zeros((KEEP,), tl.float32)
-    broken = tl.zeros((KEEP,), tl.float32)  # NaN once a NaN or inf was met
-    for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
-        s = tl.load(s_ptr + row * stride_s + d, mask=d < D, other=0.0).to(tl.float32)
-        t = tl.load(
-            t_ptr + t_start[:, None] + d[None, :],
-            mask=found[:, None] & (d < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)  # (KEEP, BLOCK_D)
-        difference = s[None, :] - t
-        distance += tl.sum(difference * difference, axis=1)
-        broken += tl.sum((s - s)[None, :] + (t - t), axis=1)
-    broken = tl.sum(tl.where(found & (broken != broken), 1, 0), axis=0) > 0
+    s_ptr += row * stride_s
+    distance = _distances(s_ptr, t_ptr, chosen, found, D, stride_t, BLOCK_D)
+    finite = distance < float("inf")
+    broken = tl.max((found & ~finite).to(tl.int32), axis=0)
+    distance = tl.where(found & finite, distance, float("inf"))
+    total, kth = _choose(distance, chosen, nearest_ptr, row, k)
 
-    distance = tl.where(distance < FAR, distance, FAR)
-    distance = tl.where(found, distance, float("inf"))
-    total = 0.0
-    for n in range(0, k):
-        least = tl.min(distance, axis=0)
-        exists = least < float("inf")
-        # The lowest row of equals.
-        lowest = tl.min(tl.where(distance == least, chosen, 2147483647), axis=0)
-        total += tl.where(exists, tl.where(least < FAR, least, float("inf")), 0.0)
-        tl.store(nearest_ptr + row * k + n, tl.where(exists, lowest, -1))
-        distance = tl.where((distance == least) & (chosen == lowest), float("inf"), distance)
-    nan = tl.where(broken, float("nan"), 0.0)
-    tl.store(loss_ptr + row, total * (scale / D) + nan)
+    # A row at least as near as the k-th has ‖t‖ ≤ reach, and so no score above the limit; underflow
+    # costs each feature less than 2^-122. What overflows proves nothing.
+    square = _squared_norm(s_ptr, D, BLOCK_D)
+    norm = tl.sqrt(square.to(tl.float32))
+    reach = norm + tl.sqrt(kth.to(tl.float32))
+    size = reach * (2 * norm + reach)
+    limit = (kth - square).to(tl.float32) + rounding * size + D * 2.0**-122
+    limit = tl.where(size < FAR, limit, float("inf"))
+    rejected = tl.max(best, axis=0)  # the least score of what is not among the candidates
+    if (broken == 0) & (rejected < float("inf")) & (rejected <= limit):
+        s_label = _wide(tl.load(s_labels_ptr + row))
+        slack = _tolerance(s_label, tolerance, tolerance_rest)
+        nearest = tl.full((KEEP,), float("inf"), tl.float64)
+        chosen = LAST - slot  # distinct, and higher than any row
+        for split in range(0, splits):
+            score = tl.load(score_ptr + split * KEEP + slot)
+            start = split * rows
+            stop = tl.minimum(start + rows, M)
+            if tl.min(score, axis=0) > limit:
+                stop = start
+            if SORTED:
+                start, stop = _range(
+                    t_labels_ptr, s_label, s_label, slack, start, stop, HAS_TOLERANCE
+                )
+            for first in range(start, stop, KEEP):
+                j = first + slot
+                there = j < stop
+                if not SORTED:
+                    t_labels = _wide(tl.load(t_labels_ptr + j, mask=there, other=0))
+                    there = there & _same(s_label, t_labels, slack, HAS_TOLERANCE)
+                t_row = _rows(t_order_ptr, j, there, SORTED).to(tl.int32)
+                distance = _distances(s_ptr, t_ptr, t_row, there, D, stride_t, BLOCK_D)
+                finite = distance < float("inf")
+                broken = tl.maximum(broken, tl.max((there & ~finite).to(tl.int32), axis=0))
+                distance = tl.where(there & finite, distance, float("inf"))
+                nearest, chosen = _insert_exact(distance, t_row, nearest, chosen)
+        total, kth = _choose(nearest, chosen, nearest_ptr, row, k)
+
+    nan = tl.where(broken > 0, float("nan"), 0.0)
+    tl.store(loss_ptr + row, (total * (scale / D)).to(tl.float32) + nan)
     tl.store(factor_ptr + row, 2.0 * scale / D + nan)
 
 
@@ -434,9 +534,10 @@ def knn(
     M = teacher.shape[0]
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
     is_sorted = M >= ROWS_TO_SORT and not from_products
+    labels = student_labels
     student_order = teacher_order = None
     if is_sorted:
-        student_labels, student_order = student_labels.sort(stable=True)
+        student_labels, student_order = labels.sort(stable=True)
         if teacher_labels is None:
             teacher_order = student_order
         else:
@@ -456,7 +557,7 @@ def knn(
     widen = triton_interpreted() and student.dtype == torch.bfloat16
     with torch.cuda.device_of(student):
         product = squares = None
-        product_splits = 0
+        product_splits, features = 0, D
         if from_products:
             product_config = product_blocks(itemsize)
             grid = (
@@ -485,6 +586,7 @@ def knn(
         splits = max(min(PROGRAMS // tiles, triton.cdiv(M, config["BLOCK_M"])), 1)
         rows = triton.cdiv(M, splits * config["BLOCK_M"]) * config["BLOCK_M"]
         splits = triton.cdiv(M, rows)
+        label_tolerance = _tolerance_parts(tolerance, labels)
         score = torch.empty(N, splits, keep(k), **new)
         candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
         search_kernel[(tiles, splits)](
@@ -505,7 +607,7 @@ def knn(
             teacher.stride(0),
             rows,
             product_splits,
-            *_tolerance_parts(tolerance, student_labels),
+            *label_tolerance,
             HAS_TOLERANCE=tolerance is not None,
             SORTED=is_sorted,
             FROM_PRODUCTS=from_products,
@@ -519,17 +621,26 @@ def knn(
         settle_kernel[(N,)](
             student,
             teacher,
+            labels,
+            teacher_labels,
+            teacher_order,
             score,
             candidate,
             loss,
             factor,
             nearest,
-            splits * keep(k),
+            M,
             D,
             k,
             student.stride(0),
             teacher.stride(0),
+            rows,
+            splits,
+            *label_tolerance,
+            score_rounding(features, product_splits, itemsize),
             scale,
+            HAS_TOLERANCE=tolerance is not None,
+            SORTED=is_sorted,
             **settle_blocks(k),
         )
     return loss, factor, nearest
@@ -543,14 +654,25 @@ def _tolerance_parts(tolerance: float | None, labels: Tensor) -> tuple[float, fl
     return high, 0.0 if tolerance is None else tolerance - high
 
 
+def score_rounding(features: int, splits: int, itemsize: int) -> float:
+    """c such that a computed ‖t‖² - 2 s·t errs by no more than c·‖t‖·(2‖s‖ + ‖t‖).
+
+    For 2-byte inputs products are exact, and the tensor cores (sm_80 and later) add 4 to 16 of
+    them to the sum, each cut at 2^-24 of the largest and the result at 2^-23: less than 2^-23 of
+    Σ|s||t| for each feature. For float32, in parts of 11 bits, products leave out less than
+    25·2^-23; the 3·32 at most of a step are added up in the same way, but from zero, and then the
+    steps. ‖t‖² has fewer roundings. One more for each split of the features, eight for the rest.
+    """
+    terms = features if itemsize == 2 else 25 + 3 * 32 + triton.cdiv(features, 16)
+    return (terms + splits + 8) * 2.0**-23
+
+
 def settle_blocks(k: int) -> dict[str, int]:
-    """Candidates merged at a time, and features of a tile: 4096 elements of the bank at a time."""
-    return {
-        "KEEP": keep(k),
-        "WIDTH": max(128, keep(k)),
-        "BLOCK_D": max(4096 // keep(k), 128),
-        "num_warps": 4,
-    }
+    """Candidates merged at a time, and features of a tile: a row of 1024 against 8 is one tile.
+
+    8192 differences in float64 are 64 registers of a thread, and none is spilled.
+    """
+    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": 8192 // keep(k), "num_warps": 8}
 
 
 def knn_gradient(
@@ -679,19 +801,35 @@ def _search_variants(
 def _row_variants(dtype: str) -> Iterator[Variant]:
     inputs = {"s_ptr": dtype, "t_ptr": dtype, "factor_ptr": "*fp32", "nearest_ptr": "*i32"}
     inputs |= dict.fromkeys(("D", "k", "stride_s", "stride_t"), "i32")
-    aligned = ("D", "stride_s", "stride_t", "candidates")
+    aligned = ("D", "stride_s", "stride_t", "rows")
     for k in (1, 8, 32):
-        config = settle_blocks(k)
-        num_warps = config.pop("num_warps")
-        yield Variant(
-            settle_kernel,
-            inputs
-            | {"score_ptr": "*fp32", "candidate_ptr": "*i32", "loss_ptr": "*fp32"}
-            | {"candidates": "i32", "scale": "fp32"},
-            config,
-            num_warps=num_warps,
-            aligned=aligned,
-        )
+        for labels, is_sorted, tolerance in (
+            ("*i64", False, False),
+            ("*i64", True, False),
+            ("*fp32", True, True),
+            ("*fp64", True, True),
+        ):
+            config: dict[str, Any] = settle_blocks(k)
+            num_warps = config.pop("num_warps")
+            flags: dict[str, Any] = {"HAS_TOLERANCE": tolerance, "SORTED": is_sorted}
+            extra = dict.fromkeys(("s_labels_ptr", "t_labels_ptr"), labels)
+            extra |= {"score_ptr": "*fp32", "candidate_ptr": "*i32", "loss_ptr": "*fp32"}
+            extra |= dict.fromkeys(("rounding", "tolerance_rest", "scale"), "fp32")
+            extra |= dict.fromkeys(("M", "rows", "splits"), "i32")
+            extra["tolerance"] = "i32" if labels.startswith("*i") else "fp32"
+            if is_sorted:
+                extra["t_order_ptr"] = "*i64"
+            else:
+                flags["t_order_ptr"] = None
+            yield Variant(
+                settle_kernel,
+                inputs
+                | extra
+                | {"score_ptr": "*fp32", "candidate_ptr": "*i32", "loss_ptr": "*fp32"},
+                config | flags,
+                num_warps=num_warps,
+                aligned=aligned,
+            )
     config = gradient_blocks()
     num_warps = config.pop("num_warps")
     yield Variant(
