@@ -49,6 +49,9 @@ SMALL_PROBLEM = 2**20
 # With fewer rows, centring the bank costs more than the few choices that it makes sure.
 MIN_ROWS_TO_CENTRE = 256
 
+# Features of one product: what a longer sum may round is more than most distances differ by.
+PRODUCT_FEATURES = 512
+
 # Candidates beyond the k-th, compared by direct difference.
 EXTRA_CANDIDATES = 8
 
@@ -149,8 +152,7 @@ def knn_feature_loss(
         check_number("tolerance", tolerance, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
 
-    student = student.reshape(size, student.shape[1:].numel())  # (N, D)
-    teacher = teacher.reshape(bank_size, student.shape[1])  # (M, D)
+    student, teacher = student.flatten(1), teacher.flatten(1)  # (N, D), (M, D)
     kernels = use_triton(
         backend, "knn_feature_loss", student, _not_in_triton(student, min(k, bank_size))
     )
@@ -332,9 +334,8 @@ class _KNNFeatureLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (residual,) = ctx.saved_tensors  # (N, D)
-        with autocast_off(residual):
-            scale = grad * (2 / residual.shape[1])
-            return (residual * scale[:, None]).to(ctx.dtype), None, None, None, None, None
+        scale = grad * (2 / residual.shape[1])
+        return (residual * scale[:, None]).to(ctx.dtype), None, None, None, None, None
 
 
 class _KNNFeatureLossTriton(torch.autograd.Function):
@@ -381,10 +382,11 @@ def _comparable(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
 class _Search:
     """The nearest rows of the same label, without a matrix of all distances.
 
-    Matrix products of blocks choose k rows and a few more, among which direct differences decide.
-    On the CPU that is done only where rounding could have swapped the k-th and the next row, and
-    where it could have swapped more, float64 decides; on a GPU and under torch.compile, where
-    nothing may depend on the data, always.
+    Matrix products of blocks choose k rows and a few more, among which direct differences in
+    float64 decide. On the CPU that is done only where rounding could have swapped the k-th and the
+    next row, and where it could have swapped more, for all rows that it could. On a GPU and under
+    torch.compile, where nothing may depend on the data, it is done always, and the products are in
+    float64: they tell apart what differs in float32, at two to three times the cost on a CPU.
     """
 
     def __init__(self, student, teacher, student_labels, teacher_labels, k, tolerance):
@@ -394,39 +396,45 @@ class _Search:
         self.dtype = working_dtype(student)
         self.block_rows = min(MAX_BLOCK_ROWS, max(64, BLOCK_ELEMENTS // student.shape[1]))
         self.may_look = student.device.type == "cpu" and not torch.compiler.is_compiling()
+        self.product_dtype = self.dtype if self.may_look else torch.float64
         self.centre: Tensor | None = None
         if not self.may_look or student.shape[0] >= MIN_ROWS_TO_CENTRE:
             # ‖s‖² + ‖t‖² - 2 s·t cancels less the nearer both are to the origin.
-            centre = teacher.mean(0, dtype=self.dtype)  # (D,)
+            centre = teacher.mean(0, dtype=self.product_dtype)  # (D,)
             self.centre = torch.where(centre.isfinite(), centre, 0)
 
     def losses(self, nearest: Tensor, found: Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
         """Loss (N,) and Σ_k (student - neighbour_k) (N, D), by direct difference."""
         size, features = self.student.shape
-        losses = torch.zeros(size, dtype=self.dtype, device=self.student.device)
-        residual = torch.empty(size, features, dtype=self.dtype, device=self.student.device)
+        losses, residuals = [], []
         all_found = self.may_look and bool(found.all())
         for part in _parts(size, max(1, PAIR_ELEMENTS // features)):
             student = self.student[part].to(self.dtype)
             for j in range(self.k):
-                difference = student - self.teacher[nearest[part, j]].to(self.dtype)
+                neighbour = self.teacher.index_select(0, nearest[part, j])
+                difference = student - neighbour.to(self.dtype)
                 if not all_found:
                     difference.masked_fill_(~found[part, j, None], 0)
+                squares = difference.square().sum(1)
                 if j == 0:
-                    residual[part] = difference
+                    residual, loss = difference, squares
                 else:
-                    residual[part] += difference
-                losses[part] += difference.square_().sum(1)
+                    residual, loss = residual.add_(difference), loss.add_(squares)
+            losses.append(loss)
+            residuals.append(residual)
+        loss, residual = torch.cat(losses).div_(features), torch.cat(residuals)
         if not self.may_look or bool(broken.any()):
             residual.masked_fill_(broken[:, None], torch.nan)
-            losses.masked_fill_(broken, torch.nan)
-        return losses.div_(features), residual
+            loss.masked_fill_(broken, torch.nan)
+        return loss, residual
 
     def neighbours(self) -> tuple[Tensor, Tensor, Tensor]:
         """Neighbours (N, k), whether each exists (N, k), and rows that met a NaN or inf (N,)."""
         size, device = self.student.shape[0], self.student.device
         if self.may_look and self.student.numel() * self.teacher.shape[0] <= SMALL_PROBLEM:
-            return self.all_pairs()
+            result = self.all_pairs()
+            if result is not None:
+                return result
         nearest = torch.zeros(size, self.k, dtype=torch.int64, device=device)
         found = torch.zeros(size, self.k, dtype=torch.bool, device=device)
         broken = torch.zeros(size, dtype=torch.bool, device=device)
@@ -434,24 +442,30 @@ class _Search:
             nearest[queries], found[queries], broken[queries] = self.search(queries, bank)
         return nearest, found, broken
 
-    def all_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`neighbours` of a small problem, where float64 for all costs less than any thought."""
-        q, t = self.student.double(), self.teacher.double()
-        q_squared, t_squared = q.square().sum(1), t.square().sum(1)
+    def all_pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`neighbours` of a small problem in few steps; None where a square may overflow."""
+        q, t = self.student.to(self.dtype), self.teacher.to(self.dtype)
+        t_norm = torch.linalg.vector_norm(t, dim=1)
+        largest = float(torch.linalg.vector_norm(q, dim=1).max() + t_norm.max())
+        if not largest**2 < torch.finfo(self.dtype).max / 4:
+            return None
         same = _same_label(self.student_labels, self.teacher_labels, self.tolerance)
-        d = torch.addmm(t_squared, q, t.T, alpha=-2).masked_fill_(~same, torch.inf)
-        nearest = _first(d, self.k)
-        found = torch.arange(self.k) < same.sum(1, keepdim=True)
-        broken = torch.zeros(len(q), dtype=torch.bool)
-        if not bool((q_squared.sum() + t_squared.sum()).isfinite()):
-            broken = found[:, 0] & ~self.student.isfinite().all(1)
-            broken |= (same & ~self.teacher.isfinite().all(1)).any(1)
-        return nearest, found, broken
+        d = _scores(t_norm.square_(), q, t).masked_fill_(~same, torch.inf)
+        best, nearest = d.topk(min(self.k + 1, len(t)), largest=False)
+        if self.k < len(t):
+            slack = self.rounding(self.dtype) * largest**2 + self.underflow(self.dtype)
+            unsure = best[:, self.k] - best[:, self.k - 1] <= slack  # NaN where both are missing
+            if bool(unsure.any()):
+                rows = unsure.nonzero().squeeze(1)
+                near = d[rows] <= best[rows, self.k - 1, None] + slack
+                nearest[rows, : self.k] = self.nearest_of(rows, torch.arange(len(t)), near)
+        found = best[:, : self.k] < torch.inf
+        return nearest[:, : self.k], found, found.new_zeros(len(q))
 
     def chunks(self) -> Iterator[tuple[_Rows, _Rows]]:
         """Student rows, and the teacher rows among which their labels are."""
         size, bank_size = self.student.shape[0], self.teacher.shape[0]
-        if not self.may_look or max(size, bank_size) <= self.block_rows:
+        if not self.may_look or size <= self.block_rows:
             yield from ((part, slice(0, bank_size)) for part in _parts(size, self.block_rows))
             return
         # Grouped by label, a chunk of rows meets only the part of the bank around its labels.
@@ -481,26 +495,33 @@ class _Search:
         for block in _split(bank, self.block_rows):
             score = self.scores(q, q_squared, block)
             score.masked_fill_(~self.same(queries, block), torch.inf)
-            score, column = score.topk(min(keep, score.shape[1]), largest=False)
+            score, column = self.smallest(score, keep)
             column = column + block.start if isinstance(block, slice) else block[column]
-            best, order = torch.cat([best, score], 1).topk(keep, largest=False)
+            best, order = self.smallest(torch.cat([best, score], 1), keep)
             chosen = torch.cat([chosen, column], 1).gather(1, order)
 
+        found = best[:, : self.k] < torch.inf
         broken = best[:, 0] == -torch.inf
         if not self.may_look or not bool(q_squared.isfinite().all()):
             broken |= ~q.isfinite().all(1)
         if self.may_look:
             self.settle(queries, bank, q_squared, best, chosen, broken)
         else:
-            best, chosen = self.reorder(queries, best, chosen)
-        found = best[:, : self.k] < torch.inf
+            chosen = self.reorder(queries, best, chosen)
         return chosen[:, : self.k], found, broken & found[:, 0]
+
+    def smallest(self, score: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The n smallest of each row, and where; the first of equals where `settle` is not used."""
+        if self.may_look:
+            return score.topk(min(n, score.shape[1]), largest=False)
+        score, column = score.sort(dim=1, stable=True)
+        return score[:, :n], column[:, :n]
 
     def scores(self, q: Tensor, q_squared: Tensor, bank: _Rows) -> Tensor:
         """‖q - t‖² - ‖q‖² for a block of the bank (Q, M); -inf where t holds a NaN or inf."""
         t = self.rows(self.teacher, bank)
         t_squared = _squared_norm(t)
-        score = torch.addmm(t_squared, q, t.T, alpha=-2)
+        score = _scores(t_squared, q, t)
         if self.may_look and bool((t_squared.max() + q_squared.max()).isfinite()):
             return score
         # Finite rows whose squares overflow stay candidates, far away.
@@ -518,12 +539,8 @@ class _Search:
         broken: Tensor,
     ) -> None:
         """Choose again, in place, where rounding could have changed the choice."""
-        kth, following, last = best[:, self.k - 1], best[:, self.k], best[:, -1]
-        # A row that could take the k-th place is no farther out than this.
-        reach = q_squared.sqrt() + (kth + q_squared).clamp_min(0).sqrt()
-        # The error of a score relative to ‖q‖² + ‖t‖²: about twice the largest seen.
-        relative = torch.finfo(self.dtype).eps * (4 + self.student.shape[1] ** 0.5 / 16)
-        limit = kth + 2 * relative * (q_squared + reach.square())
+        following, last = best[:, self.k], best[:, -1]
+        limit = self.limit(q_squared, best[:, self.k - 1])
         unsure = ~((following > limit) | (following == torch.inf) | broken)
         if not bool(unsure.any()):
             return
@@ -531,39 +548,76 @@ class _Search:
         few = (last > limit) | (last == torch.inf)
         index = (unsure & few).nonzero().squeeze(1)
         rows = index + queries.start if isinstance(queries, slice) else queries[index]
-        best[index], chosen[index] = self.reorder(rows, best[index], chosen[index])
+        # Ascending, here and below, so that the lower of two equals comes first.
+        candidates, order = chosen[index].sort(1)
+        near = (best <= limit[:, None])[index].gather(1, order)
+        chosen[index, : self.k] = self.nearest_of(rows, candidates, near)
 
         index = (unsure & ~few).nonzero().squeeze(1)
         rows = index + queries.start if isinstance(queries, slice) else queries[index]
-        # Ascending, so that the lower of two equals comes first.
         bank = torch.arange(bank.stop) if isinstance(bank, slice) else bank.sort().values
         for part in _parts(len(rows), max(1, BLOCK_ELEMENTS // (2 * len(bank)))):
             chosen[index[part], : self.k] = self.exact(rows[part], bank)
 
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Bound of the error of two scores by rounding, relative to (‖q‖ + ‖t‖)²."""
+        features = self.student.shape[1]
+        sums = min(features, PRODUCT_FEATURES) + features // PRODUCT_FEATURES
+        return (sums + 8) * torch.finfo(dtype).eps
+
+    def underflow(self, dtype: torch.dtype) -> float:
+        """Bound of the error of two scores by underflow."""
+        return 8 * self.student.shape[1] * torch.finfo(dtype).tiny
+
+    def limit(self, q_squared: Tensor, kth: Tensor) -> Tensor:
+        """The largest score that a row as near as the k-th can have, whatever was rounded."""
+        # Such a row is no farther out than this.
+        reach = q_squared.sqrt() + (kth + q_squared).clamp_min(0).sqrt()
+        rounding = 2 * self.rounding(kth.dtype) * (q_squared + reach.square())
+        largest = torch.finfo(kth.dtype).max
+        return (kth + rounding + self.underflow(kth.dtype)).nan_to_num_(largest, largest)
+
     def exact(self, queries: Tensor, bank: Tensor) -> Tensor:
-        """The k nearest (Q, k) in float64."""
+        """The k nearest (Q, k): direct differences of all that float64 does not rule out."""
         q = self.student[queries].double()
         d = torch.empty(len(queries), len(bank), dtype=torch.float64)
         for part in _parts(len(bank), self.block_rows):
             t = self.teacher[bank[part]].double()
-            d[:, part] = torch.addmm(t.square().sum(1), q, t.T, alpha=-2)
-        return bank[_first(d.masked_fill_(~self.same(queries, bank), torch.inf), self.k)]
+            d[:, part] = _scores(_squared_norm(t), q, t)
+        largest = torch.finfo(d.dtype).max
+        d.nan_to_num_(largest, largest).masked_fill_(~self.same(queries, bank), torch.inf)
+        kth = d.topk(self.k, largest=False).values[:, -1]
+        return self.nearest_of(queries, bank, d <= self.limit(_squared_norm(q), kth)[:, None])
 
-    def reorder(self, queries: _Rows, best: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def nearest_of(self, queries: Tensor, bank: Tensor, near: Tensor) -> Tensor:
+        """The k nearest (Q, k) by direct difference of those in ``bank`` (Q, M) that are ``near``.
+
+        Of equals the first; at least k are near.
+        """
+        bank = bank.expand_as(near)
+        row, column = near.nonzero(as_tuple=True)
+        queries, others = queries[row], bank[row, column]
+        d = torch.full(near.shape, torch.inf, dtype=torch.float64)
+        largest = torch.finfo(d.dtype).max
+        for part in _parts(len(row), max(1, PAIR_ELEMENTS // self.student.shape[1])):
+            difference = self.student[queries[part]].double() - self.teacher[others[part]]
+            d[row[part], column[part]] = difference.square_().sum(1).clamp_max_(largest)
+        return bank.gather(1, _first(d, self.k))
+
+    def reorder(self, queries: _Rows, best: Tensor, chosen: Tensor) -> Tensor:
         """The candidates (Q, keep) sorted by direct difference, the lower row first."""
         chosen, order = chosen.sort(1)
-        best = best.gather(1, order)
-        q = self.student[queries].to(self.dtype)
+        missing = best.gather(1, order) == torch.inf
+        q = self.student[queries].double()
         distance = []
         for part in _parts(len(q), max(1, BLOCK_ELEMENTS // (chosen.shape[1] * q.shape[1]))):
-            t = self.teacher[chosen[part]].to(self.dtype)  # (b, keep, D)
+            t = self.teacher[chosen[part]]  # (b, keep, D)
             distance.append((q[part, None] - t).square_().sum(2))
         # Only what is missing may be inf: neither a square that overflows nor a NaN.
-        largest = torch.finfo(self.dtype).max
-        direct = torch.cat(distance).nan_to_num_(largest, largest) if distance else best
-        best = torch.where(best.isinf(), best, direct)
-        best, order = best.sort(dim=1, stable=True)
-        return best, chosen.gather(1, order)
+        largest = torch.finfo(torch.float64).max
+        direct = torch.cat(distance) if distance else best.double()
+        direct = direct.nan_to_num_(largest, largest).masked_fill_(missing, torch.inf)
+        return chosen.gather(1, direct.argsort(dim=1, stable=True))
 
     def same(self, queries: _Rows, bank: _Rows) -> Tensor:
         """Which labels match (Q, M)."""
@@ -571,7 +625,7 @@ class _Search:
 
     def rows(self, x: Tensor, index: _Rows) -> Tensor:
         """Rows of ``x`` in the working dtype, centred where that is done."""
-        x = x[index].to(self.dtype)
+        x = x[index].to(self.product_dtype)
         return x if self.centre is None else x - self.centre
 
 
@@ -582,6 +636,15 @@ def _first(d: Tensor, k: int) -> Tensor:
         d.scatter_(1, chosen[-1], torch.inf)
         chosen.append(d.argmin(1, keepdim=True))
     return torch.cat(chosen, 1)
+
+
+def _scores(t_squared: Tensor, q: Tensor, t: Tensor) -> Tensor:
+    """‖t‖² - 2 q·t (Q, M)."""
+    first, *more = zip(q.split(PRODUCT_FEATURES, 1), t.split(PRODUCT_FEATURES, 1), strict=True)
+    score = torch.addmm(t_squared, first[0], first[1].T, alpha=-2)
+    for a, b in more:
+        score.addmm_(a, b.T, alpha=-2)
+    return score
 
 
 def _squared_norm(x: Tensor) -> Tensor:

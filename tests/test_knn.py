@@ -91,15 +91,20 @@ def test_worked_example(function):
     assert torch.allclose(losses, torch.tensor([2.5, 0.0, (81 + 8.9**2) / 2]))
 
 
-@pytest.fixture(params=[True, False], ids=["any size", "as large"])
-def small_problems(request, monkeypatch):
-    """Small problems as they are, and by the search that large ones take."""
-    if not request.param:
-        monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", 0)
+@pytest.fixture(params=["small", "large", "without looking"])
+def searches(request, monkeypatch):
+    """PyTorch's three searches: of small problems, of large ones, and where data can't decide."""
+    if request.param == "small":
+        return
+    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "triton":
+        pytest.skip("the kernels have one search")
+    monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", 0)
+    if request.param == "without looking":
+        monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.usefixtures("small_problems")
+@pytest.mark.usefixtures("searches")
 def test_equals_a_loop(size):
     *shape, k = size
     student, teacher, *labels = batch(*shape)
@@ -175,7 +180,7 @@ def test_trailing_dimensions_and_strides(backend):
     assert torch.equal(knn_feature_loss(student, teacher, *labels, k=2, backend=backend), flat)
 
 
-@pytest.mark.usefixtures("small_problems")
+@pytest.mark.usefixtures("searches")
 def test_ties_go_to_the_lower_index(backend):
     student = torch.zeros(3, 2)
     teacher = torch.tensor([[2.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0], [1.0, 0]])
@@ -190,41 +195,89 @@ def test_ties_go_to_the_lower_index(backend):
     assert torch.equal(grad, torch.tensor([[0.0, -1.0]]).expand(3, 2))
 
 
-@pytest.mark.usefixtures("small_problems")
-def test_near_duplicates_in_the_bank(backend):
-    # Far apart clusters of rows that differ by far less than a matrix product resolves. The
-    # kernels compare seven candidates more than they are asked for.
-    rows = 12 if backend == "torch" else 8
+def near_duplicates(rows, dtype=torch.float32, spread=1e-4):
+    """Six students and four far clusters of rows that differ less than a product resolves."""
     clusters = 30 * torch.randn(4, 64, dtype=torch.float64)
-    spread = 1e-4 * torch.randn(4, rows, 64, dtype=torch.float64)
-    teacher = (clusters[:, None] + spread).flatten(0, 1)
+    near = spread * torch.randn(4, rows, 64, dtype=torch.float64)
+    teacher = (clusters[:, None] + near).flatten(0, 1)
     student = clusters[torch.tensor([0, 1, 2, 3, 0, 2])]
-    student = (student + 2e-4 * torch.randn(6, 64, dtype=torch.float64)).float()
-    teacher = teacher.float()
+    student = student + 2 * spread * torch.randn(6, 64, dtype=torch.float64)
     labels = torch.zeros(6, dtype=torch.long), torch.zeros(4 * rows, dtype=torch.long)
-    for k in (1, 3):
-        expected = loop(student.double(), teacher.double(), *labels, k)
-        actual = value_and_grad(
-            knn_feature_loss, student, teacher, *labels, k=k, reduction="none", backend=backend
+    return student.to(dtype), teacher.to(dtype), *labels
+
+
+def check_against_loop(function, student, teacher, *labels, **options):
+    expected = loop(student.double(), teacher.double(), *labels, options["k"])
+    actual = value_and_grad(function, student, teacher, *labels, reduction="none", **options)
+    for a, e in zip(actual, expected, strict=True):
+        assert_accurate(a, e, student.dtype)
+
+
+@pytest.mark.usefixtures("searches")
+@pytest.mark.parametrize(("rows", "k"), [(12, 1), (12, 3), (80, 2)])
+def test_near_duplicates_in_the_bank(backend, rows, k):
+    check_against_loop(knn_feature_loss, *near_duplicates(rows), k=k, backend=backend)
+
+
+def test_near_duplicates_in_halves(backend):
+    # bfloat16 rows one unit of the last digit apart, far from the origin: exact products, long sums
+    teacher = (40 + torch.randint(-1, 2, (100, 600)) / 4).bfloat16()
+    student = (teacher[::25].float() + torch.randint(-1, 2, (4, 600)) / 4).bfloat16()
+    labels = torch.zeros(4), torch.zeros(100)
+    check_against_loop(knn_feature_loss, student, teacher, *labels, k=3, backend=backend)
+
+
+@pytest.mark.parametrize("small_problem", [0, 2**20])
+def test_near_duplicates_in_float64(monkeypatch, small_problem):
+    monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", small_problem)
+    check_against_loop(knn_feature_loss, *near_duplicates(30, torch.float64, spread=1e-10), k=2)
+
+
+@pytest.mark.usefixtures("searches")
+def test_many_ties_go_to_the_lower_index(backend):
+    # As far from the origin each: more rows than any list of candidates holds.
+    teacher = torch.cat([2 * torch.eye(40)[:20], torch.eye(40), torch.eye(40)[:30]])
+    student = torch.zeros(2, 40)
+    for labels, tolerance in (
+        ((torch.zeros(2), torch.zeros(90)), None),
+        ((torch.zeros(2), torch.arange(90).flip(0) / 100), 1.0),
+    ):
+        _, grad = value_and_grad(
+            knn_feature_loss, student, teacher, *labels, k=2, tolerance=tolerance, backend=backend
         )
-        assert_accurate(actual[0], expected[0], torch.float32)
-        assert_accurate(actual[1], expected[1], torch.float32)
+        expected = torch.zeros(2, 40)
+        expected[:, :2] = -2 / 40
+        assert torch.equal(grad, expected)
 
 
-@pytest.mark.usefixtures("small_problems")
+@pytest.mark.usefixtures("searches")
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e18])
 def test_extreme_scales(backend, scale):
-    if backend == "triton" and scale == 1e-30:
-        pytest.skip("squares of differences underflow; PyTorch has float64 for them")
-    student, teacher, *labels = batch(10, 30, 8, 2, dtype=torch.float32)
-    _, expected = value_and_grad(knn_feature_loss_ref, student.double(), teacher.double(), *labels)
+    student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
+    _, expected = value_and_grad(
+        knn_feature_loss_ref, student.double(), teacher.double(), *labels, k=2
+    )
     _, grad = value_and_grad(
-        knn_feature_loss, student * scale, teacher * scale, *labels, backend=backend
+        knn_feature_loss, student * scale, teacher * scale, *labels, k=2, backend=backend
     )
     assert_accurate(grad.double() / scale, expected, torch.float32)
 
 
-@pytest.mark.usefixtures("small_problems")
+def test_rows_of_all_scales_in_one_bank(backend):
+    # The nearest is found among rows whose squares underflow and others whose squares overflow.
+    student, teacher, *labels = batch(9, 60, 8, 3, dtype=torch.float32)
+    scale = torch.tensor([1e-30, 1e-12, 1.0, 1e12, 1e25])
+    student, teacher = student * scale[:3].repeat(3)[:, None], teacher * scale.repeat(12)[:, None]
+    for k in (1, 3):
+        _, grad = value_and_grad(
+            knn_feature_loss, student, teacher, *labels, k=k, backend=backend, reduction="none"
+        )
+        _, expected = loop(student.double(), teacher.double(), *labels, k)
+        for g, e in zip(grad, expected, strict=True):
+            assert_accurate(g, e, torch.float32)
+
+
+@pytest.mark.usefixtures("searches")
 def test_zero_and_constant_features(backend):
     labels = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])
     for value in (0.0, 0.1, 1e4):
@@ -253,7 +306,7 @@ def test_nothing_to_compare_is_zero(backend):
             assert (grad == 0).all()
 
 
-@pytest.mark.usefixtures("small_problems")
+@pytest.mark.usefixtures("searches")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_nan_reaches_its_own_label_and_no_other(backend, bad):
     student, teacher, *_ = batch(6, 20, 5, 1, dtype=torch.float32)
@@ -330,6 +383,8 @@ def test_compiles_without_graph_breaks(backend):
         traced = value_and_grad(compiled, student, teacher, *labels, **options)
         for a, b in zip(eager, traced, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True)
+    if backend == "torch":
+        check_against_loop(compiled, *near_duplicates(80), k=1, backend=backend)
     student, teacher, labels, _ = batch(8, 8, 6, 3, dtype=torch.float32)
     student[:2] = 1e25
     eager = value_and_grad(knn_feature_loss, student, teacher, labels, backend=backend)

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from fastkd.knn import knn_feature_loss
 from tests.kernels.launches import count_launches
-from tests.test_knn import batch, check
+from tests.test_knn import batch, check, check_against_loop, near_duplicates
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,45 @@ def test_features_split_among_programs(monkeypatch):
     lost = labels[0] == labels[1][4]
     lost[2] = True
     assert torch.equal(losses.isnan(), lost)
+
+
+@pytest.mark.parametrize("way", ["sorted", "sorted and split", "from products"])
+def test_near_duplicates(monkeypatch, way):
+    student, teacher, *labels = near_duplicates(20)
+    labels[1][::3] = 1  # of another label
+    if way == "from products":
+        monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", 1)
+    else:
+        monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+        monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 2 if way == "sorted and split" else 1)
+    for tolerance in (None, 0.5):
+        check_against_loop(
+            knn_feature_loss, student, teacher, *labels, k=3, tolerance=tolerance, backend="triton"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_behind_rows_that_overflow(dtype):
+    # They all come first in the search, and there are more of them than candidates.
+    student, teacher = torch.ones(2, 6, dtype=dtype), torch.full((40, 6), 1e25, dtype=dtype)
+    teacher[35, 2] = torch.nan
+    labels = torch.tensor([0, 1]), (torch.arange(40) == 39).long()
+    losses = knn_feature_loss(student, teacher, *labels, reduction="none", backend="triton")
+    assert losses[0].isnan()
+    assert losses[1] == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordinary_rows_are_proven_without_a_second_look(monkeypatch, dtype):
+    def second_look(*arguments):
+        raise AssertionError("a second look")
+
+    monkeypatch.setattr("fastkd.kernels.knn._insert_exact", second_look)
+    student, teacher, *labels = batch(8, 200, 64, 2, dtype=dtype, mean=0.5)
+    for k in (1, 8):
+        knn_feature_loss(student, teacher, *labels, k=k, backend="triton")
+    with pytest.raises(Exception, match="a second look"):
+        knn_feature_loss(*near_duplicates(20), k=1, backend="triton")
 
 
 def test_launches(monkeypatch):
