@@ -234,6 +234,9 @@ def bench(
     ),
     plot: Annotated[Path | None, Option(help="Directory for pictures.")] = None,
     seconds: Annotated[float, Option(help="Timing budget of one case.")] = 1.5,
+    passes: Annotated[
+        int | None, Option(help="How often every case is timed; by device if not given.", min=1)
+    ] = None,
     resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
 ) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
@@ -252,9 +255,12 @@ def bench(
                 plot,
                 resume=resume,
                 seconds=seconds,
+                passes=passes,
             )
         except runner.WrongChoice as error:
             raise InputError(str(error)) from error
+        except runner.PassFailed as error:
+            _fail(str(error), 1)
 
 
 @app.command()
