@@ -16,6 +16,14 @@ from .compare import DTYPES, assert_accurate, relative_error
 
 TRITON_FUNCTION = "cca_loss"
 
+
+@pytest.fixture(autouse=True)
+def _tensors_on_device(device):
+    """Every tensor is made where the suite runs."""
+    with device:
+        yield
+
+
 MASKS = {
     "none": lambda shape: None,
     "full": lambda shape: torch.ones(shape, dtype=torch.bool),
@@ -55,7 +63,7 @@ class Whitened(NamedTuple):
 
 def whitened(x: Tensor, ridge: float) -> Whitened:
     """By QR of A on top of √ridge·I: nothing is squared."""
-    a = (x - x.mean(0)).double().cpu() / (x.shape[0] - 1) ** 0.5
+    a = (x - x.mean(0)) / (x.shape[0] - 1) ** 0.5
     stacked = torch.cat([a, ridge**0.5 * torch.eye(a.shape[1]).double()])
     factor = torch.linalg.qr(stacked, mode="r").R
     return Whitened(torch.linalg.solve_triangular(factor, a, upper=True, left=False), factor)
@@ -188,11 +196,11 @@ REAL_SIZES += [pytest.param(4096, d, marks=pytest.mark.slow) for d in (768, 1024
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize("m, d", REAL_SIZES)
-def test_float32_is_accurate_at_real_sizes(m, d, ridge, device, monkeypatch):
+def test_float32_is_accurate_at_real_sizes(m, d, ridge, monkeypatch):
     """Value to 1e-4, gradient to 1e-3; features of mean cosine 0.99, as language models have."""
     torch.manual_seed(m)
-    teacher = (torch.randn(m, d) + 10.0).to(device)
-    student = (0.5 * teacher + torch.randn(m, d).to(device)).requires_grad_()
+    teacher = torch.randn(m, d) + 10.0
+    student = (0.5 * teacher + torch.randn(m, d)).requires_grad_()
     summed = []
     svd = cca._svd
     monkeypatch.setattr(cca, "_svd", lambda *a: summed.append(svd(*a)) or summed[-1])
@@ -214,7 +222,7 @@ def test_float32_is_accurate_at_real_sizes(m, d, ridge, device, monkeypatch):
 
 @pytest.mark.parametrize("smallest", [1e-2, 1e-3, 2e-4, 5e-5, 1e-5, 1e-6])
 @pytest.mark.parametrize("dims", [(64, 64), (64, 80)])
-def test_float32_gradient_where_a_correlation_is_small(smallest, dims, device):
+def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
     """Its direction counts as much as any other in the gradient, whatever its size."""
     d = min(dims)
     correlations = torch.linspace(1, 0.1, d).double()
@@ -225,9 +233,7 @@ def test_float32_gradient_where_a_correlation_is_small(smallest, dims, device):
     kept = (1 - correlations**2).sqrt()
     teacher[:, :d] = correlations * student[:, :d] + kept * teacher[:, :d]
     student, teacher = (
-        (z @ torch.linalg.qr(torch.randn(z.shape[1], z.shape[1]).double()).Q).to(
-            device, torch.float32
-        )
+        (z @ torch.linalg.qr(torch.randn(z.shape[1], z.shape[1]).double()).Q).float()
         for z in (student, teacher)
     )
     value, grad = value_and_grad(cca_loss, student, teacher, ridge=1e-4)
@@ -288,7 +294,10 @@ def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
     assert relative_error(actual[1], expected[1]) <= 1e-7
 
 
-@pytest.mark.skipif(not _extension.CPU, reason="fastkd._C is not built")
+@pytest.mark.skipif(
+    not (_extension.CUDA if torch.cuda.is_available() else _extension.CPU),
+    reason="fastkd._C is not built",
+)
 @pytest.mark.parametrize("m, dims", GPU_SIZES)
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_the_extension_as_on_a_gpu(m, dims, top_k, monkeypatch):
@@ -317,7 +326,7 @@ def test_the_extension_as_on_a_gpu(m, dims, top_k, monkeypatch):
 def test_float32_singular_vectors(values, columns):
     """Small values survive squaring. The sum σ·uvᵀ and the polar factor of the others are right."""
     left, right = (torch.linalg.qr(torch.randn(300, 300).double()).Q for _ in range(2))
-    m = ((left * values) @ right.mT)[:, :columns]
+    m = ((left * values.to(left)) @ right.mT)[:, :columns]
     u, s, v = torch.linalg.svd(m, full_matrices=False)
     keep = s > 1e-4
     for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
@@ -453,10 +462,10 @@ def test_empty(shape, backend):
     )
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_nothing(device):
     student, teacher = related(30, dims=(6, 4), dtype=torch.float32)
     plain = value_and_grad(cca_loss, student, teacher)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         cast = value_and_grad(cca_loss, student, teacher)
     assert torch.equal(plain[0], cast[0])
     assert torch.equal(plain[1], cast[1])
@@ -617,10 +626,9 @@ def test_module_padding_is_never_seen(pool):
 LAYER_SIZES = ((5, 6), (3, 4), (9, 2), (5, 6))
 
 
-def layers_of_any_size(b: int, n: int, device) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [related(b, n, dims=dims) for dims in LAYER_SIZES]
-    students, teachers = ([x.to(device) for x in side] for side in zip(*pairs, strict=True))
-    return [s.requires_grad_() for s in students], teachers
+def layers_of_any_size(b: int, n: int) -> tuple[list[Tensor], list[Tensor]]:
+    students, teachers = zip(*(related(b, n, dims=dims) for dims in LAYER_SIZES), strict=True)
+    return [s.requires_grad_() for s in students], list(teachers)
 
 
 def count_calls(monkeypatch) -> list[torch.Size]:
@@ -631,7 +639,7 @@ def count_calls(monkeypatch) -> list[torch.Size]:
 
 
 def test_module_averages_layers_of_any_size(monkeypatch, device):
-    students, teachers = layers_of_any_size(30, 4, device)
+    students, teachers = layers_of_any_size(30, 4)
     module = CCALoss(ridge=1e-3, top_k=3)
     expected = sum(module(s, t) for s, t in zip(students, teachers, strict=True)) / 4
     calls = count_calls(monkeypatch)
@@ -648,12 +656,10 @@ def test_module_averages_layers_of_any_size(monkeypatch, device):
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("solver", ["as it is", "products", "one by one"])
-def test_layers_padded_to_one_size_as_on_a_gpu(
-    ridge, top_k, b, masked, solver, monkeypatch, device
-):
+def test_layers_padded_to_one_size_as_on_a_gpu(ridge, top_k, b, masked, solver, monkeypatch):
     """One batch for all layers: the same values and gradients as one call per size."""
-    students, teachers = layers_of_any_size(b, 8, device)
-    mask = (torch.rand(b, 8) > 0.2).to(device) if masked else None
+    students, teachers = layers_of_any_size(b, 8)
+    mask = torch.rand(b, 8) > 0.2 if masked else None
     module = CCALoss(ridge=ridge, top_k=top_k)
 
     def run() -> tuple[Tensor, ...]:
@@ -678,21 +684,22 @@ def test_layers_padded_to_one_size_as_on_a_gpu(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [4, 400])
-def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch, device):
+def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch):
     """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
     sizes = (5, 7, 383)
-    layers = [torch.randn(m, d).to(device, dtype) for d in sizes]
+    layers = [torch.randn(m, d).to(dtype) for d in sizes]
     bounded = cca._bounded
     monkeypatch.setattr(cca, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
     losses = cca._batched_layers([(x, x) for x in layers], None, (1e-9, 1e-9), None)
     assert (-losses).tolist() == [min(m - 1, d) for d in sizes]
-    one_missing = torch.arange(m, device=device) != 1
+    one_missing = torch.arange(m) != 1
     losses = cca._batched_layers([(x, x) for x in layers], one_missing, (1e-9, 1e-9), None)
     assert (-losses).tolist() == [min(m - 2, d) for d in sizes]
 
 
 def test_module_warns_once_with_the_numbers():
-    student, teacher, mask = hidden_states(b=2, n=4)
+    with torch.device("cpu"):  # a mask on a GPU is not read: that would wait for it
+        student, teacher, mask = hidden_states(b=2, n=4)
     module = CCALoss()
     full = torch.ones_like(mask)
     few = full.clone()
