@@ -10,7 +10,7 @@ from .harness import Case
 MODULES = (relation, knn, contrastive, cca, projection, soft_targets, linalg, step)
 LOSSES = tuple(module.LOSS for module in MODULES)
 
-# cpu takes less than five minutes on two cores; bert is B32 N128 D768; long, bank and vocab are what
+# cpu takes under five minutes on two cores; bert is B32 N128 D768; long, bank and vocab are what
 # their names say; sweep grows one size; step times whole training steps; cca-12 is twelve layer
 # pairs on a CPU, where the reference takes minutes.
 CPU_SETS = ("cpu",)
