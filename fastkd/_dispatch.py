@@ -12,9 +12,10 @@ BACKENDS = ("auto", "torch", "triton")
 # Found once, at import; the package itself is imported only when a kernel starts.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Public functions that have a Triton kernel.
+# Public functions and modules that have a Triton kernel.
 TRITON_FUNCTIONS: set[str] = {
     "layer_norm_mse",
+    "OrthogonalProjection",
     "soft_target_loss",
     "linear_soft_target_loss",
     "relation_loss",

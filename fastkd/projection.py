@@ -14,7 +14,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._dispatch import use_triton
+from fastkd._dispatch import BACKENDS, use_triton
 from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
 
 REDUCTIONS = ("mean", "batchmean", "sum")
@@ -56,18 +56,18 @@ def cayley(skew: Tensor) -> Tensor:
     check_floating("skew", skew, min_ndim=2)
     if skew.shape[-1] != skew.shape[-2]:
         raise ValueError(f"skew must be square in its last two dimensions, got {tuple(skew.shape)}")
-    return _Cayley.apply(skew)
+    return _Cayley.apply(skew, None)
 
 
 class _Cayley(torch.autograd.Function):
-    """W + I = 2(I − Q)⁻¹, so one inverse forward and two products backward."""
+    """W + I = 2(I − Q)⁻¹, so one inverse forward, unless it is given, and two products backward."""
 
     @staticmethod
-    def forward(ctx, skew):
+    def forward(ctx, skew, inverse):
         with autocast_off(skew):
             q = upcast(skew)
             identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-            w = 2 * _inverse(identity - q) - identity
+            w = 2 * (_inverse(identity - q) if inverse is None else inverse) - identity
         ctx.save_for_backward(w)
         return w.to(skew.dtype)
 
@@ -78,7 +78,7 @@ class _Cayley(torch.autograd.Function):
         with autocast_off(grad):
             identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
             half = ((w + identity) / 2).mT  # (I − Q)⁻ᵀ
-            return (2 * (half @ grad.to(w.dtype) @ half)).to(grad.dtype)
+            return (2 * (half @ grad.to(w.dtype) @ half)).to(grad.dtype), None
 
 
 def _lu_factor(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,42 +101,50 @@ def _inverse(a: Tensor) -> Tensor:
     return torch.stack([torch.linalg.inv_ex(m).inverse for m in a.flatten(0, -3)]).view(a.shape)
 
 
+def _solve(factors: tuple[Tensor, ...], layer: int, x: Tensor, adjoint: bool = False) -> Tensor:
+    """x (I − Q)⁻¹, or x (I − Q)⁻ᵀ, from the LU factors and pivots or from the inverse itself."""
+    if len(factors) == 1:
+        inverse = factors[0][:, layer]
+        return x @ (inverse.mT if adjoint else inverse)
+    lu, pivots = factors
+    return torch.linalg.lu_solve(lu[:, layer], pivots[:, layer], x, left=False, adjoint=adjoint)
+
+
 class _RowsTimesCayley(torch.autograd.Function):
     """x W₁ W₂ … for few rows x, without forming any W.
 
-    x W = x(I + Q)(I − Q)⁻¹ = 2z − x with z = x(I − Q)⁻¹: one factorisation and a solve with as
-    many right-hand sides as there are rows. Backward solves once more, p = g(I − Q)⁻ᵀ, and
-    ∂L/∂Q = 2zᵀp has the rank of x.
+    x W = x(I + Q)(I − Q)⁻¹ = 2z − x with z = x(I − Q)⁻¹: a product with the inverse where it is
+    given, else one factorisation and a solve with as many right-hand sides as there are rows.
+    Backward does the same once more, p = g(I − Q)⁻ᵀ, and ∂L/∂Q = 2zᵀp has the rank of x.
     """
 
     @staticmethod
-    def forward(ctx, x, raw):
-        # x (S, R, n) rows of S sides, raw (S, L, n, n) their L layers
+    def forward(ctx, x, raw, inverse):
+        # x (S, R, n) rows of S sides, raw (S, L, n, n) their L layers, inverse likewise or None
         with autocast_off(x):
             identity = torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device)
-            lu, pivots = _lu_factor(identity - _skew_part(raw))
+            factors = (inverse,) if inverse is not None else _lu_factor(identity - _skew_part(raw))
             solutions = []
             for layer in range(raw.shape[1]):
-                z = torch.linalg.lu_solve(lu[:, layer], pivots[:, layer], x, left=False)
+                z = _solve(factors, layer, x)
                 x = 2 * z - x
                 solutions.append(z)
-        ctx.save_for_backward(lu, pivots, *solutions)
+        ctx.save_for_backward(*solutions, *factors)
+        ctx.layers = len(solutions)
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        lu, pivots, *solutions = ctx.saved_tensors
+        solutions, factors = ctx.saved_tensors[: ctx.layers], ctx.saved_tensors[ctx.layers :]
         with autocast_off(grad):
             draw = []
-            for layer in reversed(range(len(solutions))):
-                p = torch.linalg.lu_solve(
-                    lu[:, layer], pivots[:, layer], grad, left=False, adjoint=True
-                )
+            for layer in reversed(range(ctx.layers)):
+                p = _solve(factors, layer, grad, adjoint=True)
                 outer = solutions[layer].mT @ p  # (S, n, n)
                 draw.append(outer - outer.mT)
                 grad = 2 * p - grad
-        return grad, torch.stack(draw[::-1], dim=1)
+        return grad, torch.stack(draw[::-1], dim=1), None
 
 
 class _Product(torch.autograd.Function):
@@ -174,11 +182,20 @@ class OrthogonalProjection(nn.Module):
     float32, since steps of a half type would be lost in rounding; W is computed in float32 and
     the result comes back in the dtype of x.
 
+    On a GPU the inverses S = (I − Q)⁻¹ behind W come from the last call's by a few products, which
+    is much less than a factorisation after a step of training, and exact to rounding however far
+    the matrices have moved. The last S is a state of the module, as large as its matrices. It is
+    no buffer: no checkpoint holds it and no process sends it to another. Without it, as after
+    loading, a call starts anew, so results may differ in rounding from those of an unbroken run;
+    calls with unchanged matrices return the same bits. Matrices whose skew part has a Frobenius
+    norm beyond about 1e5 may give NaN there; "torch" factorises always.
+
     Args:
         in_dim: columns of the input.
         out_dim: columns of the result.
         layers: number m of matrices.
         orthogonal: False trains plain matrices in place of Cayley ones, the paper's ablation.
+        backend: "auto", "torch" or "triton": how W is computed where it is orthogonal.
 
     Shape: x (..., in_dim) -> (..., out_dim) in the dtype of x.
 
@@ -189,27 +206,64 @@ class OrthogonalProjection(nn.Module):
     torch.Size([4, 6])
     """
 
-    def __init__(self, in_dim: int, out_dim: int, layers: int = 2, orthogonal: bool = True):
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        layers: int = 2,
+        orthogonal: bool = True,
+        backend: str = "auto",
+    ):
         super().__init__()
+        check_choice("backend", backend, BACKENDS)
         check_positive_int("in_dim", in_dim)
         check_positive_int("out_dim", out_dim)
         check_positive_int("layers", layers)
         self.in_dim, self.out_dim = in_dim, out_dim
-        self.layers, self.orthogonal = layers, orthogonal
+        self.layers, self.orthogonal, self.backend = layers, orthogonal, backend
+        self._last_inverse: Tensor | None = None
         n = max(in_dim, out_dim)
         if orthogonal:
             self.raw = nn.Parameter(torch.zeros(layers, n, n))
         else:
             sizes = [(in_dim, out_dim)] + [(out_dim, out_dim)] * (layers - 1)
             self.matrices = nn.ParameterList(nn.Parameter(torch.eye(*size)) for size in sizes)
+        self._make_room()
 
     def _apply(self, fn, recurse=True):
-        return super()._apply(lambda tensor: _at_least_float32(fn(tensor), tensor), recurse)
+        def convert(tensor: Tensor) -> Tensor:
+            return _at_least_float32(fn(tensor), tensor)
+
+        super()._apply(convert, recurse)
+        if self._last_inverse is not None:
+            self._last_inverse = convert(self._last_inverse)
+        self._make_room()
+        return self
+
+    def _make_room(self) -> None:
+        """Have the state before the first call where one will use it: compiled graphs want that."""
+        if self.orthogonal and self.backend != "torch" and self.raw.device.type == "cuda":
+            self._last(self.raw)
+
+    def _last(self, raw: Tensor) -> Tensor:
+        """The last (I − Q)⁻¹ (layers, n, n), for matrices like ``raw``; I before the first call."""
+        last = self._last_inverse
+        if last is None or last.device != raw.device or last.dtype != raw.dtype:
+            with torch.inference_mode(False):
+                last = torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device)
+                last = last.repeat(self.layers, 1, 1)
+            self._last_inverse = last
+        return last
 
     @property
     def weight(self) -> Tensor:
         """W (in_dim, out_dim), differentiable, in float32 (float64 after ``.double()``)."""
-        factors = cayley(_skew_part(self.raw)) if self.orthogonal else list(self.matrices)
+        if self.orthogonal:
+            inverse = _refined_inverse([self], self.raw[None])
+            inverse = inverse if inverse is None else inverse[0]
+            factors = _Cayley.apply(_skew_part(self.raw), inverse)
+        else:
+            factors = list(self.matrices)
         weight = factors[0]
         for factor in factors[1:]:
             weight = _Product.apply(weight, factor)
@@ -259,8 +313,28 @@ def _project_rows(rows: list[Tensor], projections: list[OrthogonalProjection]) -
     dtype = torch.promote_types(working_dtype(rows[0]), projections[0].raw.dtype)
     x = torch.stack([F.pad(side.to(dtype), (0, n - side.shape[-1])) for side in rows])
     raw = torch.stack([projection.raw.to(dtype) for projection in projections])
-    projected = _RowsTimesCayley.apply(x, raw)
+    projected = _RowsTimesCayley.apply(x, raw, _refined_inverse(projections, raw))
     return [side[:, : p.out_dim] for side, p in zip(projected, projections, strict=True)]
+
+
+def _refined_inverse(projections: list[OrthogonalProjection], raw: Tensor) -> Tensor | None:
+    """(I − Q)⁻¹ (S, L, n, n) from the last ones of S projections, which it replaces.
+
+    None where a factorisation does it: on the CPU, as it is faster there, and in float64.
+    """
+    unsupported = "float64 runs on PyTorch" if raw.dtype == torch.float64 else None
+    if not use_triton(projections[0].backend, "OrthogonalProjection", raw, unsupported):
+        return None
+    from fastkd.kernels import cayley as kernels
+
+    run = kernels.cayley_inverse_op if torch.compiler.is_compiling() else kernels.cayley_inverse
+    with torch.no_grad(), autocast_off(raw):
+        last = [projection._last(raw) for projection in projections]
+        inverse = run(_skew_part(raw).flatten(0, 1), torch.cat(last)).view_as(raw)
+        # Into the same memory, which a CUDA graph reads and writes when it is replayed.
+        for state, new in zip(last, inverse, strict=True):
+            state.copy_(new)
+    return inverse
 
 
 def layer_norm_mse_ref(x: Tensor, y: Tensor, eps: float = 1e-5, reduction: str = "mean") -> Tensor:
@@ -446,8 +520,10 @@ class DualProjectionLoss(nn.Module):
             raise ValueError(f"gamma must be at most 1, got {gamma}")
         check_choice("reduction", reduction, REDUCTIONS)
         self.gamma, self.reduction, self.backend = gamma, reduction, backend
-        self.student_projection = OrthogonalProjection(student_dim, teacher_dim, layers, orthogonal)
-        self.teacher_projection = OrthogonalProjection(teacher_dim, student_dim, layers, orthogonal)
+        self.student_projection, self.teacher_projection = (
+            OrthogonalProjection(*sizes, layers, orthogonal, backend)
+            for sizes in ((student_dim, teacher_dim), (teacher_dim, student_dim))
+        )
 
     def forward(
         self,

@@ -248,7 +248,17 @@ def test_projection_compiles_as_one_graph():
         torch.testing.assert_close(actual, expected)
 
 
+def test_projection_factorises_on_the_cpu():
+    projection = randomise(OrthogonalProjection(4, 4))
+    x = torch.randn(3, 4)
+    assert torch.equal(projection(x), projection(x))
+    assert projection.weight.shape == (4, 4)
+    assert projection._last_inverse is None
+
+
 def test_projection_bad_input():
+    with pytest.raises(ValueError, match=r"backend must be .* did you mean 'torch'"):
+        OrthogonalProjection(4, 4, backend="pytorch")
     with pytest.raises(ValueError, match="layers must be at least 1"):
         OrthogonalProjection(4, 4, layers=0)
     with pytest.raises(TypeError, match="in_dim must be an int"):

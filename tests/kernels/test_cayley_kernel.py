@@ -1,0 +1,233 @@
+"""Inverses of I − Q by products: right from any guess, in few steps from a near one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from fastkd.projection import DualProjectionLoss, OrthogonalProjection
+
+pytest.importorskip("triton")
+
+from fastkd.kernels import cayley as kernels
+from tests.kernels.launches import count_launches
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def skew_matrices(n, norms, device):
+    """One of every spectral norm: (B, n, n)."""
+    raw = torch.randn(len(norms), n, n, device=device)
+    skew = raw - raw.mT
+    size = torch.linalg.matrix_norm(skew, 2).clamp(min=1e-30)
+    return skew * (torch.tensor(norms, device=device) / size)[:, None, None]
+
+
+def identities(skew):
+    return torch.eye(skew.shape[-1], device=skew.device).expand_as(skew)
+
+
+def exact_inverse(skew):
+    return torch.linalg.inv(identities(skew).double() - skew.double())
+
+
+def relative_error(inverse, skew):
+    exact = exact_inverse(skew)
+    size = torch.linalg.matrix_norm(exact)
+    return (torch.linalg.matrix_norm(inverse.double() - exact) / size).tolist()
+
+
+def orthogonality_error(inverse):
+    """‖WᵀW − I‖ with W = 2S − I, the largest of the batch."""
+    weight = 2 * inverse.double() - identities(inverse).double()
+    return torch.linalg.matrix_norm(weight.mT @ weight - identities(weight)).max().item()
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 17])
+def test_cold(device, n):
+    norms = [0.1, 1.0, 30.0, 1000.0]
+    skew = skew_matrices(n, norms, device)
+    inverse = kernels.cayley_inverse(skew, identities(skew))
+    for error, norm in zip(relative_error(inverse, skew), norms, strict=True):
+        assert error <= EPS * (2 + norm / 4), (norm, error)
+
+
+def test_cold_in_several_tiles(device):
+    skew = skew_matrices(33, [5.0], device)
+    inverse, steps = kernels.refine(skew, torch.zeros_like(skew))
+    assert relative_error(inverse, skew)[0] <= 3 * EPS
+    assert orthogonality_error(inverse) <= 1e-6 * 33**0.5
+    assert 6 <= steps.item() <= 12
+
+
+@pytest.mark.parametrize("n, norms", [(16, [0.1, 3.0, 100.0, 1000.0]), (65, [2.0])])
+def test_warm_takes_few_steps(device, n, norms):
+    before = skew_matrices(n, norms, device)
+    last = exact_inverse(before).float()
+    skew = before + skew_matrices(n, [0.003] * len(norms), device)
+    inverse, steps = kernels.refine(skew, last)
+    assert max(steps.tolist()) <= 2
+    for error, norm in zip(relative_error(inverse, skew), norms, strict=True):
+        assert error <= EPS * (2 + norm / 4), (norm, error)
+    assert orthogonality_error(inverse[:2]) <= 1e-6 * n**0.5
+
+
+def test_far_but_not_too_far(device):
+    """The residual's norm is above ½, yet the first step shows that it converges."""
+    skew = skew_matrices(16, [0.9], device) / 4
+    guess = identities(skew)
+    residual = torch.linalg.matrix_norm(skew).item()
+    assert residual > 0.5
+    inverse, steps = kernels.refine(skew, guess)
+    assert relative_error(inverse, skew)[0] <= 2 * EPS
+    assert steps.item() <= 5
+
+
+def test_unchanged_matrices_give_the_guess_back(device):
+    skew = skew_matrices(17, [0.5, 40.0], device)
+    inverse = kernels.cayley_inverse(skew, identities(skew))
+    again, steps = kernels.refine(skew, inverse)
+    assert torch.equal(again, inverse)
+    assert steps.tolist() == [0, 0]
+
+
+def test_any_guess_will_do(device):
+    skew = skew_matrices(16, [3.0] * 4, device)[:1].expand(4, -1, -1)
+    guess = 1e3 * torch.randn(4, 16, 16, device=device)
+    guess[1] = float("nan")
+    guess[2, 3, 4] = float("inf")
+    guess[3] = -identities(skew)[0]
+    inverse = kernels.cayley_inverse(skew, guess)
+    assert relative_error(inverse, skew)[0] <= 3 * EPS
+    for other in inverse[1:]:
+        assert torch.equal(other, inverse[0])
+
+
+def test_what_can_not_be_inverted_is_nan_and_alone(device):
+    skew = skew_matrices(5, [0.1, 0.1, 0.1, 1e12], device)
+    alone = kernels.cayley_inverse(skew[:1], identities(skew[:1]))
+    skew[1, 2, 3] = float("nan")
+    skew[2, 0, 1] = float("inf")
+    inverse = kernels.cayley_inverse(skew, identities(skew))
+    assert torch.equal(inverse[:1], alone)
+    assert inverse[1:].isnan().all()
+
+
+def test_strided_input(device):
+    skew = skew_matrices(17, [2.0], device)
+    wide = torch.zeros(1, 34, 34, device=device)
+    wide[:, ::2, ::2] = skew
+    inverse = kernels.cayley_inverse(wide[:, ::2, ::2], identities(skew).mT)
+    assert torch.equal(inverse, kernels.cayley_inverse(skew, identities(skew)))
+
+
+# OrthogonalProjection on this path
+
+
+def pair(in_dim, out_dim, device, layers=2):
+    """The same projection on both backends."""
+    by_products = OrthogonalProjection(in_dim, out_dim, layers, backend="triton").to(device)
+    torch.nn.init.normal_(by_products.raw, std=0.3)
+    factorised = OrthogonalProjection(in_dim, out_dim, layers, backend="torch").to(device)
+    factorised.load_state_dict(by_products.state_dict())
+    return by_products, factorised
+
+
+def value_and_grads(module, x):
+    y = module(x)
+    return y, *torch.autograd.grad(y.cos().sum(), [x, module.raw])
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 9])  # solved for, and multiplied by W
+def test_projection_follows_an_optimizer(device, rows):
+    modules = pair(5, 7, device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in modules]
+    x = torch.randn(rows, 5, device=device, requires_grad=True)
+    for step in range(3):
+        results = [value_and_grads(module, x) for module in modules]
+        assert_same(*results)
+        for module, result, optimizer in zip(modules, results, optimizers, strict=True):
+            module.raw.grad = result[2]
+            optimizer.step()
+        if step == 1:
+            loaded = {"raw": 2 * torch.randn_like(modules[0].raw)}
+            for module in modules:
+                module.load_state_dict(loaded)
+    modules[0].eval()
+    assert_same(modules[0].weight, modules[1].weight)
+
+
+def test_projection_backward_twice_and_after_the_next_forward(device):
+    module, _ = pair(4, 4, device, layers=1)
+    for use in (module, lambda x: x @ module.weight):
+        x = torch.randn(3, 4, device=device)
+        loss = use(x).cos().sum()
+        first = torch.autograd.grad(loss, module.raw, retain_graph=True)
+        with torch.no_grad():
+            module.raw.mul_(1.1)
+        use(x)
+        assert torch.equal(first[0], torch.autograd.grad(loss, module.raw)[0])
+
+
+def test_projection_state(device):
+    module, _ = pair(4, 4, device, layers=1)
+    x = torch.randn(2, 4, device=device)
+    with torch.inference_mode():
+        y = module(x)
+    memory = module._last_inverse.data_ptr()
+    assert torch.equal(module(x), y)
+    assert module._last_inverse.data_ptr() == memory
+    assert list(module.state_dict()) == ["raw"] and not list(module.buffers())
+
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other._last_inverse.data_ptr() != memory
+        assert torch.equal(other(x), y)
+    assert module.half()._last_inverse.dtype == torch.float32
+    y_half = module(x.half())
+    assert y_half.dtype == torch.float16
+    torch.testing.assert_close(y_half.float(), y.float(), rtol=0, atol=1e-2)
+    with pytest.raises(ValueError, match="float64 runs on PyTorch"):
+        module.double()(x)
+    assert_same(module.float()(x), y)
+
+
+def test_projection_nan_heals(device):
+    module, factorised = pair(4, 4, device, layers=1)
+    x = torch.randn(2, 4, device=device)
+    right = module.raw.detach().clone()
+    with torch.no_grad():
+        module.raw[0, 1, 2] = float("nan")
+        assert module(x).isnan().all()
+        module.raw.copy_(right)
+    assert_same(module(x), factorised(x))
+
+
+def test_projection_compiles_as_one_graph(device):
+    module, factorised = pair(4, 4, device, layers=1)
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    module(x)
+    with torch.no_grad():
+        for m in (module, factorised):
+            m.raw.mul_(1.02)
+    state = module._last_inverse.clone()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    grads = torch.autograd.grad(y.cos().sum(), [x, module.raw])
+    assert_same((y, *grads), value_and_grads(factorised, x))
+    skew = (module.raw.detach() - module.raw.detach().mT) / 2
+    assert relative_error(state, skew)[0] > 1e-3
+    assert relative_error(module._last_inverse, skew)[0] <= 3 * EPS
+
+
+def test_dual_loss_starts_one_batch(device):
+    module = DualProjectionLoss(4, 6, backend="triton").to(device)
+    student, teacher = torch.randn(3, 4, device=device), torch.randn(3, 6, device=device)
+    with count_launches() as launches:
+        module(student, teacher)
+    of_inverse = [name for name in launches.of_triton() if not name.startswith("layer_norm")]
+    assert len(of_inverse) == len(kernels.SCHEDULE)
