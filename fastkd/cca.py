@@ -418,8 +418,9 @@ def _by_observations(
 ) -> tuple[Tensor, Tensor | None]:
     """With A = QSPᵀ: A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s, everything m×m."""
     a, b, share = _centred(student, teacher, mask, torch.float64)
-    side_s = _factor(a * share.sqrt(), ridges[0], student)
-    side_t = _factor(b * share.sqrt(), ridges[1], teacher)
+    rotations = _use_rotations(student, student.shape[-2])
+    side_s = _factor(a * share.sqrt(), ridges[0], student, rotations)
+    side_t = _factor(b * share.sqrt(), ridges[1], teacher, rotations)
     finite = side_s.finite & side_t.finite
     left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k, student)
     corr = _bounded(values.sum(-1), share, rank).masked_fill(~finite, torch.nan)
@@ -437,13 +438,20 @@ class _Factor(NamedTuple):
     finite: Tensor  # (*), False where A holds NaN or inf; LAPACK refuses the batch for one NaN
 
 
-def _factor(a: Tensor, ridge: float, features: Tensor) -> _Factor:
-    """From the singular vectors of A itself: AAᵀ would square its condition number."""
+def _factor(a: Tensor, ridge: float, features: Tensor, rotations: bool = False) -> _Factor:
+    """From the singular vectors of A itself: AAᵀ would square its condition number.
+
+    ``rotations`` takes AAᵀ all the same: float64 has digits enough for a loss of float32 features,
+    and a GPU's singular value solver would be waited for.
+    """
     finite = a.isfinite().flatten(-2).all(-1)
     a = a.masked_fill(~finite[..., None, None], 0.0)
-    if a.shape[-2] < a.shape[-1]:
-        a = torch.linalg.qr(a.mT, mode="r").R.mT  # (batch, m, m), the same left singular vectors
-    left, values, _ = torch.linalg.svd(a, full_matrices=False)
+    if rotations:
+        values, left = _by_rotations(a.mT)
+    else:
+        if a.shape[-2] < a.shape[-1]:
+            a = torch.linalg.qr(a.mT, mode="r").R.mT  # (batch, m, m), the same left vectors
+        left, values, _ = torch.linalg.svd(a, full_matrices=False)
     keep = values > _zero_deviation(features, ridge) * values[..., :1]
     values = torch.where(keep, values, 1.0)
     shrink = (values.square() + ridge).rsqrt()
@@ -518,7 +526,10 @@ class _Whitening:
             diagonal += (floor + ridge).unsqueeze(-1)
             self.factor, _ = torch.linalg.cholesky_ex(sigma)
         else:
-            values, vectors = torch.linalg.eigh(sigma)
+            if _use_rotations(sigma, sigma.shape[-1]):
+                _, values, vectors = torch.ops.fastkd.sqrtm(sigma)
+            else:
+                values, vectors = torch.linalg.eigh(sigma)
             eps = torch.finfo(torch.float64).eps
             zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
             keep = values > zero * values[..., -1:]

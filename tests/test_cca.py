@@ -298,15 +298,18 @@ def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
     not (_extension.CUDA if torch.cuda.is_available() else _extension.CPU),
     reason="fastkd._C is not built",
 )
-@pytest.mark.parametrize("m, dims", GPU_SIZES)
+@pytest.mark.parametrize(
+    "m, dims, ridge",
+    [(m, dims, ridge) for m, dims in GPU_SIZES for ridge in (0.1, 0.0) if ridge or m == 30],
+)
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_the_extension_as_on_a_gpu(m, dims, top_k, monkeypatch):
+def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
     student, teacher = related(3, m, dims=dims)
     student[1, 2, 0] = torch.nan
     mask = torch.ones(3, m, dtype=torch.bool)
     mask[0, 1] = False
     arguments = (cca_loss, student, teacher, mask)
-    options = {"ridge": 0.1, "top_k": top_k, "reduction": "none"}
+    options = {"ridge": ridge, "top_k": top_k, "reduction": "none"}
     expected = value_and_grad(*arguments, **options)
     monkeypatch.setattr(cca, "_use_rotations", lambda x, n: True)
     actual = value_and_grad(*arguments, **options)
@@ -315,6 +318,29 @@ def test_the_extension_as_on_a_gpu(m, dims, top_k, monkeypatch):
         assert relative_error(actual[1][item], expected[1][item]) <= 1e-7
     assert actual[0][1].isnan()
     assert actual[1][1].isnan().all()
+
+
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize(
+    "m, d, solver", [(32, 768, "rotations"), (64, 64, "rotations"), (300, 200, "products")]
+)
+def test_solvers_of_a_gpu_are_accurate_for_float32(m, d, solver, ridge, monkeypatch):
+    if solver == "rotations" and not (_extension.CPU or _extension.CUDA):
+        pytest.skip("fastkd._C is not built")
+    monkeypatch.setattr(cca, "_use_rotations", lambda x, n: solver == "rotations")
+    monkeypatch.setattr(cca, "_use_polar", lambda x, top_k: True)
+    monkeypatch.setattr(cca, "TRUSTED_ROUNDING", 0.0)  # on a GPU all is done in float64
+    for solver_that_waits in ("svd", "eigh"):
+        monkeypatch.setattr(torch.linalg, solver_that_waits, lambda *_, **__: pytest.fail("waits"))
+    teacher = torch.randn(m, d) + 10.0
+    student = 0.5 * teacher + torch.randn(m, d)
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=ridge)
+    monkeypatch.undo()
+    expected, expected_grad = by_qr(student, teacher, ridge)
+    assert relative_error(value, expected) <= 1e-4
+    assert -value <= min(m - 1, d)
+    if ridge >= 1e-4:
+        assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
 @pytest.mark.parametrize(
