@@ -24,7 +24,8 @@ What has not converged after all launches is NaN: a Q with NaN or inf, or one wi
 
 With n rows a matrix: 2t products of 2n³ operations for t steps, at least two products or 4n³
 operations when Q has changed (one when it has not); at least 12n² bytes, as Q and the guess are
-read and S is written. Bound by the tensor cores beyond n of about 200, below by launches.
+read and S is written. Bound by the tensor cores where n is large and by launches where it is
+small. Two buffers of S and R take four times the memory of Q for the time of a call.
 """
 
 from collections.abc import Iterator
@@ -37,8 +38,8 @@ from torch import Tensor
 
 from fastkd.kernels.variants import Variant
 
-# Steps between two measured residuals, and how often: enough for ‖Q‖ up to 1e5. With more steps in
-# a row the drift grows, by 2 for each.
+# Steps after a measured residual, and how often it is measured: enough for ‖Q‖ up to 1e5. Each
+# further step in a row would let the drift grow by a factor of 2.
 STEPS = 6
 CYCLES = 4
 
@@ -59,8 +60,8 @@ DONE = tl.constexpr(3)
 
 # Sums of squares that a launch leaves for the next: of R, S and Q.
 SUMS = tl.constexpr(3)
-# Rounding of a product relative to the norms of its factors, from above: measured 5 to 20 times
-# smaller.
+# Rounding of a measured residual relative to ‖I − Q‖·‖S‖: several times what was seen, so that a
+# finished S is found to be finished again.
 ROUNDING = tl.constexpr(2.0**-25)
 # Least value of the bound on eigenvalues in the factor: keeps them away from 2, where rounding
 # could push them out of reach.
