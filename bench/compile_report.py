@@ -1,12 +1,15 @@
 """Compile every Triton kernel ahead of time, without a GPU, and say what it takes.
 
-``python -m bench.compile_report [module ...] [--check] [--json]``: modules of ``kernels/``, all by
-default. ``--check`` exits with 1 where a variant spills registers, wants more shared memory than
-the architecture has, or should use the tensor cores and doesn't.
+``python -m bench.compile_report [module ...] [--all] [--check] [--json]``: modules of ``kernels/``,
+all by default. Compiles enough variants that any two choices (types, flags, blocks, alignment)
+that meet in one of a kernel's variants meet in a compiled one; ``--all`` compiles every one.
+``--check`` exits with 1 where a variant spills registers, wants more shared memory than the
+architecture has, or should use the tensor cores and doesn't.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import re
@@ -40,6 +43,27 @@ def variants(module: str) -> Iterator[Any]:
     yield from importlib.import_module(f"fastkd.kernels.{module}").compile_variants()
 
 
+def choices(variant: Any) -> dict[str, str]:
+    """What distinguishes one variant of a kernel from another."""
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options["aligned"] = bool(variant.aligned)
+    return {name: str(x) for name, x in (variant.signature | variant.constexprs | options).items()}
+
+
+def covering(declared: dict[int, Any]) -> list[int]:
+    """Few variants of one kernel in which every pair of choices meets that meets in one of all."""
+    pairs = {
+        index: set(itertools.combinations(sorted(choices(variant).items()), 2))
+        for index, variant in declared.items()
+    }
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        chosen.append(max(pairs, key=lambda index: len(pairs[index] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
 def compile_one(job: tuple[str, int, int]) -> dict[str, Any]:
     """Compile the ``index``-th variant of a module for one architecture; returns its row."""
     from triton import compile
@@ -71,7 +95,10 @@ def compile_one(job: tuple[str, int, int]) -> dict[str, Any]:
             options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
         )
     except Exception as error:
-        row["problems"] = [f"does not compile: {error}"]
+        cause: BaseException = error
+        while deeper := cause.__cause__ or cause.__context__:  # in a function that it calls
+            cause = deeper
+        row["problems"] = [f"does not compile: {cause}"]
         return row
     row["seconds"] = round(time.perf_counter() - start, 2)
     row |= resources(compiled.asm["cubin"])
@@ -102,7 +129,8 @@ def describe(variant: Any) -> str:
         for part in kind if isinstance(kind, tuple) else (kind,):
             if part.startswith("*") and part[1:] not in pointers:
                 pointers.append(part[1:])
-    return " ".join([",".join(pointers), *(f"{k}={v}" for k, v in variant.constexprs.items())])
+    constexprs = [f"{name}={value}" for name, value in variant.constexprs.items()]
+    return " ".join([",".join(pointers), *constexprs, *["aligned"] * bool(variant.aligned)])
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -131,14 +159,25 @@ def problems(row: dict[str, Any], capability: int, tensor_cores: bool) -> list[s
     return found
 
 
-def report(names: list[str], workers: int | None = None) -> list[dict[str, Any]]:
-    """Compile all variants of these modules for all architectures."""
-    jobs = [
-        (name, index, capability)
-        for name in names
-        for index, variant in enumerate(variants(name))
-        for capability in variant.capabilities or SHARED_MEMORY
-    ]
+def jobs_of(name: str, every: bool) -> Iterator[tuple[str, int, int]]:
+    """The variants of a module to compile, and for which architectures."""
+    declared = dict(enumerate(variants(name)))
+    kernels = {variant.kernel for variant in declared.values()}
+    for capability, kernel in itertools.product(SHARED_MEMORY, kernels):
+        own = {
+            index: variant
+            for index, variant in declared.items()
+            if variant.kernel is kernel and capability in (variant.capabilities or SHARED_MEMORY)
+        }
+        for index in own if every else covering(own):
+            yield name, index, capability
+
+
+def report(
+    names: list[str], every: bool = False, workers: int | None = None
+) -> list[dict[str, Any]]:
+    """Compile variants of these modules: every one, or as `covering` chooses."""
+    jobs = sorted(job for name in names for job in jobs_of(name, every))
     if not jobs:
         return []
     workers = min(workers or os.cpu_count() or 1, len(jobs))
@@ -160,6 +199,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
+    parser.add_argument("--all", action="store_true", help="compile every variant")
     parser.add_argument("--check", action="store_true", help="exit with 1 on any problem")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
@@ -171,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.modules) - set(modules())
     if unknown:
         parser.error(f"no variants in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
-    rows = report(options.modules or modules(), options.workers)
+    rows = report(options.modules or modules(), options.all, options.workers)
     print(json.dumps(rows, indent=1) if options.json else table(rows))
     wrong = sum(bool(row["problems"]) for row in rows)
     if not options.json:

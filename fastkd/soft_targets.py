@@ -280,7 +280,8 @@ def _kernel_divisor(
 ) -> tuple[float | None, Tensor | None]:
     """`_count` for the kernel: a number or a tensor; neither stands for the mask's own count."""
     if isinstance(denominator, Tensor):
-        return None, denominator.to(student.device)
+        kept = denominator.is_floating_point()
+        return None, denominator.to(student.device, None if kept else torch.int64)
     if reduction == "sum" or denominator is not None:
         return float(denominator or 1), None
     return (None if mask is not None else float(max(student.shape[0], 1))), None

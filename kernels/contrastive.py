@@ -18,7 +18,8 @@ cost up to B of some hundreds). Bound by bandwidth; five launches.
 """
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.variants import Variant
+from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
+from fastkd.kernels.variants import Variant, forms
 
-# Layers in one launch: their pointers are kernel arguments.
-LAYERS_PER_LAUNCH = 8
 # Rows that one program adds up; more are split among programs and added in a second pass.
 ROWS_PER_SUM = 2048
 
@@ -41,13 +41,13 @@ LARGEST_SQUARE = tl.constexpr(1e25)
 def blocks(negatives: str) -> dict[str, int]:
     """Block sizes and warps, the same for every shape.
 
-    16 samples of one position share a program and with it S: 16 elements a thread of each side,
-    enough loads in flight on few registers. With labels the matrix product asks for at least 16
-    on every side; half the features and twice the warps keep its operands in registers.
+    16 samples of one position share a program and with it S: 8 elements a thread of each side,
+    enough loads in flight, and few enough registers where every element has an address of its
+    own. With labels the matrix product asks for at least 16 on every side; half the features
+    keep its operands in registers.
     """
-    narrow = negatives == "labels"
-    block_d, num_warps = (64, 8) if narrow else (128, 4)
-    return {"BLOCK_I": 16, "BLOCK_J": 16, "BLOCK_D": block_d, "num_warps": num_warps}
+    block_d = 64 if negatives == "labels" else 128
+    return {"BLOCK_I": 16, "BLOCK_J": 16, "BLOCK_D": block_d, "num_warps": 8}
 
 
 def row_blocks() -> dict[str, int]:
@@ -55,20 +55,12 @@ def row_blocks() -> dict[str, int]:
     return {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4}
 
 
-@triton.jit
-def _pick(pointers, index, COUNT: tl.constexpr):
-    """``pointers[index]`` for an index known only at run time."""
-    pointer = pointers[0]
-    for i in tl.static_range(1, COUNT):
-        pointer = tl.where(index == i, pointers[i], pointer)
-    return pointer
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "P"])
 def inverse_norm_kernel(
-    x_ptrs,  # COUNT tensors (R, P, D), the second half with the second strides
+    s_ptrs,  # layers of (R, P, D)
+    t_ptrs,  # the same, for the second side of the grid
     mask_ptr,  # (R, P) bytes
-    inverse_ptr,  # (COUNT, R, P): 1/‖x‖, 0 for zero rows and padding
+    inverse_ptr,  # (sides, layers, R, P): 1/‖x‖, 0 for zero rows and padding
     rows,  # R·P
     P,
     D,
@@ -76,14 +68,14 @@ def inverse_norm_kernel(
     stride_s_p,
     stride_t_r,
     stride_t_p,
-    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tensor = tl.program_id(1)
-    x_ptr = _pick(x_ptrs, tensor, COUNT)
-    second = 2 * tensor >= COUNT
+    layer = tl.program_id(1)
+    second = tl.program_id(2) == 1
+    x_ptr = tl.where(second, pick(t_ptrs, layer, SLOTS), pick(s_ptrs, layer, SLOTS))
     stride_r = tl.where(second, stride_t_r, stride_s_r).to(tl.int64)
     stride_p = tl.where(second, stride_t_p, stride_s_p).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -111,15 +103,16 @@ def inverse_norm_kernel(
             x = x * scale[:, None]
             squares += tl.sum(x * x, axis=1)
     inverse = tl.where(squares == 0.0, 0.0, scale / tl.sqrt(squares))
-    tl.store(inverse_ptr + tensor.to(tl.int64) * rows + row, inverse, mask=row < rows)
+    tensor = (tl.program_id(2) * tl.num_programs(1) + layer).to(tl.int64)
+    tl.store(inverse_ptr + tensor * rows + row, inverse, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "P", "groups", "rows_per_split"])
 def direction_sum_kernel(
-    x_ptrs,  # LAYERS tensors (O·R, P, D)
+    x_ptrs,  # layers of (O·R, P, D)
     mask_ptr,  # (R, P) bytes
-    inverse_ptr,  # (LAYERS, O·R, P)
-    sum_ptr,  # (splits, LAYERS, O·P, D)
+    inverse_ptr,  # (layers, O·R, P)
+    sum_ptr,  # (splits, layers, O·P, D)
     R,
     P,
     D,
@@ -127,7 +120,7 @@ def direction_sum_kernel(
     stride_r,
     stride_p,
     rows_per_split,
-    LAYERS: tl.constexpr,
+    SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -136,7 +129,7 @@ def direction_sum_kernel(
     group = (tl.program_id(0) // blocks_d).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2).to(tl.int64)
-    x_ptr = _pick(x_ptrs, layer, LAYERS)
+    x_ptr = pick(x_ptrs, layer, SLOTS)
     p = group % P
     first_row = (group // P) * R
     d = (tl.program_id(0) % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -156,7 +149,7 @@ def direction_sum_kernel(
         at = layer * groups * R + row * P + p
         inverse = tl.load(inverse_ptr + at, mask=there, other=0.0)
         total += tl.sum(x * inverse[:, None], axis=0)
-    out = (split * LAYERS + layer) * groups + group
+    out = (split * tl.num_programs(1) + layer) * groups + group
     tl.store(sum_ptr + out * D + d, total, mask=d < D)
 
 
@@ -266,18 +259,18 @@ def _count(
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "P", "K"])
 def loss_kernel(
-    student_ptrs,  # LAYERS tensors (B, P, D)
+    student_ptrs,  # layers of (B, P, D)
     teacher_ptrs,
     labels_ptr,  # (B,)
     mask_ptr,  # (B, P) bytes
-    inverse_ptr,  # (2·LAYERS, B, P)
-    sum_ptr,  # (LAYERS, P, D), or (LAYERS, B, P, D) for "each"
-    weight_ptr,  # (LAYERS, B, P): w, 0 where nothing is compared
-    pull_ptr,  # (LAYERS, B, P): ẑ·a
-    losses_ptr,  # (LAYERS, B, P)
-    partial_ptr,  # (LAYERS, programs): sums of losses
+    inverse_ptr,  # (2·layers, B, P)
+    sum_ptr,  # (layers, P, D), or (layers, B, P, D) for "each"
+    weight_ptr,  # (layers, B, P): w, 0 where nothing is compared
+    pull_ptr,  # (layers, B, P): ẑ·a
+    losses_ptr,  # (layers, B, P)
+    partial_ptr,  # (layers, programs): sums of losses
     counted_ptr,  # (programs,): positions that compare something
     B,
     P,
@@ -287,7 +280,7 @@ def loss_kernel(
     stride_s_p,
     stride_t_b,
     stride_t_p,
-    LAYERS: tl.constexpr,
+    SLOTS: tl.constexpr,
     NEGATIVES: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -299,10 +292,10 @@ def loss_kernel(
     p = program % P
     i = (program // P) * BLOCK_I + tl.arange(0, BLOCK_I)
     real = _real(mask_ptr, i, p, B, P, HAS_MASK)
-    z_ptr = _pick(student_ptrs, layer, LAYERS)
-    t_ptr = _pick(teacher_ptrs, layer, LAYERS)
+    z_ptr = pick(student_ptrs, layer, SLOTS)
+    t_ptr = pick(teacher_ptrs, layer, SLOTS)
     z_inverse = tl.load(inverse_ptr + layer * B * P + i * P + p, mask=real, other=0.0)
-    t_inverse_ptr = inverse_ptr + (LAYERS + layer) * B * P
+    t_inverse_ptr = inverse_ptr + (tl.num_programs(1) + layer) * B * P
     t_inverse = tl.load(t_inverse_ptr + i * P + p, mask=real, other=0.0)
     labels = i
     if NEGATIVES == "labels":
@@ -345,7 +338,7 @@ def loss_kernel(
     tl.store(partial_ptr + layer * tl.num_programs(0) + program, tl.sum(losses, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials", "counts", "layers"])
 def reduce_kernel(
     partial_ptr,  # (partials,)
     counted_ptr,  # (counts,)
@@ -372,19 +365,19 @@ def reduce_kernel(
     tl.store(scale_ptr, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "P"])
 def gradient_kernel(
-    student_ptrs,  # LAYERS tensors (B, P, D)
+    student_ptrs,  # layers of (B, P, D)
     teacher_ptrs,
     labels_ptr,  # (B,)
     mask_ptr,  # (B, P) bytes
-    inverse_ptr,  # (2·LAYERS, B, P)
-    sum_ptr,  # (LAYERS, P, D), or (LAYERS, B, P, D) for "each"
-    weight_ptr,  # (LAYERS, B, P)
-    pull_ptr,  # (LAYERS, B, P)
+    inverse_ptr,  # (2·layers, B, P)
+    sum_ptr,  # (layers, P, D), or (layers, B, P, D) for "each"
+    weight_ptr,  # (layers, B, P)
+    pull_ptr,  # (layers, B, P)
     dloss_ptr,  # (), or (B, P) if PER_POSITION
     scale_ptr,  # ()
-    dx_ptr,  # (LAYERS, B, P, D)
+    dx_ptr,  # (layers, B, P, D)
     B,
     P,
     D,
@@ -392,7 +385,7 @@ def gradient_kernel(
     stride_s_p,
     stride_t_b,
     stride_t_p,
-    LAYERS: tl.constexpr,
+    SLOTS: tl.constexpr,
     NEGATIVES: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PER_POSITION: tl.constexpr,
@@ -406,11 +399,11 @@ def gradient_kernel(
     i = (program // P) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < B
     real = _real(mask_ptr, i, p, B, P, HAS_MASK)
-    z_ptr = _pick(student_ptrs, layer, LAYERS)
-    t_ptr = _pick(teacher_ptrs, layer, LAYERS)
+    z_ptr = pick(student_ptrs, layer, SLOTS)
+    t_ptr = pick(teacher_ptrs, layer, SLOTS)
     at = layer * B * P + i * P + p
     z_inverse = tl.load(inverse_ptr + at, mask=real, other=0.0)
-    t_inverse_ptr = inverse_ptr + (LAYERS + layer) * B * P
+    t_inverse_ptr = inverse_ptr + (tl.num_programs(1) + layer) * B * P
     t_inverse = tl.load(t_inverse_ptr + i * P + p, mask=real, other=0.0)
     w = tl.load(weight_ptr + at, mask=inside, other=0.0)
     pull = tl.load(pull_ptr + at, mask=inside, other=0.0)
@@ -463,8 +456,9 @@ def cos_nce(
     """
     B, P, D = students[0].shape
     layers = len(students)
+    labels = _comparable(labels)
     mask_bytes = None if mask is None else mask.view(torch.uint8)
-    inverse = _inverse_norms([*students, *teachers], mask_bytes)
+    inverse = _inverse_norms((students, teachers), mask_bytes)
     K = 0
     if kind == "labels":
         total = inverse.new_empty(0)
@@ -472,7 +466,7 @@ def cos_nce(
         total = _direction_sum(teachers, mask_bytes, inverse[layers:], B, P)
     else:
         K = negatives[0].shape[0] // (B if kind == "each" else 1)
-        norms = _inverse_norms(negatives, None)
+        norms = _inverse_norms((negatives,), None)
         total = _direction_sum(negatives, None, norms, K, B * P if kind == "each" else P)
 
     config = blocks(kind)
@@ -481,8 +475,8 @@ def cos_nce(
     partial, counted = inverse.new_empty(layers, programs), inverse.new_empty(programs)
     with torch.cuda.device_of(students[0]):
         loss_kernel[(programs, layers)](
-            tuple(students),
-            tuple(teachers),
+            padded(students),
+            padded(teachers),
             labels,
             mask_bytes,
             inverse,
@@ -497,7 +491,7 @@ def cos_nce(
             D,
             K,
             *_strides(students[0], teachers[0]),
-            LAYERS=layers,
+            SLOTS=slots(layers),
             NEGATIVES=kind,
             HAS_MASK=mask is not None,
             **config,
@@ -530,16 +524,17 @@ def cos_nce_gradient(
     dloss: Tensor,
     kind: str,
 ) -> Tensor:
-    """Gradient (LAYERS, B, P, D) for ``dloss`` () or (B, P); ``saved`` as `cos_nce` returned it."""
+    """Gradient (layers, B, P, D) for ``dloss`` () or (B, P); ``saved`` as `cos_nce` returned it."""
     inverse, total, weight, pull, scale = saved
     B, P, D = students[0].shape
     layers = len(students)
     dx = students[0].new_empty(layers, B, P, D)
+    labels = _comparable(labels)
     config = blocks(kind)
     with torch.cuda.device_of(students[0]):
         gradient_kernel[(P * triton.cdiv(B, config["BLOCK_I"]), layers)](
-            tuple(students),
-            tuple(teachers),
+            padded(students),
+            padded(teachers),
             labels,
             None if mask is None else mask.view(torch.uint8),
             inverse,
@@ -553,7 +548,7 @@ def cos_nce_gradient(
             P,
             D,
             *_strides(students[0], teachers[0]),
-            LAYERS=layers,
+            SLOTS=slots(layers),
             NEGATIVES=kind,
             HAS_MASK=mask is not None,
             PER_POSITION=dloss.dim() > 0,
@@ -562,26 +557,36 @@ def cos_nce_gradient(
     return dx
 
 
+def _comparable(labels: Tensor | None) -> Tensor | None:
+    """Labels in one of two types, for few compiled forms."""
+    if labels is None:
+        return None
+    return labels.to(torch.float64 if labels.is_floating_point() else torch.int64)
+
+
 def _strides(first: Tensor, second: Tensor) -> tuple[int, int, int, int]:
     return first.stride(0), first.stride(1), second.stride(0), second.stride(1)
 
 
-def _inverse_norms(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
-    """1/‖x‖ (COUNT, R, P) of tensors (R, P, D): the first half alike in strides, and the second."""
-    R, P, D = tensors[0].shape
-    inverse = torch.empty(len(tensors), R, P, dtype=torch.float32, device=tensors[0].device)
+def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor:
+    """1/‖x‖ (sides·layers, R, P) of one or two lists of (R, P, D), each alike in strides."""
+    first, second = sides[0], sides[-1]
+    R, P, D = first[0].shape
+    layers = len(first)
+    inverse = torch.empty(len(sides) * layers, R, P, dtype=torch.float32, device=first[0].device)
     if inverse.numel():
         config = row_blocks()
-        with torch.cuda.device_of(tensors[0]):
-            inverse_norm_kernel[(triton.cdiv(R * P, config["BLOCK_R"]), len(tensors))](
-                tuple(tensors),
+        with torch.cuda.device_of(inverse):
+            inverse_norm_kernel[(triton.cdiv(R * P, config["BLOCK_R"]), layers, len(sides))](
+                padded(first),
+                padded(second),
                 mask,
                 inverse,
                 R * P,
                 P,
                 D,
-                *_strides(tensors[0], tensors[-1]),
-                COUNT=len(tensors),
+                *_strides(first[0], second[0]),
+                SLOTS=slots(layers),
                 HAS_MASK=mask is not None,
                 **config,
             )
@@ -591,7 +596,7 @@ def _inverse_norms(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
 def _direction_sum(
     tensors: list[Tensor], mask: Tensor | None, inverse: Tensor, rows: int, groups: int
 ) -> Tensor:
-    """Σ x/‖x‖ over runs of ``rows`` rows: (LAYERS, groups, D); a group is a run and a position."""
+    """Σ x/‖x‖ over runs of ``rows`` rows: (layers, groups, D); a group is a run and a position."""
     _, P, D = tensors[0].shape
     layers = len(tensors)
     splits = max(triton.cdiv(rows, ROWS_PER_SUM), 1)
@@ -599,7 +604,7 @@ def _direction_sum(
     config = row_blocks()
     with torch.cuda.device_of(tensors[0]):
         direction_sum_kernel[(groups * triton.cdiv(D, config["BLOCK_D"]), layers, splits)](
-            tuple(tensors),
+            padded(tensors),
             mask,
             inverse,
             total,
@@ -610,7 +615,7 @@ def _direction_sum(
             tensors[0].stride(0),
             tensors[0].stride(1),
             triton.cdiv(rows, splits),
-            LAYERS=layers,
+            SLOTS=slots(layers),
             HAS_MASK=mask is not None,
             **config,
         )
@@ -640,91 +645,36 @@ def _(students, teachers, labels, mask, saved, dloss, kind):
 
 
 def compile_variants() -> Iterator[Variant]:
-    """Dtypes at in-batch negatives of one layer; the other kinds, masks and layers in one dtype."""
-    for dtype in ("*bf16", "*fp16", "*fp32"):
-        yield from _variants(dtype)
-    for dtype in ("*bf16", "*fp32"):
-        yield from _variants(dtype, kind="labels", masked=True)
-    yield from _variants("*bf16", kind="labels", labels="*fp32", per_position=True)
-    yield from _variants("*bf16", kind="shared")
-    yield from _variants("*bf16", kind="each", per_position=True)
-    yield from _variants("*bf16", layers=LAYERS_PER_LAUNCH, masked=True)
-    sizes = {"partials": "i32", "counts": "i32", "layers": "i32"}
-    buffers = dict.fromkeys(("partial_ptr", "counted_ptr", "loss_ptr", "scale_ptr"), "*fp32")
+    """What `cos_nce` and `cos_nce_gradient` can start."""
+    for dtype, layers, masked in itertools.product(
+        ("*bf16", "*fp16", "*fp32"), (1, LAYERS_PER_LAUNCH), (False, True)
+    ):
+        count = slots(layers)
+        features = (dtype,) * count
+        types: dict[str, Any] = {"mask_ptr": "*u8" if masked else None}
+        types |= dict.fromkeys(("s_ptrs", "t_ptrs", "x_ptrs"), features)
+        types |= dict.fromkeys(("student_ptrs", "teacher_ptrs"), features)
+        types["dx_ptr"] = dtype
+        config: dict[str, Any] = row_blocks()
+        num_warps = config.pop("num_warps")
+        config |= {"SLOTS": count, "HAS_MASK": masked}
+        yield from forms(inverse_norm_kernel, types, config, num_warps=num_warps)
+        yield from forms(direction_sum_kernel, types, config, num_warps=num_warps)
+        for kind, labels in (
+            ("batch", None),
+            ("labels", "*i64"),
+            ("labels", "*fp64"),
+            ("shared", None),
+            ("each", None),
+        ):
+            types["labels_ptr"] = labels
+            config = blocks(kind)
+            options = {"num_warps": config.pop("num_warps"), "tensor_cores": kind == "labels"}
+            config |= {"SLOTS": count, "NEGATIVES": kind, "HAS_MASK": masked}
+            yield from forms(loss_kernel, types, config, **options)
+            # Only one layer at a time has a loss for every position.
+            for per_position in (False, True) if layers == 1 else (False,):
+                flags = config | {"PER_POSITION": per_position}
+                yield from forms(gradient_kernel, types, flags, **options)
     for mean in (True, False):
-        yield Variant(reduce_kernel, buffers | sizes, {"MEAN": mean, "BLOCK": 1024})
-
-
-def _variants(
-    dtype: str,
-    *,
-    kind: str = "batch",
-    labels: str = "*i64",
-    masked: bool = False,
-    layers: int = 1,
-    per_position: bool = False,
-) -> Iterator[Variant]:
-    strides = ("stride_s_b", "stride_s_p", "stride_t_b", "stride_t_p")
-    inputs: dict[str, Any] = {
-        "student_ptrs": (dtype,) * layers,
-        "teacher_ptrs": (dtype,) * layers,
-    }
-    flags: dict[str, Any] = {"HAS_MASK": masked}
-    row_flags = dict(flags)
-    for name, given in (("labels_ptr", kind == "labels"), ("mask_ptr", masked)):
-        if not given:
-            flags[name] = None
-        elif name == "mask_ptr":
-            inputs[name] = "*u8"
-        else:
-            inputs[name] = labels
-    row_mask = {"mask_ptr": "*u8"} if masked else {}
-    row_flags |= {} if masked else {"mask_ptr": None}
-
-    config = row_blocks()
-    num_warps = config.pop("num_warps")
-    row_inputs = row_mask | {"inverse_ptr": "*fp32", "P": "i32", "D": "i32"}
-    row_strides = ("stride_s_r", "stride_s_p", "stride_t_r", "stride_t_p")
-    yield Variant(
-        inverse_norm_kernel,
-        {"x_ptrs": (dtype,) * 2 * layers, "rows": "i32"}
-        | row_inputs
-        | dict.fromkeys(row_strides, "i32"),
-        config | row_flags | {"COUNT": 2 * layers},
-        num_warps=num_warps,
-        aligned=("D", *row_strides),
-    )
-    if kind != "labels":
-        yield Variant(
-            direction_sum_kernel,
-            {"x_ptrs": (dtype,) * layers, "sum_ptr": "*fp32"}
-            | row_inputs
-            | dict.fromkeys(("R", "groups", "stride_r", "stride_p", "rows_per_split"), "i32"),
-            config | row_flags | {"LAYERS": layers},
-            num_warps=num_warps,
-            aligned=("D", "stride_r", "stride_p"),
-        )
-
-    config = blocks(kind)
-    num_warps = config.pop("num_warps")
-    config |= flags | {"LAYERS": layers, "NEGATIVES": kind}
-    buffers = ("inverse_ptr", "sum_ptr", "weight_ptr", "pull_ptr")
-    inputs |= dict.fromkeys(buffers, "*fp32") | dict.fromkeys(("B", "P", "D", *strides), "i32")
-    yield Variant(
-        loss_kernel,
-        inputs
-        | dict.fromkeys(("losses_ptr", "partial_ptr", "counted_ptr"), "*fp32")
-        | {"K": "i32"},
-        config,
-        num_warps=num_warps,
-        tensor_cores=kind == "labels",
-        aligned=("D", *strides),
-    )
-    yield Variant(
-        gradient_kernel,
-        inputs | {"dloss_ptr": "*fp32", "scale_ptr": "*fp32", "dx_ptr": dtype},
-        config | {"PER_POSITION": per_position},
-        num_warps=num_warps,
-        tensor_cores=kind == "labels",
-        aligned=("D", *strides),
-    )
+        yield from forms(reduce_kernel, {}, {"MEAN": mean, "BLOCK": 1024})

@@ -10,25 +10,30 @@ side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192
 operations forward and 20E backward. Bound by bandwidth.
 """
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.variants import Variant
+from fastkd.kernels.variants import Variant, forms
+
+# Both gradients come from one launch up to here; beyond, their rows together would spill registers.
+MOST_COLUMNS_OF_BOTH = 8192
 
 
 def blocks(D: int) -> dict[str, int]:
     """Block sizes and warps for rows of D.
 
     At least 1024 elements of each side a program, so that short rows share one, in 8 elements a
-    thread; 16 from 4096 columns on and 32 beyond 8192, as 32 warps would leave only 64 registers
-    to a thread.
+    thread; 4 up to 128 columns, where each row's own numbers take registers too; 16 from 4096
+    columns on and 32 beyond 8192, as 32 warps would leave only 64 registers to a thread.
     """
     block_d = max(triton.next_power_of_2(D), 16)
-    num_warps = 4 if block_d <= 1024 else 8 if block_d <= 4096 else 16
+    num_warps = 8 if block_d <= 128 else 4 if block_d <= 1024 else 8 if block_d <= 4096 else 16
     return {"BLOCK_R": max(1024 // block_d, 1), "BLOCK_D": block_d, "num_warps": num_warps}
 
 
@@ -41,7 +46,7 @@ def _normalise(x, inside, D, eps):
     return centred * rstd[:, None], mean, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def layer_norm_mse_forward_kernel(
     x_ptr,
     y_ptr,
@@ -74,7 +79,7 @@ def layer_norm_mse_forward_kernel(
     tl.store(stats_ptr + row * 4 + 3, rstd_y, mask=row < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "first"])
 def layer_norm_mse_backward_kernel(
     x_ptr,
     y_ptr,
@@ -87,8 +92,8 @@ def layer_norm_mse_backward_kernel(
     stride_x,
     stride_y,
     scale,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DY: tl.constexpr,
+    first,  # of the statistics of x: 0, or 2 where the sides are swapped
+    BOTH: tl.constexpr,  # dy too
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -97,10 +102,11 @@ def layer_norm_mse_backward_kernel(
     inside = (row < R)[:, None] & (column < D)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
     y = tl.load(y_ptr + row[:, None] * stride_y + column[None, :], mask=inside, other=0.0)
-    mean_x = tl.load(stats_ptr + row * 4, mask=row < R, other=0.0)
-    rstd_x = tl.load(stats_ptr + row * 4 + 1, mask=row < R, other=0.0)
-    mean_y = tl.load(stats_ptr + row * 4 + 2, mask=row < R, other=0.0)
-    rstd_y = tl.load(stats_ptr + row * 4 + 3, mask=row < R, other=0.0)
+    stats_x, stats_y = stats_ptr + row * 4 + first, stats_ptr + row * 4 + 2 - first
+    mean_x = tl.load(stats_x, mask=row < R, other=0.0)
+    rstd_x = tl.load(stats_x + 1, mask=row < R, other=0.0)
+    mean_y = tl.load(stats_y, mask=row < R, other=0.0)
+    rstd_y = tl.load(stats_y + 1, mask=row < R, other=0.0)
 
     norm_x = tl.where(inside, (x.to(tl.float32) - mean_x[:, None]) * rstd_x[:, None], 0.0)
     norm_y = tl.where(inside, (y.to(tl.float32) - mean_y[:, None]) * rstd_y[:, None], 0.0)
@@ -108,11 +114,10 @@ def layer_norm_mse_backward_kernel(
     mean = tl.sum(norm_x - norm_y, axis=1) / D
     dloss = tl.load(dloss_ptr) * scale
     out = row[:, None] * D + column[None, :]
-    if NEEDS_DX:
-        along = tl.sum((norm_x - norm_y) * norm_x, axis=1) / D
-        dx = (norm_x - norm_y) - mean[:, None] - norm_x * along[:, None]
-        tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
-    if NEEDS_DY:
+    along = tl.sum((norm_x - norm_y) * norm_x, axis=1) / D
+    dx = (norm_x - norm_y) - mean[:, None] - norm_x * along[:, None]
+    tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
+    if BOTH:
         along = tl.sum((norm_x - norm_y) * norm_y, axis=1) / D
         dy = norm_y * along[:, None] + mean[:, None] - (norm_x - norm_y)
         tl.store(dy_ptr + out, dy * (dloss * rstd_y)[:, None], mask=inside)
@@ -148,22 +153,27 @@ def layer_norm_mse_backward(
     programs = triton.cdiv(R, config["BLOCK_R"])
     dx = torch.empty(R, D, dtype=x.dtype, device=x.device) if needs_dx else None
     dy = torch.empty(R, D, dtype=y.dtype, device=y.device) if needs_dy else None
+    both = needs_dx and needs_dy and config["BLOCK_D"] <= MOST_COLUMNS_OF_BOTH
+    launches = [(x, y, dx, dy if both else None, 0)] if needs_dx else []
+    if needs_dy and not both:  # the loss is the same with its sides swapped
+        launches.append((y, x, dy, None, 2))
     if programs:
         with torch.cuda.device_of(x):
-            for sides in _launches(needs_dx, needs_dy, config["BLOCK_D"]):
+            for a, b, da, db, first in launches:
                 layer_norm_mse_backward_kernel[(programs,)](
-                    x,
-                    y,
+                    a,
+                    b,
                     stats,
                     dloss,
-                    dx,
-                    dy,
+                    da,
+                    db,
                     R,
                     D,
-                    x.stride(0),
-                    y.stride(0),
+                    a.stride(0),
+                    b.stride(0),
                     scale,
-                    **sides,
+                    first,
+                    BOTH=both,
                     **config,
                 )
     return [side for side in (dx, dy) if side is not None]
@@ -188,40 +198,17 @@ def _(x, y, stats, dloss, scale, needs_dx, needs_dy):
     return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
 
 
-def _launches(needs_dx: bool, needs_dy: bool, block_d: int) -> list[dict[str, bool]]:
-    """Both sides in one launch, except where their rows together would spill registers."""
-    if needs_dx and needs_dy and block_d > 8192:
-        return [{"NEEDS_DX": True, "NEEDS_DY": False}, {"NEEDS_DX": False, "NEEDS_DY": True}]
-    return [{"NEEDS_DX": needs_dx, "NEEDS_DY": needs_dy}]
-
-
 def compile_variants() -> Iterator[Variant]:
-    """Every row length's registers in half and single precision; the flags at one length."""
-    for D in (16, 768, 4096, 8192, 16384):
-        for dtype in ("*bf16", "*fp32"):
-            yield from _variants(D, dtype, learning=[(True, True)])
-    yield from _variants(770, "*fp16", learning=[(True, True)])
-    yield from _variants(16384, "*fp32", learning=[(True, False), (False, True)])
-
-
-def _variants(D: int, dtype: str, learning: list[tuple[bool, bool]]) -> Iterator[Variant]:
-    config = blocks(D)
-    num_warps = config.pop("num_warps")
-    sizes = {"R": "i32", "D": "i32", "stride_x": "i32", "stride_y": "i32"}
-    aligned = () if D % 16 else ("D", "stride_x", "stride_y")
-    forward = {"x_ptr": dtype, "y_ptr": dtype, "partial_ptr": "*fp32", "stats_ptr": "*fp32"}
-    forward |= sizes | {"eps": "fp32", "scale": "fp32"}
-    yield Variant(
-        layer_norm_mse_forward_kernel, forward, config, num_warps=num_warps, aligned=aligned
-    )
-    backward = {"x_ptr": dtype, "y_ptr": dtype, "stats_ptr": "*fp32", "dloss_ptr": "*fp32"}
-    backward |= {"dx_ptr": dtype, "dy_ptr": dtype} | sizes | {"scale": "fp32"}
-    for needs_dx, needs_dy in learning:
-        for sides in _launches(needs_dx, needs_dy, config["BLOCK_D"]):
-            yield Variant(
+    """What the launchers can start."""
+    for log_d, dtype in itertools.product(range(4, 15), ("*bf16", "*fp16", "*fp32")):
+        config: dict[str, Any] = blocks(2**log_d)
+        num_warps = config.pop("num_warps")
+        types = dict.fromkeys(("x_ptr", "y_ptr"), dtype) | {"eps": "fp32", "scale": "fp32"}
+        yield from forms(layer_norm_mse_forward_kernel, types, config, num_warps=num_warps)
+        for both in (False, True) if 2**log_d <= MOST_COLUMNS_OF_BOTH else (False,):
+            yield from forms(
                 layer_norm_mse_backward_kernel,
-                backward,
-                config | sides,
+                types | {"dx_ptr": dtype, "dy_ptr": dtype if both else None},
+                config | {"BOTH": both},
                 num_warps=num_warps,
-                aligned=aligned,
             )

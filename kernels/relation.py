@@ -10,10 +10,11 @@ The gradient is a combination of the same rows, ∂L/∂x_i = [Σ_j A_ij s_j −
 / ‖x_i‖ with A = b − ρa less its diagonal, a = R̃_s/σ_s, b = R̃_t/σ_t, and κ_i what is parallel to
 the row.
 
-Data path. `row_scale_kernel` reads every row once and leaves 1/‖x‖ (0 at padding) for both kinds
-of relation. Groups of up to 128 rows: `small_groups_kernel`, one program a group and layer,
-streams both sides over D, keeps both relations in registers, and streams the student again for
-the gradient; tokens write it, samples add to it. Longer groups, a chunk at a time: centred rows
+Data path. Every kernel sees features in multiples of 16, padded with zeros where they are not.
+`row_scale_kernel` reads every row once and leaves 1/‖x‖ (0 at padding) for both kinds of
+relation. Groups of up to 128 rows: `small_groups_kernel`, one program a group and layer, streams
+both sides over D, keeps both relations in registers, and streams the student again for the
+gradient; tokens write it, samples add to it. Longer groups, a chunk at a time: centred rows
 (`centre_kernel`), lower-triangle tiles of both relations with their sums
 (`relation_tiles_kernel`), A (`difference_kernel`), then one product with the centred rows
 (`gradient_kernel`). The forward pass does it all; the backward pass scales by the upstream
@@ -37,12 +38,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.variants import Variant
+from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
+from fastkd.kernels.variants import Variant, aligned_form
 
 # Groups of up to this many rows keep both their relations in registers.
 SMALL_GROUP = 128
-# Layers in one launch: their pointers are kernel arguments.
-LAYERS_PER_LAUNCH = 8
+# Sizes of features and bytes of addresses in multiples of this make wide loads.
+ALIGNMENT = 16
 # Rows and columns of a tile of a long relation.
 TILE = 128
 # Entries of the relations that are worked on at once; bounds the workspace of long groups.
@@ -54,20 +56,12 @@ LARGEST_SCALE = tl.constexpr(1e12)  # 1/‖x‖ of rows that are too short to no
 OPERAND_SCALE = tl.constexpr(4096.0)
 
 
-@triton.jit
-def _pick(pointers, index, COUNT: tl.constexpr):
-    """``pointers[index]`` for an index known only at run time."""
-    pointer = pointers[0]
-    for i in tl.static_range(1, COUNT):
-        pointer = tl.where(index == i, pointers[i], pointer)
-    return pointer
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "N"])
 def row_scale_kernel(
-    x_ptrs,  # LAYERS student layers, then LAYERS teacher layers
+    s_ptrs,  # layers of (B, N, Ds)
+    t_ptrs,  # layers of (B, N, Dt)
     mask_ptr,  # (B, N) bytes
-    scale_ptr,  # (LAYERS, 2, B·N): 1/‖x‖, 0 at padding
+    scale_ptr,  # (layers, 2, B·N): 1/‖x‖, 0 at padding
     rows,
     N,
     Ds,
@@ -76,14 +70,15 @@ def row_scale_kernel(
     stride_s_n,
     stride_t_b,
     stride_t_n,
-    LAYERS: tl.constexpr,
+    SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    pair = tl.program_id(1)
-    teacher = pair >= LAYERS
-    x_ptr = _pick(x_ptrs, pair, 2 * LAYERS)
+    layer = tl.program_id(1)
+    side = tl.program_id(2)
+    teacher = side == 1
+    x_ptr = tl.where(teacher, pick(t_ptrs, layer, SLOTS), pick(s_ptrs, layer, SLOTS))
     D = tl.where(teacher, Dt, Ds)
     stride_b = tl.where(teacher, stride_t_b, stride_s_b)
     stride_n = tl.where(teacher, stride_t_n, stride_s_n)
@@ -105,12 +100,11 @@ def row_scale_kernel(
     scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, 1.0 / tl.maximum(norm, SMALLEST_NORM))
     scale += norm - norm  # NaN where the norm overflows, as inf must not pass for a short row
     scale = tl.where(there, scale, 0.0)
-    layer = tl.where(teacher, pair - LAYERS, pair).to(tl.int64)
-    side = tl.where(teacher, 1, 0)
-    tl.store(scale_ptr + (2 * layer + side) * rows + row, scale, mask=row < rows)
+    at = (2 * layer + side).to(tl.int64)
+    tl.store(scale_ptr + at * rows + row, scale, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "N"])
 def count_groups_kernel(
     mask_ptr,  # (B, N) bytes
     counts_ptr,  # (2,): samples and positions with at least two real members
@@ -212,14 +206,14 @@ def _centred_relation(
     return tl.where(valid[:, None] & valid[None, :], R, 0.0), diagonal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "rows", "stride_group", "stride_n", "accumulate"])
 def small_groups_kernel(
-    s_ptrs,  # LAYERS of (groups, N, Ds)
-    t_ptrs,  # LAYERS of (groups, N, Dt)
-    scale_ptr,  # (LAYERS, 2, rows)
+    s_ptrs,  # layers of (groups, N, Ds)
+    t_ptrs,  # layers of (groups, N, Dt)
+    scale_ptr,  # (layers, 2, rows)
     counts_ptr,  # (1,): groups that count in the average
-    dx_ptr,  # (LAYERS, rows, Ds)
-    loss_ptr,  # (LAYERS, groups): weighted losses
+    dx_ptr,  # (layers, rows, Ds)
+    loss_ptr,  # (layers, groups): weighted losses
     N,
     Ds,
     Dt,
@@ -232,18 +226,18 @@ def small_groups_kernel(
     stride_n,
     weight,
     eps,
-    LAYERS: tl.constexpr,
+    accumulate,
+    SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     GRADIENT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
-    s_ptr = _pick(s_ptrs, layer, LAYERS)
-    t_ptr = _pick(t_ptrs, layer, LAYERS)
+    s_ptr = pick(s_ptrs, layer, SLOTS)
+    t_ptr = pick(t_ptrs, layer, SLOTS)
     n = tl.arange(0, BLOCK_N)
     there = n < N
     row = group * stride_group + n.to(tl.int64) * stride_n
@@ -314,12 +308,12 @@ def small_groups_kernel(
             dx = dx * left[:, None] - row_sums[:, None] * centred - parallel[:, None] * unit
             dx = tl.where(valid[:, None], dx, 0.0)
             inside = there[:, None] & (d < Ds)[None, :]
-            if ACCUMULATE:
-                dx += tl.load(dx_rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            tl.store(dx_rows[:, None] + d[None, :], dx, mask=inside)
+            dx_tile = dx_rows[:, None] + d[None, :]
+            dx += tl.load(dx_tile, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
+            tl.store(dx_tile, dx, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
 def mean_kernel(
     x_ptr,  # (groups, N, D)
     scale_ptr,  # rows
@@ -355,7 +349,7 @@ def mean_kernel(
         tl.store(size_ptr + group, count)
 
 
-@triton.jit(do_not_specialize=["first_group"])
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
 def centre_kernel(
     x_ptr,  # (groups, N, D)
     scale_ptr,
@@ -405,7 +399,7 @@ def centre_kernel(
     tl.store(offset_ptr + (2 * slot + 1) * N + n, squares, mask=n < N)
 
 
-@triton.jit(do_not_specialize=["first_group"])
+@triton.jit(do_not_specialize=["first_group", "N", "rows", "groups", "stride_group", "stride_n"])
 def centre_offsets_kernel(
     offset_ptr,  # (2·chunk, 2, N): h and |s_i|² become u and R̃_ii
     scale_ptr,  # of this layer: (2, rows)
@@ -448,7 +442,7 @@ def _triangle(tile):
     return i, tile - i * (i + 1) // 2
 
 
-@triton.jit(do_not_specialize=["first_group"])
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
 def relation_tiles_kernel(
     centred_s_ptr,  # (parts, chunk, N, Ds)
     centred_t_ptr,  # (parts, chunk, N, Dt)
@@ -510,7 +504,7 @@ def relation_tiles_kernel(
     tl.store(tiles_ptr + (at * tiles + tile) * TILE * TILE + cell, R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def sums_kernel(
     tiles_ptr,  # (2, chunk, tiles, TILE, TILE)
     partial_ptr,  # (chunk, blocks, 3, N): row sums of R̃_sR̃_t, R̃_s², R̃_t²
@@ -551,7 +545,7 @@ def sums_kernel(
         tl.store(at_j + 2 * N, square_t_j, mask=row < N)
 
 
-@triton.jit(do_not_specialize=["first_group"])
+@triton.jit(do_not_specialize=["first_group", "groups", "N", "stride_group", "stride_n"])
 def coefficients_kernel(
     sums_ptr,  # (chunk, 3, N): row sums of R̃_sR̃_t, R̃_s², R̃_t²
     offset_ptr,  # (2·chunk, 2, N)
@@ -628,7 +622,7 @@ def coefficients_kernel(
             tl.store(coefficient_ptr + 2 * N + n, left * parallel, mask=there)
 
 
-@triton.jit(do_not_specialize=["first_group"])
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
 def difference_kernel(
     tiles_ptr,  # (2, chunk, tiles, TILE, TILE)
     mix_ptr,  # (chunk, 2)
@@ -636,13 +630,13 @@ def difference_kernel(
     a_ptr,  # (parts, chunk, side, side): both triangles of A, side a multiple of TILE
     first_group,
     N,
-    side,
     stride_group,
     stride_n,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    side = tl.cdiv(N, TILE) * TILE
     tile = tl.program_id(0)
     slot = tl.program_id(2).to(tl.int64)
     block_i, block_j = _triangle(tile)
@@ -671,7 +665,7 @@ def difference_kernel(
             tl.store(a_ptr + low_parts + j[:, None] * side + i[None, :], _low(mirrored))
 
 
-@triton.jit(do_not_specialize=["first_group"])
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n", "accumulate"])
 def gradient_kernel(
     a_ptr,  # (parts, chunk, side, side)
     centred_ptr,  # (parts, chunk, N, D)
@@ -682,17 +676,17 @@ def gradient_kernel(
     first_group,
     N,
     D,
-    side,
     stride_x_group,
     stride_x_n,
     stride_group,
     stride_n,
+    accumulate,
     SPLIT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    side = tl.cdiv(N, BLOCK_N) * BLOCK_N
     slot = tl.program_id(2).to(tl.int64)
     group = first_group + slot
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -734,12 +728,11 @@ def gradient_kernel(
     dx -= tl.load(coefficient_ptr + 2 * N, mask=there, other=0.0)[:, None] * unit
     dx = tl.where(valid, dx, 0.0)
     dx_rows = dx_ptr + row[:, None] * D + d[None, :]
-    if ACCUMULATE:
-        dx += tl.load(dx_rows, mask=inside, other=0.0).to(tl.float32)
+    dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
     tl.store(dx_rows, dx, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def scale_kernel(x_ptr, factor_ptr, out_ptr, numel, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """out = x · factor, in float32; float16 saturates instead of overflowing."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -759,16 +752,19 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> Blocks:
+def small_blocks(
+    N: int, dtype: torch.dtype, split: bool, gradient: bool, blackwell: bool
+) -> Blocks:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
     Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
-    for loads in flight.
+    for loads in flight, and split float32 without the gradient just too few.
     """
     n = max(16, triton.next_power_of_2(N))
-    stages = 1 if blackwell else 2
     if n == 128:
+        stages = 1 if blackwell or (split and not gradient) else 2
         return Blocks(n, 16 if dtype == torch.float32 else 32, 8, stages)
+    stages = 1 if blackwell else 2
     return Blocks(n, 32 if split and n > 16 else 64, 4 if n <= 32 else 8, stages)
 
 
@@ -783,7 +779,8 @@ def tile_blocks(split: bool) -> Blocks:
 
 def gradient_blocks(dtype: torch.dtype, split: bool) -> tuple[Blocks, int]:
     """One accumulator and in the end the rows; the last number is the block of the summed rows."""
-    return Blocks(TILE, 64 if dtype == torch.float32 else 128, 8, 3), 32 if split else 64
+    wide = gradient_dtype(dtype) == torch.float32
+    return Blocks(TILE, 64 if wide else 128, 8, 3), 32 if split else 64
 
 
 def splits(dtype: torch.dtype) -> bool:
@@ -848,16 +845,18 @@ def relations(
             if gradient:
                 allocate = torch.empty if terms else torch.zeros
                 layers.dx = allocate(
-                    (len(indices), *students[indices[0]].shape),
+                    (len(indices), *layers.students[0].shape),
                     dtype=gradient_dtype(layers.dtype),
                     device=device,
                 )
-                buffers.append(layers.dx)
             for term, (over, weight) in enumerate(terms):
                 groups = B if over == "tokens" else N
                 losses = partial[done : done + len(indices) * groups]
                 done += len(indices) * groups
                 _launch_term(layers, over, weight, counts, eps, losses, accumulate=term > 0)
+            if layers.dx is not None:
+                D = students[indices[0]].shape[-1]
+                buffers.append(layers.dx[..., :D].contiguous())  # itself, if without padding
     return [partial.sum(), *buffers]
 
 
@@ -867,8 +866,8 @@ class _Layers:
     def __init__(self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None):
         self.students, self.teachers = _same_layout(students), _same_layout(teachers)
         self.masked = mask is not None
-        self.B, self.N, self.Ds = students[0].shape
-        self.Dt = teachers[0].shape[-1]
+        self.B, self.N, self.Ds = self.students[0].shape
+        self.Dt = self.teachers[0].shape[-1]
         self.rows = self.B * self.N
         self.dtype = students[0].dtype
         self.split = splits(self.dtype)
@@ -879,8 +878,9 @@ class _Layers:
         if self.rows == 0:
             return
         block_r, block_d = 16, 128
-        row_scale_kernel[(triton.cdiv(self.rows, block_r), 2 * len(students))](
-            (*self.students, *self.teachers),
+        row_scale_kernel[(triton.cdiv(self.rows, block_r), len(students), 2)](
+            padded(self.students),
+            padded(self.teachers),
             mask,
             self.scale,
             self.rows,
@@ -889,19 +889,27 @@ class _Layers:
             self.Dt,
             *self.students[0].stride()[:2],
             *self.teachers[0].stride()[:2],
-            LAYERS=len(students),
+            SLOTS=slots(len(students)),
             HAS_MASK=self.masked,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
-            num_warps=4,
+            num_warps=8,
         )
 
 
 def _same_layout(layers: list[Tensor]) -> list[Tensor]:
-    """Equal strides and contiguous rows; copies only where that isn't so already."""
-    if layers[0].stride(-1) == 1 and all(x.stride() == layers[0].stride() for x in layers):
+    """Equal strides, all sizes multiples of ALIGNMENT; copies only where that isn't so already.
+
+    Features of other sizes are padded with zeros, which change no relation: an address for every
+    element would take more registers than a thread has left.
+    """
+    first = layers[0]
+    sizes = first.shape[-1], *first.stride()[:2], *(x.data_ptr() for x in layers)
+    alike = first.stride(-1) == 1 and all(x.stride() == first.stride() for x in layers)
+    if alike and not any(size % ALIGNMENT for size in sizes):
         return layers
-    return [x.contiguous() for x in layers]
+    missing = -first.shape[-1] % ALIGNMENT
+    return [torch.nn.functional.pad(x, (0, missing)).contiguous() for x in layers]
 
 
 def _launch_term(
@@ -936,10 +944,11 @@ def _launch_term(
         for layer in range(len(layers.students)):
             _launch_long(layers, term, layer, losses[layer * groups :])
         return
-    blocks = small_blocks(N, layers.dtype, layers.split, is_blackwell(s.device))
+    gradient = layers.dx is not None
+    blocks = small_blocks(N, layers.dtype, layers.split, gradient, is_blackwell(s.device))
     small_groups_kernel[(groups, len(layers.students))](
-        tuple(layers.students),
-        tuple(layers.teachers),
+        padded(layers.students),
+        padded(layers.teachers),
         layers.scale,
         term.counts,
         layers.dx,
@@ -953,10 +962,10 @@ def _launch_term(
         *term.strides,
         weight if counts is not None else weight / groups,
         eps,
-        LAYERS=len(layers.students),
+        int(accumulate),
+        SLOTS=slots(len(layers.students)),
         HAS_MASK=layers.masked,
-        GRADIENT=layers.dx is not None,
-        ACCUMULATE=accumulate,
+        GRADIENT=gradient,
         SPLIT=layers.split,
         BLOCK_N=blocks.n,
         BLOCK_D=blocks.d,
@@ -1021,7 +1030,7 @@ def _launch_long(layers: _Layers, term: _Term, layer: int, losses: Tensor) -> No
         ):
             centre_kernel[(triton.cdiv(N, 32), here)](
                 x, row_scale, mean, count, rows, h, first, N, D, *strides_x, *term.strides,
-                SPLIT=layers.split, BLOCK_N=32, BLOCK_D=128, num_warps=4,
+                SPLIT=layers.split, BLOCK_N=32, BLOCK_D=128, num_warps=8,
             )  # fmt: skip
         centre_offsets_kernel[(here, 2)](
             offset, scale, size, first, N, layers.rows, groups, *term.strides,
@@ -1044,13 +1053,13 @@ def _launch_long(layers: _Layers, term: _Term, layer: int, losses: Tensor) -> No
         if not gradient:
             continue
         difference_kernel[(tiles, TILE // 32, here)](
-            packed, mix, scale, a, first, N, side, *term.strides,
+            packed, mix, scale, a, first, N, *term.strides,
             SPLIT=layers.split, TILE=TILE, BLOCK=32, num_warps=4,
         )  # fmt: skip
         gradient_kernel[(side // block.n, triton.cdiv(layers.Ds, block.d), here)](
             a, centred[0], student, scale, coefficients, dx,
-            first, N, layers.Ds, side, *term.strides_s, *term.strides,
-            SPLIT=layers.split, ACCUMULATE=term.accumulate,
+            first, N, layers.Ds, *term.strides_s, *term.strides, int(term.accumulate),
+            SPLIT=layers.split,
             BLOCK_N=block.n, BLOCK_D=block.d, BLOCK_K=block_k,
             num_warps=block.num_warps, num_stages=block.num_stages,
         )  # fmt: skip
@@ -1084,51 +1093,36 @@ def _(students, teachers, mask, tokens, samples, eps, gradient):
 
 
 def compile_variants() -> Iterator[Variant]:
-    """What `relations` and `scaled` can start.
-
-    float16 is bfloat16 but for one load, and without ACCUMULATE or HAS_MASK one load less.
-    """
-    for name, split in (("*bf16", False), ("*fp32", True), ("*fp32", False)):
-        dtype = torch.float32 if name == "*fp32" else torch.bfloat16
-        pointers = {"s_ptrs": (name,) * 6, "t_ptrs": (name,) * 6, "x_ptr": name, "dx_ptr": name}
-        for N, capabilities in itertools.product((16, 32, 64, 128), ((80, 90), (100,))):
-            blocks = small_blocks(N, dtype, split, blackwell=100 in capabilities)
-            for gradient in (False, True):
-                yield _variant(
-                    small_groups_kernel, pointers, blocks, True, LAYERS=6, HAS_MASK=gradient,
-                    GRADIENT=gradient, ACCUMULATE=gradient, SPLIT=split,
-                    BLOCK_N=blocks.n, BLOCK_D=blocks.d,
-                )._replace(capabilities=capabilities)  # fmt: skip
-        tile, (block, block_k) = tile_blocks(split), gradient_blocks(dtype, split)
-        yield _variant(
-            relation_tiles_kernel, {}, tile, True, SPLIT=split, TILE=TILE, BLOCK_D=tile.d
-        )
-        yield _variant(
-            gradient_kernel, pointers, block, True, SPLIT=split, ACCUMULATE=True,
-            BLOCK_N=block.n, BLOCK_D=block.d, BLOCK_K=block_k,
-        )  # fmt: skip
-        yield _variant(centre_kernel, pointers, SPLIT=split, BLOCK_N=32, BLOCK_D=128)
-        yield _variant(difference_kernel, {}, SPLIT=split, TILE=TILE, BLOCK=32)
-    for name in ("*bf16", "*fp32"):
-        yield _variant(mean_kernel, {"x_ptr": name}, BLOCK_N=64, BLOCK_D=64)
-        yield _variant(
-            row_scale_kernel, {"x_ptrs": (name,) * 12}, LAYERS=6, HAS_MASK=True,
-            BLOCK_R=16, BLOCK_D=128,
-        )  # fmt: skip
-    for name, largest in (("*bf16", 0.0), ("*fp16", 65504.0), ("*fp32", 0.0)):
-        yield _variant(
-            scale_kernel, {"x_ptr": "*fp32" if largest else name, "out_ptr": name},
-            Blocks(0, 0, 8, 3), LARGEST=largest, BLOCK=4096,
-        )  # fmt: skip
-    for flag in (False, True):
-        yield _variant(coefficients_kernel, {}, HAS_MASK=flag, GRADIENT=flag, BLOCK_N=1024)
-    yield _variant(centre_offsets_kernel, {}, BLOCK_N=1024)
-    yield _variant(sums_kernel, {}, TILE=TILE, BLOCK=32)
-    yield _variant(count_groups_kernel, {}, Blocks(0, 0, 8, 3), BLOCK_G=32, BLOCK_N=128)
+    """What `relations` and `scaled` can start."""
+    for name, split in (("*bf16", False), ("*fp16", False), ("*fp32", True), ("*fp32", False)):
+        yield from _feature_variants(name, split)
+    for split in (False, True):
+        tile = tile_blocks(split)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        config = {"SPLIT": split, "TILE": TILE, "BLOCK_D": tile.d}
+        yield aligned_form(relation_tiles_kernel, TYPES, config, tensor_cores=True, **options)
+        config = {"SPLIT": split, "TILE": TILE, "BLOCK": 32}
+        yield aligned_form(difference_kernel, TYPES, config)
+    for masked, gradient in itertools.product((False, True), (False, True)):
+        types = TYPES | ({} if masked else {"counts_ptr": None})
+        config = {"HAS_MASK": masked, "GRADIENT": gradient, "BLOCK_N": 1024}
+        yield aligned_form(coefficients_kernel, types, config)
+    yield aligned_form(centre_offsets_kernel, TYPES, {"BLOCK_N": 1024})
+    yield aligned_form(sums_kernel, TYPES, {"TILE": TILE, "BLOCK": 32})
+    yield aligned_form(count_groups_kernel, TYPES, {"BLOCK_G": 32, "BLOCK_N": 128}, num_warps=8)
+    for x, out, largest in (
+        ("*bf16", "*bf16", 0.0),
+        ("*fp32", "*fp16", torch.finfo(torch.float16).max),
+        ("*fp32", "*fp32", 0.0),
+    ):
+        for numel in ("i32", "i64"):
+            types = {"x_ptr": x, "out_ptr": out, "numel": numel}
+            config = {"LARGEST": largest, "BLOCK": 4096}
+            yield aligned_form(scale_kernel, types, config, num_warps=8)
 
 
 # Types of arguments that no variant changes; others are float32 arrays or integers.
-KINDS = {
+TYPES = {
     "mask_ptr": "*u8",
     "size_ptr": "*i32",
     "a_ptr": "*fp16",
@@ -1138,25 +1132,46 @@ KINDS = {
     "weight": "fp32",
     "eps": "fp32",
 }
-UNALIGNED = {"first_group", "groups", "B"}
 
 
-def _variant(
-    kernel: Any,
-    pointers: dict[str, Any],
-    blocks: Blocks | None = None,
-    tensor_cores: bool = False,
-    **constexprs: Any,
-) -> Variant:
-    """Types of the arguments by their names."""
-    blocks = blocks or Blocks(0, 0, 4, 3)
-    signature = {
-        name: pointers.get(name, KINDS.get(name, "*fp32" if name.endswith("_ptr") else "i32"))
-        for name in kernel.arg_names
-        if name not in constexprs
-    }
-    integers = [name for name, kind in signature.items() if kind == "i32"]
-    aligned = tuple(name for name in integers if name not in UNALIGNED)
-    return Variant(
-        kernel, signature, constexprs, blocks.num_warps, blocks.num_stages, tensor_cores, aligned
+def _feature_variants(name: str, split: bool) -> Iterator[Variant]:
+    """Of the kernels that read features."""
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[name]
+    dx = "*bf16" if gradient_dtype(dtype) == torch.bfloat16 else "*fp32"
+    types = TYPES | {"x_ptr": name, "dx_ptr": dx}
+    for layers, masked in itertools.product((1, LAYERS_PER_LAUNCH), (False, True)):
+        count = slots(layers)
+        types |= dict.fromkeys(("s_ptrs", "t_ptrs"), (name,) * count)
+        flags = {"SLOTS": count, "HAS_MASK": masked}
+        if split or dtype != torch.float32:
+            config = flags | {"BLOCK_R": 16, "BLOCK_D": 128}
+            given = types | {"mask_ptr": "*u8" if masked else None}
+            yield aligned_form(row_scale_kernel, given, config, num_warps=8)
+        for N, gradient, capabilities in itertools.product(
+            (16, 32, 64, SMALL_GROUP), (False, True), ((80, 90), (100,))
+        ):
+            blocks = small_blocks(N, dtype, split, gradient, blackwell=100 in capabilities)
+            given = {"counts_ptr": "*fp32" if masked else None, "dx_ptr": dx if gradient else None}
+            config = {"GRADIENT": gradient, "SPLIT": split, "BLOCK_N": blocks.n}
+            yield aligned_form(
+                small_groups_kernel,
+                types | given,
+                flags | config | {"BLOCK_D": blocks.d},
+                num_warps=blocks.num_warps,
+                num_stages=blocks.num_stages,
+                tensor_cores=True,
+                capabilities=capabilities,
+            )
+    config = {"SPLIT": split, "BLOCK_N": 32, "BLOCK_D": 128}
+    yield aligned_form(centre_kernel, types, config, num_warps=8)
+    if split or dtype != torch.float32:
+        yield aligned_form(mean_kernel, types, {"BLOCK_N": 64, "BLOCK_D": 64})
+    blocks, block_k = gradient_blocks(dtype, split)
+    yield aligned_form(
+        gradient_kernel,
+        types,
+        {"SPLIT": split, "BLOCK_N": blocks.n, "BLOCK_D": blocks.d, "BLOCK_K": block_k},
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        tensor_cores=True,
     )

@@ -4,16 +4,25 @@ Data path. Forward: a program walks along its rows in blocks of the vocabulary a
 maxima, sums of exponentials and the two Kullback-Leibler sums (shifted along whenever a maximum
 grows), so one read of both logits gives either KL. Jensen-Shannon needs the normalisers first and
 reads both logits twice. Adaptive KL selects its head between two reads of both: radix selection
-by the bits of the teacher's logits, two bits a read, of the teacher alone and mostly from L2.
+by the bits of the teacher's logits, two bits a read, of the teacher alone.
 Each row leaves its loss and the six numbers that its gradient needs; one program adds the losses.
 Backward: one read of both logits, one write of the gradient with the upstream gradient applied.
-Nothing else is of the size of the logits.
+Nothing else is of the size of the logits. Logits that nobody else needs, such as those made from
+hidden states a chunk at a time, are replaced by their gradient.
 
-With E = R·V elements of s bytes: forward reads 2Es (js: 4Es; adaptive_kl: 4Es and (4s + 1)Es
-of teacher bits), backward reads 2Es and writes Es: 5Es bytes forward and backward for a KL.
-About 20E operations for a KL, 40E for js, (80 + 30s)E for adaptive_kl. Bound by bandwidth.
+Reads of the logits, forward + backward:
+
+    forward_kl, reverse_kl    1 + 1 of both sides
+    js                        2 + 1 of both sides
+    adaptive_kl               2 + 1 of both sides, and 8 (16 in float32) of the teacher
+
+The third of js and adaptive_kl can't be saved: their losses need the normalisers, and their
+gradients the losses. With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl
+(7 + 4s)Es. About 20E operations for a KL, 40E for js, (80 + 30s)E for adaptive_kl. Bound by
+bandwidth.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.variants import Variant
+from fastkd.kernels.variants import Variant, forms
 
 STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
@@ -87,6 +96,17 @@ def _sort_key(z, KEY_BITS: tl.constexpr):
 
 
 @triton.jit
+def _from_sort_key(key, dtype: tl.constexpr, KEY_BITS: tl.constexpr):
+    """The logits that have these keys."""
+    sign = 1 << (KEY_BITS - 1)
+    every = (1 << KEY_BITS) - 1
+    bits = tl.where((key & sign) != 0, key ^ sign, key ^ every)
+    if KEY_BITS == 16:
+        bits = bits.to(tl.uint16)
+    return bits.to(dtype, bitcast=True)
+
+
+@triton.jit
 def _head_share(
     student_row,
     teacher_row,
@@ -110,6 +130,7 @@ def _head_share(
     """
     half = sum_t * HEAD_MASS
     boundary = tl.zeros([BLOCK_R], dtype=tl.uint32)
+    above = tl.zeros([BLOCK_R], dtype=tl.float32)  # mass of the keys above all that it may become
     for step in range(KEY_BITS // 2):
         shift = KEY_BITS - 2 - 2 * step
         one = tl.full([BLOCK_R], 1, tl.uint32) << shift
@@ -130,17 +151,12 @@ def _head_share(
             + (mass_3 > half).to(tl.uint32)
         )
         boundary += digit * one
+        above = tl.where(digit == 2, mass_3, above)
+        above = tl.where(digit == 1, mass_2, above)
+        above = tl.where(digit == 0, mass_1, above)
 
-    above = tl.zeros([BLOCK_R], dtype=tl.float32)
-    weight = tl.zeros([BLOCK_R], dtype=tl.float32)  # of one entry on the boundary
-    for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        z_t = _load(teacher_row, column, V, is_real)
-        key = _sort_key(z_t, KEY_BITS)
-        w_t = tl.exp((z_t.to(tl.float32) - base_t[:, None]) * inv_temperature)
-        above += tl.sum(tl.where(key > boundary[:, None], w_t, 0.0), axis=1)
-        on_boundary = tl.where(key == boundary[:, None], w_t, 0.0)
-        weight = tl.maximum(weight, tl.max(on_boundary, axis=1))
+    limit = _from_sort_key(boundary, teacher_row.dtype.element_ty, KEY_BITS).to(tl.float32)
+    weight = tl.exp((limit - base_t) * inv_temperature)  # of one entry on the boundary
     room = tl.floor((half - above) / weight)
     room = tl.where(above == 0.0, tl.maximum(room, 1.0), room)
 
@@ -166,7 +182,7 @@ def _head_share(
     return tl.where(g_all > 0.0, g_head / g_all, 0.5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def soft_target_forward_kernel(
     student_ptr,
     teacher_ptr,
@@ -274,7 +290,7 @@ def soft_target_forward_kernel(
     tl.store(stats_ptr + 5, share, mask=row < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def soft_target_reduce_kernel(
     loss_ptr,  # (R,)
     mask_ptr,
@@ -304,7 +320,7 @@ def soft_target_reduce_kernel(
     tl.store(divisor_ptr, by)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "stride_dloss"])
 def soft_target_backward_kernel(
     student_ptr,
     teacher_ptr,
@@ -388,7 +404,7 @@ def soft_target_forward(
             soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
                 student,
                 teacher,
-                mask,
+                _bytes(mask),
                 loss,
                 stats,
                 R,
@@ -415,16 +431,17 @@ def soft_target_reduce(
     """
     total = torch.empty((), dtype=torch.float32, device=loss.device)
     divided_by = torch.empty((), dtype=torch.float32, device=loss.device)
+    counts = denominator is None and divisor is None
     with torch.cuda.device_of(loss):
         soft_target_reduce_kernel[(1,)](
             loss,
-            mask,
+            _bytes(mask) if counts else None,
             denominator,
             total,
             divided_by,
             loss.shape[0],
             1.0 if divisor is None else divisor,
-            COUNTS=denominator is None and divisor is None,
+            COUNTS=counts,
             HAS_DENOMINATOR=denominator is not None,
             BLOCK_R=1024,
         )
@@ -490,7 +507,7 @@ def _launch_backward(
         soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
             student,
             teacher,
-            mask,
+            _bytes(mask),
             stats,
             dloss,
             divisor,
@@ -507,6 +524,11 @@ def _launch_backward(
             REDUCED=divisor is not None,
             **config,
         )
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    """The mask in the one type that Triton's versions agree on."""
+    return None if mask is None else mask.view(torch.uint8)
 
 
 # A custom operator costs more than the launches behind it: for torch.compile only.
@@ -547,54 +569,37 @@ def _(student, teacher, mask, weights, divergence, temperature, scale):
 
 
 def compile_variants() -> Iterator[Variant]:
-    """Every divergence at both block shapes; the flags that cost no registers once."""
-    for divergence in ("forward_kl", "reverse_kl", "js", "adaptive_kl"):
-        yield from _variants(1024, "*fp32", divergence, "*i1")
-        yield from _variants(152064, "*bf16", divergence, "*i1")
-        yield from _variants(152064, "*fp32", divergence, "*i1")
-    yield from _variants(1024, "*bf16", "adaptive_kl", "*i1")
-    yield from _variants(152064, "*fp16", "adaptive_kl", "*i1")
-    yield from _variants(30522, "*bf16", "adaptive_kl", None)
-    yield Variant(
-        soft_target_reduce_kernel,
-        {
-            "loss_ptr": "*fp32",
-            "mask_ptr": "*i1",
-            "denominator_ptr": "*i64",
-            "total_ptr": "*fp32",
-            "divisor_ptr": "*fp32",
-            "R": "i32",
-            "divisor": "fp32",
-        },
-        {"COUNTS": False, "HAS_DENOMINATOR": True, "BLOCK_R": 1024},
-    )
+    """What the launchers can start."""
+    scales = dict.fromkeys(("inv_temperature", "scale", "divisor"), "fp32")
+    for divergence, V, dtype, masked in itertools.product(
+        ("forward_kl", "reverse_kl", "js", "adaptive_kl"),
+        (1024, 152064),
+        ("*bf16", "*fp16", "*fp32"),
+        (False, True),
+    ):
+        config: dict[str, Any] = blocks(V, divergence)
+        num_warps = config.pop("num_warps")
+        config |= {"DIVERGENCE": divergence, "HAS_MASK": masked}
+        types = dict.fromkeys(("student_ptr", "teacher_ptr", "dstudent_ptr"), dtype) | scales
+        types["mask_ptr"] = "*u8" if masked else None
+        bits = {"KEY_BITS": 32 if dtype == "*fp32" else 16}
+        yield from forms(soft_target_forward_kernel, types, config | bits, num_warps=num_warps)
+        for reduced in (False, True):
+            given = types | {"divisor_ptr": "*fp32" if reduced else None}
+            flags = config | {"REDUCED": reduced}
+            yield from forms(soft_target_backward_kernel, given, flags, num_warps=num_warps)
+    for given in (
+        {"mask_ptr": None, "denominator_ptr": None},
+        {"mask_ptr": "*u8", "denominator_ptr": None},
+        *({"mask_ptr": None, "denominator_ptr": f"*{kind}"} for kind in NUMBERS),
+    ):
+        config = {
+            "COUNTS": given["mask_ptr"] is not None,
+            "HAS_DENOMINATOR": given["denominator_ptr"] is not None,
+            "BLOCK_R": 1024,
+        }
+        yield from forms(soft_target_reduce_kernel, scales | given, config)
 
 
-def _variants(V: int, dtype: str, divergence: str, mask: str | None) -> Iterator[Variant]:
-    config: dict[str, Any] = blocks(V, divergence)
-    num_warps = config.pop("num_warps")
-    config |= {"DIVERGENCE": divergence, "HAS_MASK": mask is not None}
-    inputs = {"student_ptr": dtype, "teacher_ptr": dtype}
-    if mask is None:
-        config["mask_ptr"] = None
-    else:
-        inputs["mask_ptr"] = mask
-    sizes = {"R": "i32", "V": "i32", "stride_student": "i32", "stride_teacher": "i32"}
-    scales = {"inv_temperature": "fp32", "scale": "fp32"}
-    aligned = () if V % 16 else ("V", "stride_student", "stride_teacher")
-    yield Variant(
-        soft_target_forward_kernel,
-        inputs | {"loss_ptr": "*fp32", "stats_ptr": "*fp32"} | sizes | scales,
-        config | {"KEY_BITS": 32 if dtype == "*fp32" else 16},
-        num_warps=num_warps,
-        aligned=aligned,
-    )
-    outputs = {"stats_ptr": "*fp32", "dloss_ptr": "*fp32", "divisor_ptr": "*fp32"}
-    outputs["dstudent_ptr"] = dtype
-    yield Variant(
-        soft_target_backward_kernel,
-        inputs | outputs | sizes | {"stride_dloss": "i32"} | scales,
-        config | {"REDUCED": True},
-        num_warps=num_warps,
-        aligned=aligned,
-    )
+# Types that a denominator comes in.
+NUMBERS = ("fp32", "fp64", "fp16", "bf16", "i64")

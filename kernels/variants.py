@@ -1,5 +1,6 @@
 """How a kernel module tells `bench.compile_report` what a public call can start."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
@@ -21,3 +22,52 @@ class Variant(NamedTuple):
     tensor_cores: bool = False
     aligned: tuple[str, ...] = ()
     capabilities: tuple[int, ...] = ()
+
+
+def aligned_form(
+    kernel: Any,
+    types: dict[str, str | tuple[str, ...] | None],
+    constexprs: dict[str, Any],
+    **options: Any,
+) -> Variant:
+    """One choice of types and constexprs, at sizes that are multiples of 16.
+
+    Arguments that ``types`` leaves out are float32 arrays or 32-bit integers by their names; a
+    type of None stands for an argument that is None.
+    """
+    constexprs = dict(constexprs)
+    signature: dict[str, str | tuple[str, ...]] = {}
+    for name in kernel.arg_names:
+        kind = types.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+        if name in constexprs:
+            continue
+        if kind is None:
+            constexprs[name] = None
+        else:
+            signature[name] = kind
+    sizes = tuple(n for n, kind in signature.items() if kind == "i32" and n not in fixed(kernel))
+    return Variant(kernel, signature, constexprs, **options, aligned=sizes)
+
+
+def forms(
+    kernel: Any,
+    types: dict[str, str | tuple[str, ...] | None],
+    constexprs: dict[str, Any],
+    **options: Any,
+) -> Iterator[Variant]:
+    """`aligned_form` and, if sizes change the code, the form for others, without wide loads.
+
+    Where only some sizes are multiples of 16 the code lies between the two, and a size of 1 is
+    the second form with less to compute.
+    """
+    variant = aligned_form(kernel, types, constexprs, **options)
+    yield variant
+    if variant.aligned:
+        yield variant._replace(aligned=())
+
+
+def fixed(kernel: Any) -> tuple[str, ...]:
+    """Arguments whose values never change the code."""
+    # The interpreter's functions keep the decorator's arguments.
+    owner = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
+    return tuple(owner["do_not_specialize"] or ())

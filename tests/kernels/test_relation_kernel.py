@@ -19,7 +19,7 @@ def test_six_layers_in_few_launches(device, masked, dtype, monkeypatch):
     if device.type == "cuda":
         B, N, D = 32, 128, 768
     else:
-        B, N, D = 3, 4, 8
+        B, N, D = 3, 4, 16
         assert max(32, 128) <= kernels.SMALL_GROUP
     students = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
     teachers = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]

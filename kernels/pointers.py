@@ -1,0 +1,29 @@
+"""Layers that share a launch: a kernel takes their pointers as a tuple and picks one."""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Layers in one launch: their pointers are kernel arguments.
+LAYERS_PER_LAUNCH = 8
+
+
+def slots(layers: int) -> int:
+    """Pointers that a launch of so many layers passes; two numbers only, for few compiled forms."""
+    return 1 if layers == 1 else LAYERS_PER_LAUNCH
+
+
+def padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The layers' tensors, and the last of them again in the slots that no program picks."""
+    return (*tensors, *tensors[-1:] * (slots(len(tensors)) - len(tensors)))
+
+
+@triton.jit
+def pick(pointers, index, SLOTS: tl.constexpr):
+    """``pointers[index]`` for an index known only at run time."""
+    pointer = pointers[0]
+    for i in tl.static_range(1, SLOTS):
+        pointer = tl.where(index == i, pointers[i], pointer)
+    return pointer
