@@ -41,11 +41,20 @@ TOLERANCE = {
 
 
 class Bound:
-    """A provider with its inputs: ``forward()``, then ``backward(loss)`` to the leaves."""
+    """A provider with its inputs: ``forward()``, then ``backward(loss)`` to the leaves.
 
-    def __init__(self, forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+    ``between()`` comes before every timed step, untimed: what training changes from step to step.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Tensor],
+        leaves: Sequence[Tensor],
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         self.forward = forward
         self.leaves = list(leaves)
+        self.between = between
 
     def backward(self, loss: Tensor) -> tuple[Tensor, ...]:
         """Gradients of ``loss`` with respect to the leaves."""
@@ -61,7 +70,7 @@ class GraphBound(Bound):
     """Forward and backward captured once in a CUDA graph; a step is one replay."""
 
     def __init__(self, bound: Bound) -> None:
-        super().__init__(bound.forward, bound.leaves)
+        super().__init__(bound.forward, bound.leaves, bound.between)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -399,6 +408,7 @@ def _sample_cpu(bound: Bound, inner: int, flush: Tensor | None) -> tuple[float, 
     """Mean milliseconds of forward and of backward over ``inner`` steps."""
     forward = backward = 0.0
     for _ in range(inner):
+        bound.between()
         start = time.perf_counter()
         loss = bound.forward()
         middle = time.perf_counter()
@@ -416,6 +426,7 @@ def _sample_cuda(bound: Bound, inner: int, flush: Tensor | None) -> tuple[float,
     The GPU waits for the first launch, so launch costs on the host are part of the figure.
     """
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    bound.between()
     if flush is not None:
         flush.zero_()
     torch.cuda.synchronize()
