@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from bench.compile_report import choices, covering, modules, variants
 from fastkd.contrastive import CosNCELoss, cos_nce_loss
+from fastkd.kernels.cayley import cayley_inverse
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.kernels.variants import forms
 from fastkd.projection import MAX_TRITON_COLUMNS, layer_norm_mse
@@ -49,6 +50,11 @@ MASKED = (False, True)
 
 def mask_of(*shape, masked):
     return torch.ones(shape, dtype=torch.bool) if masked else None
+
+
+def cayley():
+    for n in (1, 256, 257, 2047, 2048):
+        yield cayley_inverse(torch.zeros(1, n, n), torch.zeros(1, n, n))
 
 
 def contrastive():
@@ -116,7 +122,7 @@ def soft_targets():
             )
 
 
-CALLS = {call.__name__: call for call in (contrastive, projection, relation, soft_targets)}
+CALLS = {call.__name__: call for call in (cayley, contrastive, projection, relation, soft_targets)}
 
 
 @pytest.mark.parametrize("module", CALLS)
