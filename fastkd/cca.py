@@ -372,9 +372,9 @@ def _solve(
     ``rank``, a number or (batch), bounds the sum: min(m − 1, Ds, Dt).
 
     m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
-    CPU in float32 where that is accurate, which the pivots of their factors tell; in float64 where
-    it is not, where sizes or ridge 0 make them singular, and where looking at the pivots would
-    break a compiled graph or wait for a GPU.
+    CPU in float32 where that is accurate, which the pivots of their factors and the smallest
+    correlation tell; in float64 where it is not, where sizes or ridge 0 make them singular, and
+    where looking at these numbers would break a compiled graph or wait for a GPU.
 
     On a GPU PyTorch's eigen and singular value solvers wait for the host. The extension's do not,
     as far as a matrix fits into a block, and beyond that Cholesky factors and products do the work;
