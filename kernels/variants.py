@@ -57,8 +57,8 @@ def forms(
 ) -> Iterator[Variant]:
     """`aligned_form` and, if sizes change the code, the form for others, without wide loads.
 
-    Where only some sizes are multiples of 16 the code lies between the two, and a size of 1 is
-    the second form with less to compute.
+    Left out: Triton makes further forms where only some sizes are multiples of 16, as strides of
+    sliced features may be, and where features are single numbers.
     """
     variant = aligned_form(kernel, types, constexprs, **options)
     yield variant
