@@ -10,7 +10,8 @@ split the features instead: `product_kernel` then leaves partial products of at 
 difference in float64, which neither underflows nor overflows, and leaves the loss, the neighbours
 and the factor of the gradient. The worst candidate's score bounds whatever the search rejected: if
 it is out of reach by more than rounding, as almost always, the choice is proven. Else the program
-compares all rows of the label in those parts of the bank that hold a score within reach.
+compares whatever is within reach, and in a part of the bank where that fills the list of
+candidates, all rows of the label.
 `gradient_kernel` reads the row and its neighbours again and writes the gradient with the upstream
 gradient applied.
 
@@ -427,6 +428,7 @@ def settle_kernel(
     slot = tl.arange(0, KEEP)
     candidates = splits * KEEP
     score_ptr += row * candidates
+    candidate_ptr += row * candidates
     best = tl.full((1, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((1, KEEP), tl.int32)
     for first in range(0, candidates, WIDTH):
@@ -436,7 +438,7 @@ def settle_kernel(
     best = tl.reshape(best, (KEEP,))
     found = best < float("inf")
     chosen = tl.reshape(chosen, (KEEP,))
-    chosen = tl.load(candidate_ptr + row * candidates + chosen, mask=found, other=0)
+    chosen = tl.load(candidate_ptr + chosen, mask=found, other=0)
 
     s_ptr += row * stride_s
     distance = _distances(s_ptr, t_ptr, chosen, found, D, stride_t, BLOCK_D)
@@ -453,7 +455,7 @@ def settle_kernel(
     size = reach * (2 * norm + reach)
     limit = (kth - square).to(tl.float32) + rounding * size + D * 2.0**-122
     limit = tl.where(size < FAR, limit, float("inf"))
-    rejected = tl.max(best, axis=0)  # the least score of what is not among the candidates
+    rejected = tl.max(best, axis=0)  # nothing that is not among the candidates scores less
     if (broken == 0) & (rejected < float("inf")) & (rejected <= limit):
         s_label = _wide(tl.load(s_labels_ptr + row))
         slack = _tolerance(s_label, tolerance, tolerance_rest)
@@ -463,9 +465,11 @@ def settle_kernel(
             score = tl.load(score_ptr + split * KEEP + slot)
             start = split * rows
             stop = tl.minimum(start + rows, M)
-            if tl.min(score, axis=0) > limit:
-                stop = start
-            if SORTED:
+            # What is in reach is in the list of the split, unless the list is full of it.
+            is_listed = tl.max(score, axis=0) > limit
+            if is_listed:
+                stop = tl.where(tl.min(score, axis=0) <= limit, start + 1, start)
+            elif SORTED:
                 start, stop = _range(
                     t_labels_ptr, s_label, s_label, slack, start, stop, HAS_TOLERANCE
                 )
@@ -476,6 +480,9 @@ def settle_kernel(
                     t_labels = _wide(tl.load(t_labels_ptr + j, mask=there, other=0))
                     there = there & _same(s_label, t_labels, slack, HAS_TOLERANCE)
                 t_row = _rows(t_order_ptr, j, there, SORTED).to(tl.int32)
+                if is_listed:
+                    there = score <= limit
+                    t_row = tl.load(candidate_ptr + split * KEEP + slot, mask=there, other=0)
                 distance = _distances(s_ptr, t_ptr, t_row, there, D, stride_t, BLOCK_D)
                 finite = distance < float("inf")
                 broken = tl.maximum(broken, tl.max((there & ~finite).to(tl.int32), axis=0))
@@ -668,11 +675,11 @@ def score_rounding(features: int, splits: int, itemsize: int) -> float:
 
 
 def settle_blocks(k: int) -> dict[str, int]:
-    """Candidates merged at a time, and features of a tile: a row of 1024 against 8 is one tile.
+    """Candidates merged at a time, and features of a tile: 16 differences a thread.
 
-    8192 differences in float64 are 64 registers of a thread, and none is spilled.
+    In float64 each is two registers, and these sizes spill none.
     """
-    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": 8192 // keep(k), "num_warps": 8}
+    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": 8192 // keep(k), "num_warps": 16}
 
 
 def knn_gradient(
