@@ -44,11 +44,11 @@ def blocks(V: int, divergence: str) -> dict[str, int]:
     Two shapes only, to keep the compiled forms few. Long rows stream 4096 logits of each side at
     a time, 16 a thread: enough loads in flight, and few enough registers for several programs on
     a multiprocessor; js has more intermediate values, and half the logits. Up to 1024 words, 16
-    rows share a program.
+    rows share a program; adaptive_kl, with more numbers a row, spreads them over more warps.
     """
     if V > 1024:
         return {"BLOCK_R": 1, "BLOCK_V": 2048 if divergence == "js" else 4096, "num_warps": 8}
-    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8}
+    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 16 if divergence == "adaptive_kl" else 8}
 
 
 @triton.jit
