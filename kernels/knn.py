@@ -66,9 +66,8 @@ def blocks(
     labels (``wide_labels``) are as bad. 128 bytes of features a step, three steps in flight.
     """
     many = keep(k) > 16
-    num_warps = 8
     if not is_sorted and itemsize == 2 and not many:
-        block_n, block_m, num_warps = 16, 64, 4
+        block_n, block_m = 16, 64
     elif N <= 64 or not is_sorted or wide_labels or (itemsize == 4 and many):
         block_n, block_m = 32, 32
     elif itemsize == 4:
@@ -79,7 +78,7 @@ def blocks(
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
         "BLOCK_D": (64 if itemsize == 4 and many else 128) // itemsize,
-        "num_warps": num_warps,
+        "num_warps": 8,
     }
 
 
@@ -208,9 +207,10 @@ def _product(
         wide = t.to(tl.float32)
         if WIDEN:
             s, t = s.to(tl.float32), wide
-        product = tl.dot(s, tl.trans(t), product, input_precision="tf32x3")
+        # A difference, as a sum would become the tensor core's own, which rounds more.
+        product -= tl.dot(s, tl.trans(t), input_precision="tf32x3")
         squares += tl.sum(wide * wide, axis=1)
-    return product, squares
+    return -product, squares
 
 
 @triton.jit
@@ -664,13 +664,15 @@ def _tolerance_parts(tolerance: float | None, labels: Tensor) -> tuple[float, fl
 def score_rounding(features: int, splits: int, itemsize: int) -> float:
     """c such that a computed ‖t‖² - 2 s·t errs by no more than c·‖t‖·(2‖s‖ + ‖t‖).
 
-    For 2-byte inputs products are exact, and the tensor cores (sm_80 and later) add 4 to 16 of
-    them to the sum, each cut at 2^-24 of the largest and the result at 2^-23: less than 2^-23 of
-    Σ|s||t| for each feature. For float32, in parts of 11 bits, products leave out less than
-    25·2^-23; the 3·32 at most of a step are added up in the same way, but from zero, and then the
-    steps. ‖t‖² has fewer roundings. One more for each split of the features, eight for the rest.
+    Every step of at most 64 features is added up from zero. For 2-byte inputs products are exact,
+    and the tensor cores (sm_80 and later) add 4 to 16 of them to the sum, each cut at 2^-24 of the
+    largest and the result at 2^-23: less than 2^-23 of Σ|s||t| for each feature of the step. For
+    float32, in parts of 11 bits, products leave out less than 25·2^-23, and the 3·32 at most of a
+    step are added up in the same way. Then the steps, one rounding each. ‖t‖² has fewer roundings.
+    One more for each split of the features, eight for the rest.
     """
-    terms = features if itemsize == 2 else 25 + 3 * 32 + triton.cdiv(features, 16)
+    step = 64 if itemsize == 2 else 25 + 3 * 32
+    terms = step + triton.cdiv(features, 64 if itemsize == 2 else 16)
     return (terms + splits + 8) * 2.0**-23
 
 
