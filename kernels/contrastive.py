@@ -43,10 +43,10 @@ def blocks(negatives: str) -> dict[str, int]:
 
     16 samples of one position share a program and with it S: 8 elements a thread of each side,
     enough loads in flight, and few enough registers where every element has an address of its
-    own. With labels the matrix product asks for at least 16 on every side; half the features
-    keep its operands in registers.
+    own; 4 where each sample has an S of its own. With labels the matrix product asks for at least
+    16 on every side; half the features keep its operands in registers.
     """
-    block_d = 64 if negatives == "labels" else 128
+    block_d = 64 if negatives in ("labels", "each") else 128
     return {"BLOCK_I": 16, "BLOCK_J": 16, "BLOCK_D": block_d, "num_warps": 8}
 
 
