@@ -21,6 +21,7 @@ most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gr
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._dispatch import triton_interpreted
-from fastkd.kernels.variants import Variant
+from fastkd.kernels.variants import Variant, aligned_form
 
 # Rows of the bank from which sorting by label (two launches) pays.
 ROWS_TO_SORT = 1024
@@ -55,23 +56,36 @@ def keep(k: int) -> int:
     return 8 if k + SPARE <= 8 else 16 if k + SPARE <= 16 else 64
 
 
+def is_aligned(*sizes: int) -> bool:
+    """Whether rows are whole 16 elements, so that a thread needs one address for several."""
+    return not any(size % 16 for size in sizes)
+
+
 def blocks(
-    N: int, k: int, itemsize: int, is_sorted: bool, wide_labels: bool = False
+    N: int,
+    k: int,
+    itemsize: int,
+    is_sorted: bool,
+    aligned: bool,
+    labels: torch.dtype,
+    has_tolerance: bool,
 ) -> dict[str, int]:
     """Block sizes and warps of the search.
 
     With up to 64 rows the bank's bandwidth decides, a bank that is not sorted is small: small tiles
     make more programs. Beyond that tiles are as large as registers hold together with the
-    candidates: float32's products in three parts need most of them, and differences of 8-byte
-    labels (``wide_labels``) are as bad. 128 bytes of features a step, three steps in flight.
+    candidates: float32's products in three parts need most of them; labels of float64, differences
+    of int64 and addresses of rows that are not ``aligned`` are as bad. 128 bytes of features a
+    step, three steps in flight.
     """
     many = keep(k) > 16
-    if not is_sorted and itemsize == 2 and not many:
+    wide_labels = labels == torch.float64 or (labels == torch.int64 and has_tolerance)
+    if not is_sorted and itemsize == 2 and not many and not wide_labels:
         block_n, block_m = 16, 64
-    elif N <= 64 or not is_sorted or wide_labels or (itemsize == 4 and many):
+    elif N <= 64 or not (is_sorted and aligned) or wide_labels or (itemsize == 4 and many):
         block_n, block_m = 32, 32
     elif itemsize == 4:
-        block_n, block_m = 128, 32
+        block_n, block_m = 64 if has_tolerance else 128, 32
     else:
         block_n, block_m = 64 if many else 128, 64
     return {
@@ -82,9 +96,10 @@ def blocks(
     }
 
 
-def product_blocks(itemsize: int) -> dict[str, int]:
+def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
     """Of products that stay in memory: small tiles, as pairs are few and their features many."""
-    return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": 128 // itemsize, "num_warps": 4}
+    step = 128 if aligned or itemsize == 2 else 64
+    return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
 def from_product_blocks(k: int) -> dict[str, int]:
@@ -118,20 +133,13 @@ def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr)
 
 @triton.jit
 def _tolerance(labels, tolerance, rest):
-    """The tolerance in the type of the labels; two float32 hold a float64's."""
+    """The tolerance in the type of the labels, from two numbers of 32 bits."""
     if labels.dtype == tl.float64:
         return tl.full((), tolerance, tl.float64) + tl.full((), rest, tl.float64)
+    elif labels.dtype == tl.int64:
+        return (tl.full((), tolerance, tl.int64) << 31) + rest
     else:
         return tolerance
-
-
-@triton.jit
-def _wide(labels):
-    """Labels whose differences do not wrap."""
-    if labels.dtype == tl.float64 or labels.dtype == tl.float32:
-        return labels
-    else:
-        return labels.to(tl.int64)
 
 
 @triton.jit
@@ -140,14 +148,14 @@ def _range(labels_ptr, lowest, highest, tolerance, start, stop, HAS_TOLERANCE: t
     first, last = start, stop
     while first < last:
         middle = (first + last) // 2
-        at = _wide(tl.load(labels_ptr + middle))
+        at = tl.load(labels_ptr + middle)
         below = lowest - at > tolerance if HAS_TOLERANCE else at < lowest
         first = tl.where(below, middle + 1, first)
         last = tl.where(below, last, middle)
     begin, last = first, stop
     while first < last:
         middle = (first + last) // 2
-        at = _wide(tl.load(labels_ptr + middle))
+        at = tl.load(labels_ptr + middle)
         inside = at - highest <= tolerance if HAS_TOLERANCE else at <= highest
         first = tl.where(inside, middle + 1, first)
         last = tl.where(inside, last, middle)
@@ -213,7 +221,7 @@ def _product(
     return -product, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M"])
 def product_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
@@ -245,9 +253,9 @@ def product_kernel(
         tl.store(squares_ptr + split * M + j, squares, mask=j < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M", "rows", "product_splits", "tolerance", "tolerance_rest"])
 def search_kernel(
-    s_ptr,  # (N, D)
+    s_ptr,  # (N, D), unless FROM_PRODUCTS
     t_ptr,  # (M, D)
     s_labels_ptr,  # (N,), sorted if SORTED
     t_labels_ptr,  # (M,)
@@ -277,7 +285,7 @@ def search_kernel(
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     s_there = i < N
-    s_labels = _wide(tl.load(s_labels_ptr + i, mask=s_there, other=0))
+    s_labels = tl.load(s_labels_ptr + i, mask=s_there, other=0)
     s_row = _rows(s_order_ptr, i, s_there, SORTED)
     slack = _tolerance(s_labels, tolerance, tolerance_rest)
 
@@ -317,7 +325,7 @@ def search_kernel(
         # so that it can't hide. Direct differences tell which is which.
         score = tl.where(score < FAR, score, FAR)
         score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
-        t_labels = _wide(tl.load(t_labels_ptr + j, mask=t_there, other=0))
+        t_labels = tl.load(t_labels_ptr + j, mask=t_there, other=0)
         same = _same(s_labels[:, None], t_labels[None, :], slack, HAS_TOLERANCE)
         same = same & s_there[:, None] & t_there[None, :]
         score = tl.where(same, score, float("inf"))
@@ -395,7 +403,7 @@ def _choose(distance, chosen, nearest_ptr, row, k):
     return total, least
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "k", "rows", "splits", "tolerance", "tolerance_rest"])
 def settle_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
@@ -457,7 +465,7 @@ def settle_kernel(
     limit = tl.where(size < FAR, limit, float("inf"))
     rejected = tl.max(best, axis=0)  # nothing that is not among the candidates scores less
     if (broken == 0) & (rejected < float("inf")) & (rejected <= limit):
-        s_label = _wide(tl.load(s_labels_ptr + row))
+        s_label = tl.load(s_labels_ptr + row)
         slack = _tolerance(s_label, tolerance, tolerance_rest)
         nearest = tl.full((KEEP,), float("inf"), tl.float64)
         chosen = LAST - slot  # distinct, and higher than any row
@@ -477,7 +485,7 @@ def settle_kernel(
                 j = first + slot
                 there = j < stop
                 if not SORTED:
-                    t_labels = _wide(tl.load(t_labels_ptr + j, mask=there, other=0))
+                    t_labels = tl.load(t_labels_ptr + j, mask=there, other=0)
                     there = there & _same(s_label, t_labels, slack, HAS_TOLERANCE)
                 t_row = _rows(t_order_ptr, j, there, SORTED).to(tl.int32)
                 if is_listed:
@@ -495,7 +503,7 @@ def settle_kernel(
     tl.store(factor_ptr + row, 2.0 * scale / D + nan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "stride_dloss"])
 def gradient_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
@@ -537,6 +545,8 @@ def knn(
     Rows (N, D) and (M, D) with stride 1 along D; labels of one type (float16 and bool have
     become others), ``teacher_labels`` None where they are the student's.
     """
+    student_labels = _comparable(student_labels, tolerance)
+    teacher_labels = None if teacher_labels is None else _comparable(teacher_labels, tolerance)
     N, D = student.shape
     M = teacher.shape[0]
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
@@ -553,20 +563,20 @@ def knn(
         teacher_labels = student_labels
 
     itemsize = student.element_size()
+    sizes = (D, student.stride(0), teacher.stride(0))
+    aligned = is_aligned(*sizes)
     if from_products:
-        config = from_product_blocks(k)
+        config = from_product_blocks(k) | {"WIDEN": False}
     else:
-        wide_labels = tolerance is not None and student_labels.itemsize == 8
-        config = blocks(N, k, itemsize, is_sorted, wide_labels)
+        config = blocks(N, k, itemsize, is_sorted, aligned, labels.dtype, tolerance is not None)
+        config |= {"WIDEN": _widens(student.dtype)}
     tiles = triton.cdiv(N, config["BLOCK_N"])
     new = {"dtype": torch.float32, "device": student.device}
-    # Triton's interpreter multiplies the bits of bfloat16.
-    widen = triton_interpreted() and student.dtype == torch.bfloat16
     with torch.cuda.device_of(student):
         product = squares = None
         product_splits, features = 0, D
         if from_products:
-            product_config = product_blocks(itemsize)
+            product_config = product_blocks(itemsize, aligned)
             grid = (
                 triton.cdiv(N, product_config["BLOCK_N"]),
                 triton.cdiv(M, product_config["BLOCK_M"]),
@@ -582,11 +592,9 @@ def knn(
                 squares,
                 N,
                 M,
-                D,
-                student.stride(0),
-                teacher.stride(0),
+                *sizes,
                 features,
-                WIDEN=widen,
+                WIDEN=_widens(student.dtype),
                 **product_config,
             )
 
@@ -597,8 +605,7 @@ def knn(
         score = torch.empty(N, splits, keep(k), **new)
         candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
         search_kernel[(tiles, splits)](
-            student,
-            teacher,
+            *((None, None) if from_products else (student, teacher)),
             student_labels,
             teacher_labels,
             student_order,
@@ -609,9 +616,7 @@ def knn(
             candidate,
             N,
             M,
-            D,
-            student.stride(0),
-            teacher.stride(0),
+            *((None, None, None) if from_products else sizes),
             rows,
             product_splits,
             *label_tolerance,
@@ -619,7 +624,6 @@ def knn(
             SORTED=is_sorted,
             FROM_PRODUCTS=from_products,
             KEEP=keep(k),
-            WIDEN=widen,
             **config,
         )
 
@@ -648,17 +652,29 @@ def knn(
             scale,
             HAS_TOLERANCE=tolerance is not None,
             SORTED=is_sorted,
-            **settle_blocks(k),
+            **settle_blocks(k, aligned),
         )
     return loss, factor, nearest
 
 
-def _tolerance_parts(tolerance: float | None, labels: Tensor) -> tuple[float, float]:
-    """A tolerance for integer labels as an integer, otherwise as two float32."""
+def _comparable(labels: Tensor, tolerance: float | None) -> Tensor:
+    """Labels in few types, for few compiled forms; differences of float32 stay in it."""
     if not labels.is_floating_point():
-        return (0 if tolerance is None else min(math.floor(tolerance), 2**62)), 0.0
+        return labels.to(torch.int64)
+    return labels.to(torch.float64) if tolerance is None else labels
+
+
+def _tolerance_parts(tolerance: float | None, labels: Tensor) -> tuple[float, float]:
+    """A tolerance in two numbers of 32 bits: two integers for integer labels, or two float32."""
+    if not labels.is_floating_point():
+        return divmod(0 if tolerance is None else min(math.floor(tolerance), 2**62 - 1), 2**31)
     high = 0.0 if tolerance is None else float(numpy.float32(tolerance))
     return high, 0.0 if tolerance is None else tolerance - high
+
+
+def _widens(dtype: torch.dtype) -> bool:
+    """Triton's interpreter multiplies the bits of bfloat16."""
+    return triton_interpreted() and dtype == torch.bfloat16
 
 
 def score_rounding(features: int, splits: int, itemsize: int) -> float:
@@ -676,12 +692,13 @@ def score_rounding(features: int, splits: int, itemsize: int) -> float:
     return (terms + splits + 8) * 2.0**-23
 
 
-def settle_blocks(k: int) -> dict[str, int]:
+def settle_blocks(k: int, aligned: bool) -> dict[str, int]:
     """Candidates merged at a time, and features of a tile: 16 differences a thread.
 
-    In float64 each is two registers, and these sizes spill none.
+    In float64 each is two registers, and these sizes spill none; four where each has an address.
     """
-    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": 8192 // keep(k), "num_warps": 16}
+    tile = 8192 if aligned else 2048
+    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 16}
 
 
 def knn_gradient(
@@ -730,121 +747,56 @@ def _(student, teacher, nearest, factor, dloss):
 
 
 def compile_variants() -> Iterator[Variant]:
-    """Every block shape in half and single precision; labels and sorting at one shape."""
-    for dtype in ("*bf16", "*fp32"):
-        for N in (32, 4096):
-            for k in (1, 8, 32):
-                yield from _search_variants(dtype, N, k)
-    yield from _search_variants("*fp16", 4096, 8)
-    for labels in ("*fp64", "*i64", "*fp32", "*i32"):
-        yield from _search_variants("*bf16", 4096, 8, labels=labels, tolerance=True)
-    for dtype in ("*bf16", "*fp32"):
-        yield from _search_variants(dtype, 32, 8, is_sorted=False, tolerance=True, labels="*fp32")
-        for k in (1, 8, 32):
-            yield from _search_variants(dtype, 32, k, is_sorted=False)
-        for k in (1, 8, 32):
-            yield from _search_variants(dtype, 32, k, is_sorted=False, from_products=True)
-    for dtype in ("*bf16", "*fp16", "*fp32"):
-        yield from _row_variants(dtype)
+    """What `knn` and `knn_gradient` can start."""
+    for aligned, (name, dtype) in itertools.product((True, False), DTYPES.items()):
+        types: dict[str, Any] = INTEGERS | dict.fromkeys(("s_ptr", "t_ptr", "dx_ptr"), name)
+        config = product_blocks(dtype.itemsize, aligned) | {"WIDEN": _widens(dtype)}
+        yield _form(aligned, product_kernel, types, config, tensor_cores=True)
+        yield _form(aligned, gradient_kernel, types, gradient_blocks())
+    for (labels, has_tolerance), k in itertools.product(LABELS, NEIGHBOURS):
+        types = INTEGERS | dict.fromkeys(("s_labels_ptr", "t_labels_ptr"), labels)
+        kind = "i32" if labels == "*i64" else "fp32"
+        types |= dict.fromkeys(("tolerance", "tolerance_rest"), kind)
+        types |= dict.fromkeys(("rounding", "scale"), "fp32")
+        flags = {"HAS_TOLERANCE": has_tolerance, "SORTED": False, "FROM_PRODUCTS": True}
+        absent = dict.fromkeys(("s_ptr", "t_ptr", "D", "stride_s", "stride_t", *ORDERS))
+        config = from_product_blocks(k) | flags | {"KEEP": keep(k), "WIDEN": False}
+        yield _form(False, search_kernel, types | absent, config)
+        for aligned, is_sorted, name in itertools.product((True, False), (False, True), DTYPES):
+            types |= {"s_ptr": name, "t_ptr": name}
+            types |= dict.fromkeys(ORDERS, "*i64" if is_sorted else None)
+            flags = {"HAS_TOLERANCE": has_tolerance, "SORTED": is_sorted}
+            yield _form(aligned, settle_kernel, types, settle_blocks(k, aligned) | flags)
+            yield from _search_forms(aligned, types, flags, k)
 
 
-def _search_variants(
-    dtype: str,
-    N: int,
-    k: int,
-    *,
-    labels: str = "*i64",
-    tolerance: bool = False,
-    is_sorted: bool = True,
-    from_products: bool = False,
+# What a public call can ask for: types of features, types of labels with or without a tolerance,
+# and a k for every `keep`.
+DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
+LABELS = (("*i64", False), ("*fp64", False), ("*i64", True), ("*fp32", True), ("*fp64", True))
+LABEL_DTYPES = {"*i64": torch.int64, "*fp32": torch.float32, "*fp64": torch.float64}
+NEIGHBOURS = (1, 8, 32)
+
+INTEGERS = {"candidate_ptr": "*i32", "nearest_ptr": "*i32"}
+ORDERS = ("s_order_ptr", "t_order_ptr")
+
+
+def _search_forms(
+    aligned: bool, types: dict[str, Any], flags: dict[str, Any], k: int
 ) -> Iterator[Variant]:
-    itemsize = 4 if dtype == "*fp32" else 2
-    config: dict[str, Any] = from_product_blocks(k)
-    if not from_products:
-        config = blocks(N, k, itemsize, is_sorted, tolerance and labels in ("*fp64", "*i64"))
-    num_warps = config.pop("num_warps")
-    inputs = {"s_ptr": dtype, "t_ptr": dtype}
-    inputs |= dict.fromkeys(("N", "M", "D", "stride_s", "stride_t"), "i32")
-    aligned = ("D", "stride_s", "stride_t", "rows", "features")
-    products = dict.fromkeys(("product_ptr", "squares_ptr"), "*fp32")
-    if from_products:
-        product_config: dict[str, Any] = product_blocks(itemsize)
-        product_warps = product_config.pop("num_warps")
-        yield Variant(
-            product_kernel,
-            inputs | products | {"features": "i32"},
-            product_config | {"WIDEN": False},
-            num_warps=product_warps,
-            tensor_cores=True,
-            aligned=aligned,
-        )
-    flags: dict[str, Any] = {
-        "HAS_TOLERANCE": tolerance,
-        "SORTED": is_sorted,
-        "FROM_PRODUCTS": from_products,
-        "KEEP": keep(k),
-        "WIDEN": False,
-    }
-    inputs |= dict.fromkeys(("s_labels_ptr", "t_labels_ptr"), labels)
-    inputs |= {"score_ptr": "*fp32", "candidate_ptr": "*i32", "rows": "i32"}
-    inputs |= {"product_splits": "i32", "tolerance_rest": "fp32"}
-    inputs["tolerance"] = "i32" if labels.startswith("*i") else "fp32"
-    for names, given, kind in (
-        (("s_order_ptr", "t_order_ptr"), is_sorted, "*i64"),
-        (tuple(products), from_products, "*fp32"),
-    ):
-        if given:
-            inputs |= dict.fromkeys(names, kind)
-        else:
-            flags |= dict.fromkeys(names)
-    yield Variant(
-        search_kernel,
-        inputs,
-        config | flags,
-        num_warps=num_warps,
-        tensor_cores=not from_products,
-        aligned=aligned,
-    )
+    """Of the search among rows, few and many."""
+    dtype = DTYPES[types["s_ptr"]]
+    labels = LABEL_DTYPES[types["s_labels_ptr"]], flags["HAS_TOLERANCE"]
+    few, many = (blocks(N, k, dtype.itemsize, flags["SORTED"], aligned, *labels) for N in (64, 65))
+    types = types | {"product_ptr": None, "squares_ptr": None}
+    flags = flags | {"FROM_PRODUCTS": False, "KEEP": keep(k), "WIDEN": _widens(dtype)}
+    for config in [few] if few == many else [few, many]:
+        yield _form(aligned, search_kernel, types, config | flags, tensor_cores=True)
 
 
-def _row_variants(dtype: str) -> Iterator[Variant]:
-    inputs = {"s_ptr": dtype, "t_ptr": dtype, "factor_ptr": "*fp32", "nearest_ptr": "*i32"}
-    inputs |= dict.fromkeys(("D", "k", "stride_s", "stride_t"), "i32")
-    aligned = ("D", "stride_s", "stride_t", "rows")
-    for k in (1, 8, 32):
-        for labels, is_sorted, tolerance in (
-            ("*i64", False, False),
-            ("*i64", True, False),
-            ("*fp32", True, True),
-            ("*fp64", True, True),
-        ):
-            config: dict[str, Any] = settle_blocks(k)
-            num_warps = config.pop("num_warps")
-            flags: dict[str, Any] = {"HAS_TOLERANCE": tolerance, "SORTED": is_sorted}
-            extra = dict.fromkeys(("s_labels_ptr", "t_labels_ptr"), labels)
-            extra |= {"score_ptr": "*fp32", "candidate_ptr": "*i32", "loss_ptr": "*fp32"}
-            extra |= dict.fromkeys(("rounding", "tolerance_rest", "scale"), "fp32")
-            extra |= dict.fromkeys(("M", "rows", "splits"), "i32")
-            extra["tolerance"] = "i32" if labels.startswith("*i") else "fp32"
-            if is_sorted:
-                extra["t_order_ptr"] = "*i64"
-            else:
-                flags["t_order_ptr"] = None
-            yield Variant(
-                settle_kernel,
-                inputs
-                | extra
-                | {"score_ptr": "*fp32", "candidate_ptr": "*i32", "loss_ptr": "*fp32"},
-                config | flags,
-                num_warps=num_warps,
-                aligned=aligned,
-            )
-    config = gradient_blocks()
-    num_warps = config.pop("num_warps")
-    yield Variant(
-        gradient_kernel,
-        inputs | {"dloss_ptr": "*fp32", "dx_ptr": dtype, "stride_dloss": "i32"},
-        config,
-        num_warps=num_warps,
-        aligned=aligned,
-    )
+def _form(
+    aligned: bool, kernel: Any, types: dict[str, Any], config: dict[str, Any], **options: Any
+) -> Variant:
+    config = dict(config)
+    variant = aligned_form(kernel, types, config, num_warps=config.pop("num_warps"), **options)
+    return variant if aligned else variant._replace(aligned=())

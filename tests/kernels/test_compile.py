@@ -16,6 +16,7 @@ from fastkd.contrastive import CosNCELoss, cos_nce_loss
 from fastkd.kernels.cayley import cayley_inverse
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.kernels.variants import forms
+from fastkd.knn import knn_feature_loss
 from fastkd.projection import MAX_TRITON_COLUMNS, layer_norm_mse
 from fastkd.relation import FCDLoss
 from fastkd.soft_targets import DIVERGENCES, linear_soft_target_loss, soft_target_loss
@@ -76,6 +77,21 @@ def contrastive():
             yield loss([x] * layers, [y] * layers, mask, **option)
 
 
+def knn():
+    kinds = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    kinds += (*DTYPES, torch.float64)
+    # Rows, rows of the bank, features: few and many, sorted by label or not, from products.
+    sizes = [(N, M, D) for N in (1, 65) for M in (32, 1024) for D in (8, 16)]
+    sizes += [(N, 32, D) for N in (1, 65) for D in (4096, 4097)]
+    for dtype, (N, M, D) in itertools.product(DTYPES, sizes):
+        student, teacher = torch.ones(N, D, dtype=dtype), torch.ones(M, D, dtype=dtype)
+        student.requires_grad_()
+        for kind, tolerance, k in itertools.product(kinds, (None, 1, 2.0**40), (1, 8, 32)):
+            labels = torch.zeros(N, dtype=kind), torch.zeros(M, dtype=kind)
+            options = {"tolerance": tolerance, "k": k, "backend": "triton"}
+            yield knn_feature_loss(student, teacher, *labels, **options)
+
+
 def projection():
     columns = [1, 15, 16, 17]
     columns += [size for log in range(5, 15) for size in (2**log - 1, 2**log)]
@@ -122,7 +138,8 @@ def soft_targets():
             )
 
 
-CALLS = {call.__name__: call for call in (cayley, contrastive, projection, relation, soft_targets)}
+CALLS = (cayley, contrastive, knn, projection, relation, soft_targets)
+CALLS = {call.__name__: call for call in CALLS}
 
 
 @pytest.mark.parametrize("module", CALLS)
