@@ -102,10 +102,9 @@ def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
     return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
-def from_product_blocks(k: int) -> dict[str, int]:
-    """Of the search among such products: few rows a program, so that there are more programs."""
-    block_m = 32 if keep(k) > 16 else 64
-    return {"BLOCK_N": 16, "BLOCK_M": block_m, "BLOCK_D": 16, "num_warps": 4}
+def from_product_blocks() -> dict[str, int]:
+    """Of the search among such products: small tiles, so that there are more programs."""
+    return {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 4}
 
 
 @triton.jit
@@ -566,7 +565,7 @@ def knn(
     sizes = (D, student.stride(0), teacher.stride(0))
     aligned = is_aligned(*sizes)
     if from_products:
-        config = from_product_blocks(k) | {"WIDEN": False}
+        config = from_product_blocks() | {"WIDEN": False}
     else:
         config = blocks(N, k, itemsize, is_sorted, aligned, labels.dtype, tolerance is not None)
         config |= {"WIDEN": _widens(student.dtype)}
@@ -760,7 +759,7 @@ def compile_variants() -> Iterator[Variant]:
         types |= dict.fromkeys(("rounding", "scale"), "fp32")
         flags = {"HAS_TOLERANCE": has_tolerance, "SORTED": False, "FROM_PRODUCTS": True}
         absent = dict.fromkeys(("s_ptr", "t_ptr", "D", "stride_s", "stride_t", *ORDERS))
-        config = from_product_blocks(k) | flags | {"KEEP": keep(k), "WIDEN": False}
+        config = from_product_blocks() | flags | {"KEEP": keep(k), "WIDEN": False}
         yield _form(False, search_kernel, types | absent, config)
         for aligned, is_sorted, name in itertools.product((True, False), (False, True), DTYPES):
             types |= {"s_ptr": name, "t_ptr": name}
