@@ -70,12 +70,15 @@ def whitened(x: Tensor, ridge: float) -> Whitened:
 
 
 def by_qr(
-    student: Tensor, teacher: Tensor, ridge: float, top_k: int | None = None
+    student: Tensor, teacher: Tensor, ridge: float, top_k: int | None = None, zero: float = 1e-9
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient in float64 at any size, without eigenvectors of a covariance."""
+    """Loss and gradient in float64 at any size, without eigenvectors of a covariance.
+
+    Correlations up to ``zero`` count as 0.
+    """
     s, t = whitened(student.double(), ridge), whitened(teacher.double(), ridge)
     u, values, vt = torch.linalg.svd(t.features.mT @ s.features, full_matrices=False)
-    kept = min(top_k or len(values), int((values > 1e-9).sum()))
+    kept = min(top_k or len(values), int((values > zero).sum()))
     u, values, vt = u[:, :kept], values[:kept], vt[:kept]
     directions = torch.linalg.solve_triangular(s.factor, vt.mT, upper=True)
     rows = t.features @ u - s.features @ (vt.mT * values)
@@ -218,6 +221,21 @@ def test_float32_is_accurate_at_real_sizes(m, d, ridge, monkeypatch):
         assert correlations.shape == (min(m - 1, d),)
         assert ((correlations >= 0) & (correlations <= 1)).all()
         assert relative_error(correlations.sum(), -expected) <= 1e-5
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (256, 320), (320, 256)])
+def test_outputs_of_layer_norms(dims):
+    """Features that sum to a constant: a direction without variance, which float32 blurs."""
+    torch.manual_seed(0)
+    student, teacher = (torch.nn.functional.layer_norm(torch.randn(2048, d), (d,)) for d in dims)
+    common = 3 * min(dims) // 4
+    teacher[:, :common] += 0.5 * student[:, :common]
+    teacher = torch.nn.functional.layer_norm(teacher, dims[1:])
+    value, grad = value_and_grad(cca_loss, student, teacher, ridge=1e-4)
+    # The sums are constant but for rounding, and so is what correlates along them.
+    expected, expected_grad = by_qr(student, teacher, 1e-4, zero=torch.finfo(torch.float32).eps)
+    assert relative_error(value, expected) <= 1e-4
+    assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
 @pytest.mark.parametrize("smallest", [1e-2, 1e-3, 2e-4, 5e-5, 1e-5, 1e-6])
