@@ -77,7 +77,8 @@ def slower(pairs: Sequence[Pair]) -> list[bool]:
     The mean has to grow by `LEAST` and by `ERRORS` standard errors. A handful of passes says
     little about its own scatter, so the variance is the mean of the pair's and of the median of
     all pairs. A single disturbed pass neither raises an alarm nor hides one: it is pulled in, and
-    all passes after must lie above all before, but for one on each side where there are five.
+    all passes, as they were measured, after must lie above all before, but for one on each side
+    where there are five.
     `tests/bench/test_compare.py` simulates how often this is wrong.
     """
     if not pairs:
@@ -87,8 +88,8 @@ def slower(pairs: Sequence[Pair]) -> list[bool]:
     own = [_variance(pair) for pair in near]
     usual = statistics.median(own)
     flags = []
-    for (before, after), variance in zip(near, own, strict=True):
-        growth = statistics.fmean(after) - statistics.fmean(before)
+    for (before, after), pulled_in, variance in zip(pairs, near, own, strict=True):
+        growth = statistics.fmean(pulled_in[1]) - statistics.fmean(pulled_in[0])
         error = math.sqrt((variance + usual) / 2 * (1 / len(before) + 1 / len(after)))
         spare = 1 if min(len(before), len(after)) >= 5 else 0
         apart = sorted(after)[spare] > sorted(before)[-1 - spare]
