@@ -1,8 +1,9 @@
 """Compile every Triton kernel ahead of time, without a GPU, and say what it takes.
 
-``python -m bench.compile_report [module ...] [--all] [--check] [--json]``: modules of ``kernels/``,
-all by default. Compiles enough variants that any two choices (types, flags, blocks, alignment)
-that meet in one of a kernel's variants meet in a compiled one; ``--all`` compiles every one.
+``python -m bench.compile_report [module ...] [--all 80,90,100] [--check] [--json]``: modules of
+``kernels/``, all by default. For the architectures after ``--all`` it compiles every variant, for
+the others enough that any two choices (types, flags, blocks, alignment) that meet in one of a
+kernel's variants meet in a compiled one.
 ``--check`` exits with 1 where a variant spills registers, wants more shared memory than the
 architecture has, or should use the tensor cores and doesn't.
 """
@@ -159,7 +160,7 @@ def problems(row: dict[str, Any], capability: int, tensor_cores: bool) -> list[s
     return found
 
 
-def jobs_of(name: str, every: bool) -> Iterator[tuple[str, int, int]]:
+def jobs_of(name: str, every: set[int]) -> Iterator[tuple[str, int, int]]:
     """The variants of a module to compile, and for which architectures."""
     declared = dict(enumerate(variants(name)))
     kernels = {variant.kernel for variant in declared.values()}
@@ -169,14 +170,12 @@ def jobs_of(name: str, every: bool) -> Iterator[tuple[str, int, int]]:
             for index, variant in declared.items()
             if variant.kernel is kernel and capability in (variant.capabilities or SHARED_MEMORY)
         }
-        for index in own if every else covering(own):
+        for index in own if capability in every else covering(own):
             yield name, index, capability
 
 
-def report(
-    names: list[str], every: bool = False, workers: int | None = None
-) -> list[dict[str, Any]]:
-    """Compile variants of these modules: every one, or as `covering` chooses."""
+def report(names: list[str], every: set[int], workers: int | None = None) -> list[dict[str, Any]]:
+    """Compile variants of these modules: every one for some architectures, else `covering`'s."""
     jobs = sorted(job for name in names for job in jobs_of(name, every))
     if not jobs:
         return []
@@ -197,9 +196,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    every = ",".join(map(str, SHARED_MEMORY))
     parser = argparse.ArgumentParser(prog="python -m bench.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
-    parser.add_argument("--all", action="store_true", help="compile every variant")
+    parser.add_argument(
+        "--all", default="", help=f"architectures to compile every variant for: {every}"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 on any problem")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
@@ -211,7 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.modules) - set(modules())
     if unknown:
         parser.error(f"no variants in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
-    rows = report(options.modules or modules(), options.all, options.workers)
+    architectures = {int(text) for text in options.all.split(",") if text}
+    rows = report(options.modules or modules(), architectures, options.workers)
     print(json.dumps(rows, indent=1) if options.json else table(rows))
     wrong = sum(bool(row["problems"]) for row in rows)
     if not options.json:
