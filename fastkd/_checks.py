@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fastkd._numerics import values_readable
+
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -67,12 +69,7 @@ def check_mask(mask: Tensor | None, shape: Sequence[int], device: torch.device) 
         raise ValueError(f"mask is on {mask.device} but student is on {device}")
     if mask.dtype == torch.bool:
         return mask
-    # Only on the CPU: on a GPU reading the values would synchronise.
-    if (
-        mask.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not bool(((mask == 0) | (mask == 1)).all())
-    ):
+    if values_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("mask must hold only 0 (padding) and 1 (real token)")
     return mask != 0
 

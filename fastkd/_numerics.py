@@ -3,7 +3,8 @@
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -14,6 +15,44 @@ def working_dtype(x: Tensor) -> torch.dtype:
 def upcast(x: Tensor) -> Tensor:
     """``x`` in its working dtype."""
     return x.to(working_dtype(x))
+
+
+def values_readable(x: Tensor) -> bool:
+    """Whether Python may look at the values of ``x``: on the CPU, not traced, not made up.
+
+    On a GPU reading would wait for the device; under torch.compile, torch.export, vmap, on the
+    meta device and for fake tensors there is nothing to read.
+    """
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not is_fake(x)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def saveable(x: Tensor) -> Tensor:
+    """``x``, copied if it was made under ``torch.inference_mode``: autograd can't save that."""
+    # The compiler does not trace the question, and refuses such inputs by itself.
+    return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
+
+
+def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:
+    """``linear`` of ``x`` (B, ..., D) in the wider of both dtypes, as outside autocast.
+
+    Positions outside ``mask`` (bool, the leading dimensions of ``x``) enter no product, and come
+    back as zeros.
+    """
+    dtype = linear.weight.dtype
+    x = zero_padding(x, mask)
+    with autocast_off(x):
+        projected = linear(x.to(dtype))
+    return zero_padding(projected.to(torch.promote_types(dtype, x.dtype)), mask)
+
+
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` (B, ..., D) with the padded positions zeroed, whatever stood there."""
+    return x if mask is None else torch.where(mask[..., None], x, 0)
 
 
 def autocast_off(x: Tensor) -> torch.autocast:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fastkd._numerics import zero_padding
+
 
 def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
     """Pool (B, N, D) to (B, D): ``"cls"`` the first real token, ``"mean"`` their average.
@@ -19,8 +21,3 @@ def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
     count = mask.sum(1, keepdim=True).clamp_min(1)  # (B, 1)
     total = zero_padding(x, mask).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
     return (total / count).to(x.dtype)
-
-
-def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` (B, N, D) with the padded positions zeroed, whatever stood there."""
-    return x if mask is None else torch.where(mask[..., None], x, 0)

@@ -22,8 +22,9 @@ from fastkd._numerics import (
     once_differentiable,
     upcast,
     working_dtype,
+    zero_padding,
 )
-from fastkd._pooling import pool_tokens, zero_padding
+from fastkd._pooling import pool_tokens
 
 __all__ = [
     "IntraClassKNNLoss",
