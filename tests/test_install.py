@@ -142,7 +142,7 @@ def test_without_the_extension(source, python, tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     pip(python, "install", wheel, cwd=tmp_path)
     assert not check(python, tmp_path)[0]
-    doctor = run(python, "-m", "fastkd.cli", "doctor", cwd=tmp_path)
+    doctor = run(python, "-m", "fastkd", "doctor", cwd=tmp_path)
     assert "fastkd._C is not built; matrix roots run on PyTorch code" in doctor
 
 

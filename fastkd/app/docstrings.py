@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastkd.distill.data import Corpus, InputError, Rows
+from fastkd.app.data import Corpus, InputError, Rows
 
 AREAS = {
     "concurrency": (

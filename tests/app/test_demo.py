@@ -7,10 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra
-from fastkd.cli import app
-from fastkd.distill import METHODS, demo
-from fastkd.distill.data import InputError
-from fastkd.distill.docstrings import AREAS, docstrings, load_docstrings
+from fastkd.app import demo
+from fastkd.app.cli import app
+from fastkd.app.data import InputError
+from fastkd.app.docstrings import AREAS, docstrings, load_docstrings
+from fastkd.distill import METHODS
 from tests.tiny import make_teacher
 
 

@@ -34,15 +34,15 @@ import fastkd
 from fastkd._extras import MissingExtra
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
-from fastkd.distill import data
-from fastkd.distill.data import Encoded
+from fastkd.app import data
+from fastkd.app.data import Encoded
+from fastkd.app.docstrings import load_docstrings
+from fastkd.app.loop import Display, Plan, choose_device, format_scores, predict, train
+from fastkd.app.run import count, save_model
+from fastkd.app.saving import write_json
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.docstrings import load_docstrings
 from fastkd.distill.layers import layer_map
-from fastkd.distill.loop import Display, Plan, choose_device, format_scores, predict, train
 from fastkd.distill.methods import METHODS
-from fastkd.distill.run import count, save_model
-from fastkd.distill.saving import write_json
 from fastkd.distill.student import student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 

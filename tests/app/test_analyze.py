@@ -7,8 +7,9 @@ import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 from typer.testing import CliRunner
 
-from fastkd.analysis import adjacent_layer_cca, cka_matrix, report, svcca_matrix
-from fastkd.cli import app
+from fastkd.analysis import adjacent_layer_cca, cka_matrix, svcca_matrix
+from fastkd.app import analyze as report
+from fastkd.app.cli import app
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "of", "words"]
 

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from fastkd.distill.data import InputError, Source, evaluate, load
+from fastkd.app.data import InputError, Source, evaluate, load
 
 
 def write(path, text):

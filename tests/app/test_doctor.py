@@ -4,8 +4,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastkd import doctor
-from fastkd.cli import app
+from fastkd.app import doctor
+from fastkd.app.cli import app
 
 
 def run():

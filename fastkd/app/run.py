@@ -36,13 +36,13 @@ from transformers.utils import logging as transformers_logging
 
 import fastkd
 from fastkd._extras import MissingExtra
-from fastkd.distill import data
-from fastkd.distill.data import Corpus, Encoded, InputError, Source, nearest
+from fastkd.app import data
+from fastkd.app.data import Corpus, Encoded, InputError, Source, nearest
+from fastkd.app.loop import Display, Plan, choose_device, format_scores, predict, train
+from fastkd.app.saving import read_json, recover_directory, replace_directory, write_json
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import layer_map
-from fastkd.distill.loop import Display, Plan, choose_device, format_scores, predict, train
 from fastkd.distill.methods import METHODS, Method
-from fastkd.distill.saving import read_json, recover_directory, replace_directory, write_json
 from fastkd.distill.student import student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 

@@ -31,8 +31,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from fastkd.distill.data import Encoded, InputError, nearest
-from fastkd.distill.saving import full_disk_is_oserror, read_json
+from fastkd.app.data import Encoded, InputError, nearest
+from fastkd.app.saving import full_disk_is_oserror, read_json
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What Trainer logs beside the losses.

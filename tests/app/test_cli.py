@@ -21,9 +21,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra, require
-from fastkd.cli import app
-from fastkd.distill import METHODS, loop, run
-from fastkd.distill.saving import full_disk_is_oserror, recover_directory, replace_directory
+from fastkd.app import loop, run
+from fastkd.app.cli import app
+from fastkd.app.saving import full_disk_is_oserror, recover_directory, replace_directory
+from fastkd.distill import METHODS
 from tests.tiny import make_teacher, write_tsv
 
 

@@ -29,7 +29,7 @@ def main() -> None:
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
     """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's."""
-    from fastkd.distill.data import InputError
+    from fastkd.app.data import InputError
 
     try:
         yield
@@ -140,9 +140,9 @@ def distill(
     """
     with one_sentence():
         _require_training()
-        from fastkd.distill import run
-        from fastkd.distill.data import Source
-        from fastkd.distill.loop import Interrupted, TrainingFailed
+        from fastkd.app import run
+        from fastkd.app.data import Source
+        from fastkd.app.loop import Interrupted, TrainingFailed
 
         settings = run.Settings(
             teacher=teacher,
@@ -210,7 +210,7 @@ def demo(
     with one_sentence():
         _require_training()
         require("matplotlib", "train")
-        from fastkd.distill.demo import run_demo
+        from fastkd.app.demo import run_demo
 
         run_demo(out, Console(), steps=steps, seed=seed, device=device, fast=fast)
 
@@ -218,7 +218,7 @@ def demo(
 @app.command()
 def doctor() -> None:
     """Say what is installed, which backends run and why not, and check them."""
-    from fastkd.doctor import examine
+    from fastkd.app.doctor import examine
 
     if not examine(Console()):
         raise typer.Exit(1)
@@ -241,8 +241,8 @@ def bench(
 ) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     with one_sentence():
+        from fastkd.app.data import InputError
         from fastkd.bench import runner
-        from fastkd.distill.data import InputError
 
         if plot is not None:
             require("matplotlib", "train")
@@ -281,9 +281,9 @@ def analyze(
     with one_sentence():
         require("transformers", "train")
         require("matplotlib", "train")
-        from fastkd.analysis import report
-        from fastkd.distill.data import InputError
-        from fastkd.distill.loop import choose_device
+        from fastkd.app import analyze as report
+        from fastkd.app.data import InputError
+        from fastkd.app.loop import choose_device
 
         if (text is None) == (task is None):
             raise InputError("give either --text FILE or --task NAME")

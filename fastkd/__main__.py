@@ -1,0 +1,5 @@
+"""``python -m fastkd``: the same as the `fastkd` command."""
+
+from fastkd.app.cli import main
+
+main()
