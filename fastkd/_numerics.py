@@ -1,6 +1,7 @@
 """Working precision and derivative rules that every loss keeps."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,17 @@ def saveable(x: Tensor) -> Tensor:
     """``x``, copied if it was made under ``torch.inference_mode``: autograd can't save that."""
     # The compiler does not trace the question, and refuses such inputs by itself.
     return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply(*arguments)``, in which under torch.compile too a tensor may come twice."""
+    if torch.compiler.is_compiling():
+        given: list[Any] = []
+        for argument in arguments:
+            repeated = isinstance(argument, Tensor) and any(argument is other for other in given)
+            given.append(argument.view_as(argument) if repeated else argument)
+        arguments = tuple(given)
+    return function.apply(*arguments)
 
 
 def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,5 +1,7 @@
 """Dual orthogonal projection of LRKD (Learnable Relational Knowledge Distillation), eqs. 3-10."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from fastkd._checks import (
     check_shape,
 )
 from fastkd._dispatch import BACKENDS, use_triton
-from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
+from fastkd._numerics import apply, autocast_off, once_differentiable, upcast, working_dtype
 
 REDUCTIONS = ("mean", "batchmean", "sum")
 
@@ -382,11 +384,11 @@ def layer_norm_mse(
     check_like("y", y, "x", x)
     check_number("eps", eps, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
-    scale = 1 / _divisor(x, reduction)
+    options = _Options(float(eps), _divisor(x, reduction))
     rows, D = x.shape[:-1].numel(), x.shape[-1]
     if use_triton(backend, "layer_norm_mse", x, _why_not_triton(x)):
-        return _LayerNormMSETriton.apply(x.reshape(rows, D), y.reshape(rows, D), float(eps), scale)
-    return _LayerNormMSE.apply(x, y, eps, scale)
+        return apply(_LayerNormMSETriton, options, x.reshape(rows, D), y.reshape(rows, D))
+    return apply(_LayerNormMSE, options, x, y)
 
 
 def _why_not_triton(x: Tensor) -> str | None:
@@ -403,32 +405,38 @@ def _divisor(x: Tensor, reduction: str) -> int:
     return max({"mean": rows * x.shape[-1], "batchmean": rows, "sum": 1}[reduction], 1)
 
 
+@dataclass(frozen=True)
+class _Options:
+    eps: float
+    divisor: int
+
+
 class _LayerNormMSE(torch.autograd.Function):
     """The difference of the normalised rows is the gradient with respect to them, up to sign."""
 
     @staticmethod
-    def forward(ctx, x, y, eps, scale):
+    def forward(ctx, options, x, y):
         with autocast_off(x):
-            norm_x, mean_x, rstd_x = _normalise(x, eps)
-            norm_y, mean_y, rstd_y = _normalise(y, eps)
+            norm_x, mean_x, rstd_x = _normalise(x, options.eps)
+            norm_y, mean_y, rstd_y = _normalise(y, options.eps)
             difference = norm_x - norm_y
             total = difference.square().sum(-1).sum()
         ctx.save_for_backward(x, y, difference, mean_x, rstd_x, mean_y, rstd_y)
-        ctx.scale = scale
-        return total * (scale / 2)
+        ctx.options = options
+        return total / (2 * options.divisor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, y, difference, mean_x, rstd_x, mean_y, rstd_y = ctx.saved_tensors
         with autocast_off(x):
-            difference = difference * (grad * ctx.scale)
+            difference = difference * (grad / ctx.options.divisor)
             dx = dy = None
-            if ctx.needs_input_grad[0]:
-                dx = _normalise_backward(difference, x, mean_x, rstd_x)
             if ctx.needs_input_grad[1]:
+                dx = _normalise_backward(difference, x, mean_x, rstd_x)
+            if ctx.needs_input_grad[2]:
                 dy = _normalise_backward(-difference, y, mean_y, rstd_y)
-        return dx, dy, None, None
+        return None, dx, dy
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -447,28 +455,24 @@ class _LayerNormMSETriton(torch.autograd.Function):
     """The same in two kernels, on rows (R, D)."""
 
     @staticmethod
-    def forward(ctx, x, y, eps, scale):
-        from fastkd.kernels import projection as kernels
+    def forward(ctx, options, x, y):
+        from fastkd.kernels.projection import layer_norm_mse_forward
 
-        compiling = torch.compiler.is_compiling()
-        run = kernels.layer_norm_mse_forward_op if compiling else kernels.layer_norm_mse_forward
         x, y = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, y))
-        loss, stats = run(x, y, eps, scale)
+        loss, stats = layer_norm_mse_forward(x, y, options.eps, options.divisor)
         ctx.save_for_backward(x, y, stats)
-        ctx.scale = scale
+        ctx.options = options
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels import projection as kernels
+        from fastkd.kernels.projection import layer_norm_mse_backward
 
-        compiling = torch.compiler.is_compiling()
-        run = kernels.layer_norm_mse_backward_op if compiling else kernels.layer_norm_mse_backward
+        needs_dx, needs_dy = ctx.needs_input_grad[1:]
         x, y, stats = ctx.saved_tensors
-        needs_dx, needs_dy = ctx.needs_input_grad[:2]
-        grads = run(x, y, stats, grad, ctx.scale, needs_dx, needs_dy)
-        return grads[0] if needs_dx else None, grads[-1] if needs_dy else None, None, None
+        grads = layer_norm_mse_backward(x, y, stats, grad, ctx.options.divisor, needs_dx, needs_dy)
+        return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
 
 
 class DualProjectionLoss(nn.Module):

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels.launch import operator
 from fastkd.kernels.variants import Variant, forms
 
 # Both gradients come from one launch up to here; beyond, their rows together would spill registers.
@@ -123,27 +124,37 @@ def layer_norm_mse_backward_kernel(
         tl.store(dy_ptr + out, dy * (dloss * rstd_y)[:, None], mask=inside)
 
 
-def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
-    """½·scale·Σ(norm(x) − norm(y))² as a scalar, and the rows' statistics; x, y (R, D)."""
+def _forward_shapes(x, y, eps, divisor):
+    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], 4, dtype=torch.float32)
+
+
+@operator(_forward_shapes)
+def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, divisor: int) -> tuple[Tensor, Tensor]:
+    """½Σ(norm(x) − norm(y))² / divisor as a scalar, and the rows' statistics; x, y (R, D)."""
     R, D = x.shape
     config = blocks(D)
     programs = triton.cdiv(R, config["BLOCK_R"])
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     stats = torch.empty(R, 4, dtype=torch.float32, device=x.device)
     if programs:
-        with torch.cuda.device_of(x):
-            layer_norm_mse_forward_kernel[(programs,)](
-                x, y, partial, stats, R, D, x.stride(0), y.stride(0), eps, scale / 2, **config
-            )
+        scale = 0.5 / divisor
+        layer_norm_mse_forward_kernel[(programs,)](
+            x, y, partial, stats, R, D, x.stride(0), y.stride(0), eps, scale, **config
+        )
     return partial.sum(), stats
 
 
+def _backward_shapes(x, y, stats, dloss, divisor, needs_dx, needs_dy):
+    return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
+
+
+@operator(_backward_shapes)
 def layer_norm_mse_backward(
     x: Tensor,
     y: Tensor,
     stats: Tensor,
     dloss: Tensor,
-    scale: float,
+    divisor: int,
     needs_dx: bool,
     needs_dy: bool,
 ) -> list[Tensor]:
@@ -157,45 +168,24 @@ def layer_norm_mse_backward(
     launches = [(x, y, dx, dy if both else None, 0)] if needs_dx else []
     if needs_dy and not both:  # the loss is the same with its sides swapped
         launches.append((y, x, dy, None, 2))
-    if programs:
-        with torch.cuda.device_of(x):
-            for a, b, da, db, first in launches:
-                layer_norm_mse_backward_kernel[(programs,)](
-                    a,
-                    b,
-                    stats,
-                    dloss,
-                    da,
-                    db,
-                    R,
-                    D,
-                    a.stride(0),
-                    b.stride(0),
-                    scale,
-                    first,
-                    BOTH=both,
-                    **config,
-                )
+    for a, b, da, db, first in launches if programs else ():
+        layer_norm_mse_backward_kernel[(programs,)](
+            a,
+            b,
+            stats,
+            dloss,
+            da,
+            db,
+            R,
+            D,
+            a.stride(0),
+            b.stride(0),
+            1.0 / divisor,
+            first,
+            BOTH=both,
+            **config,
+        )
     return [side for side in (dx, dy) if side is not None]
-
-
-# A custom operator costs more than the launches behind it: for torch.compile only.
-layer_norm_mse_forward_op = torch.library.custom_op(
-    "fastkd::layer_norm_mse_forward", layer_norm_mse_forward, mutates_args=()
-)
-layer_norm_mse_backward_op = torch.library.custom_op(
-    "fastkd::layer_norm_mse_backward", layer_norm_mse_backward, mutates_args=()
-)
-
-
-@layer_norm_mse_forward_op.register_fake
-def _(x, y, eps, scale):
-    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], 4, dtype=torch.float32)
-
-
-@layer_norm_mse_backward_op.register_fake
-def _(x, y, stats, dloss, scale, needs_dx, needs_dy):
-    return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
 
 
 def compile_variants() -> Iterator[Variant]:

@@ -1,0 +1,51 @@
+"""The border between Python and Triton: `fastkd.kernels.launch` and `fastkd._numerics.apply`."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+pytest.importorskip("triton")
+
+from fastkd import layer_norm_mse, layer_norm_mse_ref
+from fastkd.kernels.launch import aligned
+
+TRITON_FUNCTION = "layer_norm_mse"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+def test_sizes_stay_symbolic(backend, reduction, device):
+    """One graph for the first size and one for all others."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x, y: layer_norm_mse(x, y, reduction=reduction, backend=backend),
+        fullgraph=True,
+        backend=graphs,
+    )
+    for rows in (4, 7, 33, 64):
+        x = torch.randn(rows, 3, 8, device=device, requires_grad=True)
+        y = torch.randn(rows, 3, 8, device=device)
+        loss, oracle = compiled(x, y), layer_norm_mse_ref(x, y, reduction=reduction)
+        torch.testing.assert_close(loss, oracle)
+        dx, expected = (torch.autograd.grad(value, x)[0] for value in (loss, oracle))
+        torch.testing.assert_close(dx, expected)
+    assert graphs.frame_count == 2
+
+
+def test_a_tensor_may_come_twice(backend, device):
+    """Dynamo refuses autograd functions of repeated tensors."""
+    torch._dynamo.reset()
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: layer_norm_mse(x, x, backend=backend), fullgraph=True, backend="aot_eager"
+    )
+    (dx,) = torch.autograd.grad(compiled(x), x)
+    assert dx.eq(0).all()
+
+
+def test_tensors_are_aligned():
+    x = torch.arange(8.0)
+    assert aligned(x) is x and aligned(3) == 3
+    for moved in (aligned(x[1:]), *aligned([x[1:], x[1:]])):
+        assert moved.data_ptr() % 16 == 0
+        assert moved.equal(x[1:])
