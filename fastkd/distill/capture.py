@@ -1,6 +1,7 @@
 """Reading a transformers model: its blocks, the hidden states worth keeping, its embeddings."""
 
 import contextlib
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -34,11 +35,20 @@ class Backbone:
         # ALBERT calls a few groups of weights again and again: its layers are calls.
         self.shared_blocks = config.model_type == "albert"
         self.blocks_name, self.blocks = _find_blocks(inner, base, config, self.shared_blocks)
+        #: The module that calls the blocks.
+        self.stack = inner.get_submodule(self.blocks_name.rpartition(".")[0])
         # XLNet's blocks see (N, B, D).
         self.batch_dim = 1 if config.model_type == "xlnet" else 0
         self.sentence_last = _reads_last_token(inner, config)
         self.causal = _predicts_next_token(inner)
+        # Hooks on blocks are not seen by compiled code, nor where a model calls block.forward.
+        self.compiled = (
+            hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+        )
+        self._hooks_reach = not self.compiled
+        self._name = name
         self._accepts = set(inspect.signature(inner.forward).parameters)
+        self._known = self._accepts | _passed_on(inner, base)
 
     @property
     def embeddings(self) -> nn.Module:
@@ -68,12 +78,43 @@ class Backbone:
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches and without inputs that it doesn't know."""
         inputs = dict(batch)
-        if "token_type_ids" not in self._accepts:
+        if "token_type_ids" not in self._known:
             inputs.pop("token_type_ids", None)
+        for argument in inputs:
+            if argument not in self._known:
+                near = difflib.get_close_matches(argument, [*self._known, "labels"], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(
+                    f"{self._name} ({type(self.inner).__name__}) takes no input {argument!r}{hint}"
+                )
         for cache in ("use_cache", "use_mems"):
-            if cache in self._accepts:
+            if cache in self._known:
                 inputs.setdefault(cache, False)
+        if "return_dict" in self._known:
+            inputs["return_dict"] = True
         return self.model(**inputs)
+
+    def observe(
+        self, batch: dict[str, Any], layers: Iterable[int]
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """The model's output on ``batch``, and the hidden states (B, N, D) of ``layers``."""
+        wanted = set(layers)
+        if self._hooks_reach:
+            with capture(self, wanted) as kept:
+                output = self.run(batch)
+            if kept.keys() >= wanted:
+                return output, kept
+            self._hooks_reach = False
+        # Keeps every layer, and works wherever transformers itself can give them.
+        output = self.run({**batch, "output_hidden_states": True})
+        states = getattr(output, "hidden_states", None)
+        if states is None or len(states) != self.num_layers + 1:
+            raise ValueError(
+                f"{self._name} ({type(self.inner).__name__}) doesn't show the hidden states of "
+                f"its {self.num_layers} layers"
+            )
+        output.hidden_states = None
+        return output, {layer: states[layer] for layer in wanted}
 
     def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The token that the classification head reads, (B, D) of (B, N, D).
@@ -128,7 +169,10 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
                 block = backbone.blocks[layer]
                 handles.append(block.register_forward_pre_hook(reader(layer), with_kwargs=True))
         if backbone.num_layers in wanted:
-            handles.append(backbone.base.register_forward_hook(read_last))
+            # OPT's head calls the decoder itself; elsewhere the base model, which ends later,
+            # has the last word.
+            for module in {backbone.stack, backbone.base}:
+                handles.append(module.register_forward_hook(read_last))
         yield kept
     finally:
         for handle in handles:
@@ -170,6 +214,17 @@ def _find_blocks(
             "fastkd.distill needs one"
         )
     return next(name for name, module in inner.named_modules() if module is found), found
+
+
+def _passed_on(inner: nn.Module, base: nn.Module) -> set[str]:
+    """What ``inner`` takes as ``**kwargs`` and hands to its base model or its attention."""
+    parameters = inspect.signature(inner.forward).parameters.values()
+    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return set()
+    from transformers.utils.generic import TransformersKwargs
+
+    below = inspect.signature(base.forward).parameters
+    return {*below, *TransformersKwargs.__annotations__, "return_dict"}
 
 
 def _reads_last_token(inner: nn.Module, config: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastkd._checks import check_number
 from fastkd.analysis.layers import Batches
-from fastkd.distill.capture import Backbone, capture, replaced_embeddings
+from fastkd.distill.capture import Backbone, replaced_embeddings
 from fastkd.distill.methods import Method
 from fastkd.distill.step import Outputs, Step
 
@@ -28,6 +28,10 @@ class DistillerOutput:
     loss: Tensor
     terms: dict[str, Tensor]
     logits: Tensor | None
+
+
+# DistributedDataParallel(static_graph=True) and FSDP2 find the loss as a leaf of the output.
+torch.utils._pytree.register_dataclass(DistillerOutput)
 
 
 class Distiller(nn.Module):
@@ -86,6 +90,7 @@ class Distiller(nn.Module):
         teacher.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
         method.to(device=next(student.parameters()).device, dtype=backbones[1].dtype)
+        self.train()  # from_pretrained gives models in eval mode
         self.register_state_dict_post_hook(_leave_teacher_out)
         self.register_load_state_dict_post_hook(_expect_no_teacher)
 
@@ -119,11 +124,25 @@ class Distiller(nn.Module):
         """
         self.method.prepare(self.teacher, batches)
 
+    @property  # type: ignore[override]
+    def training(self) -> bool:
+        """The student's mode."""
+        student = self._modules.get("student")
+        return student is None or student.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """nn.Module's bookkeeping; `train` reaches the student."""
+
     def train(self, mode: bool = True) -> "Distiller":
-        """Set the student's mode; the teacher stays in eval mode."""
+        """Set the student's mode, True in a new distiller; the teacher stays in eval mode."""
         super().train(mode)
         self.teacher.eval()
         return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The student's, where transformers.Trainer's NEFTune adds its noise."""
+        return self.student.get_input_embeddings()  # type: ignore[operator]
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """The student's; the teacher keeps nothing for a backward pass anyway."""
@@ -135,6 +154,7 @@ class Distiller(nn.Module):
 
     def forward(
         self,
+        *,
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         **batch: Any,
@@ -165,20 +185,24 @@ class Distiller(nn.Module):
             logits = None if step.student.logits is None else step.student.logits.detach()
             return (*self._add_up(step), logits)
 
-        if self.method.perturb and self.student.training and torch.is_grad_enabled():
+        if self.method.perturb and self.training and torch.is_grad_enabled():
+            if self._student_backbone.compiled:
+                raise ValueError(
+                    f"{type(self.method).__name__} moves the embeddings inside the student, which "
+                    "compiled code doesn't allow; pass the student uncompiled, or set perturb=False"
+                )
             shift = self._perturbation(run_student)
             with replaced_embeddings(self._student_backbone, lambda emb: emb + shift):
                 return DistillerOutput(*run_student())
         return DistillerOutput(*run_student())
 
     def _run_teacher(self, batch: dict[str, Any]) -> Outputs:
-        with torch.no_grad(), capture(self._teacher_backbone, self.method.teacher_layers) as kept:
-            output = self._teacher_backbone.run(batch)
+        with torch.no_grad():
+            output, kept = self._teacher_backbone.observe(batch, self.method.teacher_layers)
         return Outputs(kept, getattr(output, "logits", None))
 
     def _run_student(self, batch: dict[str, Any]) -> Outputs:
-        with capture(self._student_backbone, self.method.student_layers) as kept:
-            output = self._student_backbone.run(batch)
+        output, kept = self._student_backbone.observe(batch, self.method.student_layers)
         return Outputs(kept, getattr(output, "logits", None), getattr(output, "loss", None))
 
     def _step(

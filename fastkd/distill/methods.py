@@ -285,10 +285,10 @@ class IntraClassKNN(_Soft):
     def knn(self, step: Step) -> Tensor:
         """L_hidd."""
         student, teacher = step.last()
-        labels = step.sample_labels("IntraClassKNN")
+        labels = step.class_labels("IntraClassKNN")
         if self.pool == "cls":
-            return self.loss(*step.sentence_tokens(student, teacher), labels)
-        return self.loss(student, teacher, labels, mask=step.mask)
+            return self.loss(*step.sentence_tokens(student, teacher), *labels)
+        return self.loss(student, teacher, *labels, mask=step.mask)
 
 
 class LRCBERT(_Soft):

@@ -90,6 +90,20 @@ class Step:
             )
         return labels
 
+    def class_labels(self, method: str) -> tuple[Tensor, Tensor]:
+        """`sample_labels` of the student's and the teacher's rows for losses that match them.
+
+        They differ where a sample has no label (−100): it then matches nothing, itself included.
+        """
+        labels = self.sample_labels(method)
+        if labels.is_floating_point() or labels.numel() == 0:
+            return labels, labels
+        labels = labels.long()
+        unlabelled, lowest = labels == IGNORED, labels.amin()
+        return torch.where(unlabelled, lowest - 1, labels), torch.where(
+            unlabelled, lowest - 2, labels
+        )
+
     def task_loss(self, method: str) -> Tensor:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
         if self.student.loss is not None:  # a head with targets of its own, not ``labels``

@@ -39,6 +39,11 @@ def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "
         >>> student.config.num_hidden_layers
         2
     """
+    if hasattr(teacher, "peft_config"):
+        raise ValueError(
+            "teacher has PEFT adapters, which can't be shortened; merge them first: "
+            "teacher = teacher.merge_and_unload()"
+        )
     backbone = Backbone(teacher, "teacher")
     chosen = check_layers(layers, backbone.num_layers)
     config = copy.deepcopy(backbone.config)
@@ -52,9 +57,14 @@ def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "
     try:
         student.load_state_dict(weights)
     except RuntimeError as error:
+        name = type(backbone.inner).__name__
+        if chosen[0] != 1 and _first_differs(backbone):
+            raise ValueError(
+                f"{name} can't be shortened to layers {chosen}: its first block holds what the "
+                "others lack or lacks what they hold; keep layer 1"
+            ) from error
         raise ValueError(
-            f"{type(backbone.inner).__name__} can't be shortened to layers {chosen}: "
-            f"its blocks are not alike ({error})"
+            f"{name} can't be shortened to layers {chosen}: its blocks are not alike ({error})"
         ) from error
     first = next(backbone.inner.parameters())
     student.to(device=first.device, dtype=first.dtype)
@@ -86,6 +96,12 @@ def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:
         distinct = groups
     config.num_hidden_layers, config.num_hidden_groups = len(chosen), len(distinct)
     return distinct
+
+
+def _first_differs(backbone: Backbone) -> bool:
+    """Whether block 1 has other parameters than block 2 (T5, ModernBERT)."""
+    names = [set(block.state_dict()) for block in backbone.blocks[:2]]
+    return names[0] != names[-1]
 
 
 def _select(weights: dict[str, Tensor], name: str, blocks: list[int]) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from fastkd.distill.methods import Method
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Trainer: Any = require("transformers", "train").Trainer
+transformers = require("transformers", "train")
+Trainer: Any = transformers.Trainer
 
 METHOD_FILE = "method.pt"
 
@@ -70,8 +71,21 @@ class DistillationTrainer(Trainer):
             raise ValueError("pass either model=Distiller(...), or teacher, student and method")
         self.distiller = model
         self.prepare_batches = prepare_batches
-        self._logged: dict[str, list[Tensor]] = {}
+        self._logged: dict[str, tuple[Tensor, int]] = {}  # sum and count since the last log
         super().__init__(model=model, **arguments)
+        refused = {
+            "label_smoothing_factor": self.label_smoother is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "use_liger_kernel": getattr(self.args, "use_liger_kernel", False),
+        }
+        for name, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"{name} would change the loss in evaluation but not the method's in training; "
+                    "leave it out"
+                )
+        if self.args.label_names is None:
+            self.label_names = transformers.utils.find_labels(type(model._student_backbone.inner))
         # Heads with one prediction per token are averaged over the positions of all accumulated
         # batches, which Trainer then counts.
         self.model_accepts_loss_kwargs = model.counts_positions
@@ -105,7 +119,8 @@ class DistillationTrainer(Trainer):
             loss_scale = 1 / batches
         output = model(**inputs)
         for name, value in output.terms.items():
-            self._logged.setdefault(name, []).append(value)
+            total, count = self._logged.get(name, (0, 0))
+            self._logged[name] = total + value, count + 1
         loss = loss_scale * output.loss
         return (loss, output) if return_outputs else loss
 
@@ -116,11 +131,13 @@ class DistillationTrainer(Trainer):
         return super().prediction_step(self.distiller.student, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the terms' means since the last time to a training log."""
-        if "loss" in logs:
-            means = {name: torch.stack(values).mean() for name, values in self._logged.items()}
-            logs = {**logs, **{name: mean.item() for name, mean in means.items()}}
+        """Adds the terms' means over steps and processes since the last time to a training log."""
+        if "loss" in logs and self._logged:
+            names, sums = zip(*self._logged.items(), strict=True)
             self._logged = {}
+            means = torch.stack([total / count for total, count in sums])
+            means = self.accelerator.reduce(means, "mean").tolist()
+            logs = {**logs, **dict(zip(names, means, strict=True))}
         super().log(logs, *args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -144,9 +161,12 @@ class DistillationTrainer(Trainer):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, self.distiller.student)
-        path = os.path.join(resume_from_checkpoint, METHOD_FILE)
+        self._load_method(resume_from_checkpoint)
+
+    def _load_method(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, METHOD_FILE)
         if not os.path.isfile(path):
-            raise ValueError(f"{resume_from_checkpoint} has no {METHOD_FILE} to resume from")
+            raise ValueError(f"{checkpoint} has no {METHOD_FILE} to resume from")
         self.distiller.method.load_state_dict(torch.load(path, map_location="cpu"))
 
     def _load_best_model(self) -> None:
@@ -155,3 +175,4 @@ class DistillationTrainer(Trainer):
             super()._load_best_model()
         finally:
             self.model = distiller
+        self._load_method(self.state.best_model_checkpoint)

@@ -140,7 +140,7 @@ def test_wrong_teachers_and_layers_are_named():
             decoder_start_token_id=0,
         )  # fmt: skip
         student_from_teacher(t.T5ForConditionalGeneration(config), [1])
-    with pytest.raises(ValueError, match="not alike"):  # only its first block has no norm
+    with pytest.raises(ValueError, match="keep layer 1"):  # only its first block has no norm
         student_from_teacher(t.ModernBertModel(EXTRA["modernbert"]), [2, 3])
     uneven = t.BertModel(t.BertConfig(**BERT, num_hidden_layers=2))
     uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)

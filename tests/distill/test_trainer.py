@@ -13,6 +13,7 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -214,3 +215,72 @@ def test_a_ready_distiller_and_mistakes(tmp_path):
         DistillationTrainer(teacher, model=distiller, args=arguments)
     with pytest.raises(ValueError, match="prepare_batches must be at least 1"):
         DistillationTrainer(model=distiller, args=arguments, prepare_batches=0)
+
+
+def test_the_best_method_comes_back_too(tmp_path):
+    run = trainer(
+        tmp_path,
+        method_by_name("lrkd"),
+        learning_rate=0.05,
+        eval_strategy="steps",
+        eval_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the untrained one, so that the last is not the best
+    )
+    run.train()
+    scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
+    best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}" / "method.pt"
+    kept = torch.load(best)
+    for key, value in run.distiller.method.state_dict().items():
+        assert torch.equal(value, kept[key])
+
+
+def test_options_that_would_act_in_evaluation_alone_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        trainer(tmp_path, method_by_name("fcd"), label_smoothing_factor=0.1)
+    teacher = classifier("bert")
+    with pytest.raises(ValueError, match="compute_loss_func"):
+        DistillationTrainer(
+            teacher,
+            student_from_teacher(teacher, [1]),
+            SoftTargets(),
+            args=t.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
+            compute_loss_func=lambda *args, **kwargs: None,
+        )
+
+
+def test_neftune_reaches_the_student(tmp_path):
+    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no", neftune_noise_alpha=5.0)
+    run.train()
+
+
+def test_without_logs_no_step_is_kept(tmp_path):
+    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no", logging_strategy="no")
+    run.train()
+    assert all(total.dim() == 0 and count == 6 for total, count in run._logged.values())
+    assert set(run._logged) == {"task", "tokens", "samples", "total"}
+
+
+def logs_of(rank, directory):
+    run = trainer(f"{directory}/{rank}", method_by_name("fcd"), save_strategy="no")
+    seen = []
+    inner = run.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        loss = inner(*args, **kwargs)
+        seen.append({name: total.item() for name, (total, _) in run._logged.items()})
+        return loss
+
+    run.compute_loss = compute_loss
+    run.train()
+    return [entry for entry in run.state.log_history if "loss" in entry], seen
+
+
+def test_logs_are_means_over_the_processes(tmp_path):
+    (logs, first), (_, second) = run_ranks(logs_of, 2, tmp_path, str(tmp_path))
+    for entry, a, b in zip(logs, first, second, strict=True):
+        assert a["task"] != b["task"]
+        for name in a:
+            assert entry[name] == pytest.approx((a[name] + b[name]) / 2, rel=1e-5)
+        assert entry["total"] == pytest.approx(entry["loss"], abs=1e-4)

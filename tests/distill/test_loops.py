@@ -1,0 +1,127 @@
+"""What frameworks and users do around a Distiller, and what went wrong there without a word."""
+
+import pytest
+import torch
+import transformers as t
+from torch.nn.parallel import DistributedDataParallel
+
+from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, IntraClassKNN, student_from_teacher
+from tests.distill.models import SMALL, batch, classifier
+from tests.distill.processes import run_ranks
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    teacher = classifier("bert", **options)
+    return teacher, student_from_teacher(teacher, [2, 4])
+
+
+def static_graph_gradients(rank):
+    distiller = Distiller(*pair(), FCD())
+    for module in distiller.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    wrapped = DistributedDataParallel(distiller, static_graph=True)
+    torch.manual_seed(rank)
+    data = batch()
+    for _ in range(2):
+        distiller.zero_grad()
+        wrapped(**data).loss.backward()
+    return {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
+
+
+def test_static_graph_synchronises_gradients(tmp_path):
+    first, second = run_ranks(static_graph_gradients, 2, tmp_path)
+    assert first.keys() == second.keys() and first
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
+    teacher, student = pair()
+    assert not student.training
+    distiller = Distiller(teacher, student, FCD())
+    assert distiller.training and student.training and not teacher.training
+    assert all(module.training for module in student.modules())
+    data = batch()
+    assert not torch.equal(distiller(**data).loss, distiller(**data).loss)  # dropout
+    student.eval()
+    assert not distiller.training
+    assert torch.equal(distiller(**data).loss, distiller(**data).loss)
+    distiller.train()
+    assert student.training and distiller.training and not teacher.training
+    assert not distiller.eval().training and not student.training
+
+
+def test_inputs_that_no_model_takes_are_refused():
+    distiller = Distiller(*pair(), FCD())
+    data = batch()
+    with pytest.raises(TypeError, match="takes no input 'lables'; did you mean 'labels'"):
+        distiller(input_ids=data["input_ids"], lables=data["labels"])
+    with pytest.raises(TypeError, match="positional"):
+        distiller(data["input_ids"])
+
+
+def test_samples_without_a_label_match_nothing():
+    """The term of a batch with ignored rows is that of the batch without them."""
+    distiller = Distiller(*pair(), IntraClassKNN(alpha2=0.0, alpha3=0.0, k=2)).eval()
+    data = batch(rows=8)
+    data["labels"] = torch.tensor([0, -100, 1, -100, 0, 2, -100, 1])
+    kept = data["labels"] != -100
+    out = distiller(**data)
+    expected = distiller(**{name: value[kept] for name, value in data.items()})
+    torch.testing.assert_close(out.loss, expected.loss)
+    data["labels"][:] = -100
+    assert distiller(**data).loss == 0
+
+
+SQUEEZE = {
+    name: 1
+    for name in (
+        "q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups",
+        "output_groups",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["opt", "squeezebert"])
+def test_families_whose_blocks_are_not_called_as_modules(family):
+    sizes = {**SMALL, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    if family == "opt":
+        config = t.OPTConfig(
+            **sizes, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=16
+        )
+        teacher = t.OPTForCausalLM(config).eval()
+    else:
+        config = t.SqueezeBertConfig(**sizes, embedding_size=16, intermediate_size=32, **SQUEEZE)
+        teacher = t.SqueezeBertForSequenceClassification(config).eval()
+    student = student_from_teacher(teacher, [1, 3])
+    distiller = Distiller(teacher, student, FCD()).eval()
+    data = batch(num_labels=2)
+    if family == "opt":
+        data["labels"] = data["input_ids"]
+    seen = {}
+    distiller.method.register_forward_pre_hook(lambda module, args: seen.update(step=args[0]))
+    distiller(**data).loss.backward()
+    del data["labels"]
+    expected = student(**data, output_hidden_states=True).hidden_states
+    for layer in (1, 2):
+        torch.testing.assert_close(seen["step"].student.hidden[layer], expected[layer])
+
+
+def test_one_compiled_student_serves_two_methods():
+    teacher, student = pair()
+    compiled = torch.compile(student, backend="eager")
+    data = batch()
+    for method in (LRKD(), FCD()):
+        out = Distiller(teacher, compiled, method).eval()(**data)
+        twin = Distiller(teacher, student, method).eval()(**data)
+        torch.testing.assert_close(out.loss, twin.loss)
+    with pytest.raises(ValueError, match="set perturb=False"):
+        Distiller(teacher, compiled, LRCBERT(first_stage=0.0))(**data)
+
+
+def test_a_teacher_with_adapters_has_to_be_merged_first():
+    teacher, _ = pair()
+    teacher.peft_config = {}
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        student_from_teacher(teacher, [1])
