@@ -20,7 +20,7 @@ from fastkd.analysis.pictures import plot_layer_similarity
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that hold anything."""
-    from fastkd.app.data import InputError
+    from fastkd.app.errors import InputError
 
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -36,7 +36,9 @@ def read_lines(path: Path) -> list[str]:
 
 def read_task(name: str) -> tuple[list[str], list[str] | None]:
     """Texts (and second texts) of a GLUE task's validation split from the hub."""
-    from fastkd.app.data import GLUE, TASKS, InputError, nearest, read_hub
+    from fastkd.app.data import read_hub
+    from fastkd.app.errors import InputError, nearest
+    from fastkd.app.tasks import GLUE, TASKS
 
     if name not in TASKS:
         raise InputError(f"--task {name!r} is not a GLUE task; {nearest(name, TASKS)}")
@@ -47,7 +49,7 @@ def read_task(name: str) -> tuple[list[str], list[str] | None]:
 
 def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
     """Model and tokenizer from a path or hub name."""
-    from fastkd.app.data import InputError
+    from fastkd.app.errors import InputError
 
     transformers = require("transformers", "train")
     if name.startswith((".", "/", "~")) and not Path(name).exists():

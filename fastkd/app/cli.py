@@ -7,15 +7,34 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastkd._extras import MissingExtra, require
+from fastkd.app.errors import InputError, Interrupted, TrainingFailed
+from fastkd.app.options import command
+from fastkd.app.settings import Settings
 
 typer: Any = require("typer", "train")
+require("typer.core", "train")
 Console: Any = require("rich.console", "train").Console
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
+
+
+class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
+    """Commands whose mistakes are one sentence on stderr."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
+        with one_sentence():
+            return super().make_context(info_name, args or ["--help"], *rest, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_sentence():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="fastkd",
+    cls=Sentences,
     help="Distil language models into smaller ones with the losses of five papers.",
-    no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 Option = typer.Option
@@ -29,12 +48,16 @@ def main() -> None:
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
     """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's."""
-    from fastkd.app.data import InputError
-
     try:
         yield
+    except UsageError as error:
+        _fail(error.format_message(), 2)
     except InputError as error:
         _fail(str(error), 2)
+    except Interrupted as error:
+        _fail(f"stopped after step {error}, which is saved; --resume continues from it", 130)
+    except TrainingFailed as error:
+        _fail(str(error), 1)
     except MissingExtra as error:
         _fail(str(error), 1)
     except KeyboardInterrupt:
@@ -58,76 +81,8 @@ def _require_training() -> None:
 
 
 @app.command()
-def distill(
-    teacher: Annotated[str, Option(help="Teacher: a directory or a hub name.")],
-    out: Annotated[Path, Option(help="Directory for the student and its report.")] = Path(
-        "runs/distill"
-    ),
-    task: Annotated[
-        str | None,
-        Option(help="GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli or rte."),
-    ] = None,
-    data: Annotated[str | None, Option(help="Data set on the hub.")] = None,
-    data_config: Annotated[str | None, Option(help="Its configuration.")] = None,
-    train_split: Annotated[str, Option(help="Split to train on.")] = "train",
-    eval_split: Annotated[str | None, Option(help="Split to evaluate on (validation).")] = None,
-    train: Annotated[Path | None, Option(help="Training rows: .tsv, .csv or .jsonl.")] = None,
-    eval_file: Annotated[
-        Path | None, Option("--eval", help="Rows to evaluate on: .tsv, .csv or .jsonl.")
-    ] = None,
-    text_column: Annotated[str | None, Option(help="Column of the text.")] = None,
-    text_pair_column: Annotated[str | None, Option(help="Column of the second text.")] = None,
-    label_column: Annotated[str | None, Option(help="Column of the label (label).")] = None,
-    no_header: Annotated[
-        bool, Option("--no-header", help="The files have no header; columns are 0, 1, 2, ...")
-    ] = False,
-    labels: Annotated[
-        str, Option(help="What labels are: auto, classes, or numbers (regression).")
-    ] = "auto",
-    metric: Annotated[
-        str | None,
-        Option(help="Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse."),
-    ] = None,
-    max_train_rows: Annotated[int | None, Option(help="Train on a random part.")] = None,
-    max_eval_rows: Annotated[int | None, Option(help="Evaluate on a random part.")] = None,
-    tokenizer: Annotated[str | None, Option(help="Tokenizer, if not the teacher's.")] = None,
-    student: Annotated[
-        str | None, Option(help="Student: a directory or a hub name, instead of teacher layers.")
-    ] = None,
-    student_layers: Annotated[
-        int | None, Option(help="How many teacher layers make the student (half of them).")
-    ] = None,
-    teacher_layers: Annotated[
-        str, Option(help="Which teacher layers: uniform, top, bottom, or numbers such as 2,4,6.")
-    ] = "uniform",
-    method: Annotated[str, Option(help="fcd, knn, lrc_bert, mc3kd, lrkd or soft_targets.")] = "fcd",
-    set_: Annotated[
-        list[str] | None,
-        Option("--set", metavar="NAME=VALUE", help="Hyper-parameter of the method; repeatable."),
-    ] = None,
-    finetune_teacher: Annotated[
-        float, Option(metavar="EPOCHS", help="Fine-tune the teacher on the task first.")
-    ] = 0.0,
-    teacher_learning_rate: Annotated[float, Option(help="Learning rate of that.")] = 5e-5,
-    epochs: Annotated[float, Option(help="Epochs of distillation.")] = 3.0,
-    batch_size: Annotated[int, Option(help="Rows in a step.")] = 32,
-    learning_rate: Annotated[float, Option(help="Peak learning rate.")] = 5e-5,
-    weight_decay: Annotated[float, Option(help="Weight decay of AdamW.")] = 0.01,
-    warmup: Annotated[float, Option(help="Share of the steps that warms up.")] = 0.1,
-    max_length: Annotated[int, Option(help="Longest text, in tokens.")] = 128,
-    precision: Annotated[str, Option(help="fp32, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, Option(help="Seed of everything random.")] = 0,
-    checkpoint_every: Annotated[
-        int | None, Option(metavar="STEPS", help="Checkpoints within an epoch, too.")
-    ] = None,
-    resume: Annotated[
-        bool, Option("--resume", help="Continue an interrupted run; give the same options.")
-    ] = False,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace the student in --out once a new one is complete.")
-    ] = False,
-) -> None:
+@command(Settings)
+def distill(settings: Settings) -> None:
     """Distil a teacher into a smaller student.
 
     For example, on a GLUE task from the hub:
@@ -138,62 +93,11 @@ def distill(
 
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """
-    with one_sentence():
-        _require_training()
-        from fastkd.app import run
-        from fastkd.app.data import Source
-        from fastkd.app.loop import Interrupted, TrainingFailed
+    _require_training()
+    from fastkd.app import run
 
-        settings = run.Settings(
-            teacher=teacher,
-            out=out,
-            source=Source(
-                task=task,
-                data=data,
-                data_config=data_config,
-                train=train,
-                evals=eval_file,
-                train_split=train_split,
-                eval_split=eval_split,
-                text_column=text_column,
-                text_pair_column=text_pair_column,
-                label_column=label_column,
-                header=not no_header,
-                labels=labels,
-                metric=metric,
-                max_train_rows=max_train_rows,
-                max_eval_rows=max_eval_rows,
-                seed=seed,
-            ),
-            method=method,
-            options=run.parse_options(set_ or []),
-            tokenizer=tokenizer,
-            student=student,
-            student_layers=student_layers,
-            teacher_layers=teacher_layers,
-            finetune_teacher=finetune_teacher,
-            teacher_learning_rate=teacher_learning_rate,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            warmup=warmup,
-            max_length=max_length,
-            precision=precision,
-            device=device,
-            seed=seed,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        console = Console()
-        try:
-            report = run.distill(settings, console)
-        except Interrupted as error:
-            _fail(f"stopped after step {error}, which is saved; --resume continues from it", 130)
-        except TrainingFailed as error:
-            _fail(str(error), 1)
-        run.show(report, out, console)
+    console = Console()
+    run.show(run.distill(settings, console), settings.out, console)
 
 
 @app.command()
@@ -207,12 +111,11 @@ def demo(
     fast: Annotated[bool, Option("--fast", help="A few steps on a few rows, as a check.")] = False,
 ) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
-    with one_sentence():
-        _require_training()
-        require("matplotlib", "train")
-        from fastkd.app.demo import run_demo
+    _require_training()
+    require("matplotlib", "train")
+    from fastkd.app.demo import run_demo
 
-        run_demo(out, Console(), steps=steps, seed=seed, device=device, fast=fast)
+    run_demo(out, Console(), steps=steps, seed=seed, device=device, fast=fast)
 
 
 @app.command()
@@ -240,27 +143,25 @@ def bench(
     resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
 ) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
-    with one_sentence():
-        from fastkd.app.data import InputError
-        from fastkd.bench import runner
+    from fastkd.bench import runner
 
-        if plot is not None:
-            require("matplotlib", "train")
-        try:
-            runner.run(
-                runner.split(set),
-                runner.split(only),
-                None if device == "auto" else device,
-                out,
-                plot,
-                resume=resume,
-                seconds=seconds,
-                passes=passes,
-            )
-        except runner.WrongChoice as error:
-            raise InputError(str(error)) from error
-        except runner.PassFailed as error:
-            _fail(str(error), 1)
+    if plot is not None:
+        require("matplotlib", "train")
+    try:
+        runner.run(
+            runner.split(set),
+            runner.split(only),
+            None if device == "auto" else device,
+            out,
+            plot,
+            resume=resume,
+            seconds=seconds,
+            passes=passes,
+        )
+    except runner.WrongChoice as error:
+        raise InputError(str(error)) from error
+    except runner.PassFailed as error:
+        _fail(str(error), 1)
 
 
 @app.command()
@@ -278,25 +179,23 @@ def analyze(
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """How alike a model's layers are: SVCCA and CKA as numbers and pictures."""
-    with one_sentence():
-        require("transformers", "train")
-        require("matplotlib", "train")
-        from fastkd.app import analyze as report
-        from fastkd.app.data import InputError
-        from fastkd.app.loop import choose_device
+    require("transformers", "train")
+    require("matplotlib", "train")
+    from fastkd.app import analyze as report
+    from fastkd.app.loop import choose_device
 
-        if (text is None) == (task is None):
-            raise InputError("give either --text FILE or --task NAME")
-        if not 0 < variance <= 1:
-            raise InputError(f"--variance must be above 0 and at most 1, got {variance}")
-        texts, pairs = (report.read_lines(text), None) if text else report.read_task(str(task))
-        loaded, tokenizer = report.load_model(model, choose_device(device, "fp32"))
-        second = None if pairs is None else pairs[:rows]
-        batches = report.batches_of(tokenizer, texts[:rows], second, batch_size, max_length)
-        console = Console()
-        result = report.analyze(loaded, batches, out, model, variance)
-        console.print(report.table(result), highlight=False)
-        console.print(f"{out}/layers.json, svcca.png, cka.png", highlight=False)
+    if (text is None) == (task is None):
+        raise InputError("give either --text FILE or --task NAME")
+    if not 0 < variance <= 1:
+        raise InputError(f"--variance must be above 0 and at most 1, got {variance}")
+    texts, pairs = (report.read_lines(text), None) if text else report.read_task(str(task))
+    loaded, tokenizer = report.load_model(model, choose_device(device, "fp32"))
+    second = None if pairs is None else pairs[:rows]
+    batches = report.batches_of(tokenizer, texts[:rows], second, batch_size, max_length)
+    console = Console()
+    result = report.analyze(loaded, batches, out, model, variance)
+    console.print(report.table(result), highlight=False)
+    console.print(f"{out}/layers.json, svcca.png, cka.png", highlight=False)
 
 
 if __name__ == "__main__":

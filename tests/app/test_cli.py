@@ -21,7 +21,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra, require
-from fastkd.app import loop, run
+from fastkd.app import loop, options, run
 from fastkd.app.cli import app
 from fastkd.app.saving import full_disk_is_oserror, recover_directory, replace_directory
 from fastkd.distill import METHODS
@@ -126,7 +126,7 @@ def test_options_reach_the_method(distill, tmp_path):
     distill("--set", "k=3", "--set", "pool=mean", method="knn")
     assert report_of(tmp_path / "out")["settings"]["options"] == {"k": 3, "pool": "mean"}
     words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
-    assert run.parse_options(words) == {
+    assert options.assignments("--set", words) == {
         "a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]
     }  # fmt: skip
 

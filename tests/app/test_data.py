@@ -6,7 +6,9 @@ import datasets
 import numpy as np
 import pytest
 
-from fastkd.app.data import InputError, Source, evaluate, load
+from fastkd.app.data import evaluate, load
+from fastkd.app.errors import InputError
+from fastkd.app.settings import Source
 
 
 def write(path, text):
@@ -38,7 +40,7 @@ def test_cola_has_no_header(tmp_path):
     assert corpus.train.texts == ["They drank it.", "They drank the pub."]
     assert corpus.train.labels == [1, 0]
     assert corpus.metrics == ("mcc",)
-    by_hand = Source(text_column="3", label_column="1", header=False, **files(tmp_path, rows))
+    by_hand = Source(text_column="3", label_column="1", no_header=True, **files(tmp_path, rows))
     assert load(by_hand).train == corpus.train
 
 
@@ -163,10 +165,10 @@ MISTAKES = {
     "infinite": (HEAD + "a\t1.5\nb\tinf\n", {"labels": "numbers"}, ["row 3", "'inf'"]),
     "labels option": (HEAD + "a\t1\n", {"labels": "class"}, ["--labels", "mean 'classes'"]),
     "task": (HEAD + "a\t1\n", {"task": "sst-2"}, ["--task", "mean 'sst2'"]),
-    "no header": (HEAD + "a\t1\n", {"header": False}, ["--no-header", "--text-column"]),
+    "no header": (HEAD + "a\t1\n", {"no_header": True}, ["--no-header", "--text-column"]),
     "column number": (
         HEAD + "a\t1\n",
-        {"header": False, "text_column": "0", "label_column": "2"},
+        {"no_header": True, "text_column": "0", "label_column": "2"},
         ["no column '2'", "0, 1"],
     ),
     "metric": (HEAD + "a\t1\nb\t0\n", {"metric": "pearson"}, ["--metric", "classification"]),

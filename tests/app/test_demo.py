@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from fastkd._extras import MissingExtra
 from fastkd.app import demo
 from fastkd.app.cli import app
-from fastkd.app.data import InputError
 from fastkd.app.docstrings import AREAS, docstrings, load_docstrings
+from fastkd.app.errors import InputError
 from fastkd.distill import METHODS
 from tests.tiny import make_teacher
 

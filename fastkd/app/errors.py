@@ -1,0 +1,25 @@
+"""What can go wrong in a command, each said in one sentence."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """What the user gave can't be used; the message names the option, or the file and row."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known names, and the one closest to ``name``, as the end of an error message."""
+    known = list(known)
+    folded = {candidate.casefold(): candidate for candidate in reversed(known)}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return f"known: {listed}" + (f"; did you mean {folded[near[0]]!r}?" if near else "")
+
+
+class Interrupted(Exception):
+    """Ctrl-C: training stopped after a complete checkpoint."""
+
+
+class TrainingFailed(RuntimeError):
+    """Training can't go on; what was saved before is intact."""

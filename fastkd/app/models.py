@@ -1,0 +1,195 @@
+"""Teacher, student and tokenizer, loaded and made to fit the data, or one sentence why not."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    set_seed,
+)
+
+from fastkd._extras import MissingExtra
+from fastkd.app.data import Corpus, Rows
+from fastkd.app.errors import InputError, nearest
+from fastkd.app.settings import Settings
+from fastkd.distill.layers import layer_map
+from fastkd.distill.methods import METHODS, Method
+from fastkd.distill.student import student_from_teacher
+
+
+def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
+    """``load()``, with what transformers and the hub raise turned into one sentence."""
+    local = Path(name)
+    if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InputError(f"{option} {name}: no such directory")
+    if local.is_file():
+        raise InputError(
+            f"{option} {name}: this is a file; give the directory that holds the model"
+        )
+    try:
+        return load()
+    except MissingExtra:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{option} {name}: can't be loaded from {'there' if local.exists() else 'the hub'} "
+            f"({reason})"
+        ) from error
+
+
+def load_tokenizer(settings: Settings) -> Any:
+    """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
+    option = "--teacher" if settings.tokenizer is None else "--tokenizer"
+    name = settings.tokenizer or settings.teacher
+    tokenizer = _load(option, name, lambda: AutoTokenizer.from_pretrained(name))
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise InputError(f"{option} {name}: its tokenizer has no padding and no end token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_teacher(
+    settings: Settings, name: str, corpus: Corpus, tokenizer: Any
+) -> tuple[PreTrainedModel, Corpus]:
+    """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
+    config = _load("--teacher", name, lambda: AutoConfig.from_pretrained(name))
+    names = corpus.names
+    fitting = config.num_labels == corpus.num_labels
+    if fitting and names is not None:
+        names = _order_of_head(config, names)
+    config.num_labels = corpus.num_labels
+    if names is not None:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {label: i for i, label in enumerate(names)}
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    set_seed(settings.seed)
+    teacher, loaded = _load(
+        "--teacher",
+        name,
+        lambda: AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+        ),
+    )
+    fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
+    if fresh and not settings.finetune_teacher:
+        what = "no classification head" if fitting else f"no head for {corpus.num_labels} labels"
+        raise InputError(
+            f"--teacher {name}: it has {what} ({', '.join(fresh[:3])} would be random); "
+            "pass --finetune-teacher EPOCHS to train it first"
+        )
+    if len(tokenizer) > teacher.config.vocab_size:
+        raise InputError(
+            f"--tokenizer has {len(tokenizer)} tokens but the teacher's vocabulary has "
+            f"{teacher.config.vocab_size}"
+        )
+    return teacher, _in_order_of(names, corpus)
+
+
+def _order_of_head(config: Any, names: list[str]) -> list[str]:
+    """The data's class names in the order of the teacher's head, if it names the same classes."""
+    ours = {name.casefold(): name for name in names}
+    theirs = [str(config.id2label[i]).casefold() for i in range(config.num_labels)]
+    return [ours[name] for name in theirs] if sorted(theirs) == sorted(ours) else names
+
+
+def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
+    if names is None or corpus.names is None or names == corpus.names:
+        return corpus
+    new = {corpus.names.index(name): i for i, name in enumerate(names)}
+
+    def renumber(rows: Rows) -> Rows:
+        return dataclasses.replace(rows, labels=[new[label] for label in rows.labels])
+
+    evals = {k: renumber(rows) for k, rows in corpus.evals.items()}
+    return dataclasses.replace(corpus, train=renumber(corpus.train), evals=evals, names=names)
+
+
+def check_length(max_length: int, tokenizer: Any, teacher: PreTrainedModel) -> None:
+    """Raise unless the teacher can read so many tokens."""
+    limit = tokenizer.model_max_length
+    positions = getattr(teacher.config, "max_position_embeddings", None)
+    if positions is not None and positions > 0:  # XLNet has -1: no limit
+        limit = min(limit, positions)
+    if max_length > limit:
+        raise InputError(f"--max-length {max_length}: the teacher reads at most {limit}")
+
+
+def make_student(settings: Settings, teacher: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
+    """The student: a path or hub name, or layers of the teacher."""
+    if settings.student is not None:
+        return _student_from_path(settings.student, teacher, tokenizer)
+    layers = _chosen_layers(settings, teacher.config.num_hidden_layers)
+    try:
+        return cast(PreTrainedModel, student_from_teacher(teacher, layers))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--teacher-layers {settings.teacher_layers}: {error}") from error
+
+
+def _chosen_layers(settings: Settings, depth: int) -> list[int]:
+    schemes = ("uniform", "top", "bottom")
+    if settings.teacher_layers in schemes:
+        wanted = settings.student_layers or max(1, depth // 2)
+        if wanted > depth:
+            raise InputError(f"--student-layers {wanted}: the teacher has only {depth} layers")
+        return layer_map(settings.teacher_layers, depth, wanted)
+    try:
+        layers = [int(part) for part in settings.teacher_layers.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--teacher-layers {settings.teacher_layers!r}: neither a scheme nor layer numbers "
+            f"such as 2,4,6; {nearest(settings.teacher_layers, schemes)}"
+        ) from None
+    if settings.student_layers not in (None, len(layers)):
+        raise InputError(
+            f"--teacher-layers names {len(layers)} layers but --student-layers is "
+            f"{settings.student_layers}"
+        )
+    return layers
+
+
+def _student_from_path(name: str, teacher: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
+    config = _load("--student", name, lambda: AutoConfig.from_pretrained(name))
+    if config.vocab_size != teacher.config.vocab_size:
+        raise InputError(
+            f"--student {name}: its vocabulary has {config.vocab_size} tokens, the teacher's "
+            f"{teacher.config.vocab_size}; both must read the same tokens"
+        )
+    for key in ("num_labels", "id2label", "label2id"):
+        setattr(config, key, getattr(teacher.config, key))
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    return _load(
+        "--student",
+        name,
+        lambda: AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, ignore_mismatched_sizes=True
+        ),
+    )
+
+
+def make_method(name: str, options: Mapping[str, Any]) -> Method:
+    """The method called ``name`` on the command line, with the hyper-parameters of --set."""
+    kind = METHODS[name]
+    known = list(inspect.signature(kind).parameters)
+    for option in options:
+        if option not in known:
+            raise InputError(f"--set {option}: {name} has no such option; {nearest(option, known)}")
+    try:
+        return kind(**options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--method {name}: {error}") from error
+
+
+def count(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,187 @@
+"""An option, written once: the field of a dataclass says its type, default, help and bounds.
+
+The command line (`command`), the check of the values (`check`) and what is saved of them
+(`as_json`) follow from the fields.
+"""
+
+import ast
+import dataclasses
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastkd._extras import require
+from fastkd.app.errors import InputError, nearest
+
+typer: Any = require("typer", "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What an option is besides its name, type and default."""
+
+    help: str
+    flag: str
+    metavar: str | None
+    panel: str | None
+    least: float | None
+    above: float | None
+    most: float | None
+    choices: Callable[[], Iterable[str]] | Iterable[str]
+    saved: bool
+
+    def check(self, value: Any) -> None:
+        """Raise InputError unless ``value`` lies within the bounds and among the choices."""
+        known = list(self.choices() if callable(self.choices) else self.choices)
+        if known and value not in known:
+            raise InputError(f"{self.flag} {value!r} is not an option; {nearest(value, known)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        if self.above is not None and not self.above < value < math.inf:
+            raise InputError(f"{self.flag} must be greater than {self.above}, got {value}")
+        if self.least is not None and not self.least <= value < math.inf:
+            raise InputError(f"{self.flag} must be at least {self.least}, got {value}")
+        if self.most is not None and not value <= self.most:
+            raise InputError(f"{self.flag} must be at most {self.most}, got {value}")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str = "",
+    metavar: str | None = None,
+    panel: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    choices: Callable[[], Iterable[str]] | Iterable[str] = (),
+    saved: bool = True,
+) -> Any:
+    """A dataclass field that is an option.
+
+    ``flag`` is needed only where it isn't the field's name; an option that doesn't change the
+    result is not ``saved``; ``...`` as the default makes it required.
+    """
+    meta = Option(help, flag, metavar, panel, least, above, most, choices, saved)
+    if default is ...:
+        return dataclasses.field(metadata={"option": meta})
+    if isinstance(default, Mapping):
+        return dataclasses.field(default_factory=dict, metadata={"option": meta})
+    return dataclasses.field(default=default, metadata={"option": meta})
+
+
+def options_of(cls: Any) -> dict[str, Option]:
+    """The options of a dataclass or its instance, by field name."""
+    return {
+        field.name: dataclasses.replace(
+            field.metadata["option"],
+            flag=field.metadata["option"].flag or "--" + field.name.replace("_", "-"),
+        )
+        for field in dataclasses.fields(cls)
+    }
+
+
+def check(settings: Any) -> None:
+    """Raise InputError for the first value out of its bounds."""
+    for name, meta in options_of(settings).items():
+        value = getattr(settings, name)
+        if value is not None:
+            meta.check(value)
+
+
+def given(settings: Any, *names: str) -> list[str]:
+    """The flags among the fields ``names`` whose value isn't the default."""
+    default = {field.name: field.default for field in dataclasses.fields(settings)}
+    flags = options_of(settings)
+    return [flags[name].flag for name in names if getattr(settings, name) != default[name]]
+
+
+def as_json(settings: Any) -> dict[str, Any]:
+    """Everything that the result depends on, in JSON's types."""
+    return {
+        name: _jsonable(getattr(settings, name))
+        for name, meta in options_of(settings).items()
+        if meta.saved
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _jsonable(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def command(cls: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Turn ``function(settings)`` into a function whose parameters are the options of ``cls``."""
+
+    def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            for name, kind in kinds.items():
+                if kind == Mapping[str, Any]:
+                    values[name] = assignments(options[name].flag, values[name] or [])
+            function(cls(**values))
+
+        kinds, options = typing.get_type_hints(cls), options_of(cls)
+        parameters = [_parameter(f, kinds[f.name], options[f.name]) for f in _fields(cls)]
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _fields(cls: Any) -> list[dataclasses.Field]:
+    """The fields, required ones first."""
+    return sorted(
+        dataclasses.fields(cls),
+        key=lambda f: not (f.default is f.default_factory is dataclasses.MISSING),
+    )
+
+
+def _parameter(field: dataclasses.Field, kind: Any, meta: Option) -> inspect.Parameter:
+    default = None if field.default is dataclasses.MISSING else field.default
+    if field.default is field.default_factory is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    if kind == Mapping[str, Any]:
+        kind = list[str] | None
+    shown = typer.Option(
+        meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=meta.panel
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, shown],
+    )
+
+
+def assignments(flag: str, words: list[str]) -> dict[str, Any]:
+    """``["alpha=0.5", "pool=cls"]`` as a dictionary; values are Python literals or plain words."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise InputError(f"{flag} {word!r} is not of the form name=value")
+        if name in found:
+            raise InputError(f"{flag} {name} is given twice")
+        found[name] = _literal(value.strip())
+    return found
+
+
+def _literal(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return list(value) if isinstance(value, tuple) else value

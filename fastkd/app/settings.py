@@ -1,0 +1,121 @@
+"""The options of `fastkd distill`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastkd.app.errors import InputError
+from fastkd.app.options import check, option
+from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
+from fastkd.distill.methods import METHODS
+
+DATA, MODELS, TRAINING, RUN = "Data", "Teacher and student", "Training", "The run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the rows come from."""
+
+    task: str | None = option(
+        None, f"GLUE task: {', '.join(TASKS)}.", panel=DATA, choices=tuple(TASKS)
+    )
+    data: str | None = option(None, "Data set on the hub.", panel=DATA)
+    data_config: str | None = option(None, "Its configuration.", panel=DATA)
+    train_split: str = option("train", "Split to train on.", panel=DATA)
+    eval_split: str | None = option(None, "Split to evaluate on (validation).", panel=DATA)
+    train: Path | None = option(None, "Training rows: .tsv, .csv or .jsonl.", panel=DATA)
+    evals: Path | None = option(
+        None, "Rows to evaluate on: .tsv, .csv or .jsonl.", flag="--eval", panel=DATA
+    )
+    text_column: str | None = option(None, "Column of the text.", panel=DATA)
+    text_pair_column: str | None = option(None, "Column of the second text.", panel=DATA)
+    label_column: str | None = option(None, "Column of the label (label).", panel=DATA)
+    no_header: bool = option(
+        False, "The files have no header; columns are 0, 1, 2, ...", panel=DATA
+    )
+    labels: str = option(
+        "auto",
+        "What labels are: auto, classes, or numbers (regression).",
+        panel=DATA,
+        choices=("auto", "classes", "numbers"),
+    )
+    metric: str | None = option(
+        None,
+        "Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse.",
+        panel=DATA,
+        choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
+    )
+    max_train_rows: int | None = option(None, "Train on a random part.", panel=DATA, least=2)
+    max_eval_rows: int | None = option(None, "Evaluate on a random part.", panel=DATA, least=1)
+    seed: int = option(0, "Seed of everything random.", panel=TRAINING, least=0, most=2**32 - 1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Source):
+    """The options of `fastkd distill`, by the names they have there."""
+
+    teacher: str = option(..., "Teacher: a directory or a hub name.")
+    out: Path = option(
+        Path("runs/distill"), "Directory for the student and its report.", panel=RUN, saved=False
+    )
+    tokenizer: str | None = option(None, "Tokenizer, if not the teacher's.", panel=MODELS)
+    student: str | None = option(
+        None, "Student: a directory or a hub name, instead of teacher layers.", panel=MODELS
+    )
+    student_layers: int | None = option(
+        None, "How many teacher layers make the student (half of them).", panel=MODELS, least=1
+    )
+    teacher_layers: str = option(
+        "uniform",
+        "Which teacher layers: uniform, top, bottom, or numbers such as 2,4,6.",
+        panel=MODELS,
+    )
+    finetune_teacher: float = option(
+        0.0,
+        "Fine-tune the teacher on the task first.",
+        metavar="EPOCHS",
+        panel=MODELS,
+        least=0,
+    )
+    teacher_learning_rate: float = option(5e-5, "Learning rate of that.", panel=MODELS, above=0)
+    method: str = option("fcd", f"One of {', '.join(METHODS)}.", choices=lambda: METHODS)
+    options: Mapping[str, Any] = option(
+        {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
+    )
+    epochs: float = option(3.0, "Epochs of distillation.", panel=TRAINING, above=0)
+    batch_size: int = option(32, "Rows in a step.", panel=TRAINING, least=1)
+    learning_rate: float = option(5e-5, "Peak learning rate.", panel=TRAINING, above=0)
+    weight_decay: float = option(0.01, "Weight decay of AdamW.", panel=TRAINING, least=0)
+    warmup: float = option(
+        0.1, "Share of the steps that warms up, 0 to 1.", panel=TRAINING, least=0, most=1
+    )
+    max_length: int = option(128, "Longest text, in tokens.", panel=TRAINING, least=4)
+    precision: str = option(
+        "fp32", "fp32, bf16 or fp16.", panel=TRAINING, choices=("fp32", "bf16", "fp16")
+    )
+    device: str = option(
+        "auto", "auto, cpu or cuda.", panel=TRAINING, choices=("auto", "cpu", "cuda")
+    )
+    checkpoint_every: int | None = option(
+        None,
+        "Checkpoints within an epoch, too.",
+        metavar="STEPS",
+        panel=RUN,
+        least=1,
+        saved=False,
+    )
+    resume: bool = option(
+        False, "Continue an interrupted run; give the same options.", panel=RUN, saved=False
+    )
+    overwrite: bool = option(
+        False, "Replace the student in --out once a new one is complete.", panel=RUN, saved=False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.student is not None and self.student_layers is not None:
+            raise InputError("--student and --student-layers exclude each other")
