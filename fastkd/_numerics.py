@@ -1,6 +1,7 @@
 """Working precision and derivative rules that every loss keeps."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,8 +68,10 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[..., None], x, 0)
 
 
-def autocast_off(x: Tensor) -> torch.autocast:
+def autocast_off(x: Tensor) -> AbstractContextManager:
     """Context in which autocast does not touch the loss; needed in forward and backward alike."""
+    if x.is_meta:  # which autocast refuses
+        return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -11,6 +11,8 @@ def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
 
     ``mask`` (B, N) is bool. A sample without a real token gives zeros.
     """
+    if x.shape[1] == 0:
+        return x.sum(1)
     if mask is None:
         return x[:, 0] if how == "cls" else x.mean(1)
     if how == "cls":

@@ -31,9 +31,9 @@ from fastkd._checks import (
     layer_pairs,
 )
 from fastkd._dispatch import use_triton
-from fastkd._numerics import autocast_off, once_differentiable, working_dtype
+from fastkd._numerics import autocast_off, once_differentiable, values_readable, working_dtype
 from fastkd._pooling import pool_tokens
-from fastkd.linalg import inv_sqrtm_ref
+from fastkd.linalg import inv_sqrtm_ref, symmetric_product
 
 REDUCTIONS = ("sum", "mean", "none")
 POOLS = ("tokens", "cls", "mean")
@@ -248,7 +248,7 @@ class CCALoss(nn.Module):
         if self._warned or torch.compiler.is_compiling():
             return
         observations = pairs[0][0].shape[0]
-        if observed is not None and observed.device.type == "cpu":  # a GPU's would be waited for
+        if observed is not None and values_readable(observed):
             observations = int(observed.sum())
         dims = max(x.shape[-1] for pair in pairs for x in pair)
         if observations <= dims:
@@ -382,10 +382,13 @@ def _solve(
     only large matrices with ridge 0 or ``top_k`` are left to the solvers that wait.
     """
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
+    if 0 in (len(student), m, d_s, d_t):
+        nothing = student.new_zeros(len(student), dtype=torch.float64)
+        return nothing, torch.zeros_like(student) if want_grad else None
     products_only = _use_polar(student, top_k) and min(ridges) > 0
     if m <= min(d_s, d_t) and (_use_rotations(student, m) or not products_only):
         return _by_observations(student, teacher, mask, ridges, top_k, rank, want_grad)
-    may_look = student.device.type == "cpu" and not torch.compiler.is_compiling()
+    may_look = values_readable(student)
     if may_look and len(student) > 1 and m * d_s >= LARGE_ITEM:
         # One at a time: each chooses for itself, and what it needs stays in the cache.
         masks = [None] * len(student) if mask is None else mask.split(1)
@@ -522,9 +525,10 @@ class _Whitening:
         if self.triangular:
             diagonal = sigma.diagonal(dim1=-2, dim2=-1)
             self.largest = diagonal.amax(-1) + ridge
-            # A ridge lost in the rounding of Σ would let the factorisation break down.
-            floor = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps * self.largest
-            diagonal += (floor + ridge).unsqueeze(-1)
+            # A ridge lost in the rounding of Σ would let the factorisation break down. The rounding
+            # of each variance counts: one large column must not bury the ridge of all others.
+            rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
+            diagonal += ridge + rounding * (diagonal + ridge)
             self.factor, _ = torch.linalg.cholesky_ex(sigma)
         else:
             if _use_rotations(sigma, sigma.shape[-1]):
@@ -655,17 +659,7 @@ def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """XᵀX; of a large one only the lower blocks are multiplied, the upper ones copied."""
-    n = x.shape[-1]
-    if n < 256:
-        return x.mT @ x
-    gram = x.new_empty(*x.shape[:-2], n, n)
-    step = -(-n // 4)
-    for start in range(0, n, step):
-        block = x[..., start:].mT @ x[..., start : start + step]  # (*, n - start, step)
-        gram[..., start:, start : start + step] = block
-        gram[..., start : start + step, start:] = block.mT
-    return gram
+    return symmetric_product(x.mT, x)
 
 
 def _trace(x: Tensor) -> Tensor:

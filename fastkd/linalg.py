@@ -15,7 +15,11 @@ from fastkd._numerics import autocast_off, once_differentiable, working_dtype
 # low rank have up to four, and a condition number of 1e6 is still regular.
 ZERO_EIGENVALUE = 8.0
 # Largest n that the extension takes on the CPU: beyond it LAPACK is faster on one core.
-EXTENSION_LARGEST = {torch.float32: 64, torch.float64: 128}
+EXTENSION_LARGEST = 96
+# Largest n whose gradient is multiplied in float32: a product's rounding grows with √n.
+FLOAT32_LARGEST = 96
+# Largest n of a symmetric product that is not worth dividing into blocks.
+WHOLE_PRODUCT = 256
 
 
 def sqrtm_ref(a: Tensor) -> Tensor:
@@ -99,6 +103,20 @@ def _symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
+def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
+    """XY where it is symmetric: of a large one only the lower blocks are multiplied."""
+    n = x.shape[-2]
+    if n < WHOLE_PRODUCT:
+        return x @ y
+    product = x.new_empty(*x.shape[:-1], n)
+    for i in range(4):
+        start, end = i * n // 4, (i + 1) * n // 4
+        block = x[..., start:, :] @ y[..., start:end]  # (*, n - start, end - start)
+        product[..., start:, start:end] = block
+        product[..., start:end, start:] = block.mT
+    return product
+
+
 def _use_extension(a: Tensor) -> bool:
     """Whether the extension is the fastest right way.
 
@@ -108,44 +126,35 @@ def _use_extension(a: Tensor) -> bool:
     n = a.shape[-1]
     if a.is_cuda:
         return _extension.CUDA and _extension.cuda_roots_fit(n, a.device)
-    return _extension.CPU and a.device.type == "cpu" and n <= EXTENSION_LARGEST[a.dtype]
+    return _extension.CPU and a.device.type == "cpu" and n <= EXTENSION_LARGEST
 
 
 def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
     """What ``torch.ops.fastkd.sqrtm`` and ``inv_sqrtm`` return: (root, values, vectors).
 
-    LAPACK refuses a batch for one NaN, so that matrix is decomposed as zero and overwritten.
+    In float64, as in the extension: float32 solvers lose as many digits again as rounding the
+    matrix to float32 does, and a factor of √n. LAPACK refuses a batch for one NaN, so that matrix
+    is decomposed as zero and overwritten.
     """
     bad = ~a.isfinite().flatten(-2).all(-1)[..., None, None]
-    values, vectors = torch.linalg.eigh(_symmetric(a).masked_fill(bad, 0.0))
-    if a.dtype == torch.float32:
-        vectors = _orthonormal(vectors)
+    values, vectors = torch.linalg.eigh(_symmetric(a.double()).masked_fill(bad, 0.0))
     values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
-    root = (vectors * _root_values(values, inverse, ridge).unsqueeze(-2)) @ vectors.mT
-    return root.masked_fill(bad, torch.nan), values, vectors.masked_fill(bad, torch.nan)
+    roots = _root_values(values, inverse, ridge, a.dtype)
+    root = symmetric_product(vectors * roots.unsqueeze(-2), vectors.mT).masked_fill(bad, torch.nan)
+    return root.to(a.dtype), values.to(a.dtype), vectors.masked_fill(bad, torch.nan).to(a.dtype)
 
 
-def _orthonormal(vectors: Tensor) -> Tensor:
-    """One Newton-Schulz step V(3I − VᵀV)/2 towards VᵀV = I.
-
-    float32 solvers leave VᵀV off by 1e-6 and more from n = 512 on, and the roots as well; after the
-    step it is rounding of one product. It costs two products, a quarter of forward and
-    backward together at n = 768.
-    """
-    return 1.5 * vectors - 0.5 * vectors @ (vectors.mT @ vectors)
-
-
-def _root_values(values: Tensor, inverse: bool, ridge: float) -> Tensor:
+def _root_values(values: Tensor, inverse: bool, ridge: float, dtype: torch.dtype) -> Tensor:
     """√λ or λ^{−½} of the eigenvalues; zero for those that `inv_sqrtm` leaves out."""
     if not inverse:
         return values.sqrt()
-    zero = values <= 0 if ridge else ~_nonzero(values)
+    zero = values <= 0 if ridge else ~_nonzero(values, dtype)
     return values.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
 
 
-def _nonzero(values: Tensor) -> Tensor:
-    """Which of the ascending eigenvalues (*, n) stand above the rounding of the largest one."""
-    return ~(values <= ZERO_EIGENVALUE * torch.finfo(values.dtype).eps * values[..., -1:])
+def _nonzero(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which ascending eigenvalues (*, n) stand above the rounding of a matrix in ``dtype``."""
+    return ~(values <= ZERO_EIGENVALUE * torch.finfo(dtype).eps * values[..., -1:])
 
 
 class _MatrixRoot(torch.autograd.Function):
@@ -170,16 +179,19 @@ class _MatrixRoot(torch.autograd.Function):
     def backward(ctx, grad):
         values, vectors = ctx.saved_tensors
         with autocast_off(grad):
-            roots = _root_values(values, ctx.inverse, ctx.ridge)
+            roots = _root_values(values, ctx.inverse, ctx.ridge, values.dtype)
             differences = _inverse_root_differences if ctx.inverse else _root_differences
-            inner = vectors.mT @ _symmetric(grad) @ vectors
-            da = vectors @ (inner * differences(values, roots)) @ vectors.mT
+            inner = differences(values, roots)
+            if vectors.shape[-1] > FLOAT32_LARGEST:
+                inner, vectors, grad = inner.double(), vectors.double(), grad.double()
+            inner *= symmetric_product(vectors.mT @ _symmetric(grad), vectors)
+            da = symmetric_product(vectors @ inner, vectors.mT)
             return da.to(ctx.dtype), None, None
 
 
 def _root_differences(values: Tensor, roots: Tensor) -> Tensor:
     """(√λ_i − √λ_j) / (λ_i − λ_j) = 1 / (√λ_i + √λ_j), zero where both are zero."""
-    keep = _nonzero(values)
+    keep = _nonzero(values, values.dtype)
     either = keep.unsqueeze(-1) | keep.unsqueeze(-2)
     total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
     return torch.where(either, total, 1.0).reciprocal().masked_fill(~either, 0.0)

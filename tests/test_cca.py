@@ -260,6 +260,21 @@ def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
     assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("m, d", [(400, 96), (60, 96)])
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-6), (torch.float32, 1e-3)])
+def test_one_large_column_does_not_bury_the_ridge_of_the_others(m, d, ridge, dtype, error):
+    student, teacher = (torch.randn(m, d).to(dtype).double() for _ in range(2))
+    for x in (student, teacher):
+        x[:, 1:40] = x[:, :1] + ridge**0.5 * x[:, 1:40]  # variances as small as the ridge
+        x[:, 0] *= 1e3
+    value, grad = value_and_grad(cca_loss, student.to(dtype), teacher.to(dtype), ridge=ridge)
+    expected, expected_grad = by_qr(student.to(dtype), teacher.to(dtype), ridge)
+    assert relative_error(value, expected) <= error
+    if ridge >= 1e-4 or dtype == torch.float64:
+        assert relative_error(grad, 0.5 * expected_grad) <= error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4])
 def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
@@ -372,12 +387,12 @@ def test_float32_singular_vectors(values, columns):
     left, right = (torch.linalg.qr(torch.randn(300, 300).double()).Q for _ in range(2))
     m = ((left * values.to(left)) @ right.mT)[:, :columns]
     u, s, v = torch.linalg.svd(m, full_matrices=False)
-    keep = s > 1e-4
+    keep = s > 0.99e-4
     for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
         left, values, right = cca._svd(x.float(), columns, x.float())
         assert relative_error(values, s) <= 1e-6
         assert relative_error((left * values) @ right.mT, x) <= 5e-6
-        large = values > 1e-4
+        large = values > 0.99e-4
         assert relative_error(left[:, large] @ right[:, large].mT, expected) <= 1e-3
 
 
@@ -506,6 +521,73 @@ def test_empty(shape, backend):
     )
 
 
+@pytest.mark.parametrize("dims", [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("ridge", [0.0, 1e-4])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_features_without_dimensions(dims, ridge, top_k, backend):
+    student = torch.randn(2, 5, dims[0], requires_grad=True)
+    teacher = torch.randn(2, 5, dims[1])
+    loss = cca_loss(student, teacher, ridge=ridge, top_k=top_k, backend=backend)
+    loss.backward()
+    assert loss.item() == 0
+    assert student.grad.shape == student.shape
+    assert canonical_correlations(student, teacher).shape == (2, 0)
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0), (0, 0, 3)])
+def test_module_without_anything_to_compare(pool, shape):
+    for mask in (None, torch.ones(shape[:2])):
+        student = torch.randn(shape, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # few observations
+            loss = CCALoss(pool=pool)(student, torch.randn(shape), mask)
+        loss.backward()
+        assert loss.item() == 0
+        assert student.grad.count_nonzero() == 0
+
+
+KINDS_OF_SOLUTION = pytest.mark.parametrize(
+    "m, dims, options",
+    [
+        (m, dims, options)
+        for m, dims in ((30, (4, 5)), (4, (6, 5)))
+        for options in ({}, {"ridge": 0.0}, {"top_k": 2})
+    ],
+)
+
+
+@KINDS_OF_SOLUTION
+def test_a_teacher_made_in_inference_mode(m, dims, options, backend):
+    student, teacher = related(2, m, dims=dims)
+    with torch.inference_mode():
+        frozen, mask = teacher.clone(), torch.arange(m).expand(2, -1) > 0
+    expected = value_and_grad(cca_loss, student, teacher, mask.clone(), **options)
+    actual = value_and_grad(cca_loss, student, frozen, mask, **options, backend=backend)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    layers, mask = related(8, m, dims=dims), torch.ones(8, m)
+    with torch.inference_mode():
+        frozen = layers[1].clone(), mask.clone()
+    for pool in ("tokens", "cls", "mean"):
+        module = CCALoss(pool=pool)
+        module._warned = True
+        expected = value_and_grad(module, layers[0], layers[1], mask)
+        assert torch.equal(value_and_grad(module, layers[0], *frozen)[1], expected[1])
+
+
+@KINDS_OF_SOLUTION
+def test_the_meta_device_gives_shapes(m, dims, options):
+    student = torch.empty(2, m, dims[0], device="meta", requires_grad=True)
+    teacher, mask = (torch.empty(2, m, *d, device="meta") for d in (dims[1:], ()))
+    loss = cca_loss(student, teacher, mask, **options, reduction="none")
+    assert (loss.shape, loss.device.type) == ((2,), "meta")
+    loss.sum().backward()
+    assert student.grad.shape == student.shape
+    assert canonical_correlations(student, teacher).shape == (2, min(m - 1, *dims))
+    CCALoss(**options)(student, teacher, mask).backward()
+
+
 def test_autocast_changes_nothing(device):
     student, teacher = related(30, dims=(6, 4), dtype=torch.float32)
     plain = value_and_grad(cca_loss, student, teacher)
@@ -524,6 +606,56 @@ def test_compiles_without_graph_breaks(m, backend):
     actual = value_and_grad(compiled, student, teacher, mask, ridge=1e-2, backend=backend)
     assert relative_error(actual[0], eager[0]) <= 1e-5
     assert relative_error(actual[1], eager[1]) <= 1e-4
+
+
+def graphs_of(call):
+    """``call`` compiled, and the list of graphs that it was compiled to."""
+    torch._dynamo.reset()  # what the same lines were compiled to for other options
+    graphs = []
+    backend = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
+    return torch.compile(call, fullgraph=True, backend=backend), graphs
+
+
+@pytest.mark.parametrize("options", [{}, {"ridge": 0.0}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("few", [False, True])
+def test_compiles_once_for_all_sizes(options, masked, few, backend):
+    """Observations and leading dimensions, 11 of each."""
+    compiled, graphs = graphs_of(lambda s, t, mask: cca_loss(s, t, mask, **options))
+    dims = (30, 40) if few else (4, 5)
+    for i in range(11):
+        student, teacher = related(2 + i, 7 + i, dims=dims, dtype=torch.float32)
+        mask = torch.rand(2 + i, 7 + i) > 0.2 if masked else None
+        compiled(student.requires_grad_(), teacher, mask).backward()
+    assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
+def test_module_compiles_once_for_all_sizes(pool):
+    compiled, graphs = graphs_of(CCALoss(pool=pool))
+    for i in range(11):
+        student, teacher, mask = hidden_states(b=10 + i, n=4 + i)
+        compiled([student.requires_grad_(), student[..., :3]], [teacher] * 2, mask).backward()
+    assert len(graphs) <= 2
+
+
+def test_the_same_tensor_twice_under_compile():
+    x, _, mask = hidden_states()
+    y = x.clone().requires_grad_()
+    for call in (
+        lambda: cca_loss(y, y.detach()),
+        lambda: cca_loss(x, x),
+        lambda: canonical_correlations(x, x),
+        lambda: CCALoss()([y, y], [x, x], mask),
+    ):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert relative_error(compiled(), call()) <= 1e-12
+    for loss in (cca_loss, CCALoss()):
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        compiled(y, y.detach()).backward()
+        compiled(x, x)
+    module = torch.compile(CCALoss(), fullgraph=True, backend="aot_eager")
+    module([y, y], [x, x]).backward()
 
 
 def test_second_derivative_raises():

@@ -88,6 +88,28 @@ def test_parity_with_float64_eigh(n, kind, device):
         assert_inverse_root(inverse, values + ridge, vectors, unit)
 
 
+@pytest.mark.parametrize("condition", ["condition 100", "condition 10000", "condition 1e+06"])
+@pytest.mark.parametrize("n", [8, 33, 64, 65, 96, 97, 128, 129, 256, 700])
+def test_float32_loses_no_more_than_rounding_the_matrix_does(n, condition, device):
+    """Values and gradients, within ten times, on both sides of every change of method."""
+    exact = matrix(n, condition)
+    upstream = torch.randn(n, n).double()
+    upstream = upstream.float().double()
+
+    def run(a: Tensor, root, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a = a.to(device, dtype).requires_grad_()
+        result = root(a)
+        return result, torch.autograd.grad(result, a, upstream.to(device, dtype))[0]
+
+    for root in (sqrtm, inv_sqrtm):
+        results = run(exact.float(), root, torch.float32)
+        rounded = run(exact.float(), root, torch.float64)
+        for result, right, before in zip(
+            results, rounded, run(exact, root, torch.float64), strict=True
+        ):
+            assert relative_error(result, right) <= 10 * relative_error(right, before)
+
+
 def root_gradient_residual(a: Tensor, upstream: Tensor, root: Tensor, da: Tensor) -> float:
     """S² = A: S·dA + dA·S = G for the gradient dA that belongs to an upstream G."""
     return relative_error(root @ da + da @ root, (upstream + upstream.mT) / 2)
@@ -290,6 +312,32 @@ def test_compiles_without_graph_breaks(device):
     value(eager).backward()
     torch.compile(value, fullgraph=True, backend="aot_eager")(compiled).backward()
     assert relative_error(compiled.grad, eager.grad) <= 1e-12
+
+
+def test_compiles_once_for_all_sizes(device):
+    graphs = []
+    compiled = torch.compile(
+        lambda x: sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum(),
+        fullgraph=True,
+        backend=lambda graph, inputs: graphs.append(graph) or graph,
+    )
+    for batch, n in [(2, 4), (3, 5), *((b, 3 * b) for b in range(4, 20)), (2, 130), (3, 140)]:
+        a = with_eigenvalues(torch.rand(batch, n) + 0.5).to(device).requires_grad_()
+        compiled(a).backward()
+    assert len(graphs) <= 3  # the first, any size, beyond the extension
+
+
+@pytest.mark.parametrize("n", [3, 200])
+def test_inference_mode_and_the_meta_device(n, device):
+    with torch.inference_mode():
+        a = with_eigenvalues(torch.rand(2, n) + 0.5).to(device)
+    learnt = torch.zeros_like(a, requires_grad=True)
+    for root in (sqrtm, inv_sqrtm):
+        assert relative_error(root(a), root(a.clone())) == 0
+        root(a + learnt).sum().backward()
+        shapes = torch.empty(2, n, n, device="meta", requires_grad=True)
+        root(shapes).sum().backward()
+        assert shapes.grad.shape == shapes.shape
 
 
 def test_second_derivative_raises(device):
