@@ -20,6 +20,7 @@ from fastkd._numerics import (
     autocast_off,
     first_order_only,
     once_differentiable,
+    project,
     upcast,
     working_dtype,
     zero_padding,
@@ -77,16 +78,18 @@ def knn_feature_loss_ref(
 
     # G: the distances of the rows of F, which have the label of x. One that is not finite comes
     # first, so that no NaN hides behind finite rows.
-    d = torch.cdist(r.detach(), f)  # (N, M)
-    d = d.masked_fill(~d.isfinite(), -torch.inf)
+    broken = ~(r.isfinite().all(1)[:, None] & f.isfinite().all(1))  # (N, M)
+    d = torch.cdist(r.detach(), f).clamp_max(torch.finfo(r.dtype).max)  # (N, M)
+    d = d.masked_fill(broken, -torch.inf)
     d = d.masked_fill(~_same_label(student_labels, teacher_labels, tolerance), torch.inf)
     # l_hidd(x) = (1/n) Σ_{k in G_K} Σ_j (f(s_k)_j - r_j)²
     l_hidd = r.new_zeros(len(r))
     for _ in range(min(k, len(f))):
         distance, nearest = d.min(1, keepdim=True)  # (N, 1), the first of equals
-        squares = (f[nearest.squeeze(1)] - r).square().sum(1)
-        squares = torch.where(squares.isfinite(), squares, torch.nan)
-        l_hidd = l_hidd + torch.where(distance.squeeze(1) < torch.inf, squares / n, 0)
+        # Divided first, so that the squares' sum can't overflow where the mean doesn't.
+        mean = ((f[nearest.squeeze(1)] - r).square() / max(n, 1)).sum(1)
+        mean = torch.where(distance.squeeze(1) == -torch.inf, torch.nan, mean)
+        l_hidd = l_hidd + torch.where(distance.squeeze(1) < torch.inf, mean, 0)
         d = d.scatter(1, nearest, torch.inf)
     return _reduce(l_hidd, reduction)
 
@@ -227,8 +230,10 @@ class IntraClassKNNLoss(nn.Module):
     ) -> Tensor:
         if teacher_mask is None and teacher.shape[:2] == student.shape[:2]:
             teacher_mask = mask
-        student = self._rows("student", student, mask, self.projector)
-        teacher = self._rows("teacher", teacher, teacher_mask, None)
+        student = self._rows("student", student, mask)
+        teacher = self._rows("teacher", teacher, teacher_mask)
+        if self.projector is not None:
+            teacher = teacher.to(student.dtype)
         return knn_feature_loss(
             student,
             teacher,
@@ -240,22 +245,26 @@ class IntraClassKNNLoss(nn.Module):
             backend=self.backend,
         )
 
-    def _rows(
-        self, name: str, x: Tensor, mask: Tensor | None, projector: nn.Linear | None
-    ) -> Tensor:
+    def _rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
         """One row per sample, in the teacher's feature space."""
         check_floating(name, x, min_ndim=2)
         if x.dim() > 3:
             raise ValueError(f"{name} must be (B, D) or (B, N, D), got shape {tuple(x.shape)}")
-        if x.dim() == 2:
-            return x if projector is None else projector(x)
-        mask = check_mask(mask, x.shape[:2], x.device)
-        if self.pool != "tokens":
-            x = pool_tokens(x, mask, self.pool)
-            return x if projector is None else projector(x)
-        x = zero_padding(x, mask)
-        if projector is not None:
-            x = zero_padding(projector(x), mask)  # the bias is no feature of a padded position
+        if x.dim() == 3:
+            mask = check_mask(mask, x.shape[:2], x.device)
+            if self.pool != "tokens":
+                x, mask = pool_tokens(x, mask, self.pool), None
+        else:
+            mask = None
+        if self.projector is not None and name == "student":
+            if x.shape[-1] != self.projector.in_features:
+                raise ValueError(
+                    f"student must have student_dim={self.projector.in_features} features, "
+                    f"got {x.shape[-1]}"
+                )
+            x = project(self.projector, x, mask)
+        else:
+            x = zero_padding(x, mask)
         return x.flatten(1)
 
     def extra_repr(self) -> str:

@@ -480,6 +480,56 @@ def test_module_pools_and_projects():
     )
 
 
+@pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
+def test_module_projects_in_the_wider_dtype(pool):
+    loss = IntraClassKNNLoss(student_dim=6, teacher_dim=3, pool=pool)
+    student, teacher, labels = torch.randn(4, 5, 6), torch.randn(4, 5, 3), torch.zeros(4)
+    expected = loss(student, teacher, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loss(student, teacher, labels), expected)
+    half = loss(student.bfloat16(), teacher.bfloat16(), labels)
+    same = loss(student.bfloat16().float(), teacher.bfloat16().float(), labels)
+    torch.testing.assert_close(half, same, rtol=1e-2, atol=0)
+    assert loss.bfloat16()(student, teacher, labels).dtype == torch.float32
+    with pytest.raises(ValueError, match="student must have student_dim=6 features, got 7"):
+        loss(torch.randn(4, 5, 7), teacher, labels)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
+def test_padding_never_meets_the_projector(pool):
+    seen = []
+    loss = IntraClassKNNLoss(student_dim=6, teacher_dim=3, pool=pool)
+    loss.projector.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    student, teacher = torch.randn(3, 5, 6), torch.randn(3, 5, 3)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
+    student[mask == 0], teacher[mask == 0] = torch.nan, torch.nan
+    loss(student.requires_grad_(), teacher, torch.zeros(3), mask=mask).backward()
+    assert seen[0].isfinite().all()
+    assert loss.projector.weight.grad.isfinite().all()
+    assert (student.grad[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 2)])
+def test_module_without_tokens_or_samples_is_zero(pool, shape):
+    for mask in (None, torch.ones(shape)):
+        loss = IntraClassKNNLoss(pool=pool)
+        student = torch.randn(*shape, 4, requires_grad=True)
+        total = loss(student, torch.randn(*shape, 4), torch.zeros(shape[0]), mask=mask)
+        total.backward()
+        assert total == 0
+        assert student.grad.shape == student.shape
+
+
+def test_meta_device():
+    x = torch.randn(4, 3, device="meta", requires_grad=True)
+    labels = torch.zeros(4, device="meta")
+    loss = knn_feature_loss(x, torch.randn(4, 3, device="meta"), labels, k=2)
+    loss.backward()
+    assert (loss.shape, x.grad.shape) == ((), (4, 3))
+    assert intra_class_similarity(x, labels).shape == ()
+
+
 def test_intra_class_similarity():
     features = torch.randn(9, 5, dtype=torch.float64)
     features[4] = 0
