@@ -1,15 +1,19 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastkd._checks import check_number
+from fastkd._numerics import upcast
 from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Backbone, replaced_embeddings
+from fastkd.distill.documents import Documents, find_documents
 from fastkd.distill.methods import Method
 from fastkd.distill.step import Outputs, Step
 
@@ -17,17 +21,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+SPAN_LABELS = ("start_positions", "end_positions")
+
+
 @dataclass
 class DistillerOutput:
     """Result of a `Distiller`.
 
     ``loss`` to call backward on; its ``terms`` by name, detached and before weighting, with their
-    weighted sum as "total"; the student's ``logits``, detached, None without a head.
+    weighted sum as "total"; the student's ``logits``, detached, None without a head, those of start
+    and end for question answering.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
-    logits: Tensor | None
+    logits: Tensor | tuple[Tensor, Tensor] | None
 
 
 # DistributedDataParallel(static_graph=True) and FSDP2 find the loss as a leaf of the output.
@@ -157,20 +165,34 @@ class Distiller(nn.Module):
         *,
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        segments: Tensor | None = None,
         **batch: Any,
     ) -> DistillerOutput:
         """Loss of one batch.
 
+        Rows may be packed with several documents. Each is then a sample of its own, as if it
+        stood in a row of its own, and nothing is compared across documents.
+
         Args:
-            labels: as the student's head takes them: (B,) classes or numbers, (B, N) with −100
-                for positions that don't count.
+            labels: as the student's head takes them: (B,) classes or numbers, (B, V) yes or no,
+                (B, N) with −100 for positions that don't count. Question answering takes
+                ``start_positions`` and ``end_positions`` instead.
             num_items: for heads with one prediction per token and gradient accumulation: how
                 many labelled positions an accumulation step holds on average. The sum is divided
                 by it instead of this batch's own count, so the gradient doesn't depend on how
                 the samples were split.
-            batch: the models' other inputs, ``attention_mask`` (B, N) among them.
+            segments: (B, N) numbers of the documents in packed rows. By default they come from
+                ``seq_idx``, ``cu_seq_lens_q`` or ``position_ids`` that start again, as
+                transformers' DataCollatorWithFlattening gives them.
+            batch: the models' other inputs, ``attention_mask`` (B, N) among them, or (B, C, N)
+                for the C choices of a question, each a sample.
         """
-        teacher = self._run_teacher(batch)
+        mask = _token_mask(batch)
+        documents = find_documents(_batch_shape(batch, mask), mask, batch, segments)
+        targets: Tensor | tuple[Tensor, Tensor] | None = labels
+        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
+            targets = batch["start_positions"], batch["end_positions"]
+        teacher = self._run_teacher(batch, documents)
         if self.training and self.method.scheduled and self._progress is None:
             self._progress = 0.0
             warnings.warn(
@@ -179,11 +201,21 @@ class Distiller(nn.Module):
                 stacklevel=2,
             )
 
-        def run_student() -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-            step = self._step(self._run_student(batch), teacher, batch, labels, num_items)
+        def run_student() -> tuple[Tensor, dict[str, Tensor], Any]:
+            student = self._run_student(batch, documents)
+            step = Step(
+                student,
+                teacher,
+                self._student_backbone,
+                self._teacher_backbone,
+                mask if documents is None else documents.mask,
+                targets,
+                num_items,
+                token_mask=mask,
+                owner=documents.owner if documents is not None and documents.packed else None,
+            )
             # Attached, logits that no term uses would make DistributedDataParallel wait for them.
-            logits = None if step.student.logits is None else step.student.logits.detach()
-            return (*self._add_up(step), logits)
+            return (*self._add_up(step), tree_map_only(Tensor, Tensor.detach, student.logits))
 
         if self.method.perturb and self.training and torch.is_grad_enabled():
             if self._student_backbone.compiled:
@@ -191,57 +223,29 @@ class Distiller(nn.Module):
                     f"{type(self.method).__name__} moves the embeddings inside the student, which "
                     "compiled code doesn't allow; pass the student uncompiled, or set perturb=False"
                 )
-            shift = self._perturbation(run_student)
+            shift = self._perturbation(run_student, documents)
             with replaced_embeddings(self._student_backbone, lambda emb: emb + shift):
                 return DistillerOutput(*run_student())
         return DistillerOutput(*run_student())
 
-    def _run_teacher(self, batch: dict[str, Any]) -> Outputs:
+    def _run_teacher(self, batch: dict[str, Any], documents: Documents | None) -> Outputs:
+        inputs = {name: value for name, value in batch.items() if name not in SPAN_LABELS}
         with torch.no_grad():
-            output, kept = self._teacher_backbone.observe(batch, self.method.teacher_layers)
-        return Outputs(kept, getattr(output, "logits", None))
+            return _run(self._teacher_backbone, inputs, self.method.teacher_layers, documents)
 
-    def _run_student(self, batch: dict[str, Any]) -> Outputs:
-        output, kept = self._student_backbone.observe(batch, self.method.student_layers)
-        return Outputs(kept, getattr(output, "logits", None), getattr(output, "loss", None))
-
-    def _step(
-        self,
-        student: Outputs,
-        teacher: Outputs,
-        batch: dict[str, Any],
-        labels: Tensor | None,
-        num_items: float | Tensor | None,
-    ) -> Step:
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(f"attention_mask must be (B, N), got shape {tuple(mask.shape)}")
-        return Step(
-            student,
-            teacher,
-            self._student_backbone,
-            self._teacher_backbone,
-            None if mask is None else mask.bool(),
-            labels,
-            num_items,
-        )
+    def _run_student(self, batch: dict[str, Any], documents: Documents | None) -> Outputs:
+        return _run(self._student_backbone, batch, self.method.student_layers, documents)
 
     def _add_up(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.autocast(next(self.student.parameters()).device.type, enabled=False):
             terms = self.method(step, self.progress)
         if not terms:
-            method, weights = type(self.method).__name__, self.method.weights(self.progress)
-            if not any(weights.values()):
-                raise ValueError(f"all weights of {method} are zero")
-            raise ValueError(
-                f"no loss term is left: the terms of {method} ({', '.join(weights)}) need a head, "
-                "and the student has none"
-            )
+            raise ValueError(f"all weights of {type(self.method).__name__} are zero")
         total = torch.stack([term.weight * term.value for term in terms]).sum()
         logged = {term.name: term.value.detach() for term in terms}
         return total, {**logged, "total": total.detach()}
 
-    def _perturbation(self, run_student: Any) -> Tensor:
+    def _perturbation(self, run_student: Any, documents: Documents | None) -> Tensor:
         """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8)."""
         with replaced_embeddings(
             self._student_backbone, lambda emb: emb.detach().requires_grad_()
@@ -257,9 +261,46 @@ class Distiller(nn.Module):
         (g,) = torch.autograd.grad(total * scale, embeddings[0])
         samples = self._student_backbone.batch_dim
         others = [d for d in range(g.dim()) if d != samples]
-        norm = torch.linalg.vector_norm(g.float(), dim=others, keepdim=True)
+        if documents is not None and documents.packed:
+            norm = documents.norms(upcast(g).transpose(0, samples)).transpose(0, samples)
+        else:
+            norm = torch.linalg.vector_norm(upcast(g), dim=others, keepdim=True)
         usable = norm.isfinite() & (norm > 0)
         return torch.where(usable, g / norm, 0).to(g.dtype)
+
+
+def _run(
+    backbone: Backbone,
+    inputs: dict[str, Any],
+    layers: Sequence[int],
+    documents: Documents | None,
+) -> Outputs:
+    output, hidden = backbone.observe(inputs, layers)
+    if documents is not None:
+        hidden = {layer: documents.unpack(x) for layer, x in hidden.items()}
+    return Outputs.of(output, hidden)
+
+
+def _token_mask(batch: dict[str, Any]) -> Tensor | None:
+    """attention_mask as bool (B, N); the choices of a question are rows of their own."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    if mask.dim() not in (2, 3):
+        raise ValueError(f"attention_mask must be (B, N), got shape {tuple(mask.shape)}")
+    return mask.bool().flatten(0, -2)
+
+
+def _batch_shape(batch: dict[str, Any], mask: Tensor | None) -> tuple[int, int] | None:
+    """(B, N) of the tokens, None where only the models know it."""
+    tokens = mask if mask is not None else batch.get("input_ids")
+    if not isinstance(tokens, Tensor):
+        tokens = batch.get("inputs_embeds")
+        tokens = tokens[..., 0] if isinstance(tokens, Tensor) else None
+    if tokens is None or tokens.dim() < 2:
+        return None
+    rows, length = tokens.flatten(0, -2).shape
+    return rows, length
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -18,12 +18,15 @@ from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import resolve_layers, select_layers
-from fastkd.distill.step import Step, check_same_head
+from fastkd.distill.step import Step, check_head, check_same_head
 from fastkd.knn import IntraClassKNNLoss
 from fastkd.projection import DualProjectionLoss
 from fastkd.relation import FCDLoss
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
+
+#: Terms of this name read the student's output, and have a mean over items that are independent.
+LOGIT_TERMS = ("task", "soft")
 
 Layers = str | Sequence[int]
 
@@ -46,6 +49,8 @@ class Method(nn.Module):
 
     #: Train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
+    #: How to leave out the terms on logits, in the words of an error message.
+    _without_head: str = "set the weights of these terms to 0"
     #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
     scheduled: bool = False
 
@@ -74,8 +79,12 @@ class Method(nn.Module):
             raise ValueError(
                 f"this {type(self).__name__} was built for other models; make a new one"
             )
-        if any(self.weights(progress).get("soft", 0) for progress in (0.0, 1.0)):
-            check_same_head(teacher, student, type(self).__name__)
+        name = type(self).__name__
+        both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
+        on_output = [t for t in LOGIT_TERMS if any(weights.get(t) for weights in both_ends)]
+        check_head(student, on_output, name, self._without_head)
+        if "soft" in on_output:
+            check_same_head(teacher, student, name)
         if self._built_for is None:
             self.choose_layers(teacher, student)
             self.make_parts(teacher, student)
@@ -100,11 +109,11 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def forward(self, step: Step, progress: float) -> list[Term]:
-        """The terms that count now and that the student's output allows."""
+        """The terms that count now."""
         return [
             Term(name, weight, getattr(self, name)(step))
             for name, weight in self.weights(progress).items()
-            if weight != 0 and step.allows(name)
+            if weight != 0
         ]
 
     def task(self, step: Step) -> Tensor:
@@ -366,7 +375,8 @@ class MC3KD(_Soft):
     (Algorithm 1), chosen once from data: ``Distiller.prepare``.
 
     Args:
-        alpha: share of the soft targets; {0.2, 0.5, 0.6, 0.7} in the paper.
+        alpha: share of the soft targets; {0.2, 0.5, 0.6, 0.7} in the paper. None leaves task and
+            soft targets out, for a student without a head.
         beta: weight of L_CCC; {0.1, 1, 10} in the paper. The default is the smallest because
             eq. 7 sums hundreds of correlations when tokens are the observations: at beta = 1 its
             gradient was 94 times the task loss's (MiniLM, SST-2, batches of 32; 14 times with
@@ -383,10 +393,12 @@ class MC3KD(_Soft):
     Terms: task, soft, cca.
     """
 
+    _without_head = "pass alpha=None"
+
     def __init__(
         self,
         *,
-        alpha: float = 0.5,
+        alpha: float | None = 0.5,
         beta: float = 0.1,
         temperature: float = 20.0,
         layers: Layers | None = None,
@@ -397,7 +409,8 @@ class MC3KD(_Soft):
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
-        _check_share("alpha", alpha)
+        if alpha is not None:
+            _check_share("alpha", alpha)
         _check_weights(beta=beta)
         check_choice("pool", pool, ("tokens", "cls", "mean"))
         self.alpha, self.beta, self.layers = alpha, beta, layers
@@ -430,6 +443,8 @@ class MC3KD(_Soft):
             self._teacher_layers = chosen
 
     def weights(self, progress: float) -> dict[str, float]:
+        if self.alpha is None:
+            return {"cca": self.beta}
         return {"task": 1 - self.alpha, "soft": self.alpha, "cca": self.beta}
 
     def cca(self, step: Step) -> Tensor:
@@ -452,7 +467,8 @@ class LRKD(_Soft):
     train with the student and go when training ends; hidden sizes may differ.
 
     Args:
-        alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper.
+        alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper. None leaves task and
+            soft targets out, for a student without a head.
         beta: weight of L_DPL; {1, 10, 15} in the paper. At 1 its gradient is of the task loss's
             size, as L_DPL is a mean over elements here; see `fastkd.DualProjectionLoss`.
         gamma: weight of the student's projection within L_DPL; "around 0.3".
@@ -465,10 +481,12 @@ class LRKD(_Soft):
     Terms: task, soft, projection.
     """
 
+    _without_head = "pass alpha=None"
+
     def __init__(
         self,
         *,
-        alpha: float = 0.8,
+        alpha: float | None = 0.8,
         beta: float = 1.0,
         gamma: float = 0.3,
         temperature: float = 2.0,
@@ -478,7 +496,8 @@ class LRKD(_Soft):
         scale_by_t2: bool = False,
     ) -> None:
         super().__init__()
-        _check_share("alpha", alpha)
+        if alpha is not None:
+            _check_share("alpha", alpha)
         _check_share("gamma", gamma)
         _check_weights(beta=beta)
         check_positive_int("projection_layers", projection_layers)
@@ -500,6 +519,8 @@ class LRKD(_Soft):
         )
 
     def weights(self, progress: float) -> dict[str, float]:
+        if self.alpha is None:
+            return {"projection": self.beta}
         return {"task": self.alpha, "soft": 1 - self.alpha, "projection": self.beta}
 
     def projection(self, step: Step) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +16,32 @@ from fastkd.soft_targets import soft_target_loss
 IGNORED = -100  # transformers' label of a position that doesn't count
 
 
+Logits = Tensor | tuple[Tensor, Tensor]
+
+
 @dataclass
 class Outputs:
-    """Kept hidden states by layer, (B, N, D), and logits (None for a model without a head)."""
+    """What is kept of one model's run.
+
+    ``hidden`` states (B, N, D) by layer; ``logits``, for question answering those of the start
+    and the end, None where the model has none; ``loss`` of a head with targets of its own;
+    ``names`` of all that the model returned.
+    """
 
     hidden: dict[int, Tensor]
-    logits: Tensor | None
+    logits: Logits | None
     loss: Tensor | None = None
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, output: Any, hidden: dict[int, Tensor]) -> "Outputs":
+        """From the output of a transformers model."""
+        logits = getattr(output, "logits", None)
+        ends = [getattr(output, f"{end}_logits", None) for end in ("start", "end")]
+        if logits is None and all(isinstance(x, Tensor) for x in ends):
+            logits = tuple(ends)
+        names = tuple(output.keys()) if hasattr(output, "keys") else ()
+        return cls(hidden, logits, getattr(output, "loss", None), names)
 
 
 @dataclass
@@ -30,7 +49,8 @@ class Step:
     """One batch: both models' outputs, labels and mask.
 
     Hidden states of both sides come in the dtype of the student's parameters, so that losses see
-    one dtype under autocast and with a half-precision teacher.
+    one dtype under autocast and with a half-precision teacher. Each of their B rows is one sample
+    that starts at position 0: packed rows were taken apart, left padding moved to the end.
     """
 
     student: Outputs
@@ -38,9 +58,11 @@ class Step:
     student_model: Backbone
     teacher_model: Backbone
     mask: Tensor | None = None  # (B, N) bool, True = real token
-    labels: Tensor | None = None
+    labels: Tensor | tuple[Tensor, Tensor] | None = None
     num_items: float | Tensor | None = None
-    _rows: "Rows | None" = field(default=None, repr=False)
+    # Of logits for each token, which stay as the models gave them.
+    token_mask: Tensor | None = None
+    owner: Tensor | None = None  # the document of each token, where rows are packed
 
     def layers(
         self, student: Sequence[int], teacher: Sequence[int]
@@ -66,27 +88,40 @@ class Step:
             self.teacher_model.sentence_token(teacher, self.mask),
         )
 
-    def allows(self, term: str) -> bool:
-        """Whether the student's output has what ``term`` reads; terms on features always do."""
-        if term == "soft":
-            return self.student.logits is not None
-        if term == "task":
-            return self.student.logits is not None or self.student.loss is not None
-        return True
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """``total``, a sum over ``count`` items of the batch, as their mean."""
+        return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
     @property
     def regression(self) -> bool:
         """Whether the head predicts numbers: losses on logits are then squared errors."""
         return self.student_model.problem == "regression"
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether each logit is a decision of its own."""
+        problem, labels, logits = self.student_model.problem, self.labels, self.student.logits
+        if problem is not None or not (isinstance(labels, Tensor) and isinstance(logits, Tensor)):
+            return problem == MULTI_LABEL
+        # transformers too decides by the labels.
+        return labels.is_floating_point() and labels.shape == logits.shape
+
     def sample_labels(self, method: str) -> Tensor:
         """One label per sample, (B,)."""
         labels = self._needed_labels(method)
+        if isinstance(labels, tuple):
+            raise ValueError(f"{method} needs one label per sample, got start and end positions")
         if labels.dim() == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.dim() != 1:
             raise ValueError(
                 f"{method} needs one label per sample, got labels of shape {tuple(labels.shape)}"
+            )
+        samples = next(iter(self.student.hidden.values())).shape[0]
+        if labels.shape[0] != samples:
+            raise ValueError(
+                f"{method} needs one label per sample, got {labels.shape[0]} labels for {samples} "
+                "samples (packed documents and the choices of a question are samples too)"
             )
         return labels
 
@@ -106,39 +141,154 @@ class Step:
 
     def task_loss(self, method: str) -> Tensor:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
-        if self.student.loss is not None:  # a head with targets of its own, not ``labels``
-            return self.student.loss
-        return self._hard_loss(self._needed_labels(method), smoothing=0.0)
+        if self.student.loss is not None and self.labels is None:
+            return self.student.loss  # a head with targets of its own
+        return self._hard_loss(method, smoothing=0.0)
 
     def softened_task_loss(self, method: str, temperature: float) -> Tensor:
         """−softmax(y/τ)·log softmax(z_S), y the one-hot label (LRC-BERT, eq. 5)."""
         # softmax(y/τ) is q/(1 + (V−1)q) off the label, q = e^{−1/τ}: a smoothed one-hot.
-        V, q = self._student_logits().shape[-1], math.exp(-1 / temperature)
-        smoothing = V * q / (1 + (V - 1) * q)
-        return self._hard_loss(self._needed_labels(method), smoothing)
+        logits = self._logits_of(self.student, "student", "task")
+        V = (logits if isinstance(logits, Tensor) else logits[0]).shape[-1]
+        q = math.exp(-1 / temperature)
+        return self._hard_loss(method, smoothing=V * q / (1 + (V - 1) * q))
 
     def soft_loss(self, temperature: float, divergence: str, scale_by_t2: bool) -> Tensor:
-        """Divergence between softened output distributions, or MSE for regression."""
-        rows = self._logit_rows()
+        """Divergence between softened output distributions, or MSE for regression.
+
+        Of spans it is the mean over start and end, each a distribution over the real tokens; of
+        multi-label heads the mean over the labels, each a distribution over yes and no.
+        """
+        students = self._logits_of(self.student, "student", "soft")
+        teachers = self._logits_of(self.teacher, "teacher", "soft")
+        parts = []
+        for student, teacher in zip(_parts(students), _parts(teachers), strict=True):
+            if teacher.shape != student.shape:
+                raise ValueError(
+                    f"student logits have shape {tuple(student.shape)} but the teacher's "
+                    f"{tuple(teacher.shape)}; both need the same labels or vocabulary"
+                )
+            teacher = teacher.to(student.dtype)
+            if self.regression:
+                errors = (upcast(student) - upcast(teacher)).square()
+                parts.append(self.mean(errors.sum(), errors.numel()))
+                continue
+            valid, _ = self._counted(student, self.labels)
+            if isinstance(students, tuple) and self.token_mask is not None:
+                student, teacher = (
+                    _without_padding(x, self.token_mask) for x in (student, teacher)
+                )
+            if self.multi_label:
+                student, teacher = (torch.stack([x, 0 * x], -1) for x in (student, teacher))
+            if valid is not None and self.student_model.causal:
+                student, teacher = student[:, :-1], teacher[:, :-1]
+            total = soft_target_loss(
+                student,
+                teacher,
+                temperature=temperature,
+                divergence=divergence,
+                mask=valid,
+                reduction="sum",
+                scale_by_t2=scale_by_t2,
+            )
+            parts.append(self._mean_of_rows(total, valid, student.shape[:-1].numel()))
+        return _average(parts)
+
+    def _hard_loss(self, method: str, smoothing: float) -> Tensor:
+        logits = self._logits_of(self.student, "student", "task")
+        labels = self._needed_labels(method)
+        if isinstance(logits, tuple) or isinstance(labels, tuple):
+            if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
+                raise ValueError(
+                    f"{type(self.student_model.inner).__name__} takes start_positions and "
+                    "end_positions, not labels"
+                )
+            N = logits[0].shape[-1]
+            # As transformers does it: a position beyond the text doesn't count.
+            ends = [x.flatten().clamp(0, N) for x in labels]
+            parts = [
+                self._cross_entropy(z, y.masked_fill(y == N, IGNORED), smoothing)
+                for z, y in zip(logits, ends, strict=True)
+            ]
+            return _average(parts)
         if self.regression:
-            return F.mse_loss(upcast(rows.student), upcast(rows.teacher))
-        if self.student_model.problem == MULTI_LABEL:
-            raise ValueError("soft targets compare one distribution a sample, not multi-label ones")
-        return soft_target_loss(
-            rows.student,
-            rows.teacher,
-            temperature=temperature,
-            divergence=divergence,
-            mask=rows.valid,
-            scale_by_t2=scale_by_t2,
-            denominator=self.num_items if rows.valid is not None else None,
+            targets = labels.to(working_dtype(logits)).flatten()
+            errors = (upcast(logits).flatten() - targets).square()
+            return self.mean(errors.sum(), errors.numel())
+        if self.multi_label:
+            total = F.binary_cross_entropy_with_logits(
+                upcast(logits), labels.to(working_dtype(logits)), reduction="sum"
+            )
+            return self.mean(total, logits.numel())
+        return self._cross_entropy(logits, labels, smoothing)
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        _check_labels(labels, logits)
+        valid, targets = self._counted(logits, labels)
+        assert targets is not None
+        if valid is not None and self.student_model.causal:
+            logits = logits[:, :-1]
+        total = F.cross_entropy(
+            upcast(logits).flatten(0, -2),
+            targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
+        counted = targets != IGNORED
+        return self._mean_of_rows(total, counted if valid is not None else None, counted.sum())
+
+    def _mean_of_rows(self, total: Tensor, valid: Tensor | None, count: Tensor | int) -> Tensor:
+        """Mean over samples, or over valid positions, whose number the caller may have given."""
+        if valid is None:
+            return self.mean(total, count)
+        return (
+            total / self.num_items if self.num_items is not None else self.mean(total, valid.sum())
         )
 
-    def _student_logits(self) -> Tensor:
-        assert self.student.logits is not None
-        return self.student.logits
+    def _counted(
+        self, logits: Tensor, labels: Tensor | tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which positions count, None when every row does, and the labels they are about.
 
-    def _needed_labels(self, method: str) -> Tensor:
+        Sequence heads give (B, V) and every row counts. Token heads give (B, N, V): a causal
+        language model's position n is about label n + 1 of the same document, and padding and
+        ignored labels are out.
+        """
+        labels = labels if isinstance(labels, Tensor) else None
+        if logits.dim() == 2:
+            if self.owner is not None:
+                raise ValueError(
+                    f"the head of {type(self.student_model.inner).__name__} gives one prediction a "
+                    "row, but rows are packed with several documents; leave out the task and soft "
+                    "terms, or don't pack"
+                )
+            return None, labels
+        if labels is not None:
+            _check_labels(labels, logits)
+        valid = self.token_mask
+        if valid is None:
+            valid = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        if self.student_model.causal:
+            valid = valid[:, 1:] & valid[:, :-1]
+            labels = None if labels is None else labels[:, 1:]
+            if self.owner is not None:
+                same = self.owner[:, 1:] == self.owner[:, :-1]
+                valid = valid & same
+                labels = None if labels is None else labels.masked_fill(~same, IGNORED)
+        return (valid if labels is None else valid & (labels != IGNORED)), labels
+
+    def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
+        if outputs.logits is None:
+            model = self.student_model if side == "student" else self.teacher_model
+            given = ", ".join(outputs.names) or "a tuple"
+            raise ValueError(
+                f"the {term} term needs logits, but the {side} ({type(model.inner).__name__}) "
+                f"returns {given}; give it a head, or set the term's weight to 0"
+            )
+        return outputs.logits
+
+    def _needed_labels(self, method: str) -> Tensor | tuple[Tensor, Tensor]:
         if self.labels is None:
             raise ValueError(
                 f"{method} needs labels in the batch; pass labels, or set the weight of its "
@@ -146,85 +296,47 @@ class Step:
             )
         return self.labels
 
-    def _hard_loss(self, labels: Tensor, smoothing: float) -> Tensor:
-        logits = self._student_logits()
-        if self.regression:
-            targets = labels.to(working_dtype(logits))
-            return F.mse_loss(upcast(logits).flatten(), targets.flatten())
-        if self.student_model.problem == MULTI_LABEL:
-            return F.binary_cross_entropy_with_logits(
-                upcast(logits), labels.to(working_dtype(logits))
-            )
-        rows = self._logit_rows(compare=False)
-        assert rows.labels is not None
-        targets = rows.labels
-        if targets.shape != rows.student.shape[:-1]:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)} but the student's logits "
-                f"{tuple(logits.shape)}"
-            )
-        total = F.cross_entropy(
-            upcast(rows.student).flatten(0, -2),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=smoothing,
+
+def _check_labels(labels: Tensor, logits: Tensor) -> None:
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)} but the student's logits "
+            f"{tuple(logits.shape)}"
         )
-        if self.num_items is not None and rows.valid is not None:
-            return total / self.num_items
-        return total / (targets != IGNORED).sum().clamp(min=1)
-
-    def _logit_rows(self, compare: bool = True) -> "Rows":
-        """Logits of both sides, the labels they are about, and which positions count.
-
-        Sequence heads give (B, V) and every row counts. Token heads give (B, N, V): a causal
-        language model's position n is about label n + 1, and padding and ignored labels are out.
-        """
-        student, teacher = self._student_logits(), self.teacher.logits
-        if compare:
-            if teacher is None:
-                raise ValueError(
-                    "the teacher has no logits to compare with; give it the student's head"
-                )
-            if teacher.shape != student.shape:
-                raise ValueError(
-                    f"student logits have shape {tuple(student.shape)} but the teacher's "
-                    f"{tuple(teacher.shape)}; both need the same labels or vocabulary"
-                )
-        teacher = student if teacher is None or not compare else teacher.to(student.dtype)
-        labels = self.labels
-        if student.dim() == 2:
-            return Rows(student, teacher, labels, None)
-        valid = self.mask
-        if self.student_model.causal:
-            student, teacher = student[:, :-1], teacher[:, :-1]
-            labels = None if labels is None else labels[:, 1:]
-            valid = None if valid is None else valid[:, 1:] & valid[:, :-1]
-        if labels is not None:
-            counted = labels != IGNORED
-            valid = counted if valid is None else valid & counted
-        if valid is None:
-            valid = torch.ones(student.shape[:-1], dtype=torch.bool, device=student.device)
-        return Rows(student, teacher, labels, valid)
 
 
-@dataclass
-class Rows:
-    """Rows of logits to compare, (..., V); ``valid`` (...) is None when all count."""
+def _parts(logits: Logits) -> tuple[Tensor, ...]:
+    return logits if isinstance(logits, tuple) else (logits,)
 
-    student: Tensor
-    teacher: Tensor
-    labels: Tensor | None
-    valid: Tensor | None
+
+def _average(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).mean()
+
+
+def _without_padding(logits: Tensor, mask: Tensor) -> Tensor:
+    """Logits (B, N) over positions, of which padded ones get no probability."""
+    return logits.masked_fill(~mask, -3e4)  # far below any logit, and finite in float16
+
+
+def _yes_or_no(logits: Tensor) -> Tensor:
+    """Logits (..., 2) of the two-way softmax that is the sigmoid of ``logits``."""
+    return torch.stack([logits, torch.zeros_like(logits)], -1)
 
 
 MULTI_LABEL = "multi_label_classification"
 
 
+def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
+    """Raise, before any training, if ``terms`` on the output have no head to read."""
+    if terms and not student.has_head:
+        raise ValueError(
+            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
+            f"({type(student.inner).__name__}) has no head; {remedy}"
+        )
+
+
 def check_same_head(teacher: Backbone, student: Backbone, method: str) -> None:
     """Raise, before any training, if both models' logits can't be compared."""
-    if not student.has_head:
-        return
     if not teacher.has_head:
         raise ValueError(
             f"{method} compares logits, but the teacher has no head "

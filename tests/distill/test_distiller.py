@@ -18,6 +18,7 @@ from fastkd.distill import (
     IntraClassKNN,
     SoftTargets,
     method_by_name,
+    methods,
     student_from_teacher,
 )
 from fastkd.distill.capture import Backbone, replaced_embeddings
@@ -261,7 +262,7 @@ def test_perturbation_is_per_sample_in_every_layout(family):
     )
     shifts = []
     original = distiller._perturbation
-    distiller._perturbation = lambda run: shifts.append(original(run)) or shifts[0]
+    distiller._perturbation = lambda *run: shifts.append(original(*run)) or shifts[0]
     distiller(**batch_for(family))
     handle.remove()
     shift = shifts[0].transpose(0, backbone.batch_dim)
@@ -299,7 +300,7 @@ def test_perturbation_needs_the_embedding_layer():
     distiller = make("lrc_bert", "gpt2").train()
     embeddings = torch.randn(6, 10, 16)
     with pytest.raises(ValueError, match="pass input_ids, or set perturb=False"):
-        distiller._run_teacher = lambda inputs: None
+        distiller._run_teacher = lambda *inputs: None
         distiller._add_up = lambda step: (step.student.logits.sum(), {})
         distiller(inputs_embeds=embeddings, labels=batch()["labels"])
 
@@ -419,14 +420,49 @@ def test_token_classification():
     assert empty.loss == 0
 
 
-def test_multi_label_heads_take_their_own_task_loss_but_no_soft_targets():
-    teacher = classifier("bert", problem_type="multi_label_classification")
-    student = student_from_teacher(teacher, [2, 4])
-    data = {**batch(), "labels": torch.randint(0, 2, (6, 3)).float()}
-    out = Distiller(teacher, student, FCD()).eval()(**data)
-    torch.testing.assert_close(out.terms["task"], student(**data).loss)
-    with pytest.raises(ValueError, match="not multi-label"):
-        Distiller(teacher, student, SoftTargets())(**data)
+def test_multi_label_heads_compare_each_label_by_itself():
+    """Task term of transformers; soft targets the mean KL of the labels' yes and no."""
+    for problem in ("multi_label_classification", None):  # None: the labels' dtype decides
+        teacher = classifier("bert", problem_type=problem)
+        student = classifier("bert", layers=2, problem_type=problem)
+        data = {**batch(), "labels": torch.randint(0, 2, (6, 3)).float()}
+        method = SoftTargets(alpha=0.5, temperature=3.0)
+        out = Distiller(teacher, student, method).eval()(**data)
+        p, q = ((out_of(m, data).logits / 3).sigmoid() for m in (teacher, student))
+        kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        torch.testing.assert_close(out.terms["soft"], 9 * kl.mean())
+        torch.testing.assert_close(out.terms["task"], student(**data).loss.detach())
+
+
+def out_of(model, data):
+    names = ("input_ids", "attention_mask")
+    with torch.no_grad():
+        return model.eval()(**{name: data[name] for name in names})
+
+
+def test_multiple_choice_compares_the_choices_of_a_question():
+    config = CONFIGS["bert"](4)
+    config.initializer_range = 0.2
+    teacher = t.BertForMultipleChoice(config).eval()
+    student = student_from_teacher(teacher, [1, 3])
+    ids = torch.randint(5, 60, (3, 4, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :, 5:] = 0
+    data = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 3, 1])}
+    out = Distiller(teacher, student, SoftTargets(temperature=1.0)).eval()(**data)
+    z_t, z_s = (out_of(m, data).logits for m in (teacher, student))
+    assert out.logits.shape == (3, 4)
+    torch.testing.assert_close(out.terms["task"], F.cross_entropy(z_s, data["labels"]))
+    torch.testing.assert_close(out.terms["soft"], F.kl_div(
+        z_s.log_softmax(-1), z_t.log_softmax(-1), reduction="batchmean", log_target=True
+    ))  # fmt: skip
+    for name in ("fcd", "lrc_bert", "lrkd", "mc3kd"):
+        options = {"layers": "top"} if name == "mc3kd" else {}
+        distiller = Distiller(teacher, student, method_by_name(name, **options))
+        distiller.set_progress(1.0)
+        distiller(**data).loss.backward()
+    with pytest.raises(ValueError, match="got 3 labels for 12 samples"):
+        Distiller(teacher, student, IntraClassKNN())(**data)
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta_v2", "gpt2"])
@@ -443,33 +479,204 @@ def test_regression_heads_use_squared_errors(family):
     torch.testing.assert_close(out.loss, 0.75 * task + 0.25 * F.mse_loss(z_s, z_t))
 
 
-def test_question_answering_brings_its_own_loss():
+def question_answering():
     config = CONFIGS["bert"](4)
+    config.initializer_range = 0.2
     teacher = t.BertForQuestionAnswering(config).eval()
+    data = batch()
+    data.pop("labels")
+    # The last answer lies beyond the text and doesn't count.
+    spans = {"start_positions": [1, 2, 3, 4, 5, 10], "end_positions": [2, 2, 4, 6, 6, 11]}
+    data.update({name: torch.tensor(ends) for name, ends in spans.items()})
+    return teacher, student_from_teacher(teacher, [2, 4]), data
+
+
+def test_question_answering_compares_starts_and_ends():
+    teacher, student, data = question_answering()
+    out = Distiller(teacher, student, SoftTargets(alpha=0.5, temperature=2.0)).eval()(**data)
+    torch.testing.assert_close(out.terms["task"], student(**data).loss.detach())
+    mask = data["attention_mask"].bool()
+    kls = []
+    for end in ("start_logits", "end_logits"):
+        z_t, z_s = (getattr(out_of(m, data), end) / 2 for m in (teacher, student))
+        for b in range(6):
+            p, q = (z[b, mask[b]].softmax(-1) for z in (z_t, z_s))
+            kls.append((p * (p / q).log()).sum())
+    torch.testing.assert_close(out.terms["soft"], 4 * torch.stack(kls).mean())
+    assert [x.shape for x in out.logits] == [(6, 10), (6, 10)]
+    with pytest.raises(ValueError, match="takes start_positions and end_positions"):
+        Distiller(teacher, student, FCD())(
+            input_ids=data["input_ids"], labels=data["start_positions"]
+        )
+    lrc = Distiller(teacher, student, LRCBERT(first_stage=0.0)).train()
+    lrc(**data).loss.backward()
+
+
+@pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd"])
+def test_return_dict_changes_no_term(name):
+    distiller = make(name).eval()
+    data = batch()
+    expected = distiller(**data).terms
+    distiller.student.config.return_dict = distiller.teacher.config.return_dict = False
+    for out in (distiller(**data), distiller(**data, return_dict=False)):
+        assert out.terms.keys() == expected.keys()
+        assert all(torch.equal(value, expected[term]) for term, value in out.terms.items())
+
+
+def test_a_head_without_logits_is_an_error_that_names_what_it_returns():
+    teacher = t.BertForPreTraining(CONFIGS["bert"](4))
     student = student_from_teacher(teacher, [2, 4])
-    data = {
-        **batch(),
-        "start_positions": torch.ones(6).long(),
-        "end_positions": torch.ones(6).long(),
-    }
-    del data["labels"]
-    out = Distiller(teacher, student, FCD()).eval()(**data)
-    torch.testing.assert_close(out.terms["task"], student(**data).loss)
+    data = batch()
+    data.pop("labels")
+    with pytest.raises(ValueError, match=r"task term needs logits.*prediction_logits"):
+        Distiller(teacher, student, FCD())(**data)
+    Distiller(teacher, student, FCD(task_weight=0.0))(**data).loss.backward()
+    with pytest.raises(ValueError, match=r"soft term needs logits, but the student"):
+        Distiller(teacher, student, SoftTargets(alpha=1.0))(**data)
 
 
 def test_models_without_a_head_learn_from_features_alone():
     teacher = t.BertModel(CONFIGS["bert"](4))
     student = student_from_teacher(teacher, [2, 4])
     data = batch()
-    out = Distiller(teacher, student, FCD())(**data)
+    out = Distiller(teacher, student, FCD(task_weight=0.0))(**data)
     assert set(out.terms) == {"tokens", "samples", "total"} and out.logits is None
     labels = data.pop("labels")
-    Distiller(teacher, student, LRKD())(**data).loss.backward()
+    Distiller(teacher, student, LRKD(alpha=None))(**data).loss.backward()
+    Distiller(teacher, student, methods.MC3KD(alpha=None, layers="top"))(**data).loss.backward()
+    knn = IntraClassKNN(alpha2=0.0, alpha3=0.0)
     with pytest.raises(ValueError, match="IntraClassKNN needs labels"):
-        Distiller(teacher, student, IntraClassKNN())(**data)
-    Distiller(teacher, student, IntraClassKNN())(**data, labels=labels).loss.backward()
-    with pytest.raises(ValueError, match="no loss term is left"):
-        Distiller(teacher, student, SoftTargets())(**data)
+        Distiller(teacher, student, knn)(**data)
+    Distiller(teacher, student, knn)(**data, labels=labels).loss.backward()
+    with pytest.raises(ValueError, match=r"SoftTargets has terms .*\(task, soft\).* no head"):
+        Distiller(teacher, student, SoftTargets())
+    with pytest.raises(ValueError, match="pass alpha=None"):
+        Distiller(teacher, student, LRKD())
+
+
+# Packed rows and padding sides
+
+
+def decoders(head=t.LlamaForCausalLM):
+    config = CONFIGS["llama"](4)
+    config.initializer_range = 0.2
+    torch.manual_seed(0)
+    teacher = head(config).double().eval()
+    return teacher, student_from_teacher(teacher, [2, 4])
+
+
+def documents(lengths=(5, 3, 6, 1, 4)):
+    return [torch.randint(5, 60, (length,)) for length in lengths]
+
+
+def padded(texts, left=False, labels=True):
+    N = max(map(len, texts))
+    data = {name: [] for name in ("input_ids", "attention_mask", "labels")}
+    for ids in texts:
+        none = N - len(ids)
+        pad = (none, 0) if left else (0, none)
+        data["input_ids"].append(F.pad(ids, pad))
+        data["attention_mask"].append(F.pad(torch.ones_like(ids), pad))
+        data["labels"].append(F.pad(ids, pad, value=-100))
+    data = {name: torch.stack(rows) for name, rows in data.items()}
+    return data if labels else {**data, "labels": None}
+
+
+def packed(texts, how="position_ids", labels=True):
+    """As transformers' DataCollatorWithFlattening packs them."""
+    ids = torch.cat(texts)[None]
+    positions = torch.cat([torch.arange(len(x)) for x in texts])[None]
+    number = torch.cat([torch.full((len(x),), i) for i, x in enumerate(texts)])[None]
+    data = {"input_ids": ids, "position_ids": positions}
+    if labels:
+        data["labels"] = ids.masked_fill(positions == 0, -100)
+    if how == "segments":
+        data["segments"] = number
+    elif how == "labels at starts":
+        data["labels"] = ids
+    elif how == "cu_seq_lens_q":
+        data[how] = F.pad(torch.tensor([len(x) for x in texts]).cumsum(0), (1, 0)).int()
+    return data
+
+
+def loss_and_gradients(distiller, data):
+    distiller.zero_grad()
+    out = distiller(**data)
+    out.loss.backward()
+    return out, {n: p.grad.clone() for n, p in distiller.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(distiller, data, expected, tolerance=1e-12):
+    out, gradients = loss_and_gradients(distiller, data)
+    for term, value in expected[0].terms.items():
+        torch.testing.assert_close(out.terms[term], value, atol=tolerance, rtol=tolerance)
+    for name, gradient in expected[1].items():
+        scale = gradient.abs().max() + 1e-3
+        torch.testing.assert_close(
+            gradients[name] / scale, gradient / scale, atol=100 * tolerance, rtol=0
+        )
+
+
+UNSUPERVISED_BY_CLASS = [name for name in METHODS if name != "knn"]
+
+
+@pytest.mark.parametrize(
+    "how", ["position_ids", "segments", "cu_seq_lens_q", "seq_idx", "labels at starts"]
+)
+@pytest.mark.parametrize("name", UNSUPERVISED_BY_CLASS)
+def test_packed_rows_learn_what_padded_rows_learn(name, how):
+    options = {"layers": "uniform"} if name == "mc3kd" else {}
+    distiller = Distiller(*decoders(), method_by_name(name, **options)).train()
+    distiller.set_progress(1.0)
+    texts = documents()
+    expected = loss_and_gradients(distiller, padded(texts))
+    data = packed(texts, how)
+    if how == "seq_idx":
+        data["seq_idx"] = torch.cat([torch.full((len(x),), i) for i, x in enumerate(texts)])[None]
+    assert_same_step(distiller, data, expected)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
+def test_each_packed_document_is_a_sample_of_its_class(pool):
+    method = IntraClassKNN(alpha2=0.0, alpha3=0.0, pool=pool, k=2)
+    distiller = Distiller(*decoders(t.LlamaModel), method).eval()
+    texts, labels = documents(), torch.tensor([0, 1, 0, 1, 1])
+    expected = loss_and_gradients(distiller, {**padded(texts), "labels": labels})
+    assert_same_step(distiller, {**packed(texts), "labels": labels}, expected)
+    with pytest.raises(ValueError, match="got 4 labels for 5 samples"):
+        distiller(**{**packed(texts), "labels": labels[:4]})
+
+
+def test_unlabelled_packed_rows_compare_no_distribution_across_documents():
+    distiller = Distiller(*decoders(), SoftTargets(alpha=1.0)).eval()
+    texts = documents()
+    expected = loss_and_gradients(distiller, padded(texts, labels=False))
+    assert_same_step(distiller, packed(texts, labels=False), expected)
+
+
+def test_a_head_with_one_prediction_a_row_refuses_packed_rows():
+    teacher = classifier("llama")
+    distiller = Distiller(teacher, student_from_teacher(teacher, [2]), SoftTargets())
+    with pytest.raises(ValueError, match="rows are packed with several documents"):
+        distiller(**{**packed(documents()), "labels": torch.tensor([0])})
+    with pytest.raises(ValueError, match=r"segments must have the tokens' shape \(6, 10\)"):
+        distiller(**batch(), segments=torch.zeros(6, 9))
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_the_padding_side_changes_nothing(name):
+    options = {"layers": "uniform"} if name == "mc3kd" else {}
+    config = CONFIGS["llama"](4)
+    config.initializer_range, config.num_labels = 0.2, 3
+    teacher = t.LlamaForSequenceClassification(config).double().eval()
+    student = student_from_teacher(teacher, [2, 4])
+    distiller = Distiller(teacher, student, method_by_name(name, **options)).train()
+    distiller.set_progress(1.0)
+    texts, labels = documents(), torch.tensor([0, 1, 0, 2, 1])
+    expected = loss_and_gradients(distiller, {**padded(texts), "labels": labels})
+    left = {**padded(texts, left=True), "labels": labels}
+    left["position_ids"] = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert_same_step(distiller, left, expected, tolerance=1e-11)
 
 
 # Mixed precision, accumulation, several processes
@@ -499,7 +706,7 @@ def test_perturbation_survives_gradients_too_small_for_float16():
     distiller = make("lrc_bert", alpha=1e-6, beta=1e-6, gamma=1e-6).train()
     shifts = []
     original = distiller._perturbation
-    distiller._perturbation = lambda run: shifts.append(original(run)) or shifts[0]
+    distiller._perturbation = lambda *run: shifts.append(original(*run)) or shifts[0]
     with torch.autocast("cpu", torch.float16):
         loss = distiller(**batch()).loss
     assert loss.isfinite()

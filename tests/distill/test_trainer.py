@@ -284,3 +284,22 @@ def test_logs_are_means_over_the_processes(tmp_path):
         for name in a:
             assert entry[name] == pytest.approx((a[name] + b[name]) / 2, rel=1e-5)
         assert entry["total"] == pytest.approx(entry["loss"], abs=1e-4)
+
+
+def test_question_answering_is_evaluated_with_its_own_labels(tmp_path):
+    torch.manual_seed(0)
+    teacher = t.BertForQuestionAnswering(CONFIGS["bert"](4))
+    spans = {"start_positions": torch.tensor(1), "end_positions": torch.tensor(3)}
+    data = [{**{k: v for k, v in row.items() if k != "labels"}, **spans} for row in rows(8)]
+    seen = {}
+
+    def compute_metrics(prediction):
+        seen["shapes"] = [x.shape for x in (*prediction.predictions, *prediction.label_ids)]
+        return {"accuracy": 1.0}
+
+    run = trainer(tmp_path, SoftTargets(), data, teacher, save_strategy="no", max_steps=2)
+    run.compute_metrics = compute_metrics
+    run.train()
+    metrics = run.evaluate()
+    assert metrics["eval_accuracy"] == 1.0 and metrics["eval_loss"] > 0
+    assert seen["shapes"] == [(8, 10), (8, 10), (8,), (8,)]

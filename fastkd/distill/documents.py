@@ -1,0 +1,100 @@
+"""Where the documents of a batch lie: packed rows hold several, left padding moves them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Documents:
+    """The tokens of S documents, each from position 0 on.
+
+    ``index`` (S, L) numbers them in the flattened batch (B·N), ``mask`` (S, L) says which are
+    real, ``owner`` (B, N) which document each token belongs to (S for padding).
+    """
+
+    index: Tensor
+    mask: Tensor
+    owner: Tensor
+    packed: bool
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Features (B, N, ...) as (S, L, ...)."""
+        return x.flatten(0, 1)[self.index]
+
+    def norms(self, x: Tensor) -> Tensor:
+        """Euclidean norm of each document's part of ``x`` (B, N, D), at its tokens: (B, N, 1)."""
+        squares = x.square().sum(-1).flatten()
+        totals = squares.new_zeros(len(self.mask) + 1)
+        totals = totals.index_put((self.owner.flatten(),), squares, accumulate=True)
+        return totals.sqrt()[self.owner][..., None]
+
+
+def find_documents(
+    shape: tuple[int, int] | None,
+    mask: Tensor | None,
+    batch: dict[str, Any],
+    segments: Tensor | None,
+) -> Documents | None:
+    """The documents of a (B, N) batch, or None where each row is one from its first position on.
+
+    ``segments`` (B, N) numbers each row's documents; without it they come from what a padding-free
+    collator adds: ``seq_idx``, ``cu_seq_lens_q``, or ``position_ids`` that start again.
+    """
+    if shape is None:
+        return None
+    if segments is None:
+        segments = _given_segments(shape, batch)
+    elif tuple(segments.shape) != shape:
+        raise ValueError(
+            f"segments must have the tokens' shape {shape}, got {tuple(segments.shape)}"
+        )
+    positions = batch.get("position_ids")
+    if (
+        segments is None
+        and isinstance(positions, Tensor)
+        and positions.numel() in (shape[1], shape[0] * shape[1])
+    ):
+        positions = positions.reshape(-1, shape[1]).expand(shape)
+    else:
+        positions = None  # none, or several a token (M-RoPE)
+    if segments is None and positions is None and (mask is None or bool(mask[:, 0].all())):
+        return None
+    sample = next(x for x in (segments, positions, mask) if x is not None)
+    real = torch.ones(shape, dtype=torch.bool, device=sample.device) if mask is None else mask
+    rows, columns = real.nonzero(as_tuple=True)
+    starts = torch.ones_like(rows, dtype=torch.bool)
+    starts[1:] = rows[1:] != rows[:-1]
+    first_of_row = starts.clone()
+    if segments is not None:
+        values = segments[rows, columns]
+        starts[1:] |= values[1:] != values[:-1]
+    elif positions is not None:
+        values = positions[rows, columns]
+        starts[1:] |= values[1:] <= values[:-1]
+    packed = bool((starts != first_of_row).any())
+    if not packed and not bool((columns[starts] > 0).any()):
+        return None
+    # Rows of one document each keep their number, the empty ones among them.
+    numbers = starts.cumsum(0) - 1 if packed else rows
+    offsets = columns - columns[starts][starts.cumsum(0) - 1]
+    size = (int(starts.sum()) if packed else shape[0], int(offsets.max()) + 1)
+    index = torch.zeros(size, dtype=torch.int64, device=sample.device)
+    index[numbers, offsets] = rows * shape[1] + columns
+    there = torch.zeros(size, dtype=torch.bool, device=sample.device)
+    there[numbers, offsets] = True
+    owner = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
+    owner[rows, columns] = numbers
+    return Documents(index, there, owner, packed)
+
+
+def _given_segments(shape: tuple[int, int], batch: dict[str, Any]) -> Tensor | None:
+    if isinstance(batch.get("seq_idx"), Tensor):
+        return batch["seq_idx"].expand(shape)
+    ends = batch.get("cu_seq_lens_q")
+    if isinstance(ends, Tensor):
+        tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=ends.dtype)
+        return torch.bucketize(tokens, ends, right=True).view(shape)
+    return None
