@@ -33,10 +33,15 @@ def check_pair(
     check_no_grad("teacher", teacher)
 
 
-def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
-    """Raise unless ``x`` has the dtype and device of ``like``."""
+def check_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    """Raise unless ``x`` is on the device of ``like``."""
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but {like_name} is on {like.device}")
+
+
+def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    """Raise unless ``x`` has the dtype and device of ``like``."""
+    check_device(name, x, like_name, like)
     if x.dtype != like.dtype:
         raise TypeError(
             f"{name} is {x.dtype} but {like_name} is {like.dtype}; convert one, "

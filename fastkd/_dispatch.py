@@ -44,7 +44,8 @@ def why_not_triton(function: str, x: Tensor, unsupported: str | None = None) -> 
         return unsupported
     if not TRITON_INSTALLED:
         return "the triton package is not installed"
-    if x.device.type != "cuda" and not triton_interpreted():
+    runs_on = ("cuda", "cpu") if triton_interpreted() else ("cuda",)
+    if x.device.type not in runs_on:
         return f"student is on {x.device}, and Triton kernels run on CUDA"
     return None
 

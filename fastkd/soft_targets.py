@@ -1,6 +1,7 @@
 """Distillation from logits: the divergence of the teacher's and the student's softened output."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from fastkd._checks import (
     check_choice,
+    check_device,
     check_floating,
     check_like,
     check_mask,
@@ -16,7 +18,16 @@ from fastkd._checks import (
     check_shape,
 )
 from fastkd._dispatch import use_triton
-from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
+from fastkd._numerics import (
+    apply,
+    autocast_off,
+    once_differentiable,
+    saveable,
+    upcast,
+    values_readable,
+    working_dtype,
+)
+from fastkd.kernels.launch import operator
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
 REDUCTIONS = ("batchmean", "sum", "none")
@@ -68,7 +79,7 @@ def soft_target_loss_ref(
         g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
         weight = torch.where(g_head + g_tail > 0, g_head / (g_head + g_tail), 0.5)
         forward_kl, reverse_kl = _kl_ref(p_t, log_pt, log_ps), _kl_ref(p_s, log_ps, log_pt)
-        loss = weight * forward_kl + (1 - weight) * reverse_kl
+        loss = _weigh_ref(weight, forward_kl) + _weigh_ref(1 - weight, reverse_kl)
 
     loss = loss.where(real[..., 0], 0) * (temperature**2 if scale_by_t2 else 1.0)
     if reduction == "none":
@@ -83,6 +94,11 @@ def _kl_ref(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     # The difference is filled too: in a backward pass 0 · inf would still make NaN.
     nothing = p == 0
     return (p * (log_p - log_q).masked_fill(nothing, 0)).sum(-1)
+
+
+def _weigh_ref(weight: Tensor, loss: Tensor) -> Tensor:
+    """weight · loss, where a weight of 0 counts nothing even against ∞."""
+    return (weight * loss).masked_fill(weight == 0, 0)
 
 
 def soft_target_loss(
@@ -122,8 +138,9 @@ def soft_target_loss(
         reduction: "batchmean" divides the sum by the number of real positions, "sum" does not,
             "none" gives one value a position, 0 where masked.
         scale_by_t2: multiply by τ², which keeps the gradient's size over temperatures.
-        denominator: a number or 0-d tensor to divide by in place of this batch's own count
-            (gradient accumulation); only with "batchmean".
+        denominator: a positive number, or a 0-d tensor of any real dtype and any device, to
+            divide by in place of this batch's own count (gradient accumulation); only with
+            "batchmean". The dtype of the loss stays its own.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -141,22 +158,22 @@ def soft_target_loss(
     """
     _check_logits(student_logits, teacher_logits)
     _check_options(temperature, divergence, reduction, denominator)
-    mask = check_mask(mask, student_logits.shape[:-1], student_logits.device)
-    temperature = float(temperature)
-    scale = temperature**2 if scale_by_t2 else 1.0
-    vocabulary = student_logits.shape[-1]
-    rows = (
-        student_logits.reshape(-1, vocabulary),
-        teacher_logits.reshape(-1, vocabulary),
-        None if mask is None else mask.reshape(-1),
-    )
-    options = divergence, temperature, scale
-    unsupported = "float64 runs on PyTorch" if student_logits.dtype == torch.float64 else None
-    if use_triton(backend, "soft_target_loss", student_logits, unsupported):
-        loss = _SoftTargetsTriton.apply(*rows, *options, reduction, denominator)
-        return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
-    loss = _SoftTargets.apply(*rows, *options)  # (R,)
-    return _reduce(loss.reshape(student_logits.shape[:-1]), mask, reduction, denominator)
+    leading, vocabulary = student_logits.shape[:-1], student_logits.shape[-1]
+    mask = check_mask(mask, leading, student_logits.device)
+    denominator = _as_tensor(denominator, student_logits)
+    options = _Options(divergence, float(temperature), scale_by_t2, reduction)
+    rows = leading.numel()
+    student = student_logits.reshape(rows, vocabulary)
+    teacher = teacher_logits.reshape(rows, vocabulary)
+    mask = None if mask is None else mask.reshape(rows)
+    unsupported = "float64 runs on PyTorch" if student.dtype == torch.float64 else None
+    if use_triton(backend, "soft_target_loss", student, unsupported):
+        loss = apply(_SoftTargetsTriton, options, student, teacher, mask, denominator)
+    else:
+        loss = apply(_SoftTargets, options, student, teacher, mask)
+        if reduction != "none":
+            loss = _divide(loss.sum(), rows, mask, reduction, denominator)
+    return loss.reshape(leading) if reduction == "none" else loss
 
 
 def _check_logits(student: Tensor, teacher: Tensor) -> None:
@@ -188,47 +205,78 @@ def _check_options(
         return
     if reduction != "batchmean":
         raise ValueError(f"denominator needs reduction='batchmean', got {reduction!r}")
-    if not isinstance(denominator, Tensor):
-        check_number("denominator", denominator, above=0)
-    elif denominator.dim() != 0:
-        raise ValueError(
-            f"denominator must be a number or a 0-d tensor, got {tuple(denominator.shape)}"
-        )
-    else:
+    if isinstance(denominator, Tensor):
+        if denominator.dim() != 0:
+            raise ValueError(
+                f"denominator must be a number or a 0-d tensor, got {tuple(denominator.shape)}"
+            )
+        if denominator.dtype == torch.bool or denominator.is_complex():
+            raise TypeError(f"denominator must be a real number, got {denominator.dtype}")
         check_no_grad("denominator", denominator)
+    if not isinstance(denominator, Tensor) or values_readable(denominator):
+        check_number("denominator", _number(denominator), above=0)
 
 
-def _reduce(
-    loss: Tensor, mask: Tensor | None, reduction: str, denominator: float | Tensor | None
+def _number(x: float | Tensor) -> float:
+    """The value of a number, or of a tensor whose values may be read."""
+    return x.item() if isinstance(x, Tensor) else x
+
+
+def _as_tensor(denominator: float | Tensor | None, x: Tensor) -> Tensor | None:
+    """The denominator as a 0-d tensor of the device and working dtype of ``x``.
+
+    Without a wait for the device: a number travels in the launch.
+    """
+    dtype = working_dtype(x)
+    if denominator is None:
+        return None
+    if isinstance(denominator, Tensor) and not values_readable(denominator):
+        if denominator.device.type == "meta" != x.device.type:
+            raise ValueError("denominator is on meta, where it has no value to divide by")
+        return denominator.to(x.device, dtype, non_blocking=True)
+    # Not torch.full, of which the compiler makes a graph for every number.
+    return torch.ones((), dtype=dtype, device=x.device) * _number(denominator)
+
+
+def _divide(
+    total: Tensor, rows: int, mask: Tensor | None, reduction: str, denominator: Tensor | None
 ) -> Tensor:
-    """Reduce the losses of all positions, zero where masked."""
-    if reduction == "none":
-        return loss
-    return loss.sum() / _count(loss.numel(), mask, reduction, denominator)
-
-
-def _count(
-    items: int, mask: Tensor | None, reduction: str, denominator: float | Tensor | None
-) -> float | Tensor:
-    """What the sum over positions is divided by; at least 1 when it is counted here."""
+    """The sum over all positions, divided by what the reduction says; by 1 at least if counted."""
     if reduction == "sum":
-        return 1
+        return total
     if denominator is not None:
-        return denominator
-    return max(items, 1) if mask is None else mask.sum().clamp(min=1)
+        return total / denominator
+    return total / (max(rows, 1) if mask is None else mask.sum().clamp(min=1))
+
+
+@dataclass(frozen=True)
+class _Options:
+    divergence: str
+    temperature: float
+    scale_by_t2: bool
+    reduction: str
+
+    @property
+    def per_row(self) -> tuple[str, float, float]:
+        """What the losses of single rows depend on: divergence, temperature and their factor."""
+        scale = self.temperature**2 if self.scale_by_t2 else 1.0
+        return self.divergence, self.temperature, scale
+
+
+def _save(ctx, *tensors: Tensor | None) -> None:
+    """For the backward pass, also what was made under ``torch.inference_mode``."""
+    ctx.save_for_backward(*(None if x is None else saveable(x) for x in tensors))
 
 
 class _SoftTargets(torch.autograd.Function):
     """Loss of every row and, in the same pass over the logits, its gradient."""
 
     @staticmethod
-    def forward(ctx, student, teacher, mask, divergence, temperature, scale):
+    def forward(ctx, options, student, teacher, mask):
         # student, teacher (R, V); mask (R,)
         ctx.dtype = student.dtype
-        loss, dstudent = _rows(
-            student, teacher, mask, divergence, temperature, scale, ctx.needs_input_grad[0]
-        )
-        ctx.save_for_backward(dstudent, mask)
+        loss, dstudent = _rows(student, teacher, mask, ctx.needs_input_grad[1], *options.per_row)
+        _save(ctx, dstudent, mask)
         return loss
 
     @staticmethod
@@ -237,64 +285,46 @@ class _SoftTargets(torch.autograd.Function):
         dstudent, mask = ctx.saved_tensors
         if mask is not None:
             grad = grad.masked_fill(~mask, 0)
-        return (dstudent * grad[:, None]).to(ctx.dtype), None, None, None, None, None
+        return None, (dstudent * grad[:, None]).to(ctx.dtype), None, None
 
 
 class _SoftTargetsTriton(torch.autograd.Function):
     """The same, reduced too, by two kernels and a third that reads the logits for the gradient."""
 
     @staticmethod
-    def forward(
-        ctx, student, teacher, mask, divergence, temperature, scale, reduction, denominator
-    ):
-        from fastkd.kernels import soft_targets as kernels
+    def forward(ctx, options, student, teacher, mask, denominator):
+        from fastkd.kernels.soft_targets import soft_target_forward, soft_target_reduce
 
-        compiling = torch.compiler.is_compiling()
-        run = kernels.soft_target_forward_op if compiling else kernels.soft_target_forward
-        reduce = kernels.soft_target_reduce_op if compiling else kernels.soft_target_reduce
         student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
-        ctx.options = divergence, temperature, scale
-        loss, stats = run(student, teacher, mask, *ctx.options)
-        if reduction == "none":
-            ctx.save_for_backward(student, teacher, mask, stats, None)
-            return loss
-        chosen = _kernel_divisor(student, mask, reduction, denominator)
-        total, divisor = reduce(loss, mask, *chosen)
-        ctx.save_for_backward(student, teacher, mask, stats, divisor)
-        return total
+        ctx.options = options
+        loss, stats = soft_target_forward(student, teacher, mask, *options.per_row)
+        divisor = None
+        if options.reduction != "none":
+            counts = options.reduction == "batchmean"
+            loss, divisor = soft_target_reduce(loss, mask, denominator, counts)
+        _save(ctx, student, teacher, mask, stats, divisor)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels import soft_targets as kernels
+        from fastkd.kernels.soft_targets import soft_target_backward
 
-        compiling = torch.compiler.is_compiling()
-        run = kernels.soft_target_backward_op if compiling else kernels.soft_target_backward
         student, teacher, mask, stats, divisor = ctx.saved_tensors
-        dstudent = run(student, teacher, mask, stats, divisor, grad, *ctx.options)
-        return dstudent, None, None, None, None, None, None, None
-
-
-def _kernel_divisor(
-    student: Tensor, mask: Tensor | None, reduction: str, denominator: float | Tensor | None
-) -> tuple[float | None, Tensor | None]:
-    """`_count` for the kernel: a number or a tensor; neither stands for the mask's own count."""
-    if isinstance(denominator, Tensor):
-        kept = denominator.is_floating_point()
-        return None, denominator.to(student.device, None if kept else torch.int64)
-    if reduction == "sum" or denominator is not None:
-        return float(denominator or 1), None
-    return (None if mask is not None else float(max(student.shape[0], 1))), None
+        dstudent = soft_target_backward(
+            student, teacher, mask, stats, divisor, grad, *ctx.options.per_row
+        )
+        return None, dstudent, None, None, None
 
 
 def _rows(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
+    wants_grad: bool,
     divergence: str,
     temperature: float,
     scale: float,
-    wants_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss (R,) of every row, 0 where masked, and its gradient (R, V) with respect to student.
 
@@ -321,9 +351,9 @@ def _rows(
 
 def _chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
     """Row ranges to work on one at a time; one range where a loop would not pay."""
+    if not values_readable(x):  # on a GPU or traced
+        return [slice(None)]
     step = max(CHUNK // vocabulary, 1)
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        step = max(rows, 1)
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
@@ -365,10 +395,11 @@ def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tens
     head = _head_share(p_s, p_t)  # (R,)
     forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad)
     reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad)
-    value = torch.lerp(reverse_value, forward_value, head)
+    value = _weigh(head, forward_value) + _weigh(1 - head, reverse_value)
     if forward_grad is None or reverse_grad is None:
         return value, None
-    return value, torch.lerp(reverse_grad, forward_grad, head[:, None])
+    head = head[:, None]
+    return value, _weigh(head, forward_grad) + _weigh(1 - head, reverse_grad)
 
 
 _ROW_DIVERGENCES = {
@@ -382,6 +413,12 @@ _ROW_DIVERGENCES = {
 def _weighted_sum(p: Tensor, x: Tensor) -> Tensor:
     """Σ p·x over the vocabulary, where a probability of 0 counts nothing even against ∞."""
     return (p * x).masked_fill_(p == 0, 0).sum(-1)
+
+
+def _weigh(weight: Tensor, x: Tensor) -> Tensor:
+    """weight · x, where a weight of 0 counts nothing even against ∞; not a lerp, which makes
+    ∞ − ∞ of one infinite end."""
+    return (weight * x).masked_fill_(weight == 0, 0)
 
 
 def _expectation_grad(p: Tensor, x: Tensor, mean: Tensor) -> Tensor:
@@ -429,14 +466,15 @@ def linear_soft_target_loss(
     """`soft_target_loss` from hidden states and vocabulary heads, without all the logits.
 
     Equals soft_target_loss(H_s W_sᵀ, H_t W_tᵀ, ...), computed for a few positions at a time, so
-    that (positions, V) logits never stand in memory. The logits have the dtype of the inputs, as
-    those of the models' own heads do.
+    that (positions, V) logits never stand in memory. The logits of a side have the wider dtype of
+    its states and its weight, as those of the model's own head do outside autocast.
 
     Args:
         student_hidden: (..., Ds).
-        student_weight: (V, Ds), the weight of the student's vocabulary head.
-        teacher_hidden: (..., Dt), the same leading dimensions; must not require grad.
-        teacher_weight: (V, Dt), the same vocabulary; must not require grad.
+        student_weight: (V, Ds), the weight of the student's vocabulary head; any floating dtype.
+        teacher_hidden: (..., Dt), the same leading dimensions and dtype; must not require grad.
+        teacher_weight: (V, Dt), the same vocabulary, any floating dtype; must not require grad.
+            A head that both share is given twice, here as ``student_weight.detach()``.
         temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
             `soft_target_loss`; the mask is over the leading dimensions.
 
@@ -454,22 +492,26 @@ def linear_soft_target_loss(
     _check_options(temperature, divergence, reduction, denominator)
     leading = student_hidden.shape[:-1]
     mask = check_mask(mask, leading, student_hidden.device)
-    unsupported = "float64 runs on PyTorch" if student_hidden.dtype == torch.float64 else None
-    loss = _LinearSoftTargets.apply(
-        student_hidden.reshape(-1, student_hidden.shape[-1]),
-        student_weight,
-        teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
-        teacher_weight,
-        None if mask is None else mask.reshape(-1),
-        divergence,
-        float(temperature),
-        float(temperature**2) if scale_by_t2 else 1.0,
-        reduction == "none",
-        use_triton(backend, "linear_soft_target_loss", student_hidden, unsupported),
-    )  # (R,) or, summed, ()
+    h_s, w_s = _one_dtype(student_hidden, student_weight)
+    h_t, w_t = _one_dtype(teacher_hidden, teacher_weight)
+    denominator = _as_tensor(denominator, h_s)
+    doubles = torch.float64 in (h_s.dtype, h_t.dtype)
+    unsupported = "float64 runs on PyTorch" if doubles else None
+    triton = use_triton(backend, "linear_soft_target_loss", h_s, unsupported)
+    options = _LinearOptions(divergence, float(temperature), scale_by_t2, reduction, triton)
+    rows = leading.numel()
+    h_s, h_t = h_s.reshape(rows, h_s.shape[-1]), h_t.reshape(rows, h_t.shape[-1])
+    mask = None if mask is None else mask.reshape(rows)
+    loss = apply(_LinearSoftTargets, options, h_s, w_s, h_t, w_t, mask)  # (R,) or, summed, ()
     if reduction == "none":
         return loss.reshape(leading)
-    return loss / _count(leading.numel(), mask, reduction, denominator)
+    return _divide(loss, rows, mask, reduction, denominator)
+
+
+def _one_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their dtypes."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    return hidden.to(dtype), weight.to(dtype)
 
 
 def _check_heads(
@@ -482,7 +524,8 @@ def _check_heads(
         ("teacher_weight", teacher_weight, 2),
     ):
         check_floating(name, x, ndim)
-        check_like(name, x, "student_hidden", student_hidden)
+        check_device(name, x, "student_hidden", student_hidden)
+    check_like("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
     check_no_grad("teacher_hidden", teacher_hidden)
     check_no_grad("teacher_weight", teacher_weight)
     if student_weight.shape[0] != teacher_weight.shape[0]:
@@ -502,6 +545,11 @@ def _check_heads(
     check_shape("student_weight", student_weight, shape, "the vocabulary, Ds")
 
 
+@dataclass(frozen=True)
+class _LinearOptions(_Options):
+    triton: bool
+
+
 class _LinearSoftTargets(torch.autograd.Function):
     """Loss and gradients of a chunk of positions at a time, then their logits are forgotten.
 
@@ -511,67 +559,93 @@ class _LinearSoftTargets(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h_s, w_s, h_t, w_t, mask, divergence, temperature, scale, rowwise, triton):
-        ctx.options = divergence, temperature, scale, triton
-        ctx.rowwise = rowwise
+    def forward(ctx, options, h_s, w_s, h_t, w_t, mask):
+        ctx.options = options
         ctx.dtype = h_s.dtype
-        needs = ctx.needs_input_grad[:2]
-        if rowwise:
-            loss, _, _ = _linear_pass(h_s, w_s, h_t, w_t, mask, None, (False, False), ctx.options)
-            ctx.save_for_backward(h_s, w_s, h_t, w_t, mask)
-            return loss
-        weights = None
-        if any(needs):
-            weights = torch.ones(h_s.shape[0], dtype=working_dtype(h_s), device=h_s.device)
-        loss, dh, dw = _linear_pass(h_s, w_s, h_t, w_t, mask, weights, needs, ctx.options)
-        ctx.save_for_backward(dh, dw)
+        given = h_s, w_s, h_t, w_t, mask, None
+        passes = options.triton, *options.per_row
+        if options.reduction == "none":
+            _save(ctx, *given[:-1])
+            return linear_soft_targets(*given, False, False, *passes)[0]
+        needs = ctx.needs_input_grad[1:3]
+        loss, *grads = linear_soft_targets(*given, *needs, *passes)
+        _save(ctx, *_placed(grads, *needs))
         return loss.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.rowwise:
+        if ctx.options.reduction == "none":
+            needs = ctx.needs_input_grad[1:3]
+            passes = ctx.options.triton, *ctx.options.per_row
             h_s, w_s, h_t, w_t, mask = ctx.saved_tensors
-            needs = ctx.needs_input_grad[:2]
-            _, *grads = _linear_pass(h_s, w_s, h_t, w_t, mask, grad, needs, ctx.options)
+            _, *grads = linear_soft_targets(h_s, w_s, h_t, w_t, mask, grad, *needs, *passes)
+            dh, dw = _placed(grads, *needs)
         else:
-            grads = [None if saved is None else saved * grad for saved in ctx.saved_tensors]
-        dh, dw = (None if x is None else x.to(ctx.dtype) for x in grads)
-        return dh, dw, *(None,) * 8
+            dh, dw = (None if saved is None else saved * grad for saved in ctx.saved_tensors)
+        dh, dw = (None if x is None else x.to(ctx.dtype) for x in (dh, dw))
+        return None, dh, dw, None, None, None
 
 
-def _linear_pass(
+def _placed(grads: list[Tensor], needs_dh: bool, needs_dw: bool) -> tuple[Tensor | None, ...]:
+    """The gradients to the states and to the weight, those of the two that were needed."""
+    return grads[0] if needs_dh else None, grads[-1] if needs_dw else None
+
+
+def _linear_shapes(h_s, w_s, h_t, w_t, mask, weights, needs_dh, needs_dw, *options):
+    needed = ((h_s, needs_dh), (w_s, needs_dw))
+    grads = [torch.empty_like(x, dtype=working_dtype(h_s)) for x, needs in needed if needs]
+    return [h_s.new_empty(h_s.shape[0], dtype=working_dtype(h_s)), *grads]
+
+
+# An operator on PyTorch too: how many chunks there are would be a graph of its own for each.
+@operator(_linear_shapes)
+def linear_soft_targets(
     h_s: Tensor,
     w_s: Tensor,
     h_t: Tensor,
     w_t: Tensor,
     mask: Tensor | None,
     weights: Tensor | None,
-    needs: tuple[bool, bool],
-    options: tuple[str, float, float, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses (R,) and the gradients of Σ weights·loss to h_s (R, Ds) and w_s (V, Ds)."""
-    dtype = working_dtype(h_s)
-    loss = h_s.new_empty(h_s.shape[0], dtype=dtype)
-    dh = h_s.new_empty(h_s.shape, dtype=dtype) if needs[0] else None
-    dw = torch.zeros_like(w_s, dtype=dtype) if needs[1] else None
+    needs_dh: bool,
+    needs_dw: bool,
+    triton: bool,
+    divergence: str,
+    temperature: float,
+    scale: float,
+) -> list[Tensor]:
+    """Losses (R,) and the gradients of Σ weights·loss to h_s (R, Ds) and w_s (V, Ds), if needed.
+
+    Without weights (R,) all are 1.
+    """
+    options = triton, divergence, temperature, scale
+    rows, dtype = h_s.shape[0], working_dtype(h_s)
+    loss = h_s.new_empty(rows, dtype=dtype)
+    dh = h_s.new_empty(h_s.shape, dtype=dtype) if needs_dh else None
+    dw = torch.zeros_like(w_s, dtype=dtype) if needs_dw else None
+    if weights is None and (needs_dh or needs_dw):
+        weights = torch.ones_like(loss)
     if mask is not None:
         h_s, h_t = h_s.where(mask[:, None], 0), h_t.where(mask[:, None], 0)
         weights = None if weights is None else weights.masked_fill(~mask, 0)
     with autocast_off(h_s):
-        for chunk in _linear_chunks(h_s.shape[0], w_s.shape[0], h_s):
+        for chunk in _linear_chunks(rows, w_s.shape[0], h_s):
             student, teacher = h_s[chunk] @ w_s.T, h_t[chunk] @ w_t.T
+            wider = torch.promote_types(student.dtype, teacher.dtype)
             kept, weight = (None if x is None else x[chunk] for x in (mask, weights))
-            loss[chunk], grad = _weighted_rows(student, teacher, kept, weight, *options)
+            loss[chunk], grad = _weighted_rows(
+                student.to(wider), teacher.to(wider), kept, weight, *options
+            )
             if grad is None:
                 continue
+            grad = grad.to(h_s.dtype)
             if dh is not None:
                 dh[chunk] = grad @ w_s
             if dw is not None and dw.dtype == grad.dtype:
                 dw.addmm_(grad.T, h_s[chunk])
             elif dw is not None:
                 dw += grad.T @ h_s[chunk]
-    return loss, dh, dw
+    return [x for x in (loss, dh, dw) if x is not None]
 
 
 def _weighted_rows(
@@ -579,10 +653,10 @@ def _weighted_rows(
     teacher: Tensor,
     mask: Tensor | None,
     weights: Tensor | None,
+    triton: bool,
     divergence: str,
     temperature: float,
     scale: float,
-    triton: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss (R,) of every row and, with weights (R,), the gradient of Σ weights·loss (R, V).
 
@@ -590,19 +664,16 @@ def _weighted_rows(
     """
     options = divergence, temperature, scale
     if not triton:
-        loss, grad = _rows(student, teacher, mask, *options, weights is not None)
+        loss, grad = _rows(student, teacher, mask, weights is not None, *options)
         if grad is None or weights is None:
             return loss, None
         return loss, (grad * weights[:, None]).to(student.dtype)
 
-    from fastkd.kernels import soft_targets as kernels
+    from fastkd.kernels.soft_targets import soft_target_forward, soft_target_replace
 
-    compiling = torch.compiler.is_compiling()
     if weights is None:
-        forward = kernels.soft_target_forward_op if compiling else kernels.soft_target_forward
-        return forward(student, teacher, mask, *options)[0], None
-    replace = kernels.soft_target_replace_op if compiling else kernels.soft_target_replace
-    return replace(student, teacher, mask, weights, *options), student
+        return soft_target_forward(student, teacher, mask, *options)[0], None
+    return soft_target_replace(student, teacher, mask, weights, *options), student
 
 
 def _linear_chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels.launch import operator
 from fastkd.kernels.variants import Variant, forms
 
 STATS = tl.constexpr(6)
@@ -262,7 +263,7 @@ def soft_target_forward_kernel(
             BLOCK_R,
             BLOCK_V,
         )
-        loss = share * forward_kl + (1.0 - share) * expectation
+        loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
     else:
         teacher_side = tl.zeros([BLOCK_R], dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
@@ -298,8 +299,8 @@ def soft_target_reduce_kernel(
     total_ptr,  # ()
     divisor_ptr,  # (): what the sum was divided by
     R,
-    divisor,
-    COUNTS: tl.constexpr,
+    COUNTS: tl.constexpr,  # divide by the number of rows, or of those that the mask keeps
+    HAS_MASK: tl.constexpr,
     HAS_DENOMINATOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -308,16 +309,17 @@ def soft_target_reduce_kernel(
     for start in range(0, R, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         total += tl.load(loss_ptr + row, mask=row < R, other=0.0)
-        if COUNTS:
+        if HAS_MASK:
             count += (tl.load(mask_ptr + row, mask=row < R, other=0) != 0).to(tl.float32)
+        elif COUNTS:
+            count += (row < R).to(tl.float32)
+    divisor = 1.0
     if HAS_DENOMINATOR:
-        by = tl.load(denominator_ptr).to(tl.float32)
+        divisor = tl.load(denominator_ptr)
     elif COUNTS:
-        by = tl.maximum(tl.sum(count, axis=0), 1.0)
-    else:
-        by = divisor
-    tl.store(total_ptr, tl.sum(total, axis=0) / by)
-    tl.store(divisor_ptr, by)
+        divisor = tl.maximum(tl.sum(count, axis=0), 1.0)
+    tl.store(total_ptr, tl.sum(total, axis=0) / divisor)
+    tl.store(divisor_ptr, divisor)
 
 
 @triton.jit(do_not_specialize=["R", "stride_dloss"])
@@ -380,12 +382,19 @@ def soft_target_backward_kernel(
             if DIVERGENCE == "reverse_kl":
                 grad = reverse
             else:
-                grad = share[:, None] * grad + (1.0 - share[:, None]) * reverse
+                grad = _times(share[:, None], grad) + _times(1.0 - share[:, None], reverse)
         grad = tl.where(is_real[:, None], grad * dloss[:, None], 0.0)
         inside = exists[:, None] & (column < V)[None, :]
         tl.store(dstudent_ptr + row[:, None] * V + column[None, :], grad, mask=inside)
 
 
+def _forward_shapes(student, teacher, mask, *options):
+    rows = student.shape[0]
+    loss = student.new_empty(rows, dtype=torch.float32)
+    return loss, student.new_empty(rows, STATS.value, dtype=torch.float32)
+
+
+@operator(_forward_shapes)
 def soft_target_forward(
     student: Tensor,
     teacher: Tensor,
@@ -395,59 +404,79 @@ def soft_target_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool."""
+    return _launch_forward(student, teacher, mask, divergence, temperature, scale)
+
+
+def _launch_forward(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    divergence: str,
+    temperature: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     R, V = student.shape
     config = blocks(V, divergence)
     loss = torch.empty(R, dtype=torch.float32, device=student.device)
     stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
     if R:
-        with torch.cuda.device_of(student):
-            soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
-                student,
-                teacher,
-                _bytes(mask),
-                loss,
-                stats,
-                R,
-                V,
-                student.stride(0),
-                teacher.stride(0),
-                1 / temperature,
-                scale,
-                DIVERGENCE=divergence,
-                HAS_MASK=mask is not None,
-                KEY_BITS=8 * teacher.element_size(),
-                **config,
-            )
+        soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+            student,
+            teacher,
+            _bytes(mask),
+            loss,
+            stats,
+            R,
+            V,
+            student.stride(0),
+            teacher.stride(0),
+            1 / temperature,
+            scale,
+            DIVERGENCE=divergence,
+            HAS_MASK=mask is not None,
+            KEY_BITS=8 * teacher.element_size(),
+            **config,
+        )
     return loss, stats
 
 
+def _reduce_shapes(loss, mask, denominator, counts):
+    return loss.new_empty(()), loss.new_empty(())
+
+
+@operator(_reduce_shapes)
 def soft_target_reduce(
-    loss: Tensor, mask: Tensor | None, divisor: float | None, denominator: Tensor | None
+    loss: Tensor, mask: Tensor | None, denominator: Tensor | None, counts: bool
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses (R,) over a divisor, and that divisor, both ().
 
-    The divisor is the 0-d tensor ``denominator``, else ``divisor``, else the number of rows that
-    the mask keeps.
+    The divisor is the 0-d float32 ``denominator``, else, if it ``counts``, the number of rows
+    (that the mask keeps), else 1.
     """
     total = torch.empty((), dtype=torch.float32, device=loss.device)
-    divided_by = torch.empty((), dtype=torch.float32, device=loss.device)
-    counts = denominator is None and divisor is None
-    with torch.cuda.device_of(loss):
-        soft_target_reduce_kernel[(1,)](
-            loss,
-            _bytes(mask) if counts else None,
-            denominator,
-            total,
-            divided_by,
-            loss.shape[0],
-            1.0 if divisor is None else divisor,
-            COUNTS=counts,
-            HAS_DENOMINATOR=denominator is not None,
-            BLOCK_R=1024,
-        )
-    return total, divided_by
+    divisor = torch.empty((), dtype=torch.float32, device=loss.device)
+    counts = counts and denominator is None
+    mask = mask if counts else None
+    soft_target_reduce_kernel[(1,)](
+        loss,
+        _bytes(mask),
+        denominator,
+        total,
+        divisor,
+        loss.shape[0],
+        COUNTS=counts,
+        HAS_MASK=mask is not None,
+        HAS_DENOMINATOR=denominator is not None,
+        BLOCK_R=1024,
+    )
+    return total, divisor
 
 
+def _backward_shapes(student, *rest):
+    return student.new_empty(student.shape)
+
+
+@operator(_backward_shapes)
 def soft_target_backward(
     student: Tensor,
     teacher: Tensor,
@@ -464,9 +493,8 @@ def soft_target_backward(
     The upstream gradient is (R,), or () with the divisor of `soft_target_reduce`.
     """
     dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    _launch_backward(
-        dstudent, student, teacher, mask, stats, divisor, dloss, divergence, temperature, scale
-    )
+    options = divergence, temperature, scale
+    _launch_backward(dstudent, student, teacher, mask, stats, divisor, dloss, *options)
     return dstudent
 
 
@@ -479,9 +507,12 @@ def soft_target_replace(
     temperature: float,
     scale: float,
 ) -> Tensor:
-    """Loss (R,) of every row; the contiguous logits of student become d(Σ weights·loss)."""
+    """Loss (R,) of every row; the contiguous logits of student become d(Σ weights·loss).
+
+    Not an operator: its callers make logits where graphs do not see them.
+    """
     options = divergence, temperature, scale
-    loss, stats = soft_target_forward(student, teacher, mask, *options)
+    loss, stats = _launch_forward(student, teacher, mask, *options)
     _launch_backward(student, student, teacher, mask, stats, None, weights, *options)
     return loss
 
@@ -503,27 +534,26 @@ def _launch_backward(
     if R == 0:
         return
     config = blocks(V, divergence)
-    with torch.cuda.device_of(student):
-        soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
-            student,
-            teacher,
-            _bytes(mask),
-            stats,
-            dloss,
-            divisor,
-            dstudent,
-            R,
-            V,
-            student.stride(0),
-            teacher.stride(0),
-            0 if dloss.dim() == 0 else dloss.stride(0),
-            1 / temperature,
-            scale,
-            DIVERGENCE=divergence,
-            HAS_MASK=mask is not None,
-            REDUCED=divisor is not None,
-            **config,
-        )
+    soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+        student,
+        teacher,
+        _bytes(mask),
+        stats,
+        dloss,
+        divisor,
+        dstudent,
+        R,
+        V,
+        student.stride(0),
+        teacher.stride(0),
+        0 if dloss.dim() == 0 else dloss.stride(0),
+        1 / temperature,
+        scale,
+        DIVERGENCE=divergence,
+        HAS_MASK=mask is not None,
+        REDUCED=divisor is not None,
+        **config,
+    )
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -531,46 +561,9 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
-# A custom operator costs more than the launches behind it: for torch.compile only.
-soft_target_forward_op = torch.library.custom_op(
-    "fastkd::soft_target_forward", soft_target_forward, mutates_args=()
-)
-soft_target_reduce_op = torch.library.custom_op(
-    "fastkd::soft_target_reduce", soft_target_reduce, mutates_args=()
-)
-soft_target_backward_op = torch.library.custom_op(
-    "fastkd::soft_target_backward", soft_target_backward, mutates_args=()
-)
-soft_target_replace_op = torch.library.custom_op(
-    "fastkd::soft_target_replace", soft_target_replace, mutates_args=("student",)
-)
-
-
-@soft_target_forward_op.register_fake
-def _(student, teacher, mask, divergence, temperature, scale):
-    rows = student.shape[0]
-    loss = student.new_empty(rows, dtype=torch.float32)
-    return loss, student.new_empty(rows, STATS.value, dtype=torch.float32)
-
-
-@soft_target_reduce_op.register_fake
-def _(loss, mask, divisor, denominator):
-    return loss.new_empty(()), loss.new_empty(())
-
-
-@soft_target_backward_op.register_fake
-def _(student, teacher, mask, stats, divisor, dloss, divergence, temperature, scale):
-    return student.new_empty(student.shape)
-
-
-@soft_target_replace_op.register_fake
-def _(student, teacher, mask, weights, divergence, temperature, scale):
-    return student.new_empty(student.shape[0], dtype=torch.float32)
-
-
 def compile_variants() -> Iterator[Variant]:
     """What the launchers can start."""
-    scales = dict.fromkeys(("inv_temperature", "scale", "divisor"), "fp32")
+    scales = dict.fromkeys(("inv_temperature", "scale"), "fp32")
     for divergence, V, dtype, masked in itertools.product(
         ("forward_kl", "reverse_kl", "js", "adaptive_kl"),
         (1024, 152064),
@@ -588,18 +581,14 @@ def compile_variants() -> Iterator[Variant]:
             given = types | {"divisor_ptr": "*fp32" if reduced else None}
             flags = config | {"REDUCED": reduced}
             yield from forms(soft_target_backward_kernel, given, flags, num_warps=num_warps)
-    for given in (
-        {"mask_ptr": None, "denominator_ptr": None},
-        {"mask_ptr": "*u8", "denominator_ptr": None},
-        *({"mask_ptr": None, "denominator_ptr": f"*{kind}"} for kind in NUMBERS),
-    ):
+    for given in ("mask_ptr", "denominator_ptr", "counts", None):
+        types = {"mask_ptr": None, "denominator_ptr": None}
+        if given in types:
+            types[given] = {"mask_ptr": "*u8", "denominator_ptr": "*fp32"}[given]
         config = {
-            "COUNTS": given["mask_ptr"] is not None,
-            "HAS_DENOMINATOR": given["denominator_ptr"] is not None,
+            "COUNTS": given in ("mask_ptr", "counts"),
+            "HAS_MASK": given == "mask_ptr",
+            "HAS_DENOMINATOR": given == "denominator_ptr",
             "BLOCK_R": 1024,
         }
-        yield from forms(soft_target_reduce_kernel, scales | given, config)
-
-
-# Types that a denominator comes in.
-NUMBERS = ("fp32", "fp64", "fp16", "bf16", "i64")
+        yield from forms(soft_target_reduce_kernel, types, config)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd import soft_targets
 from fastkd.soft_targets import (
@@ -207,12 +208,27 @@ def test_one_row_without_leading_dimensions(backend, device):
     check_against_oracle(student, teacher, backend)
 
 
-@pytest.mark.parametrize("denominator", [7, 2.5, torch.tensor(7), torch.tensor(2.5)])
+KINDS_OF_SEVEN = [
+    7,
+    7.0,
+    *(torch.tensor(7, dtype=dtype) for dtype in (torch.uint8, torch.int16, torch.int64, *DTYPES)),
+]
+
+
+@pytest.mark.parametrize("denominator", [2.5, *KINDS_OF_SEVEN])
 def test_denominator_replaces_the_count(backend, device, denominator):
+    """Whatever kind of number it is, on the CPU or the device, the loss keeps its own dtype."""
     student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
     mask = torch.tensor([1, 1, 0, 1], device=device)
     if isinstance(denominator, torch.Tensor):
+        on_cpu = soft_target_loss(
+            student, teacher, mask=mask, denominator=denominator.cpu(), backend=backend
+        )
         denominator = denominator.to(device)
+        same = soft_target_loss(
+            student, teacher, mask=mask, denominator=denominator, backend=backend
+        )
+        assert torch.equal(on_cpu, same)
     options = dict(mask=mask, backend=backend)
     total, total_grad = value_and_grad(
         soft_target_loss, student, teacher, reduction="sum", **options
@@ -220,8 +236,18 @@ def test_denominator_replaces_the_count(backend, device, denominator):
     value, grad = value_and_grad(
         soft_target_loss, student, teacher, denominator=denominator, **options
     )
+    assert value.dtype == torch.float32
     torch.testing.assert_close(value, total / float(denominator))
     torch.testing.assert_close(grad, total_grad / float(denominator))
+
+
+def test_denominator_of_a_double_loss():
+    student, teacher = make_logits(4, 9)
+    total = soft_target_loss(student, teacher, reduction="sum")
+    for denominator in KINDS_OF_SEVEN:
+        value = soft_target_loss(student, teacher, denominator=denominator)
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, total / 7, rtol=1e-14, atol=0)
 
 
 @divergences
@@ -306,6 +332,30 @@ def test_masked_vocabulary_is_left_out(backend, device, divergence):
     torch.testing.assert_close(full_value, value)
     torch.testing.assert_close(full_grad[:, kept], grad)
     assert (full_grad[:, gone] == 0).all()
+
+
+@pytest.mark.parametrize("impossible", ["student", "teacher"])
+def test_adaptive_kl_of_impossible_words_is_infinite(backend, device, impossible):
+    """One of the two KLs is infinite; their mean is, on whichever side the larger weight lies."""
+    inf = float("inf")
+    masked = torch.tensor([[0.0, 1.0, -inf], [3.0, 0.0, -inf], [0.0, -inf, 0.0]], device=device)
+    finite = torch.tensor([[0.0, 1.0, 0.0], [0.0, 3.0, 0.0], [5.0, 0.0, 0.0]], device=device)
+    pair = (masked, finite) if impossible == "student" else (finite, masked)
+    options = dict(divergence="adaptive_kl", reduction="none")
+    assert (soft_target_loss(*pair, backend=backend, **options) == inf).all()
+    assert (soft_target_loss_ref(*pair, **options) == inf).all()
+
+
+def test_adaptive_kl_of_weight_0_counts_nothing(backend, device):
+    """The head, the first word, has no gap: the infinite forward KL weighs 0."""
+    teacher = torch.tensor([[0.5, 0.25, 0.25]], device=device).log()
+    student = torch.tensor([[0.5, 0.5, 0.0]], device=device).log()
+    options = dict(divergence="adaptive_kl", backend=backend)
+    value, grad = value_and_grad(soft_target_loss, student, teacher, **options)
+    assert value.item() == pytest.approx(0.5 * math.log(2))
+    assert grad.isfinite().all()
+    reference = soft_target_loss_ref(student, teacher, divergence="adaptive_kl")
+    assert reference.item() == pytest.approx(value.item())
 
 
 def test_impossible_words_cost_infinity(backend, device):
@@ -418,6 +468,95 @@ def test_compiles_as_one_graph(backend, device, compiler, reduction):
     expected = value_and_grad(loss, student, teacher, mask=mask)
     actual = value_and_grad(lambda s, t: compiled(s, t, mask), student, teacher)
     torch.testing.assert_close(actual, expected)
+
+
+SIZES = [(4, 4), (5, 6), (17, 9), (16, 64), (64, 33), (33, 7)]  # rows, words
+
+
+def check_graphs(loss, calls):
+    """At most one graph for the first sizes and one for all others, right values in both."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=graphs)
+    for call in calls:
+        learnt = [x for x in call if isinstance(x, torch.Tensor) and x.requires_grad]
+        values = [function(*call) for function in (compiled, loss)]
+        actual, expected = ((v, *torch.autograd.grad(v.sum(), learnt)) for v in values)
+        torch.testing.assert_close(actual, expected)
+    assert graphs.frame_count <= 2
+
+
+@divergences
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sizes_stay_symbolic(backend, device, divergence, reduction, masked):
+    options = dict(divergence=divergence, reduction=reduction, backend=backend)
+    check_graphs(
+        lambda s, t, mask: soft_target_loss(s, t, mask=mask, **options),
+        (
+            (
+                *make_logits(rows, 2, words, dtype=torch.float32, device=device),
+                torch.ones(rows, 2, device=device) if masked else None,
+            )
+            for rows, words in SIZES
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_denominators_stay_symbolic(backend, device, kind):
+    """The number of items of a step is another one at every step."""
+    check_graphs(
+        lambda s, t, denominator: soft_target_loss(s, t, denominator=denominator, backend=backend),
+        (
+            (*make_logits(4, 7, dtype=torch.float32, device=device), kind(items))
+            for items in (3, 5, 8, 13)
+        ),
+    )
+
+
+def test_same_storage_on_both_sides(backend, device):
+    pair = torch.randn(2, 4, 6, device=device)
+    torch._dynamo.reset()
+    loss = functools.partial(soft_target_loss, backend=backend)
+    for compiled in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        assert compiled(pair[0], pair[0]).item() == pytest.approx(0, abs=1e-7)
+        student = pair[0].clone().requires_grad_()
+        assert compiled(student, student.detach()).item() == pytest.approx(0, abs=1e-7)
+        expected = soft_target_loss_ref(pair[0].clone(), pair[1].clone())
+        torch.testing.assert_close(compiled(pair[0], pair[1]), expected)
+
+
+@divergences
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_teacher_made_in_inference_mode(backend, device, divergence, reduction):
+    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
+    mask = torch.tensor([1, 0, 1], device=device, dtype=torch.bool)
+    options = dict(divergence=divergence, reduction=reduction, backend=backend)
+    upstream = torch.ones(3, device=device) if reduction == "none" else None
+    expected = value_and_grad(
+        soft_target_loss, student, teacher, upstream=upstream, mask=mask, **options
+    )
+    with torch.inference_mode():
+        teacher, mask = teacher.clone(), mask.clone()
+    actual = value_and_grad(
+        soft_target_loss, student, teacher, upstream=upstream, mask=mask, **options
+    )
+    assert all(map(torch.equal, actual, expected))
+
+
+@divergences
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_meta_device_has_shapes(divergence, reduction):
+    student, teacher = torch.empty(2, 2, 3, 9, device="meta")
+    mask = torch.empty(2, 3, device="meta")
+    options = dict(divergence=divergence, reduction=reduction, mask=mask)
+    loss = soft_target_loss(student.requires_grad_(), teacher, **options)
+    assert loss.shape == ((2, 3) if reduction == "none" else ())
+    loss.sum().backward()
+    assert student.grad.shape == student.shape
+    with pytest.raises(ValueError, match="student is on meta"):
+        soft_target_loss(student, teacher, backend="triton", **options)
 
 
 def test_autocast_changes_nothing(backend, device):
@@ -544,6 +683,106 @@ def test_linear_long_vocabulary(backend, device, divergence):
     check_linear(heads, backend, divergence=divergence, temperature=2.0)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_linear_sizes_stay_symbolic(backend, device, reduction, masked):
+    options = dict(reduction=reduction, backend=backend)
+    check_graphs(
+        lambda h_s, w_s, h_t, w_t, mask: linear_soft_target_loss(
+            h_s, w_s, h_t, w_t, mask=mask, **options
+        ),
+        (
+            (
+                *make_heads(rows, 2, vocabulary=words, dtype=torch.float32, device=device),
+                torch.ones(rows, 2, device=device) if masked else None,
+            )
+            for rows, words in SIZES
+        ),
+    )
+
+
+def test_linear_chunks_are_no_graphs_of_their_own(backend, device, monkeypatch):
+    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (33, 33))
+    check_graphs(
+        functools.partial(linear_soft_target_loss, backend=backend),
+        (make_heads(rows, dtype=torch.float32, device=device) for rows in (4, 7, 11, 16)),
+    )
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_linear_shared_head_compiled(backend, device, reduction):
+    """A frozen head is the same tensor twice, a learnt one the same storage."""
+    h_s, h_t = torch.randn(2, 4, 6, device=device)
+    head = torch.randn(11, 6, device=device)
+    loss = functools.partial(linear_soft_target_loss, reduction=reduction, backend=backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = linear_soft_target_loss_ref(h_s, head, h_t, head, reduction=reduction)
+    h_s.requires_grad_()
+    torch.testing.assert_close(compiled(h_s, head, h_t, head), expected)
+    learnt = head.clone().requires_grad_()
+    value = compiled(h_s, learnt, h_t, learnt.detach())
+    torch.testing.assert_close(value, expected)
+    assert torch.autograd.grad(value.sum(), learnt)[0].isfinite().all()
+    torch.testing.assert_close(
+        compiled(h_t, learnt, h_t, head), torch.zeros_like(expected), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_linear_teacher_made_in_inference_mode(backend, device, reduction):
+    heads = make_heads(4, dtype=torch.float32, device=device)
+    mask = torch.tensor([1, 0, 1, 1], device=device, dtype=torch.bool)
+    options = dict(reduction=reduction, backend=backend)
+    expected = linear_value_and_grads(linear_soft_target_loss, heads, mask=mask, **options)
+    with torch.inference_mode():
+        made, mask = [x.clone() for x in heads[2:]], mask.clone()
+    learned = [x.detach().clone().requires_grad_() for x in heads[:2]]
+    value = linear_soft_target_loss(*learned, *made, mask=mask, **options)
+    grads = torch.autograd.grad(value, learned, torch.full_like(value, 3.0))
+    assert all(map(torch.equal, (value, *grads), expected))
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_linear_heads_wider_than_the_states(backend, device, reduction):
+    """Under autocast the states are bfloat16 and the weights stay float32."""
+    wide = make_heads(6, dtype=torch.float32, device=device)
+    h_s, h_t = wide[0].bfloat16(), wide[2].bfloat16()
+    upstream = torch.rand(6, device=device) if reduction == "none" else None
+    options = dict(reduction=reduction, upstream=upstream)
+    exact = linear_value_and_grads(
+        linear_soft_target_loss_ref,
+        [x.double() for x in (h_s, wide[1], h_t, wide[3])],
+        **options,
+    )
+    for teacher_weight in (wide[3], wide[3].bfloat16()):
+        heads = h_s, wide[1], h_t, teacher_weight
+        value, dh, dw = linear_value_and_grads(
+            linear_soft_target_loss, heads, backend=backend, **options
+        )
+        assert (dh.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+        if teacher_weight.dtype == torch.float32:
+            assert_accurate(value, exact[0], torch.float32)
+            assert_accurate(dh, exact[1], torch.bfloat16)
+            assert_accurate(dw, exact[2], torch.float32)
+        else:
+            torch.testing.assert_close(value.double(), exact[0], rtol=3e-2, atol=3e-2)
+
+
+def test_linear_without_features(backend, device):
+    """All logits are 0, so the student's distribution is uniform."""
+    h_s, w_s = torch.empty(3, 0, device=device), torch.empty(5, 0, device=device)
+    h_t, w_t = torch.randn(3, 2, device=device), torch.randn(5, 2, device=device)
+    value = linear_soft_target_loss(h_s, w_s, h_t, w_t, backend=backend)
+    torch.testing.assert_close(value, linear_soft_target_loss_ref(h_s, w_s, h_t, w_t))
+
+
+def test_linear_on_the_meta_device():
+    heads = [x.detach().to("meta") for x in make_heads(2, 3)]
+    for reduction, shape in (("batchmean", ()), ("none", (2, 3))):
+        assert linear_soft_target_loss(*heads, reduction=reduction).shape == shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_linear_dtypes(backend, device, dtype):
     check_linear(make_heads(30, dtype=dtype, device=device), backend)
@@ -662,6 +901,10 @@ def test_linear_bad_inputs():
         (dict(reduction="batch_mean"), ValueError, "did you mean 'batchmean'"),
         (dict(reduction="sum", denominator=3), ValueError, "denominator needs reduction"),
         (dict(denominator=0), ValueError, "denominator must be greater than 0"),
+        (dict(denominator=torch.tensor(0)), ValueError, "denominator must be greater than 0"),
+        (dict(denominator=torch.tensor(True)), TypeError, "denominator must be a real number"),
+        (dict(denominator=torch.tensor(1j)), TypeError, "denominator must be a real number"),
+        (dict(denominator=torch.ones((), device="meta")), ValueError, "denominator is on meta"),
         (dict(denominator=torch.ones(2)), ValueError, "0-d tensor"),
         (dict(mask=torch.ones(2)), ValueError, "mask must have shape"),
         (dict(mask=torch.full((3,), 2)), ValueError, "only 0 .* and 1"),
