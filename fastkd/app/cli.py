@@ -1,19 +1,18 @@
 """The `fastkd` command. Each command imports what it needs when it runs."""
 
 import contextlib
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastkd._extras import MissingExtra, require
-from fastkd.app.errors import InputError, Interrupted, TrainingFailed
+from fastkd.app.display import new_console
+from fastkd.app.errors import InputError, Interrupted, RunFailed
 from fastkd.app.options import command
 from fastkd.app.settings import Settings
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
-Console: Any = require("rich.console", "train").Console
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
 
@@ -55,18 +54,15 @@ def one_sentence() -> Iterator[None]:
     except InputError as error:
         _fail(str(error), 2)
     except Interrupted as error:
-        _fail(f"stopped after step {error}, which is saved; --resume continues from it", 130)
-    except TrainingFailed as error:
+        _fail(str(error), error.code)
+    except (RunFailed, MissingExtra) as error:
         _fail(str(error), 1)
-    except MissingExtra as error:
-        _fail(str(error), 1)
-    except KeyboardInterrupt:
-        _fail("stopped; a student saved before is intact, --resume continues the run", 130)
+    except KeyboardInterrupt as error:
+        message = "stopped; what was saved before is intact, --resume continues a run"
+        _fail(message, getattr(error, "code", 130))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
         where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror}{where}; a student saved before is intact", 1)
+        _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
 
 
 def _fail(message: str, code: int) -> None:
@@ -96,7 +92,7 @@ def distill(settings: Settings) -> None:
     _require_training()
     from fastkd.app import run
 
-    console = Console()
+    console = new_console()
     run.show(run.distill(settings, console), settings.out, console)
 
 
@@ -115,7 +111,7 @@ def demo(
     require("matplotlib", "train")
     from fastkd.app.demo import run_demo
 
-    run_demo(out, Console(), steps=steps, seed=seed, device=device, fast=fast)
+    run_demo(out, new_console(), steps=steps, seed=seed, device=device, fast=fast)
 
 
 @app.command()
@@ -123,7 +119,7 @@ def doctor() -> None:
     """Say what is installed, which backends run and why not, and check them."""
     from fastkd.app.doctor import examine
 
-    if not examine(Console()):
+    if not examine(new_console()):
         raise typer.Exit(1)
 
 
@@ -182,7 +178,7 @@ def analyze(
     require("transformers", "train")
     require("matplotlib", "train")
     from fastkd.app import analyze as report
-    from fastkd.app.loop import choose_device
+    from fastkd.app.plan import choose_device
 
     if (text is None) == (task is None):
         raise InputError("give either --text FILE or --task NAME")
@@ -192,7 +188,7 @@ def analyze(
     loaded, tokenizer = report.load_model(model, choose_device(device, "fp32"))
     second = None if pairs is None else pairs[:rows]
     batches = report.batches_of(tokenizer, texts[:rows], second, batch_size, max_length)
-    console = Console()
+    console = new_console()
     result = report.analyze(loaded, batches, out, model, variance)
     console.print(report.table(result), highlight=False)
     console.print(f"{out}/layers.json, svcca.png, cka.png", highlight=False)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from fastkd._extras import require
@@ -437,30 +436,3 @@ class Encoded(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         item = {name: values[index] for name, values in self.inputs.items()}
         return {**item, "labels": self.labels[index]}
-
-
-def evaluate(metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The named scores of ``logits`` (rows, classes), or (rows, 1) for regression."""
-    scorers = require("sklearn.metrics", "train")
-    stats = require("scipy.stats", "train")
-    if not np.isfinite(logits).all():
-        return dict.fromkeys(metrics, float("nan"))
-    classes = logits.shape[-1]
-    predictions = logits[:, 0] if classes == 1 else logits.argmax(-1)
-
-    def correlation(function: Any) -> float:
-        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
-            return 0.0
-        return function(predictions, labels)[0]
-
-    compute = {
-        "accuracy": lambda: (predictions == labels).mean(),
-        "mcc": lambda: scorers.matthews_corrcoef(labels, predictions),
-        "f1": lambda: scorers.f1_score(
-            labels, predictions, average="binary" if classes == 2 else "macro", zero_division=0.0
-        ),
-        "pearson": lambda: correlation(stats.pearsonr),
-        "spearman": lambda: correlation(stats.spearmanr),
-        "mse": lambda: ((predictions - labels) ** 2).mean(),
-    }
-    return {name: float(compute[name]()) for name in metrics}

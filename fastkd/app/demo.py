@@ -29,12 +29,13 @@ import fastkd
 from fastkd._extras import MissingExtra
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
+from fastkd.app.display import Display, format_scores
 from fastkd.app.docstrings import load_docstrings
 from fastkd.app.errors import InputError
-from fastkd.app.loop import Display, Plan, choose_device, format_scores
 from fastkd.app.models import count
+from fastkd.app.plan import Plan, choose_device
 from fastkd.app.run import Run, be_quiet, save_model
-from fastkd.app.saving import write_json
+from fastkd.app.saving import locked, write_json
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import METHODS
@@ -114,12 +115,11 @@ def run_demo(
         size = dataclasses.replace(size, student_steps=steps)
     chosen = choose_device(device, "fp32")
     teacher = teacher or teacher_path()
-    out.mkdir(parents=True, exist_ok=True)
-    with Display(console) as display:
+    with locked(out), Display(console) as display:
         demo = Demo(out, display, size, seed, chosen, teacher)
         report = demo.run()
-    report["seconds"] = time.perf_counter() - began
-    write_json(out / "demo.json", report)
+        report["seconds"] = time.perf_counter() - began
+        write_json(out / "demo.json", report)
     _show(report, out, console)
     return report
 
@@ -199,7 +199,7 @@ class Demo:
         plan = dataclasses.replace(
             work.plan, max_steps=size.teacher_steps, learning_rate=size.teacher_learning_rate
         )
-        history = work.finetune(plan, evaluate_every=self.every(size.teacher_steps))
+        history = work.finetune(plan, every=self.every(size.teacher_steps))
         return _row(history, work.teacher)
 
     def distil(self, name: str) -> tuple[dict[str, Any], PreTrainedModel]:
@@ -213,10 +213,10 @@ class Demo:
         self.display.say(f"{title}: {size.student_steps} steps of {size.batch_size} docstrings")
         every = self.every(size.student_steps)
         if name == LABELS_ONLY:
-            history = work.train_alone(student, title, evaluate_every=every)
+            history = work.train_alone(student, title, every=every)
         else:
             distiller = Distiller(work.teacher, student, METHODS[name]())
-            history = work.distil(distiller, title, evaluate_every=every)
+            history = work.distil(distiller, title, every=every)
         return _row(history, student), student
 
     def every(self, steps: int) -> int:

@@ -18,8 +18,28 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Interrupted(Exception):
-    """Ctrl-C: training stopped after a complete checkpoint."""
+    """A signal: training stopped after a complete checkpoint."""
+
+    def __init__(self, step: int, signum: int):
+        super().__init__(f"stopped after step {step}, which is saved; --resume continues from it")
+        self.code = 128 + signum
 
 
-class TrainingFailed(RuntimeError):
-    """Training can't go on; what was saved before is intact."""
+class Stopped(KeyboardInterrupt):
+    """A signal outside training, or a second one within: stop at once."""
+
+    def __init__(self, signum: int):
+        super().__init__(signum)
+        self.code = 128 + signum
+
+
+class RunFailed(RuntimeError):
+    """The command can't go on; what was saved before is intact."""
+
+
+class TrainingFailed(RunFailed):
+    """Training can't go on."""
+
+
+class SaveFailed(RunFailed):
+    """A file can't be written."""

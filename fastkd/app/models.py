@@ -190,6 +190,11 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
         raise InputError(f"--method {name}: {error}") from error
 
 
+def num_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
 def count(model: nn.Module) -> int:
     """Number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,10 +1,6 @@
 """The job behind `fastkd distill`: check everything, fine-tune the teacher, train the student.
 
-What lands in the output directory:
-    student/       the best student so far, its tokenizer, and fastkd.json
-    teacher/       the fine-tuned teacher (with --finetune-teacher)
-    checkpoints/   what --resume continues from; removed when the run is complete
-    settings.json  the options the run was started with
+What lands in the output directory is told in `fastkd.app.output`.
 """
 
 import dataclasses
@@ -26,8 +22,9 @@ from transformers.utils import logging as transformers_logging
 import fastkd
 from fastkd.app import data
 from fastkd.app.data import Corpus, Encoded
+from fastkd.app.display import Display, format_scores
 from fastkd.app.errors import InputError
-from fastkd.app.loop import Display, Plan, choose_device, format_scores, predict, train
+from fastkd.app.loop import Checkpoints, Watch, stopping_at_once, train
 from fastkd.app.models import (
     check_length,
     count,
@@ -35,14 +32,24 @@ from fastkd.app.models import (
     load_tokenizer,
     make_method,
     make_student,
+    num_bytes,
 )
-from fastkd.app.options import as_json
-from fastkd.app.saving import read_json, recover_directory, replace_directory, write_json
+from fastkd.app.output import Output, corpus_fingerprints, fingerprint, model_fingerprint
+from fastkd.app.plan import Plan, choose_device
+from fastkd.app.saving import (
+    MARKER,
+    damage,
+    locked,
+    read_json,
+    remove_tree,
+    replace_directory,
+    reseal,
+    saving,
+)
+from fastkd.app.score import evaluate, predict
 from fastkd.app.settings import Settings
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.trainer import DistillationTrainer
-
-REPORT = "fastkd.json"
 
 
 class Run:
@@ -74,14 +81,12 @@ class Run:
         """Every metric of ``model`` on every set of evaluation rows."""
         scores = {}
         for suffix, rows in self.eval_rows.items():
-            found = data.evaluate(
-                self.corpus.metrics, *predict(model, rows, self.collate, self.plan)
-            )
+            found = evaluate(self.corpus.metrics, *predict(model, rows, self.collate, self.plan))
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
 
     def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
-        """Train the teacher on the task, in place; see `loop.train` for ``watch``."""
+        """Train the teacher on the task, in place; ``watch`` are fields of `loop.Watch`."""
         self.teacher.requires_grad_(True).train()
         return self.train_alone(self.teacher, "teacher", plan, **watch)
 
@@ -93,7 +98,7 @@ class Run:
         return self._train(trainer, model, plan or self.plan, title, **watch)
 
     def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
-        """Train the student; see `loop.train` for ``watch``."""
+        """Train the student; ``watch`` are fields of `loop.Watch`."""
         trainer = functools.partial(DistillationTrainer, model=distiller.to(self.device))
         return self._train(trainer, distiller.student, self.plan, title, **watch)
 
@@ -112,9 +117,7 @@ class Run:
             plan,
             self.display,
             title,
-            evaluate=lambda: self.score(model),
-            main=self.corpus.metrics[0],
-            **watch,
+            Watch(lambda: self.score(model), self.corpus.metrics[0], **watch),
         )
 
 
@@ -128,31 +131,50 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
     be_quiet()
     plan = _plan(settings)
     make_method(settings.method, settings.options)
-    done = _check_out(settings)
-    if done is not None:
-        console.print(f"{settings.out}: this run is already complete")
-        return done
-    corpus = data.load(settings)
-    tokenizer = load_tokenizer(settings)
-    name = _teacher_name(settings)
-    teacher, corpus = load_teacher(settings, name, corpus, tokenizer)
-    with Display(console) as display:
-        run = Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
-        _assemble(settings, run)  # a mistake shows now, not after the teacher's fine-tuning
-        settings.out.mkdir(parents=True, exist_ok=True)
-        write_json(settings.out / "settings.json", as_json(settings))
-        display.say(
-            f"{len(run.train_rows)} training rows, "
-            f"{sum(map(len, run.eval_rows.values()))} to evaluate on, device {run.device}"
-        )
-        nn.Module.to(teacher, run.device)
+    with stopping_at_once(), locked(settings.out), Display(console, settings.log_json) as display:
+        out = Output(settings)
+        corpus = data.load(settings)
+        if out.done is not None:
+            out.begin(corpus_fingerprints(corpus))
+            display.say(f"{settings.out}: this run is already complete")
+            return out.done
+        run = _load(settings, out, corpus, plan, display)
         if settings.finetune_teacher:
-            _finetune(settings, run)
-        report = _distil(settings, run)
-    report["seconds"]["total"] = time.perf_counter() - started
-    write_json(settings.out / "student" / REPORT, report)
-    shutil.rmtree(settings.out / "checkpoints", ignore_errors=True)
+            _finetune(settings, out, run)
+        report = _distil(settings, out, run)
+        report["seconds"]["total"] = time.perf_counter() - started
+        with saving(settings.out):
+            reseal(out.student, report)
+            out.finish()
+        display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
+
+
+def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display) -> Run:
+    """Everything loaded, checked and fitted together, and the output directory begun."""
+    tokenizer = load_tokenizer(settings)
+    finetuned = bool(settings.finetune_teacher) and _is_complete(out.teacher)
+    name = str(out.teacher) if finetuned else settings.teacher
+    teacher, corpus = load_teacher(settings, name, corpus, tokenizer)
+    prints = corpus_fingerprints(corpus)
+    if not finetuned:
+        prints["teacher weights"] = model_fingerprint(teacher)
+    run = Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
+    prints["tokens (tokenizer)"] = fingerprint(
+        repr(ids).encode() for ids in run.train_rows.inputs["input_ids"]
+    )
+    # A mistake shows now, not after the teacher's fine-tuning.
+    student = cast(PreTrainedModel, _assemble(settings, run).student)
+    if settings.student is not None:
+        prints["student weights"] = model_fingerprint(student)
+    out.check_room(num_bytes(teacher), num_bytes(student))
+    out.begin(prints)
+    display.say(
+        f"{len(run.train_rows)} training rows, "
+        f"{sum(map(len, run.eval_rows.values()))} to evaluate on, device {run.device}"
+    )
+    nn.Module.to(teacher, run.device)
+    return run
 
 
 def be_quiet() -> None:
@@ -185,32 +207,28 @@ def _assemble(settings: Settings, run: Run) -> Distiller:
         raise InputError(f"--method {settings.method} with this student: {error}") from error
 
 
-def _finetune(settings: Settings, run: Run) -> None:
-    """Fine-tune the teacher to its best evaluation, saved under OUT/teacher."""
-    saved, teacher = settings.out / "teacher", run.teacher
-    if settings.resume and _complete_report(saved, settings):
+def _finetune(settings: Settings, out: Output, run: Run) -> None:
+    """Fine-tune the teacher to its best evaluation, saved as OUT/teacher."""
+    if _is_complete(out.teacher):
         return
-    report: dict[str, Any] = {"complete": False, "settings": as_json(settings)}
     history = run.finetune(
         dataclasses.replace(
             run.plan,
             epochs=settings.finetune_teacher,
             learning_rate=settings.teacher_learning_rate,
         ),
-        keep=lambda entry, history: save_model(
-            saved, teacher, run.tokenizer, {**report, "best": entry, "history": history}
-        ),
-        checkpoints=settings.out / "teacher-checkpoints",
-        resume=settings.resume,
-        checkpoint_every=settings.checkpoint_every,
+        **_watch(settings, out, run, out.teacher, run.teacher, {}),
     )
-    teacher.load_state_dict(type(teacher).from_pretrained(saved).state_dict())
-    write_json(saved / REPORT, {**report, "complete": True, "history": history})
-    shutil.rmtree(settings.out / "teacher-checkpoints", ignore_errors=True)
+    best = type(run.teacher).from_pretrained(out.teacher)
+    run.teacher.load_state_dict(best.state_dict())
+    report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
+    with saving(out.teacher):
+        reseal(out.teacher, report)
+        remove_tree(out.work / "teacher-checkpoints")
 
 
-def _distil(settings: Settings, run: Run) -> dict[str, Any]:
-    """Train the student, its best state saved under OUT/student; the report of the whole run."""
+def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
+    """Train the student, its best state saved as OUT/student; the report of the whole run."""
     teacher_scores = run.score(run.teacher)
     run.display.say(f"teacher:  {format_scores(teacher_scores)}")
     distiller = _assemble(settings, run)
@@ -218,34 +236,53 @@ def _distil(settings: Settings, run: Run) -> dict[str, Any]:
     report: dict[str, Any] = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
-        "complete": False,
-        "settings": as_json(settings),
         "rows": {"train": len(run.train_rows), "eval": sum(map(len, run.eval_rows.values()))},
         "parameters": {"teacher": count(run.teacher), "student": count(student)},
         "teacher": teacher_scores,
     }
+    watch = _watch(settings, out, run, out.student, student, report)
+    history = run.distil(distiller, settings.method, **watch)
+    # What the saved student says of itself: that is what people get.
+    return {
+        **read_json(out.student / MARKER),
+        "complete": True,
+        "history": history,
+        "seconds": {"training": history[-1]["seconds"]},
+    }
+
+
+def _watch(
+    settings: Settings,
+    out: Output,
+    run: Run,
+    target: Path,
+    model: PreTrainedModel,
+    report: dict[str, Any],
+) -> dict[str, Any]:
+    """Keep the best ``model`` under ``target``, and checkpoints beside it."""
+    directory = target.with_name(
+        "checkpoints" if target == out.student else f"{target.name}-checkpoints"
+    )
+    why = damage(target) if target.exists() else None
+    if why:
+        run.display.say(f"{target} is damaged ({why}); its training starts again")
+        for lost in (target, directory):
+            shutil.rmtree(lost, ignore_errors=True)
 
     def keep(entry: dict[str, Any], history: list[dict]) -> None:
-        report.update(student=entry["scores"], best=entry, history=history)
-        save_model(settings.out / "student", student, run.tokenizer, report)
+        found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
+        save_model(target, model, run.tokenizer, {**out.identity, **report, **found})
 
-    history = run.distil(
-        distiller,
-        settings.method,
-        keep=keep,
-        checkpoints=settings.out / "checkpoints",
-        resume=settings.resume,
-        checkpoint_every=settings.checkpoint_every,
+    checkpoints = Checkpoints(
+        directory, {"run": out.identity["run"]}, settings.checkpoint_every, settings.resume
     )
-    best = [entry for entry in history if entry["best"]][-1]
-    report.update(
-        complete=True,
-        student=best["scores"],
-        best=best,
-        history=history,
-        seconds={"training": history[-1]["seconds"]},
-    )
-    return report
+    return {"keep": keep, "checkpoints": checkpoints}
+
+
+def _is_complete(directory: Path) -> bool:
+    """Whether a finished, sound model of this run lies there."""
+    report = read_json(directory / MARKER)
+    return bool(report and report.get("complete")) and damage(directory) is None
 
 
 def show(report: dict[str, Any], out: Path, console: Console) -> None:
@@ -273,63 +310,9 @@ def save_model(
 ) -> None:
     """Save model, tokenizer and report under ``target``, all or nothing."""
 
-    def write(directory: Path) -> None:
+    def write(directory: Path) -> dict[str, Any]:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        write_json(directory / REPORT, report)
+        return report
 
     replace_directory(target, write)
-
-
-def _check_out(settings: Settings) -> dict[str, Any] | None:
-    """Heal what an interruption left; refuse to replace a student unasked.
-
-    Returns the report if the run to resume is already complete.
-    """
-    out = settings.out
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out}: there is a file of that name")
-    if not out.exists():
-        return None
-    for name in ("student", "teacher"):
-        recover_directory(out / name)
-    if settings.resume:
-        _check_unchanged(read_json(out / "settings.json"), settings)
-        return _complete_report(out / "student", settings)
-    if (out / "student").exists() and not settings.overwrite:
-        raise InputError(
-            f"--out {out} already holds a student; pass --resume to continue that run, "
-            "--overwrite to replace it once a better one is complete, or another --out"
-        )
-    for leftover in ("checkpoints", "teacher-checkpoints"):
-        shutil.rmtree(out / leftover, ignore_errors=True)
-    return None
-
-
-def _check_unchanged(before: dict[str, Any] | None, settings: Settings) -> None:
-    if before is None:
-        return
-    now = as_json(settings)
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise InputError(
-                f"--resume: the run in {settings.out} was started with {name} = "
-                f"{before.get(name)!r}, now it is {value!r}; give the same options, or another "
-                "--out"
-            )
-
-
-def _teacher_name(settings: Settings) -> str:
-    """The fine-tuned teacher if an earlier part of this run has finished it, else the given one."""
-    finished = settings.out / "teacher"
-    if settings.resume and settings.finetune_teacher and _complete_report(finished, settings):
-        return str(finished)
-    return settings.teacher
-
-
-def _complete_report(directory: Path, settings: Settings) -> dict[str, Any] | None:
-    """The report of a finished model in ``directory``, if these settings made it."""
-    report = read_json(directory / REPORT)
-    if report is None or not report["complete"] or report["settings"] != as_json(settings):
-        return None
-    return report

@@ -108,6 +108,12 @@ class Settings(Source):
         least=1,
         saved=False,
     )
+    log_json: Path | None = option(
+        None,
+        "File that gets the progress as lines of JSON, for other programs.",
+        panel=RUN,
+        saved=False,
+    )
     resume: bool = option(
         False, "Continue an interrupted run; give the same options.", panel=RUN, saved=False
     )
@@ -119,3 +125,5 @@ class Settings(Source):
         super().__post_init__()
         if self.student is not None and self.student_layers is not None:
             raise InputError("--student and --student-layers exclude each other")
+        if self.resume and self.overwrite:
+            raise InputError("--resume and --overwrite exclude each other")

@@ -5,14 +5,17 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     GPT2Config,
@@ -21,9 +24,16 @@ from transformers import (
 from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra, require
-from fastkd.app import loop, options, run
+from fastkd.app import loop, options, saving
 from fastkd.app.cli import app
-from fastkd.app.saving import full_disk_is_oserror, recover_directory, replace_directory
+from fastkd.app.errors import InputError
+from fastkd.app.saving import (
+    MARKER,
+    damage,
+    read_json,
+    recover_directory,
+    replace_directory,
+)
 from fastkd.distill import METHODS
 from tests.tiny import make_teacher, write_tsv
 
@@ -75,6 +85,10 @@ def weights_of(out):
     return load_file(out / "student" / "model.safetensors")
 
 
+def visible(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
 def same_weights(a, b):
     a, b = weights_of(a), weights_of(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -98,7 +112,7 @@ def test_every_method_trains_and_saves(distill, tmp_path, method):
     assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
     tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
     assert len(tokens["input_ids"]) == 4
-    assert not (out / "checkpoints").exists()
+    assert [path.name for path in out.iterdir()] == ["student"]
 
 
 def test_saved_student_scores_what_the_report_says(distill, tmp_path, files):
@@ -274,6 +288,102 @@ def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
     assert report_of(tmp_path / "out")["settings"]["seed"] == 2
 
 
+def test_a_plain_run_never_touches_unfinished_work(distill, tmp_path, monkeypatch):
+    options = {"finetune_teacher": 1, "epochs": 2}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        distill(expect=130, **options)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    error = distill(expect=2, **options)
+    assert "unfinished run" in error and "--resume" in error and "--overwrite" in error
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    distill("--resume", **options)
+    assert visible(tmp_path / "out") == ["student", "teacher"]
+
+
+def test_only_own_files_are_deleted(distill, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    for name in ("checkpoints", "teacher-checkpoints"):
+        (out / name).mkdir(parents=True)
+        (out / name / "mine.txt").write_text("mine")
+    distill()
+    distill("--overwrite")
+    distill("--resume")
+    assert (out / "checkpoints" / "mine.txt").exists()
+    assert (out / "teacher-checkpoints" / "mine.txt").exists()
+
+    (out / "student" / "notes.txt").write_text("mine")
+    error = distill("--overwrite", expect=2)
+    assert "student holds notes.txt" in error and "move it away" in error
+    (out / "student" / "notes.txt").unlink()
+    # Put there while the new run trains.
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, lambda: (out / "student" / "notes.txt").write_text("mine"))
+        distill("--overwrite")
+    assert (out / "student.old" / "notes.txt").read_text() == "mine"
+
+    (tmp_path / "new" / "unfinished").mkdir(parents=True)
+    (tmp_path / "new" / "unfinished" / "mine.txt").write_text("mine")
+    for flag in ("--resume", "--overwrite", "--no-header"):
+        assert "is not fastkd's" in distill(flag, out=tmp_path / "new", expect=2)
+    (tmp_path / "other" / "student").mkdir(parents=True)
+    (tmp_path / "other" / "student" / "model.safetensors").write_text("mine")
+    assert "fastkd did not write" in distill("--overwrite", out=tmp_path / "other", expect=2)
+
+
+def test_overwrite_keeps_the_old_student_until_the_new_one_is_complete(
+    distill, tmp_path, monkeypatch
+):
+    distill(seed=1)
+    before = weights_of(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        distill("--overwrite", seed=2, epochs=2, expect=130)
+    assert read_json(tmp_path / "out" / "unfinished" / "student" / MARKER)["best"]["step"] == 5
+    after = weights_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert damage(tmp_path / "out" / "student") is None
+    distill("--resume", seed=2, epochs=2)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+
+
+def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
+    seen = []
+
+    def second():
+        seen.append(distill("--overwrite", expect=2))
+
+    stop_at(monkeypatch, 3, second)
+    distill()
+    assert f"is in use by process {os.getpid()}" in seen[0]
+    assert report_of(tmp_path / "out")["complete"]
+    assert visible(tmp_path / "out") == ["student"]
+
+
+def test_the_lock_goes_with_its_process(tmp_path):
+    code = "import sys, time; from pathlib import Path; from fastkd.app.saving import locked\n"
+    code += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(InputError, match=f"in use by process {holder.pid} on"):
+        saving.locked(tmp_path / "out").__enter__()
+    holder.kill()
+    holder.wait()
+    with saving.locked(tmp_path / "out"):
+        pass
+    assert visible(tmp_path / "out") == []
+
+
+def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=50_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    error = distill(expect=2)
+    assert "--out" in error and "this run writes up to" in error
+    assert not (tmp_path / "out").exists()
+
+
 def stop_at(monkeypatch, step, how):
     """Let ``how()`` happen after training step ``step``."""
     original = loop.Watcher.on_step_end
@@ -294,6 +404,14 @@ def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hang_up():
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
 # 40 rows in batches of 8: 5 steps an epoch.
 @pytest.mark.parametrize(
     ("method", "step", "how", "every"),
@@ -302,6 +420,8 @@ def press_ctrl_c():
         ("lrkd", 8, crash, 3),
         ("lrc_bert", 7, press_ctrl_c, None),
         ("mc3kd", 5, press_ctrl_c, None),
+        ("knn", 8, terminate, None),
+        ("knn", 15, hang_up, None),
         ("fcd", 3, crash, None),
     ],
 )
@@ -312,13 +432,16 @@ def test_resuming_gives_the_uninterrupted_result(
     distill(out=tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
         stop_at(patch, step, how)
-        assert "--resume" in distill(expect=130, **options)
-    saved = [path.name for path in (tmp_path / "out" / "checkpoints").glob("checkpoint-*")]
+        code = {terminate: 143, hang_up: 129}.get(how, 130)
+        assert "--resume" in distill(expect=code, **options)
+    saved = [
+        path.name for path in (tmp_path / "out" / "unfinished" / "checkpoints").glob("checkpoint-*")
+    ]
     # Ctrl-C saves where it is; a crash leaves the last checkpoint.
-    expected = {(7, None): 5, (8, 3): 6, (5, None): 5, (3, None): None}[step, every]
-    if how is press_ctrl_c:
+    expected = {(7, None): 5, (8, 3): 6, (3, None): None}.get((step, every))
+    if how is not crash:
         expected = step
-    assert saved == ([] if expected is None else [f"checkpoint-{expected}"])
+    assert max(saved, default=None) == (None if expected is None else f"checkpoint-{expected}")
     distill("--resume", **options)
     assert same_weights(tmp_path / "out", tmp_path / "whole")
     resumed, whole = report_of(tmp_path / "out"), report_of(tmp_path / "whole")
@@ -328,21 +451,19 @@ def test_resuming_gives_the_uninterrupted_result(
 
 
 def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
-    write_json = run.write_json
+    distill(out=tmp_path / "whole")
 
-    def killed(path, content):
-        if content.get("complete"):
-            raise KeyboardInterrupt
-        write_json(path, content)
+    def killed(*args):
+        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "write_json", killed)
-        distill(expect=130)
-    student = weights_of(tmp_path / "out")
+    for place in ("fastkd.app.run.reseal", "fastkd.app.output.Output.finish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, killed)
+            distill("--resume", expect=130)
+        assert not (tmp_path / "out" / "student").exists()
     distill("--resume")
     assert report_of(tmp_path / "out")["complete"]
-    after = weights_of(tmp_path / "out")
-    assert all(torch.equal(student[name], after[name]) for name in student)
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
 
 
 def test_resuming_in_the_teachers_fine_tuning(distill, tmp_path, monkeypatch):
@@ -355,33 +476,132 @@ def test_resuming_in_the_teachers_fine_tuning(distill, tmp_path, monkeypatch):
     assert same_weights(tmp_path / "out", tmp_path / "whole")
 
 
-def test_a_cut_off_checkpoint_is_not_used(distill, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "method.pt",
+        "trainer_state.json", MARKER, "flip optimizer.pt", "flip model.safetensors", "cut off",
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    distill, tmp_path, monkeypatch, harm
+):
+    options = {"epochs": 3, "method": "lrkd"}
+    distill(out=tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 12, press_ctrl_c)
+        distill(expect=130, **options)
+    checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
+    assert visible(checkpoints) == ["checkpoint-10", "checkpoint-12"]
+    newest = checkpoints / "checkpoint-12"
+    if harm == "cut off":
+        newest = checkpoints / "checkpoint-13"
+        newest.mkdir()
+        (newest / "trainer_state.json").write_text('{"global_step":')
+    elif harm.startswith("flip"):
+        path = newest / harm.split()[1]
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        (newest / harm).unlink()
+    output = distill("--resume", **options)
+    assert f"{newest.name} can't be used: " in output and "the one before it" in output
+    if harm != "cut off":
+        assert harm.split()[-1] in output
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_damaged_best_student_is_trained_again(distill, tmp_path, monkeypatch):
+    options = {"epochs": 2, "method": "lrkd"}
+    distill(out=tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
         stop_at(patch, 7, press_ctrl_c)
-        distill(expect=130, epochs=2)
-    torn = tmp_path / "out" / "checkpoints" / "checkpoint-9"
-    torn.mkdir()
-    (torn / "trainer_state.json").write_text('{"global_step":')
-    distill("--resume", epochs=2)
-    assert report_of(tmp_path / "out")["complete"]
+        distill(expect=130, **options)
+    (tmp_path / "out" / "unfinished" / "student" / "model.safetensors").write_bytes(b"")
+    output = distill("--resume", **options)
+    assert "student is damaged" in output and "starts again" in output
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
 
 
-def test_a_full_disk_leaves_the_old_student(distill, tmp_path, monkeypatch):
+def test_resume_wants_the_same_data_models_and_settings(
+    distill, files, teacher, tmp_path, monkeypatch
+):
+    own = shutil.copytree(teacher, tmp_path / "own")
+    train = shutil.copy(files[0], tmp_path / "train.tsv")
+    options = {"epochs": 2, "teacher": own, "train": train}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        distill(expect=130, **options)
+    train.write_text(train.read_text().replace("film", "a film", 1))
+    assert "started with other training rows" in distill("--resume", expect=2, **options)
+    shutil.copy(files[0], train)
+    short = write_tsv(tmp_path / "dev.tsv", 18, seed=1)
+    error = distill("--resume", eval=short, expect=2, **options)
+    assert "eval" in error
+    shutil.rmtree(own)
+    make_teacher(own, initializer_range=0.1)
+    assert "started with other teacher weights" in distill("--resume", expect=2, **options)
+    shutil.rmtree(own)
+    shutil.copytree(teacher, own)
+    marker = tmp_path / "out" / "unfinished" / MARKER
+    content = marker.read_text()
+    marker.write_text(content[:50])
+    error = distill("--resume", expect=2, seed=5, **options)
+    assert f"{marker} is damaged" in error and "--overwrite" in error
+    marker.write_text(content)
+    distill("--resume", **options)
+    # A complete run, too.
+    train.write_text(train.read_text().replace("film", "a film", 1))
+    assert "started with other training rows" in distill("--resume", expect=2, **options)
+    shutil.copy(files[0], train)
+    assert "already complete" in distill("--resume", **options)
+    (tmp_path / "out" / "student" / "model.safetensors").unlink()
+    error = distill("--resume", expect=2, **options)
+    assert "its student is damaged (model.safetensors is missing)" in error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 64 vs 0"),
+        SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+    ],
+)
+@pytest.mark.parametrize("place", ["model", "optimizer", "marker"])
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
+    distill, tmp_path, monkeypatch, error, place
+):
     distill(seed=1)
     before = weights_of(tmp_path / "out")
 
-    def full(path, content):
-        if path.name == "fastkd.json":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(*args, **kwargs):
+        raise error
 
+    def room(path):
+        return shutil._ntuple_diskusage(2**30, 2**30, 0 if room.trained else 2**29)
+
+    room.trained = False
+    monkeypatch.setattr(shutil, "disk_usage", room)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "write_json", full)
-        error = distill("--overwrite", seed=2, expect=1)
-    assert "No space left on device" in error and "intact" in error
+        stop_at(patch, 5, lambda: setattr(room, "trained", True))
+        if place == "model":
+            patch.setattr(BertForSequenceClassification, "save_pretrained", full)
+        elif place == "optimizer":
+            patch.setattr(torch, "save", full)
+        else:
+            patch.setattr(saving, "seal", full)
+        message = distill("--overwrite", seed=2, expect=1)
+    assert "can't be saved: No space left on device" in message and "intact" in message
+    assert len(message.splitlines()) == 1
     after = weights_of(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert report_of(tmp_path / "out")["settings"]["seed"] == 1
-    assert sorted(path.name for path in (tmp_path / "out").glob("*student*")) == ["student"]
+    assert visible(tmp_path / "out") == ["student", "unfinished"]
+    distill("--resume", seed=2)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+    assert visible(tmp_path / "out") == ["student"]
 
 
 def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
@@ -391,22 +611,34 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
 
 def test_replacing_a_directory_is_all_or_nothing(tmp_path):
     target = tmp_path / "model"
-    replace_directory(target, lambda d: (d / "w").write_text("old"))
+
+    def writes(text):
+        def write(directory):
+            (directory / "w").write_text(text)
+            return {}
+
+        return write
 
     def cut_off(directory):
         (directory / "w").write_text("half")
         raise KeyboardInterrupt
 
+    replace_directory(target, writes("old"))
     with pytest.raises(KeyboardInterrupt):
         replace_directory(target, cut_off)
     assert (target / "w").read_text() == "old"
-    replace_directory(target, lambda d: (d / "w").write_text("new"))
-    assert (target / "w").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    replace_directory(target, writes("new"))
+    assert (target / "w").read_text() == "new" and damage(target) is None
+    assert visible(tmp_path) == ["model"]
     # Killed between the two renames: the old one comes back.
     target.rename(tmp_path / ".model.old")
     recover_directory(target)
     assert (target / "w").read_text() == "new"
+    # What somebody else has put into it meanwhile stays, in sight.
+    (target / "notes.txt").write_text("mine")
+    replace_directory(target, writes("newer"))
+    assert (target / "w").read_text() == "newer"
+    assert [path.name for path in (tmp_path / "model.old").iterdir()] == ["notes.txt"]
 
 
 def test_a_missing_extra_is_named():
@@ -425,16 +657,3 @@ def test_help_names_the_commands():
     output = CliRunner().invoke(app, ["--help"]).output
     for command in ("distill", "demo", "doctor"):
         assert command in output
-
-
-def test_a_full_disk_has_one_name(tmp_path, monkeypatch):
-    def save():
-        with full_disk_is_oserror(tmp_path):
-            raise RuntimeError("unexpected pos 122432 vs 122320")
-
-    with pytest.raises(RuntimeError, match="unexpected pos"):
-        save()
-    full = shutil.disk_usage(tmp_path)._replace(free=0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(OSError, match="No space left"):
-        save()

@@ -6,8 +6,9 @@ import datasets
 import numpy as np
 import pytest
 
-from fastkd.app.data import evaluate, load
+from fastkd.app.data import load
 from fastkd.app.errors import InputError
+from fastkd.app.score import evaluate
 from fastkd.app.settings import Source
 
 

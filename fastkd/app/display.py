@@ -1,0 +1,164 @@
+"""Progress for people (bars on a terminal, lines in a file) and for programs (JSON lines)."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from fastkd.app.errors import InputError
+
+# Seconds between two lines of a log file.
+LINE_EVERY = 10.0
+
+
+class Steadfast:
+    """A stream whose reader may go away (`| head`, a closed terminal): the work goes on."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                return self._stream.write(text)
+            except (OSError, ValueError):
+                self._gone = True
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._gone = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def new_console() -> Console:
+    """Standard output, which may be closed at any time."""
+    return Console(file=Steadfast(sys.stdout))  # type: ignore[arg-type]
+
+
+class Display:
+    """What a run says: lines, progress with the named loss terms, events for programs."""
+
+    def __init__(self, console: Console, log_json: Path | None = None):
+        self.console = console
+        self.progress = Progress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn(
+                "{task.fields[terms]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            console=console,
+            transient=True,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._log = None
+        if log_json is not None:
+            try:
+                log_json.parent.mkdir(parents=True, exist_ok=True)
+                self._log = log_json.open("a", encoding="utf-8")
+            except OSError as error:
+                reason = error.strerror
+                raise InputError(f"--log-json {log_json}: can't be written ({reason})") from None
+
+    def __enter__(self) -> "Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+        if self._log is not None:
+            self._log.close()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bars if there are any."""
+        self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def event(self, name: str, **values: Any) -> None:
+        """A line of JSON for --log-json."""
+        if self._log is not None:
+            line = json.dumps({"event": name, "time": round(time.time(), 3), **values})
+            try:
+                self._log.write(line + "\n")
+                self._log.flush()
+            except OSError as error:
+                self._log = None
+                self.say(f"--log-json: {error.strerror}; the run goes on without it")
+
+    def track(self, title: str) -> "Track":
+        """Progress of one training."""
+        return Track(self, title)
+
+
+class Track:
+    """One training's bar; in a log file a line every few seconds."""
+
+    def __init__(self, display: Display, title: str):
+        self.display, self.title = display, title
+        self.task = display.progress.add_task(title, total=None, terms="")
+        self.started = self.told = time.perf_counter()
+        self.first = self.total = 0
+
+    def start(self, step: int, total: int) -> None:
+        """Training begins at ``step`` of ``total``."""
+        self.started = self.told = time.perf_counter()
+        self.first, self.total = step, total
+        self.display.progress.update(self.task, total=total, completed=step)
+
+    def advance(self, step: int) -> None:
+        """Step number ``step`` is done."""
+        self.display.progress.update(self.task, completed=step)
+
+    def losses(self, step: int, losses: Mapping[str, float]) -> None:
+        """The losses at ``step``, as means since the last time."""
+        now = time.perf_counter()
+        rate = (step - self.first) / max(now - self.started, 1e-9)
+        left = (self.total - step) / rate if rate else 0.0
+        self.display.event(
+            "step",
+            title=self.title,
+            step=step,
+            steps=self.total,
+            losses=dict(losses),
+            steps_per_second=round(rate, 4),
+            seconds_left=round(left, 1),
+        )
+        terms = format_scores(losses)
+        self.display.progress.update(self.task, terms=terms)
+        if not self.display.console.is_terminal and now - self.told >= LINE_EVERY:
+            self.told = now
+            minutes, seconds = divmod(round(left), 60)
+            self.display.say(
+                f"{self.title}  step {step}/{self.total}  {terms}  {rate:.3g} steps/s  "
+                f"{minutes}:{seconds:02} left"
+            )
+
+    def stop(self) -> None:
+        """The training is over."""
+        self.display.progress.remove_task(self.task)
+
+
+def format_scores(values: Mapping[str, float]) -> str:
+    """`name 0.123` for every value."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

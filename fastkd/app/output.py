@@ -1,0 +1,212 @@
+"""The directory of --out: one run at a time, nothing replaced before its successor is complete.
+
+student/      the best student, complete
+teacher/      the fine-tuned teacher (with --finetune-teacher)
+unfinished/   a run in progress: its marker says which, --resume continues it
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkd.app.data import Corpus, Rows
+from fastkd.app.errors import InputError
+from fastkd.app.options import as_json
+from fastkd.app.saving import (
+    MARKER,
+    damage,
+    foreign,
+    free_bytes,
+    move_directory,
+    read_json,
+    recover_directory,
+    remove_tree,
+    saving,
+    write_json,
+)
+from fastkd.app.settings import Settings
+
+RESULTS = ("student", "teacher")
+
+
+class Output:
+    """What --out holds, and what may be done with it; only to be used under `saving.locked`.
+
+    Raises:
+        InputError: it holds what neither --resume continues nor --overwrite may replace.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings, self.path = settings, settings.out
+        self.work = self.path / "unfinished"
+        self.student, self.teacher = self.work / "student", self.work / "teacher"
+        self._heal()
+        self.marker = self._read_marker()
+        if settings.resume:
+            self._check_settings()
+        else:
+            self._refuse_or_clear()
+        complete = None if self.marker else read_json(self.path / "student" / MARKER)
+        #: The report of the complete run that --resume finds, if there is nothing to continue.
+        self.done: dict[str, Any] | None = complete if settings.resume else None
+
+    def _heal(self) -> None:
+        """Finish what a killed run was doing with its directories."""
+        for name in RESULTS:
+            for parent in (self.path, self.work):
+                recover_directory(parent / name)
+        marker = read_json(self.work / MARKER)
+        result = read_json(self.path / "student" / MARKER)
+        if marker and result and result.get("run") == marker["run"] and not self.student.exists():
+            self.finish()
+
+    def _read_marker(self) -> dict[str, Any] | None:
+        """The marker of an unfinished run, if there is one."""
+        if not self.work.exists():
+            return None
+        path = self.work / MARKER
+        marker = read_json(path)
+        if marker is None and not path.exists() and any(self.work.iterdir()):
+            raise InputError(
+                f"--out {self.path}: {self.work} is not fastkd's; give another --out, or move it"
+            )
+        if self.settings.resume and marker is None and path.exists():
+            raise InputError(
+                f"--resume: {path} is damaged, so nothing tells what the run was; "
+                "pass --overwrite to start again"
+            )
+        return marker if marker is not None or not path.exists() else {"settings": {}, "run": ""}
+
+    def _check_settings(self) -> None:
+        """Raise unless the run to resume, or the complete one, was started with these options."""
+        before = self.marker or read_json(self.path / "student" / MARKER)
+        if before is None and (self.path / "student").exists():
+            raise InputError(
+                f"--resume: {self.path / 'student'} has no readable {MARKER}; "
+                "move it away, or give another --out"
+            )
+        for name, value in as_json(self.settings).items() if before else ():
+            then = before["settings"].get(name)
+            if then != value:
+                raise InputError(
+                    f"--resume: the run in {self.path} was started with {name} = {then!r}, "
+                    f"now it is {value!r}; give the same options, or another --out"
+                )
+        why = damage(self.path / "student") if before and not self.marker else None
+        if why:
+            raise InputError(
+                f"--resume: the run in {self.path} is complete but its student is damaged ({why}); "
+                "pass --overwrite to train it again"
+            )
+
+    def _refuse_or_clear(self) -> None:
+        """Without --resume: refuse what would be lost, or with --overwrite clear the way."""
+        overwrite = self.settings.overwrite
+        if self.marker is not None and not overwrite:
+            raise InputError(
+                f"--out {self.path} holds an unfinished run; pass --resume to continue it, "
+                "--overwrite to start again, or another --out"
+            )
+        for name in RESULTS:
+            directory = self.path / name
+            if not directory.exists():
+                continue
+            if not overwrite:
+                raise InputError(
+                    f"--out {self.path} already holds a {name}; pass --resume to continue that "
+                    "run, --overwrite to replace it once a new one is complete, or another --out"
+                )
+            others = foreign(directory)
+            if others:
+                raise InputError(
+                    f"--overwrite: {directory} holds {others[0]}, which fastkd did not write; "
+                    "move it away, or give another --out"
+                )
+        if self.marker is not None:
+            remove_tree(self.work)
+            self.marker = None
+
+    def begin(self, prints: dict[str, str]) -> None:
+        """Start a run with these fingerprints, or check that the one to resume has them.
+
+        A fingerprint that can't be taken any more, such as that of a teacher that has since been
+        fine-tuned, is left out of ``prints``.
+        """
+        before = (self.marker or self.done or {}).get("fingerprints", {})
+        for name, value in prints.items():
+            if before and before.get(name) != value:
+                raise InputError(
+                    f"--resume: the run in {self.path} was started with other {name}; "
+                    "put them back, or give another --out"
+                )
+        if self.marker is None and self.done is None:
+            self.marker = {
+                "run": secrets.token_hex(8),
+                "settings": as_json(self.settings),
+                "fingerprints": prints,
+            }
+            with saving(self.work):
+                self.work.mkdir(parents=True, exist_ok=True)
+                write_json(self.work / MARKER, self.marker)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What every report and checkpoint of this run carries."""
+        assert self.marker is not None
+        return self.marker
+
+    def check_room(self, teacher: int, student: int) -> None:
+        """Raise if the disk can't hold what the run will write; sizes of the models in bytes."""
+        # A model, its successor, and three checkpoints of weights and two moments.
+        needed = 11 * student
+        if self.settings.finetune_teacher:
+            needed = max(11 * teacher, teacher + needed)
+        needed -= sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())
+        free = free_bytes(self.path)
+        if needed > free:
+            raise InputError(
+                f"--out {self.path}: this run writes up to {needed / 1e9:.2g} GB, "
+                f"and the disk has {free / 1e9:.2g} GB left"
+            )
+
+    def finish(self) -> None:
+        """Put the results in their places, and clear away the rest; may be cut off and repeated."""
+        for name in RESULTS:
+            if (self.work / name).exists():
+                move_directory(self.work / name, self.path / name)
+        remove_tree(self.work)
+
+
+def fingerprint(parts: Iterable[bytes]) -> str:
+    """A short name for these bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def rows_fingerprint(rows: Rows) -> str:
+    """That of texts and labels, wherever they were read from."""
+    pairs = rows.pairs or [""] * len(rows)
+    return fingerprint(
+        repr(row).encode() for row in zip(rows.texts, pairs, rows.labels, strict=True)
+    )
+
+
+def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
+    """Those of all rows, by the name that a message gives them."""
+    evals = (rows_fingerprint(rows).encode() for rows in corpus.evals.values())
+    return {
+        "training rows": rows_fingerprint(corpus.train),
+        "evaluation rows": fingerprint(evals),
+    }
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """That of all weights."""
+    weights = (value.detach().cpu().contiguous() for value in model.state_dict().values())
+    return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)

@@ -1,0 +1,49 @@
+"""How long, how fast, in which precision and where to train."""
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from fastkd.app.errors import InputError
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, how fast and where to train."""
+
+    epochs: float = 3.0
+    max_steps: int = -1
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.01
+    warmup: float = 0.1
+    precision: str = "fp32"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+
+    def steps(self, rows: int) -> tuple[int, int]:
+        """Steps in all and steps in an epoch."""
+        per_epoch = math.ceil(rows / self.batch_size)
+        total = self.max_steps if self.max_steps > 0 else math.ceil(self.epochs * per_epoch)
+        return total, per_epoch
+
+
+def choose_device(name: str, precision: str) -> torch.device:
+    """The device called ``name``, or auto: CUDA if there is one; checks ``precision`` on it."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds no CUDA device here (see `fastkd doctor`)")
+    chosen = "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    if precision == "fp16" and chosen == "cpu":
+        raise InputError("--precision fp16 needs a CUDA device; use fp32 or bf16 on the CPU")
+    return torch.device(chosen)
+
+
+def autocast(plan: Plan) -> contextlib.AbstractContextManager:
+    """The precision of the plan, as Trainer applies it in training."""
+    if plan.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(plan.device.type, dtype=PRECISIONS[plan.precision])
