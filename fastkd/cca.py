@@ -1,24 +1,19 @@
 """Canonical correlation between teacher and student features (MC3KD, eqs. 4-7).
 
-Neither the value nor the gradient needs an eigenvector derivative. Let A (m, Ds) and B (m, Dt) be
-the centred features over √(m−1), R Rᵀ = (AᵀA + r·I)⁻¹ any whitening of one side, M = R_tᵀBᵀA R_s
-with singular values σ and vectors U, V. Then corr = Σσ and
-
-    ∂corr/∂A = B·(R_t U)(R_s V)ᵀ − A·(R_s V)·diag(σ)·(R_s V)ᵀ.
-
-With fewer observations than dimensions the same is done with m×m matrices; see `_solve`.
+The public functions and their checks; how the correlations and their gradient are computed stands
+in `_cca_solver`.
 """
 
-import math
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd import _extension
+from fastkd import _cca_solver
+from fastkd._cca_solver import Options
 from fastkd._checks import (
     check_choice,
     check_floating,
@@ -33,24 +28,12 @@ from fastkd._checks import (
 from fastkd._dispatch import use_triton
 from fastkd._numerics import autocast_off, once_differentiable, values_readable, working_dtype
 from fastkd._pooling import pool_tokens
-from fastkd.linalg import inv_sqrtm_ref, symmetric_product
+from fastkd.linalg import inv_sqrtm_ref
 
 REDUCTIONS = ("sum", "mean", "none")
 POOLS = ("tokens", "cls", "mean")
 
 Ridge = float | tuple[float, float]
-
-# float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
-# below this: no pivot under 0.4 of the largest variance. Along a direction that hardly varies, as
-# there is one in every output of a LayerNorm, float32 gradients can be off by some per cent.
-TRUSTED_ROUNDING = 3e-7
-# Elements of one item's features from which it is solved apart from the others of its batch.
-LARGE_ITEM = 2**17
-# Squared singular values below this part of the largest are too near float32 rounding to be used.
-SMALL_SQUARE = 1e-3
-# A float32 singular value up to this may be rounding grown by TRUSTED_ROUNDING and a few more: the
-# direction that belongs to it, a whole one in the gradient, could have either sign.
-SMALLEST_FLOAT32 = 1e-4
 
 
 def cca_loss_ref(
@@ -132,8 +115,7 @@ def cca_loss(
         check_positive_int("top_k", top_k)
     check_choice("reduction", reduction, REDUCTIONS)
     use_triton(backend, "cca_loss", student)
-    rank = min(student.shape[-2] - 1, student.shape[-1], teacher.shape[-1])
-    loss = _NegativeCorrelation.apply(student, teacher, mask, ridges, top_k, rank)
+    loss = _NegativeCorrelation.apply(student, teacher, mask, Options(ridges, top_k))
     return _reduce(loss, reduction)
 
 
@@ -172,15 +154,9 @@ def canonical_correlations(
     check_like("y", y, "x", x)
     check_shape("y", y, (*x.shape[:-1], y.shape[-1]), "x's but for the size")
     mask = check_mask(mask, x.shape[:-1], x.device)
-    count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     with torch.no_grad(), autocast_off(x):
-        a, b, share = _centred(x, y, mask, torch.float64)
-        a, b = a * share.sqrt(), b * share.sqrt()
-        r_x, r_y = _ridge_pair(ridge)
-        side_x, side_y = _factor(a, r_x, x), _factor(b, r_y, y)
-        values = torch.linalg.svdvals(side_x.factor.mT @ side_y.factor)[..., :count].clamp_max(1.0)
-        finite = (side_x.finite & side_y.finite).unsqueeze(-1)
-        return values.masked_fill(~finite, torch.nan).to(working_dtype(x))
+        values = _cca_solver.correlations(x, y, mask, _ridge_pair(ridge))
+        return values.to(working_dtype(x))
 
 
 class CCALoss(nn.Module):
@@ -238,8 +214,8 @@ class CCALoss(nn.Module):
         for s, t in pooled:
             sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
             batches.setdefault((s.dtype, s.device, sizes), []).append((s, t))
-        ridges = _ridge_pair(self.ridge)
-        losses = [_batched_layers(b, observed, ridges, self.top_k) for b in batches.values()]
+        options = Options(_ridge_pair(self.ridge), self.top_k)
+        losses = [_batched_layers(b, observed, options) for b in batches.values()]
         return torch.cat(losses).mean()
 
     def _warn_if_saturated(
@@ -286,10 +262,7 @@ def _pads_layers(x: Tensor) -> bool:
 
 
 def _batched_layers(
-    pairs: list[tuple[Tensor, Tensor]],
-    mask: Tensor | None,
-    ridges: tuple[float, float],
-    top_k: int | None,
+    pairs: list[tuple[Tensor, Tensor]], mask: Tensor | None, options: Options
 ) -> Tensor:
     """Losses (L) of layer pairs (m, Ds), (m, Dt) of any sizes, in one call; mask (m).
 
@@ -299,13 +272,8 @@ def _batched_layers(
     students, teachers = (_stacked(side) for side in zip(*pairs, strict=True))
     if mask is not None:
         mask = mask.expand(students.shape[:-1])
-    ranks = [min(s.shape[-2] - 1, s.shape[-1], t.shape[-1]) for s, t in pairs]
-    rank: int | Tensor = ranks[0]
-    if any(r != ranks[0] for r in ranks):
-        # Filled where it is used: the host would wait for a copy to the GPU.
-        filled = [students.new_full((1,), r, dtype=torch.float32) for r in ranks]
-        rank = torch.cat(filled)
-    return _NegativeCorrelation.apply(students, teachers, mask, ridges, top_k, rank)
+    dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in pairs)
+    return _NegativeCorrelation.apply(students, teachers, mask, replace(options, dims=dims))
 
 
 def _stacked(layers: Sequence[Tensor]) -> Tensor:
@@ -335,17 +303,15 @@ class _NegativeCorrelation(torch.autograd.Function):
     """Value and gradient together: both come from one decomposition."""
 
     @staticmethod
-    def forward(ctx, student, teacher, mask, ridges, top_k, rank):
+    def forward(ctx, student, teacher, mask, options):
         with autocast_off(student):
             batch = student.shape[:-2].numel()
-            corr, ds = _solve(
+            corr, ds = _cca_solver.solve(
                 student.reshape(batch, *student.shape[-2:]),
                 teacher.reshape(batch, *teacher.shape[-2:]),
                 None if mask is None else mask.reshape(batch, mask.shape[-1]),
-                ridges,
-                top_k,
-                rank,
-                ctx.needs_input_grad[0],
+                options,
+                want_grad=ctx.needs_input_grad[0],
             )
             ctx.dtype = student.dtype
             ctx.save_for_backward(None if ds is None else ds.reshape(student.shape))
@@ -356,347 +322,4 @@ class _NegativeCorrelation(torch.autograd.Function):
     def backward(ctx, grad):
         (ds,) = ctx.saved_tensors
         with autocast_off(grad):
-            return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None, None, None
-
-
-def _solve(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    ridges: tuple[float, float],
-    top_k: int | None,
-    rank: int | Tensor,
-    want_grad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Correlation (batch) and gradient (batch, m, Ds): chooses the side and the precision.
-
-    ``rank``, a number or (batch), bounds the sum: min(m − 1, Ds, Dt).
-
-    m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
-    CPU in float32 where that is accurate, which the pivots of their factors and the smallest
-    correlation tell; in float64 where it is not, where sizes or ridge 0 make them singular, and
-    where looking at these numbers would break a compiled graph or wait for a GPU.
-
-    On a GPU PyTorch's eigen and singular value solvers wait for the host. The extension's do not,
-    as far as a matrix fits into a block, and beyond that Cholesky factors and products do the work;
-    only large matrices with ridge 0 or ``top_k`` are left to the solvers that wait.
-    """
-    m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
-    if 0 in (len(student), m, d_s, d_t):
-        nothing = student.new_zeros(len(student), dtype=torch.float64)
-        return nothing, torch.zeros_like(student) if want_grad else None
-    products_only = _use_polar(student, top_k) and min(ridges) > 0
-    if m <= min(d_s, d_t) and (_use_rotations(student, m) or not products_only):
-        return _by_observations(student, teacher, mask, ridges, top_k, rank, want_grad)
-    may_look = values_readable(student)
-    if may_look and len(student) > 1 and m * d_s >= LARGE_ITEM:
-        # One at a time: each chooses for itself, and what it needs stays in the cache.
-        masks = [None] * len(student) if mask is None else mask.split(1)
-        ranks = [rank] * len(student) if isinstance(rank, int) else rank.split(1)
-        solutions = [
-            _solve(s, t, item_mask, ridges, top_k, item_rank, want_grad)
-            for s, t, item_mask, item_rank in zip(
-                student.split(1), teacher.split(1), masks, ranks, strict=True
-            )
-        ]
-        corr, ds = zip(*solutions, strict=True)
-        return torch.cat(corr), torch.cat(ds) if want_grad else None
-    options = (ridges, top_k, rank, want_grad)
-    solution = None
-    if may_look and student.dtype != torch.float64 and m > max(d_s, d_t) and min(ridges) > 0:
-        solution = _by_covariances(student, teacher, mask, *options, dtype=torch.float32)
-    if solution is None:
-        solution = _by_covariances(student, teacher, mask, *options, dtype=torch.float64)
-    assert solution is not None
-    return solution
-
-
-def _by_observations(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    ridges: tuple[float, float],
-    top_k: int | None,
-    rank: int | Tensor,
-    want_grad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """With A = QSPᵀ: A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s, everything m×m."""
-    a, b, share = _centred(student, teacher, mask, torch.float64)
-    rotations = _use_rotations(student, student.shape[-2])
-    side_s = _factor(a * share.sqrt(), ridges[0], student, rotations)
-    side_t = _factor(b * share.sqrt(), ridges[1], teacher, rotations)
-    finite = side_s.finite & side_t.finite
-    left, values, right = _svd(side_t.factor.mT @ side_s.factor, top_k, student)
-    corr = _bounded(values.sum(-1), share, rank).masked_fill(~finite, torch.nan)
-    if not want_grad:
-        return corr, None
-    rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
-    weights = rows @ (right.mT @ side_s.back) * share
-    ds = weights.masked_fill(~finite[..., None, None], torch.nan) @ a
-    return corr, _masked(ds, mask).to(working_dtype(student))
-
-
-class _Factor(NamedTuple):
-    factor: Tensor  # F (*, m, k) with FFᵀ = A(AᵀA + r·I)⁻¹Aᵀ, so that F = A R
-    back: Tensor  # (*, k, m) with Rᵀ = back·A
-    finite: Tensor  # (*), False where A holds NaN or inf; LAPACK refuses the batch for one NaN
-
-
-def _factor(a: Tensor, ridge: float, features: Tensor, rotations: bool = False) -> _Factor:
-    """From the singular vectors of A itself: AAᵀ would square its condition number.
-
-    ``rotations`` takes AAᵀ all the same: float64 has digits enough for a loss of float32 features,
-    and a GPU's singular value solver would be waited for.
-    """
-    finite = a.isfinite().flatten(-2).all(-1)
-    a = a.masked_fill(~finite[..., None, None], 0.0)
-    if rotations:
-        values, left = _by_rotations(a.mT)
-    else:
-        if a.shape[-2] < a.shape[-1]:
-            a = torch.linalg.qr(a.mT, mode="r").R.mT  # (batch, m, m), the same left vectors
-        left, values, _ = torch.linalg.svd(a, full_matrices=False)
-    keep = values > _zero_deviation(features, ridge) * values[..., :1]
-    values = torch.where(keep, values, 1.0)
-    shrink = (values.square() + ridge).rsqrt()
-    factor = left * (values * shrink).masked_fill(~keep, 0.0).unsqueeze(-2)
-    back = (left * (shrink / values).masked_fill(~keep, 0.0).unsqueeze(-2)).mT
-    return _Factor(factor, back, finite)
-
-
-def _by_covariances(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    ridges: tuple[float, float],
-    top_k: int | None,
-    rank: int | Tensor,
-    want_grad: bool,
-    *,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None] | None:
-    """The formula of this module's docstring, everything D×D; None where float32 won't do."""
-    a, b, share = _centred(student, teacher, mask, dtype)
-    sigma_ss, sigma_tt, sigma_ts = (x.mul_(share) for x in (_gram(a), _gram(b), b.mT @ a))
-    finite = (_trace(sigma_ss) + _trace(sigma_tt)).isfinite()
-    bad = ~finite[..., None, None]
-    if dtype == torch.float64:
-        sigma_ss, sigma_tt, sigma_ts = (
-            x.masked_fill(bad, 0.0) for x in (sigma_ss, sigma_tt, sigma_ts)
-        )
-    whiten_s = _Whitening(sigma_ss, ridges[0], student)
-    whiten_t = _Whitening(sigma_tt, ridges[1], teacher)
-    if dtype == torch.float32 and not (whiten_s.trusted() and whiten_t.trusted()):
-        return None
-
-    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
-    if _use_polar(whitened, top_k):
-        left = polar(whitened)
-        right = torch.eye(whitened.shape[-1], dtype=dtype, device=whitened.device)
-        root = left.mT @ whitened  # (MᵀM)^½
-        corr = _trace(root)
-    else:
-        left, values, right = _svd(whitened, top_k, student)
-        if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
-            return None
-        root = None
-        corr = values.sum(-1)
-    corr = _bounded(corr, share, rank).masked_fill(~finite, torch.nan)
-    if not want_grad:
-        return corr, None
-    directions = whiten_s(right) * share.sqrt()  # R_s V
-    if root is None:
-        to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)  # (batch, Ds, Ds)
-    else:
-        to_student = directions @ root @ directions.mT
-    to_teacher = (whiten_t(left) * share.sqrt()) @ directions.mT  # (batch, Dt, Ds)
-    ds = (b @ to_teacher.masked_fill_(bad, torch.nan)).baddbmm_(a, to_student, alpha=-1)
-    return corr, _masked(ds, mask).to(working_dtype(student))
-
-
-class _Whitening:
-    """R with R Rᵀ = (Σ + r·I)⁻¹: inverse Cholesky factor, or eigenvectors for ridge 0.
-
-    Overwrites Σ.
-    """
-
-    def __init__(self, sigma: Tensor, ridge: float, features: Tensor) -> None:
-        self.triangular = ridge > 0
-        if self.triangular:
-            diagonal = sigma.diagonal(dim1=-2, dim2=-1)
-            self.largest = diagonal.amax(-1) + ridge
-            # A ridge lost in the rounding of Σ would let the factorisation break down. The rounding
-            # of each variance counts: one large column must not bury the ridge of all others.
-            rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
-            diagonal += ridge + rounding * (diagonal + ridge)
-            self.factor, _ = torch.linalg.cholesky_ex(sigma)
-        else:
-            if _use_rotations(sigma, sigma.shape[-1]):
-                _, values, vectors = torch.ops.fastkd.sqrtm(sigma)
-            else:
-                values, vectors = torch.linalg.eigh(sigma)
-            eps = torch.finfo(torch.float64).eps
-            zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
-            keep = values > zero * values[..., -1:]
-            roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
-            self.factor = vectors * roots.unsqueeze(-2)
-
-    def trusted(self) -> bool:
-        """Whether rounding to float32, grown by largest variance / smallest pivot, stays small."""
-        pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
-        rounding = torch.finfo(torch.float32).eps * self.largest / pivots
-        return bool((rounding <= TRUSTED_ROUNDING).all())
-
-    def __call__(self, y: Tensor) -> Tensor:
-        """R y."""
-        if self.triangular:
-            return torch.linalg.solve_triangular(self.factor.mT, y, upper=True)
-        return self.factor @ y
-
-    def transposed(self, y: Tensor) -> Tensor:
-        """Rᵀ y."""
-        if self.triangular:
-            return torch.linalg.solve_triangular(self.factor, y, upper=False)
-        return self.factor.mT @ y
-
-
-def _svd(m: Tensor, top_k: int | None, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(U, σ, V)`` of the leading singular values, σ ≤ 1.
-
-    U is zero where σ is no more than rounding of this work or of the features: there the loss has
-    a kink, and the zero is one of its subgradients.
-    """
-    work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
-    if m.dtype == torch.float32:
-        left, values, right = _svd_float32(m)
-    elif _use_rotations(m, m.shape[-1]):
-        values, right = _by_rotations(m)
-        left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
-        work = _squared_rounding(m.shape[-1])
-    else:
-        left, values, right = torch.linalg.svd(m, full_matrices=False)
-        right = right.mT
-    zero = values <= max(work, torch.finfo(working_dtype(features)).eps)
-    left = left.masked_fill(zero.unsqueeze(-2), 0.0)
-    return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
-
-
-def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(U, σ, V)`` by the eigenvectors of MᵀM: half the time of LAPACK's.
-
-    Squaring loses the small ones: M times their (accurate) span, less what rounding put there of
-    the large ones, is decomposed again. Where they are many LAPACK does it all.
-    """
-    if m.shape[-2] < m.shape[-1]:
-        left, values, right = _svd_float32(m.mT)
-        return right, values, left
-    squares, right = torch.linalg.eigh(_gram(m))
-    squares, right = squares.flip(-1), right.flip(-1)
-    small = (squares < SMALL_SQUARE * squares[..., :1]).sum(-1)
-    low = int(small.max()) if small.numel() else 0
-    if 4 * low > m.shape[-1]:
-        left, values, right_t = torch.linalg.svd(m, full_matrices=False)
-        return left, values, right_t.mT
-    left = m @ right
-    values = torch.linalg.vector_norm(left, dim=-2)
-    left /= values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
-    if low:
-        large, span = left[..., :-low], right[..., -low:]
-        rest = m @ span
-        rest -= large @ (large.mT @ rest)
-        left[..., -low:], values[..., -low:], turn = torch.linalg.svd(rest, full_matrices=False)
-        right[..., -low:] = span @ turn.mT
-    return left, values, right
-
-
-def _by_rotations(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values, descending, and right singular vectors of M by the extension, from MᵀM."""
-    _, squares, vectors = torch.ops.fastkd.sqrtm(m.mT @ m)
-    values = squares.flip(-1).sqrt()
-    lost = values <= _squared_rounding(m.shape[-1]) * values[..., :1]
-    return values.masked_fill(lost, 0.0), vectors.flip(-1)
-
-
-def _squared_rounding(n: int) -> float:
-    """Singular values up to this part of the largest are lost when their squares are computed."""
-    return math.sqrt(n * torch.finfo(torch.float64).eps)
-
-
-def _use_rotations(x: Tensor, n: int) -> bool:
-    """Whether the extension decomposes n×n matrices on x's GPU without waiting for the host."""
-    return x.is_cuda and _extension.CUDA and _extension.cuda_roots_fit(n, x.device)
-
-
-def _use_polar(x: Tensor, top_k: int | None) -> bool:
-    """On a GPU eigen solvers wait for the host; products and Cholesky factors do not."""
-    return x.is_cuda and top_k is None
-
-
-def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
-    """Orthogonal polar factor UVᵀ of M = U diag(σ) Vᵀ with σ ≤ 1, by dynamic Halley iteration.
-
-    Singular values above ``smallest`` are mapped to 1, in four or five steps whose number depends
-    on nothing but ``smallest``; below it they come out between 0 and 1, and 0 stays 0.
-    X ← X·(a·I + b·XᵀX)(I + c·XᵀX)⁻¹ with the best a, b, c for the interval [low, 1]
-    (Nakatsukasa, Bai, Gygi 2010).
-    """
-    if m.shape[-2] < m.shape[-1]:
-        return polar(m.mT, smallest).mT
-    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
-    x, low = m, smallest
-    while low < 1 - 1e-9:
-        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
-        root = math.sqrt(1 + d)
-        a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
-        b = (a - 1) ** 2 / 4
-        c = a + b - 1
-        factor, _ = torch.linalg.cholesky_ex(eye + c * _gram(x))
-        half = torch.linalg.solve_triangular(factor, x.mT, upper=False)
-        solved = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
-        x = (b / c) * x + (a - b / c) * solved
-        low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
-    return x
-
-
-def _gram(x: Tensor) -> Tensor:
-    return symmetric_product(x.mT, x)
-
-
-def _trace(x: Tensor) -> Tensor:
-    return x.diagonal(dim1=-2, dim2=-1).sum(-1)
-
-
-def _zero_deviation(features: Tensor, ridge: float) -> float:
-    """Directions with up to this part of the largest deviation count as constant.
-
-    They are rounding of the float64 work or, where no ridge covers it, of the features themselves.
-    """
-    work = max(features.shape[-2:]) * torch.finfo(torch.float64).eps
-    return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
-
-
-def _centred(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
-    if mask is None:
-        count = torch.full((1, 1), student.shape[-2], dtype=dtype, device=student.device)
-    else:
-        count = mask.sum(-1, dtype=dtype)[..., None, None]
-    centred = []
-    for x in (student, teacher):
-        x = _masked(x.to(dtype), mask)
-        mean = x.sum(-2, keepdim=True) / count.clamp_min(1)
-        centred.append(_masked(x - mean, mask))
-    return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
-
-
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero, whatever stood there, in rows that are no observations."""
-    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
-
-
-def _bounded(corr: Tensor, share: Tensor, rank: int | Tensor) -> Tensor:
-    """Rounding must not lift the sum above ``rank`` or a masked m − 1; ``share`` is 1/(m−1)."""
-    bound = share[..., 0, 0].reciprocal().round().clamp_max(rank)
-    return torch.minimum(corr, bound.clamp_min(0))
+            return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastkd import _extension, cca
-from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref, polar
+from fastkd import _cca_solver, _extension, cca
+from fastkd._cca_solver import Options, Plan, polar
+from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 
 from .compare import DTYPES, assert_accurate, relative_error
 
@@ -205,8 +206,8 @@ def test_float32_is_accurate_at_real_sizes(m, d, ridge, monkeypatch):
     teacher = torch.randn(m, d) + 10.0
     student = (0.5 * teacher + torch.randn(m, d)).requires_grad_()
     summed = []
-    svd = cca._svd
-    monkeypatch.setattr(cca, "_svd", lambda *a: summed.append(svd(*a)) or summed[-1])
+    svd = _cca_solver._svd
+    monkeypatch.setattr(_cca_solver, "_svd", lambda *a: summed.append(svd(*a)) or summed[-1])
     value = cca_loss(student, teacher, ridge=ridge)
     (grad,) = torch.autograd.grad(value, student)
     assert all(((values >= 0) & (values <= 1)).all() for _, values, _ in summed)
@@ -314,6 +315,11 @@ def test_polar_factor_by_products(rows, columns):
     assert polar(torch.zeros_like(m)).count_nonzero() == 0
 
 
+def use_plan(monkeypatch, plan: Plan) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(_cca_solver, "make_plan", lambda *_: plan)
+
+
 GPU_SIZES = [(30, (6, 6)), (30, (4, 9)), (30, (9, 4)), (9, (4, 20)), (6, (7, 9)), (7, (7, 7))]
 
 
@@ -321,7 +327,7 @@ GPU_SIZES = [(30, (6, 6)), (30, (4, 9)), (30, (9, 4)), (9, (4, 20)), (6, (7, 9))
 def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
     student, teacher = related(3, m, dims=dims)
     expected = value_and_grad(cca_loss, student, teacher, ridge=0.1)
-    monkeypatch.setattr(cca, "_use_polar", lambda x, top_k: top_k is None)
+    use_plan(monkeypatch, Plan(False, "products"))
     actual = value_and_grad(cca_loss, student, teacher, ridge=0.1)
     assert relative_error(actual[0], expected[0]) <= 1e-10
     assert relative_error(actual[1], expected[1]) <= 1e-7
@@ -344,7 +350,7 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
     arguments = (cca_loss, student, teacher, mask)
     options = {"ridge": ridge, "top_k": top_k, "reduction": "none"}
     expected = value_and_grad(*arguments, **options)
-    monkeypatch.setattr(cca, "_use_rotations", lambda x, n: True)
+    use_plan(monkeypatch, Plan(m <= min(dims), "extension"))
     actual = value_and_grad(*arguments, **options)
     for item in (0, 2):
         assert relative_error(actual[0][item], expected[0][item]) <= 1e-10
@@ -355,14 +361,17 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize(
-    "m, d, solver", [(32, 768, "rotations"), (64, 64, "rotations"), (300, 200, "products")]
+    "m, d, plan",
+    [
+        (32, 768, Plan(True, "extension")),
+        (64, 64, Plan(True, "extension")),
+        (300, 200, Plan(False, "products")),
+    ],
 )
-def test_solvers_of_a_gpu_are_accurate_for_float32(m, d, solver, ridge, monkeypatch):
-    if solver == "rotations" and not (_extension.CPU or _extension.CUDA):
+def test_solvers_of_a_gpu_are_accurate_for_float32(m, d, plan, ridge, monkeypatch):
+    if plan.method == "extension" and not (_extension.CPU or _extension.CUDA):
         pytest.skip("fastkd._C is not built")
-    monkeypatch.setattr(cca, "_use_rotations", lambda x, n: solver == "rotations")
-    monkeypatch.setattr(cca, "_use_polar", lambda x, top_k: True)
-    monkeypatch.setattr(cca, "TRUSTED_ROUNDING", 0.0)  # on a GPU all is done in float64
+    use_plan(monkeypatch, plan)
     for solver_that_waits in ("svd", "eigh"):
         monkeypatch.setattr(torch.linalg, solver_that_waits, lambda *_, **__: pytest.fail("waits"))
     teacher = torch.randn(m, d) + 10.0
@@ -389,7 +398,7 @@ def test_float32_singular_vectors(values, columns):
     u, s, v = torch.linalg.svd(m, full_matrices=False)
     keep = s > 0.99e-4
     for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
-        left, values, right = cca._svd(x.float(), columns, x.float())
+        left, values, right = _cca_solver._svd(x.float(), columns, x.float(), "lapack")
         assert relative_error(values, s) <= 1e-6
         assert relative_error((left * values) @ right.mT, x) <= 5e-6
         large = values > 0.99e-4
@@ -415,7 +424,7 @@ def test_large_items_are_solved_one_by_one(monkeypatch):
     mask = torch.rand(3, 25) > 0.2
     expected = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
     no_mask = value_and_grad(cca_loss, student, teacher)
-    monkeypatch.setattr(cca, "LARGE_ITEM", 1)
+    monkeypatch.setattr(_cca_solver, "LARGE_ITEM", 1)
     actual = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
     assert relative_error(actual[0], expected[0]) <= 1e-12
     assert relative_error(actual[1], expected[1]) <= 1e-11
@@ -669,7 +678,7 @@ def test_second_derivative_raises():
 
 def test_no_gradient_is_computed_unless_asked(monkeypatch):
     student, teacher = related(30, dims=(4, 4))
-    monkeypatch.setattr(cca._Whitening, "__call__", lambda *_: pytest.fail("gradient work"))
+    monkeypatch.setattr(_cca_solver._Whitening, "__call__", lambda *_: pytest.fail("gradient work"))
     cca_loss(student, teacher)
     with pytest.raises(pytest.fail.Exception):
         cca_loss(student.requires_grad_(), teacher)
@@ -809,8 +818,13 @@ def layers_of_any_size(b: int, n: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def count_calls(monkeypatch) -> list[torch.Size]:
     calls = []
-    solve = cca._solve
-    monkeypatch.setattr(cca, "_solve", lambda *a: calls.append(a[0].shape) or solve(*a))
+    solve = _cca_solver.solve
+
+    def counted(student, *args, **options):
+        calls.append(student.shape)
+        return solve(student, *args, **options)
+
+    monkeypatch.setattr(_cca_solver, "solve", counted)
     return calls
 
 
@@ -848,9 +862,10 @@ def test_layers_padded_to_one_size_as_on_a_gpu(ridge, top_k, b, masked, solver, 
     calls = count_calls(monkeypatch)
     monkeypatch.setattr(cca, "_pads_layers", lambda x: True)
     if solver == "products":
-        monkeypatch.setattr(cca, "_use_polar", lambda x, top_k: top_k is None)
+        if top_k is None and ridge != 0.0:
+            use_plan(monkeypatch, Plan(False, "products"))
     elif solver == "one by one":
-        monkeypatch.setattr(cca, "LARGE_ITEM", 1)
+        monkeypatch.setattr(_cca_solver, "LARGE_ITEM", 1)
     actual = run()
     assert calls[0] == (4, 8 * b, 9)
     assert relative_error(actual[0], expected[0]) <= 1e-10
@@ -864,12 +879,12 @@ def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch):
     """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
     sizes = (5, 7, 383)
     layers = [torch.randn(m, d).to(dtype) for d in sizes]
-    bounded = cca._bounded
-    monkeypatch.setattr(cca, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
-    losses = cca._batched_layers([(x, x) for x in layers], None, (1e-9, 1e-9), None)
+    bounded = _cca_solver._bounded
+    monkeypatch.setattr(_cca_solver, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
+    losses = cca._batched_layers([(x, x) for x in layers], None, Options((1e-9, 1e-9)))
     assert (-losses).tolist() == [min(m - 1, d) for d in sizes]
     one_missing = torch.arange(m) != 1
-    losses = cca._batched_layers([(x, x) for x in layers], one_missing, (1e-9, 1e-9), None)
+    losses = cca._batched_layers([(x, x) for x in layers], one_missing, Options((1e-9, 1e-9)))
     assert (-losses).tolist() == [min(m - 2, d) for d in sizes]
 
 

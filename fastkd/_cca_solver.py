@@ -1,0 +1,417 @@
+"""Canonical correlations and their gradient, without the derivative of an eigenvector.
+
+Let A (m, Ds) and B (m, Dt) be the centred features over √(m−1), R Rᵀ = (AᵀA + r·I)⁻¹ any whitening
+of one side, M = R_tᵀBᵀA R_s with singular values σ and vectors U, V. Then corr = Σσ and
+
+    ∂corr/∂A = B·(R_t U)(R_s V)ᵀ − A·(R_s V)·diag(σ)·(R_s V)ᵀ.
+
+With fewer observations than dimensions the same is done with m×m matrices: by A = QSPᵀ,
+A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastkd import _extension
+from fastkd._numerics import values_readable, working_dtype
+from fastkd.linalg import symmetric_product
+
+# float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
+# below this: no pivot under 0.4 of the largest variance. Along a direction that hardly varies, as
+# there is one in every output of a LayerNorm, float32 gradients can be off by some per cent.
+TRUSTED_ROUNDING = 3e-7
+# Elements of one item's features from which it is solved apart from the others of its batch.
+LARGE_ITEM = 2**17
+# Squared singular values below this part of the largest are too near float32 rounding to be used.
+SMALL_SQUARE = 1e-3
+# A float32 singular value up to this may be rounding grown by TRUSTED_ROUNDING and a few more: the
+# direction that belongs to it, a whole one in the gradient, could have either sign.
+SMALLEST_FLOAT32 = 1e-4
+
+Method = Literal["lapack", "extension", "products"]
+Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch, m, Ds)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is computed."""
+
+    ridges: tuple[float, float]  # (student's, teacher's)
+    top_k: int | None = None
+    # min(Ds, Dt) of each item, where columns of zeros made sizes equal.
+    dims: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How it is computed; chosen once for each call."""
+
+    observations: bool  # m×m matrices instead of D×D
+    method: Method  # of decomposing them
+    # Else float64. Pivots and the smallest correlation tell whether float32 was enough.
+    float32_first: bool = False
+    one_by_one: bool = False  # the items of a batch
+
+
+def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
+    """The cheapest plan that is accurate, and on a GPU one that does not wait if there is one.
+
+    m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
+    CPU in float32 first, unless sizes or ridge 0 make them singular or their values can't be
+    looked at; large items one at a time, since each then stays in the cache.
+
+    On a GPU PyTorch's eigen and singular value solvers wait for the host. The extension's do not,
+    as far as a matrix fits into a block, and beyond that Cholesky factors and products do the work;
+    only large matrices with ridge 0 or ``top_k`` are left to the solvers that wait.
+    """
+    m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
+    observations = m <= min(d_s, d_t)
+    if student.is_cuda:
+        products = options.top_k is None and min(options.ridges) > 0
+        extension = _use_extension(student, m if observations else max(d_s, d_t))
+        if extension and (observations or not products):
+            return Plan(observations, "extension")
+        return Plan(False, "products") if products else Plan(observations, "lapack")
+    readable = values_readable(student)
+    return Plan(
+        observations,
+        "lapack",
+        float32_first=readable
+        and student.dtype != torch.float64
+        and m > max(d_s, d_t)
+        and min(options.ridges) > 0,
+        one_by_one=readable and not observations and len(student) > 1 and m * d_s >= LARGE_ITEM,
+    )
+
+
+class _Call(NamedTuple):
+    student: Tensor  # (batch, m, Ds)
+    teacher: Tensor  # (batch, m, Dt)
+    mask: Tensor | None  # (batch, m)
+    options: Options
+    want_grad: bool
+
+
+def solve(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, *, want_grad: bool
+) -> Solution:
+    """Of features (batch, m, Ds), (batch, m, Dt), mask (batch, m): correlation and gradient."""
+    m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
+    if 0 in (len(student), m, d_s, d_t):
+        nothing = student.new_zeros(len(student), dtype=torch.float64)
+        return nothing, torch.zeros_like(student) if want_grad else None
+    plan = make_plan(student, teacher, options)
+    if plan.one_by_one:
+        masks = [None] * len(student) if mask is None else mask.split(1)
+        items = zip(student.split(1), teacher.split(1), masks, strict=True)
+        solutions = [_solve_items(_Call(*item, options, want_grad), plan) for item in items]
+        corr = torch.cat([corr for corr, _ in solutions])
+        ds = torch.cat([ds for _, ds in solutions if ds is not None]) if want_grad else None
+    else:
+        corr, ds = _solve_items(_Call(student, teacher, mask, options, want_grad), plan)
+    return _bounded(corr, student, teacher, mask, options.dims), ds
+
+
+def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
+    """All of them (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
+    count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
+    a, b, share = _centred(x, y, mask, torch.float64)
+    side_x = _smoother(a * share.sqrt(), ridges[0], x, "lapack")
+    side_y = _smoother(b * share.sqrt(), ridges[1], y, "lapack")
+    values = torch.linalg.svdvals(side_x.factor.mT @ side_y.factor)[..., :count].clamp_max(1.0)
+    return values.masked_fill(~(side_x.finite & side_y.finite).unsqueeze(-1), torch.nan)
+
+
+def _solve_items(call: _Call, plan: Plan) -> Solution:
+    if plan.observations:
+        solution = _by_observations(call, plan.method)
+    else:
+        first = _by_covariances(call, plan.method, torch.float32) if plan.float32_first else None
+        solution = first or cast(Solution, _by_covariances(call, plan.method, torch.float64))
+    corr, ds = solution
+    return corr, None if ds is None else _masked(ds, call.mask).to(working_dtype(call.student))
+
+
+def _by_observations(call: _Call, method: Method) -> Solution:
+    """Everything m×m."""
+    student, teacher, mask, options, want_grad = call
+    a, b, share = _centred(student, teacher, mask, torch.float64)
+    side_s = _smoother(a * share.sqrt(), options.ridges[0], student, method)
+    side_t = _smoother(b * share.sqrt(), options.ridges[1], teacher, method)
+    finite = side_s.finite & side_t.finite
+    left, values, right = _svd(side_t.factor.mT @ side_s.factor, options.top_k, student, method)
+    corr = values.sum(-1).masked_fill(~finite, torch.nan)
+    if not want_grad:
+        return corr, None
+    rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
+    weights = rows @ (right.mT @ side_s.back) * share
+    return corr, weights.masked_fill(~finite[..., None, None], torch.nan) @ a
+
+
+class _Smoother(NamedTuple):
+    factor: Tensor  # F (*, m, k) with FFᵀ = A(AᵀA + r·I)⁻¹Aᵀ, so that F = A R
+    back: Tensor  # (*, k, m) with Rᵀ = back·A
+    finite: Tensor  # (*), False where A holds NaN or inf; LAPACK refuses the batch for one NaN
+
+
+def _smoother(a: Tensor, ridge: float, features: Tensor, method: Method) -> _Smoother:
+    """From the singular vectors of A itself: AAᵀ would square its condition number.
+
+    The extension takes AAᵀ all the same: float64 has digits enough for a loss of float32 features,
+    and a GPU's singular value solver would be waited for.
+    """
+    finite = a.isfinite().flatten(-2).all(-1)
+    a = a.masked_fill(~finite[..., None, None], 0.0)
+    if method == "extension":
+        values, left = _by_extension(a.mT)
+    else:
+        if a.shape[-2] < a.shape[-1]:
+            a = torch.linalg.qr(a.mT, mode="r").R.mT  # (batch, m, m), the same left vectors
+        left, values, _ = torch.linalg.svd(a, full_matrices=False)
+    keep = values > _zero_deviation(features, ridge) * values[..., :1]
+    values = torch.where(keep, values, 1.0)
+    shrink = (values.square() + ridge).rsqrt()
+    factor = left * (values * shrink).masked_fill(~keep, 0.0).unsqueeze(-2)
+    back = (left * (shrink / values).masked_fill(~keep, 0.0).unsqueeze(-2)).mT
+    return _Smoother(factor, back, finite)
+
+
+def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution | None:
+    """Everything D×D; None where float32 won't do."""
+    student, teacher, mask, options, want_grad = call
+    a, b, share = _centred(student, teacher, mask, dtype)
+    sigma_ss, sigma_tt, sigma_ts = (x.mul_(share) for x in (_gram(a), _gram(b), b.mT @ a))
+    finite = (_trace(sigma_ss) + _trace(sigma_tt)).isfinite()
+    bad = ~finite[..., None, None]
+    if dtype == torch.float64:
+        sigma_ss, sigma_tt, sigma_ts = (
+            x.masked_fill(bad, 0.0) for x in (sigma_ss, sigma_tt, sigma_ts)
+        )
+    whiten_s = _Whitening(sigma_ss, options.ridges[0], student, method)
+    whiten_t = _Whitening(sigma_tt, options.ridges[1], teacher, method)
+    if dtype == torch.float32 and not (whiten_s.trusted() and whiten_t.trusted()):
+        return None
+
+    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
+    if method == "products":
+        left = polar(whitened)
+        right = torch.eye(whitened.shape[-1], dtype=dtype, device=whitened.device)
+        root = left.mT @ whitened  # (MᵀM)^½
+        corr = _trace(root)
+    else:
+        left, values, right = _svd(whitened, options.top_k, student, method)
+        if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
+            return None
+        corr = values.sum(-1)
+    corr = corr.masked_fill(~finite, torch.nan)
+    if not want_grad:
+        return corr, None
+    directions = whiten_s(right) * share.sqrt()  # R_s V
+    if method == "products":
+        to_student = directions @ root @ directions.mT  # (batch, Ds, Ds)
+    else:
+        to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)
+    to_teacher = (whiten_t(left) * share.sqrt()) @ directions.mT  # (batch, Dt, Ds)
+    ds = (b @ to_teacher.masked_fill_(bad, torch.nan)).baddbmm_(a, to_student, alpha=-1)
+    return corr, ds
+
+
+class _Whitening:
+    """R with R Rᵀ = (Σ + r·I)⁻¹: inverse Cholesky factor, or eigenvectors for ridge 0.
+
+    Overwrites Σ.
+    """
+
+    def __init__(self, sigma: Tensor, ridge: float, features: Tensor, method: Method) -> None:
+        self.triangular = ridge > 0
+        if self.triangular:
+            diagonal = sigma.diagonal(dim1=-2, dim2=-1)
+            self.largest = diagonal.amax(-1) + ridge
+            # A ridge lost in the rounding of Σ would let the factorisation break down. The rounding
+            # of each variance counts: one large column must not bury the ridge of all others.
+            rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
+            diagonal += ridge + rounding * (diagonal + ridge)
+            self.factor, _ = torch.linalg.cholesky_ex(sigma)
+        else:
+            if method == "extension":
+                _, values, vectors = torch.ops.fastkd.sqrtm(sigma)
+            else:
+                values, vectors = torch.linalg.eigh(sigma)
+            eps = torch.finfo(torch.float64).eps
+            zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
+            keep = values > zero * values[..., -1:]
+            roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
+            self.factor = vectors * roots.unsqueeze(-2)
+
+    def trusted(self) -> bool:
+        """Whether rounding to float32, grown by largest variance / smallest pivot, stays small."""
+        pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+        rounding = torch.finfo(torch.float32).eps * self.largest / pivots
+        return bool((rounding <= TRUSTED_ROUNDING).all())
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """R y."""
+        if self.triangular:
+            return torch.linalg.solve_triangular(self.factor.mT, y, upper=True)
+        return self.factor @ y
+
+    def transposed(self, y: Tensor) -> Tensor:
+        """Rᵀ y."""
+        if self.triangular:
+            return torch.linalg.solve_triangular(self.factor, y, upper=False)
+        return self.factor.mT @ y
+
+
+def _svd(
+    m: Tensor, top_k: int | None, features: Tensor, method: Method
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(U, σ, V)`` of the leading singular values, σ ≤ 1.
+
+    U is zero where σ is no more than rounding of this work or of the features: there the loss has
+    a kink, and the zero is one of its subgradients.
+    """
+    work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
+    if m.dtype == torch.float32:
+        left, values, right = _svd_float32(m)
+    elif method == "extension":
+        values, right = _by_extension(m)
+        left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
+        work = _squared_rounding(m.shape[-1])
+    else:
+        left, values, right = torch.linalg.svd(m, full_matrices=False)
+        right = right.mT
+    zero = values <= max(work, torch.finfo(working_dtype(features)).eps)
+    left = left.masked_fill(zero.unsqueeze(-2), 0.0)
+    return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
+
+
+def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(U, σ, V)`` by the eigenvectors of MᵀM: half the time of LAPACK's.
+
+    Squaring loses the small ones: M times their (accurate) span, less what rounding put there of
+    the large ones, is decomposed again. Where they are many LAPACK does it all.
+    """
+    if m.shape[-2] < m.shape[-1]:
+        left, values, right = _svd_float32(m.mT)
+        return right, values, left
+    squares, right = torch.linalg.eigh(_gram(m))
+    squares, right = squares.flip(-1), right.flip(-1)
+    small = (squares < SMALL_SQUARE * squares[..., :1]).sum(-1)
+    low = int(small.max()) if small.numel() else 0
+    if 4 * low > m.shape[-1]:
+        left, values, right_t = torch.linalg.svd(m, full_matrices=False)
+        return left, values, right_t.mT
+    left = m @ right
+    values = torch.linalg.vector_norm(left, dim=-2)
+    left /= values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
+    if low:
+        large, span = left[..., :-low], right[..., -low:]
+        rest = m @ span
+        rest -= large @ (large.mT @ rest)
+        left[..., -low:], values[..., -low:], turn = torch.linalg.svd(rest, full_matrices=False)
+        right[..., -low:] = span @ turn.mT
+    return left, values, right
+
+
+def _by_extension(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values, descending, and right singular vectors of M by the extension, from MᵀM."""
+    _, squares, vectors = torch.ops.fastkd.sqrtm(m.mT @ m)
+    values = squares.flip(-1).sqrt()
+    lost = values <= _squared_rounding(m.shape[-1]) * values[..., :1]
+    return values.masked_fill(lost, 0.0), vectors.flip(-1)
+
+
+def _squared_rounding(n: int) -> float:
+    """Singular values up to this part of the largest are lost when their squares are computed."""
+    return math.sqrt(n * torch.finfo(torch.float64).eps)
+
+
+def _use_extension(x: Tensor, n: int) -> bool:
+    """Whether the extension decomposes n×n matrices on x's GPU without waiting for the host."""
+    return _extension.CUDA and _extension.cuda_roots_fit(n, x.device)
+
+
+def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
+    """Orthogonal polar factor UVᵀ of M = U diag(σ) Vᵀ with σ ≤ 1, by dynamic Halley iteration.
+
+    Singular values above ``smallest`` are mapped to 1, in four or five steps whose number depends
+    on nothing but ``smallest``; below it they come out between 0 and 1, and 0 stays 0.
+    X ← X·(a·I + b·XᵀX)(I + c·XᵀX)⁻¹ with the best a, b, c for the interval [low, 1]
+    (Nakatsukasa, Bai, Gygi 2010).
+    """
+    if m.shape[-2] < m.shape[-1]:
+        return polar(m.mT, smallest).mT
+    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    x, low = m, smallest
+    while low < 1 - 1e-9:
+        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+        root = math.sqrt(1 + d)
+        a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
+        b = (a - 1) ** 2 / 4
+        c = a + b - 1
+        factor, _ = torch.linalg.cholesky_ex(eye + c * _gram(x))
+        half = torch.linalg.solve_triangular(factor, x.mT, upper=False)
+        solved = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
+        x = (b / c) * x + (a - b / c) * solved
+        low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
+    return x
+
+
+def _gram(x: Tensor) -> Tensor:
+    return symmetric_product(x.mT, x)
+
+
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _zero_deviation(features: Tensor, ridge: float) -> float:
+    """Directions with up to this part of the largest deviation count as constant.
+
+    They are rounding of the float64 work or, where no ridge covers it, of the features themselves.
+    """
+    work = max(features.shape[-2:]) * torch.finfo(torch.float64).eps
+    return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
+
+
+def _centred(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
+    if mask is None:
+        count = torch.full((1, 1), student.shape[-2], dtype=dtype, device=student.device)
+    else:
+        count = mask.sum(-1, dtype=dtype)[..., None, None]
+    centred = []
+    for x in (student, teacher):
+        x = _masked(x.to(dtype), mask)
+        mean = x.sum(-2, keepdim=True) / count.clamp_min(1)
+        centred.append(_masked(x - mean, mask))
+    return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero, whatever stood there, in rows that are no observations."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+
+def _bounded(
+    corr: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    dims: tuple[int, ...] | None,
+) -> Tensor:
+    """Rounding must not lift the sum above min(m − 1, Ds, Dt) of real observations and columns."""
+    rank = min(student.shape[-2] - 1, student.shape[-1], teacher.shape[-1])
+    corr = corr.clamp_max(rank)
+    if mask is not None:
+        corr = torch.minimum(corr, (mask.sum(-1) - 1).clamp_min(0))
+    if dims is not None and min(dims) < rank:
+        # Filled where it is used: the host would wait for a copy to the GPU.
+        corr = torch.minimum(corr, torch.cat([corr.new_full((1,), d) for d in dims]))
+    return corr
