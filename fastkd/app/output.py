@@ -169,8 +169,8 @@ class Output:
         free = free_bytes(self.path)
         if needed > free:
             raise InputError(
-                f"--out {self.path}: this run writes up to {needed / 1e9:.2g} GB, "
-                f"and the disk has {free / 1e9:.2g} GB left"
+                f"--out {self.path}: this run writes up to {needed / 2**20:,.0f} MiB, "
+                f"and the disk has {free / 2**20:,.0f} MiB left"
             )
 
     def finish(self) -> None:
