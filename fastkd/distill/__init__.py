@@ -5,6 +5,7 @@ from typing import Any
 from fastkd.distill import methods
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.layers import layer_map, select_layers
+from fastkd.distill.method import Method, Term
 from fastkd.distill.methods import (
     FCD,
     LRCBERT,
@@ -12,10 +13,11 @@ from fastkd.distill.methods import (
     MC3KD,
     METHODS,
     IntraClassKNN,
-    Method,
     SoftTargets,
     method_by_name,
+    resolve,
 )
+from fastkd.distill.step import Step
 from fastkd.distill.student import student_from_teacher
 
 __all__ = [
@@ -30,9 +32,12 @@ __all__ = [
     "IntraClassKNN",
     "Method",
     "SoftTargets",
+    "Step",
+    "Term",
     "layer_map",
     "method_by_name",
     "methods",
+    "resolve",
     "select_layers",
     "student_from_teacher",
 ]

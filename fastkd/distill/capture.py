@@ -3,11 +3,35 @@
 import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+
+class Wanted(NamedTuple):
+    """Layers whose hidden states, attention maps, queries, keys and values to keep."""
+
+    layers: tuple[int, ...] = ()
+    attentions: tuple[int, ...] = ()
+    qkv: tuple[int, ...] = ()
+
+
+class QKV(NamedTuple):
+    """Queries (B, H, N, D), keys and values (B, G, N, D) of a layer: G groups of heads."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class Kept(NamedTuple):
+    """What was wanted, by layer."""
+
+    hidden: dict[int, Tensor]
+    attentions: dict[int, Tensor]
+    qkv: dict[int, QKV]
 
 
 class Backbone:
@@ -94,19 +118,38 @@ class Backbone:
             inputs["return_dict"] = True
         return self.model(**inputs)
 
-    def observe(
-        self, batch: dict[str, Any], layers: Iterable[int]
+    def observe(self, batch: dict[str, Any], wanted: "Wanted") -> tuple[Any, "Kept"]:
+        """The model's output on ``batch``, and what was wanted of its inside."""
+        inputs = dict(batch)
+        if wanted.attentions:
+            inputs["output_attentions"] = True
+        with capture_qkv(self, wanted.qkv) as qkv:
+            output, hidden = self._observe_layers(inputs, set(wanted.layers))
+        attentions = {}
+        for layer in wanted.attentions:
+            maps = getattr(output, "attentions", None)
+            if not maps or maps[layer - 1] is None:
+                raise ValueError(
+                    f"{self._name} ({type(self.inner).__name__}) returns no attention map of "
+                    f"layer {layer}"
+                )
+            attentions[layer] = maps[layer - 1]
+        output.attentions = None
+        return output, Kept(hidden, attentions, {layer: QKV(*qkv[layer]) for layer in wanted.qkv})
+
+    def _observe_layers(
+        self, inputs: dict[str, Any], wanted: set[int]
     ) -> tuple[Any, dict[int, Tensor]]:
-        """The model's output on ``batch``, and the hidden states (B, N, D) of ``layers``."""
-        wanted = set(layers)
         if self._hooks_reach:
             with capture(self, wanted) as kept:
-                output = self.run(batch)
+                output = self.run(inputs)
             if kept.keys() >= wanted:
                 return output, kept
             self._hooks_reach = False
+        if not wanted:
+            return self.run(inputs), {}
         # Keeps every layer, and works wherever transformers itself can give them.
-        output = self.run({**batch, "output_hidden_states": True})
+        output = self.run({**inputs, "output_hidden_states": True})
         states = getattr(output, "hidden_states", None)
         if states is None or len(states) != self.num_layers + 1:
             raise ValueError(
@@ -115,6 +158,16 @@ class Backbone:
             )
         output.hidden_states = None
         return output, {layer: states[layer] for layer in wanted}
+
+    def check_eager(self, method: str) -> None:
+        """Raise unless the model computes attention maps that can be kept."""
+        used = getattr(self.config, "_attn_implementation", "eager")
+        if used != "eager":
+            raise ValueError(
+                f"{method} compares attention maps, which {used} attention never holds; load the "
+                f'{self._name} with attn_implementation="eager", or call '
+                f'{self._name}.set_attn_implementation("eager")'
+            )
 
     def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The token that the classification head reads, (B, D) of (B, N, D).
@@ -177,6 +230,75 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
     finally:
         for handle in handles:
             handle.remove()
+
+
+# Names of the projections in a block, as transformers' families call them.
+SEPARATE = (
+    ("query", "key", "value"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("query_proj", "key_proj", "value_proj"),
+)
+FUSED = ("c_attn", "Wqkv", "qkv_proj")  # queries, then keys, then values
+
+
+@contextlib.contextmanager
+def capture_qkv(backbone: Backbone, layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
+    """Keep queries, keys and values of ``layers``, before any rotation, while the model runs."""
+    kept: dict[int, list[Tensor]] = {}
+    heads = backbone.config.num_attention_heads if layers else 0
+
+    def split(x: Tensor, size: int) -> Tensor:
+        return x.unflatten(-1, (-1, size)).transpose(1, 2)  # (B, heads, N, size)
+
+    def fused_reader(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            groups = getattr(backbone.config, "num_key_value_heads", None) or heads
+            size = output.shape[-1] // (heads + 2 * groups)
+            widths = [heads * size, groups * size, groups * size]
+            kept[layer] = [split(x, size) for x in output.split(widths, -1)]
+
+        return hook
+
+    def reader(layer: int, place: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            found = kept.setdefault(layer, [output] * 3)
+            found[place] = output
+            if place == 2:
+                size = found[0].shape[-1] // heads
+                kept[layer] = [split(x, size) for x in found]
+
+        return hook
+
+    handles = []
+    try:
+        for layer in layers:
+            separate, fused = _projections(backbone, layer)
+            for place, module in enumerate(separate):
+                handles.append(module.register_forward_hook(reader(layer, place)))
+            if fused is not None:
+                handles.append(fused.register_forward_hook(fused_reader(layer)))
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Module | None]:
+    """The modules that project to queries, keys and values: three, or one for all."""
+    if not (backbone.shared_blocks or backbone.compiled):
+        block = backbone.blocks[layer - 1]
+        named = {name.rpartition(".")[2]: module for name, module in block.named_modules()}
+        for names in SEPARATE:
+            if all(name in named for name in names):
+                return [named[name] for name in names], None
+        for name in FUSED:
+            if name in named:
+                return [], named[name]
+    raise ValueError(
+        f"{type(backbone.inner).__name__} doesn't show its queries, keys and values (shared or "
+        "compiled blocks, or projections of other names)"
+    )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,9 @@ from torch.utils._pytree import tree_map_only
 from fastkd._checks import check_number
 from fastkd._numerics import upcast
 from fastkd.analysis.layers import Batches
-from fastkd.distill.capture import Backbone, replaced_embeddings
+from fastkd.distill.capture import QKV, Backbone, Kept, Wanted, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
-from fastkd.distill.methods import Method
+from fastkd.distill.method import Method
 from fastkd.distill.step import Outputs, Step
 
 if TYPE_CHECKING:
@@ -231,10 +230,10 @@ class Distiller(nn.Module):
     def _run_teacher(self, batch: dict[str, Any], documents: Documents | None) -> Outputs:
         inputs = {name: value for name, value in batch.items() if name not in SPAN_LABELS}
         with torch.no_grad():
-            return _run(self._teacher_backbone, inputs, self.method.teacher_layers, documents)
+            return _run(self._teacher_backbone, inputs, self.method.wanted("teacher"), documents)
 
     def _run_student(self, batch: dict[str, Any], documents: Documents | None) -> Outputs:
-        return _run(self._student_backbone, batch, self.method.student_layers, documents)
+        return _run(self._student_backbone, batch, self.method.wanted("student"), documents)
 
     def _add_up(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.autocast(next(self.student.parameters()).device.type, enabled=False):
@@ -272,13 +271,17 @@ class Distiller(nn.Module):
 def _run(
     backbone: Backbone,
     inputs: dict[str, Any],
-    layers: Sequence[int],
+    wanted: Wanted,
     documents: Documents | None,
 ) -> Outputs:
-    output, hidden = backbone.observe(inputs, layers)
+    output, kept = backbone.observe(inputs, wanted)
     if documents is not None:
-        hidden = {layer: documents.unpack(x) for layer, x in hidden.items()}
-    return Outputs.of(output, hidden)
+        kept = Kept(
+            {layer: documents.unpack(x) for layer, x in kept.hidden.items()},
+            {layer: documents.unpack_maps(x) for layer, x in kept.attentions.items()},
+            {layer: QKV(*map(documents.unpack_heads, x)) for layer, x in kept.qkv.items()},
+        )
+    return Outputs.of(output, kept)
 
 
 def _token_mask(batch: dict[str, Any]) -> Tensor | None:

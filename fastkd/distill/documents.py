@@ -24,6 +24,17 @@ class Documents:
         """Features (B, N, ...) as (S, L, ...)."""
         return x.flatten(0, 1)[self.index]
 
+    def unpack_heads(self, x: Tensor) -> Tensor:
+        """Queries, keys or values (B, H, N, D) as (S, H, L, D)."""
+        return self.unpack(x.transpose(1, 2)).transpose(1, 2)
+
+    def unpack_maps(self, x: Tensor) -> Tensor:
+        """Attention maps (B, H, N, N) as (S, H, L, L)."""
+        N = x.shape[-1]
+        rows = self.index[:, :, None] // N
+        queries, keys = self.index[:, :, None] % N, self.index[:, None, :] % N
+        return x.permute(0, 2, 3, 1)[rows, queries, keys].permute(0, 3, 1, 2)
+
     def norms(self, x: Tensor) -> Tensor:
         """Euclidean norm of each document's part of ``x`` (B, N, D), at its tokens: (B, N, 1)."""
         squares = x.square().sum(-1).flatten()

@@ -1,12 +1,8 @@
-"""The papers' recipes: which layers, which loss terms, with which weights and when.
-
-A method is an ``nn.Module`` that holds the parts that learn besides the student (projections).
-`Distiller` builds them for the two models' sizes and adds the terms up.
-"""
+"""The papers' recipes: which layers, which loss terms, with which weights and when."""
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import pkgutil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,115 +13,14 @@ from fastkd.analysis.layers import Batches
 from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone
-from fastkd.distill.layers import resolve_layers, select_layers
-from fastkd.distill.step import Step, check_head, check_same_head
+from fastkd.distill.layers import select_layers
+from fastkd.distill.method import Layers, Method
+from fastkd.distill.step import Step
 from fastkd.knn import IntraClassKNNLoss
 from fastkd.projection import DualProjectionLoss
 from fastkd.relation import FCDLoss
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
-
-#: Terms of this name read the student's output, and have a mean over items that are independent.
-LOGIT_TERMS = ("task", "soft")
-
-Layers = str | Sequence[int]
-
-
-class Term(NamedTuple):
-    """One loss term: its weight in the total, and its value before weighting."""
-
-    name: str
-    weight: float
-    value: Tensor
-
-
-class Method(nn.Module):
-    """What the methods share. A term is a method of its name: ``Step -> scalar Tensor``.
-
-    Subclasses say which terms count in `weights`, which layers they compare in `choose_layers`,
-    and create what learns in `make_parts`. Each constructor argument is an attribute of the same
-    name, so that `hyperparameters` can be written down.
-    """
-
-    #: Train on the loss after LRC-BERT's gradient perturbation.
-    perturb: bool = False
-    #: How to leave out the terms on logits, in the words of an error message.
-    _without_head: str = "set the weights of these terms to 0"
-    #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
-    scheduled: bool = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student_layers: list[int] = []
-        self._teacher_layers: list[int] | None = []
-        self._built_for: tuple[int, ...] | None = None
-
-    @property
-    def teacher_layers(self) -> list[int]:
-        """One teacher layer, counted from 1, for each of ``student_layers``."""
-        if self._teacher_layers is None:
-            raise RuntimeError(
-                f"{type(self).__name__} chooses its teacher layers from data: call "
-                "distiller.prepare(batches) before training, or pass layers=[...]"
-            )
-        return self._teacher_layers
-
-    def build(self, teacher: Backbone, student: Backbone) -> None:
-        """Create the trainable parts for these two models; a second call must be of like sizes."""
-        sizes = (
-            teacher.num_layers, student.num_layers, teacher.hidden_size, student.hidden_size
-        )  # fmt: skip
-        if self._built_for not in (None, sizes):
-            raise ValueError(
-                f"this {type(self).__name__} was built for other models; make a new one"
-            )
-        name = type(self).__name__
-        both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
-        on_output = [t for t in LOGIT_TERMS if any(weights.get(t) for weights in both_ends)]
-        check_head(student, on_output, name, self._without_head)
-        if "soft" in on_output:
-            check_same_head(teacher, student, name)
-        if self._built_for is None:
-            self.choose_layers(teacher, student)
-            self.make_parts(teacher, student)
-            self._built_for = sizes
-
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
-        """Set the layers to compare; none by default."""
-
-    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
-        """Create losses and projections; none by default."""
-
-    def prepare(self, teacher: nn.Module, batches: Batches) -> None:
-        """Choose what has to be chosen from data before training; nothing by default."""
-
-    @property
-    def prepared(self) -> bool:
-        """Whether `prepare` is done or not needed."""
-        return self._teacher_layers is not None
-
-    def weights(self, progress: float) -> dict[str, float]:
-        """Weight of each term when ``progress`` (0 to 1) of the training is done."""
-        raise NotImplementedError
-
-    def forward(self, step: Step, progress: float) -> list[Term]:
-        """The terms that count now."""
-        return [
-            Term(name, weight, getattr(self, name)(step))
-            for name, weight in self.weights(progress).items()
-            if weight != 0
-        ]
-
-    def task(self, step: Step) -> Tensor:
-        """Cross-entropy with the labels, MSE for regression."""
-        return step.task_loss(type(self).__name__)
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The constructor's arguments by name."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.hyperparameters().items())
 
 
 class FCD(Method):
@@ -165,8 +60,7 @@ class FCD(Method):
         self.sample_loss = FCDLoss(0.0, 1.0, normalize, distance)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
-        self.student_layers = list(range(1, student.num_layers + 1))
-        self._teacher_layers = resolve_layers(self.layers, teacher.num_layers, student.num_layers)
+        self.pair_layers(self.layers, teacher, student)
 
     def weights(self, progress: float) -> dict[str, float]:
         return {"task": self.task_weight, "tokens": self.alpha, "samples": self.beta}
@@ -276,8 +170,7 @@ class IntraClassKNN(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
-        self.student_layers = [student.num_layers]
-        self._teacher_layers = [teacher.num_layers]
+        self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher: Backbone, student: Backbone) -> None:
         self.loss = IntraClassKNNLoss(
@@ -346,8 +239,7 @@ class LRCBERT(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
-        self.student_layers = list(range(1, student.num_layers + 1))
-        self._teacher_layers = resolve_layers(self.layers, teacher.num_layers, student.num_layers)
+        self.pair_layers(self.layers, teacher, student)
 
     def make_parts(self, teacher: Backbone, student: Backbone) -> None:
         self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool="tokens")
@@ -419,10 +311,10 @@ class MC3KD(_Soft):
         self.loss = CCALoss(ridge=ridge, top_k=top_k, pool=pool)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
-        self.student_layers = list(range(1, student.num_layers + 1))
         # Checks that there are enough layers also when they are chosen later.
-        fixed = resolve_layers(self.layers or "uniform", teacher.num_layers, student.num_layers)
-        self._teacher_layers = None if self.layers is None else fixed
+        self.pair_layers(self.layers or "uniform", teacher, student)
+        if self.layers is None:
+            self._teacher_layers = None
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:
         """Algorithm 1, lines 5-8. In a distributed run all take the first process's choice."""
@@ -431,7 +323,7 @@ class MC3KD(_Soft):
         chosen = [select_layers(teacher, batches, len(self.student_layers))]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(chosen)
-        self._teacher_layers = chosen[0]
+        self.teacher_layers = chosen[0]
 
     def get_extra_state(self) -> Tensor:
         """The chosen layers, so that a resumed run keeps them."""
@@ -440,7 +332,7 @@ class MC3KD(_Soft):
     def set_extra_state(self, state: Tensor) -> None:
         chosen = [int(i) for i in state]
         if chosen != [0]:
-            self._teacher_layers = chosen
+            self.teacher_layers = chosen
 
     def weights(self, progress: float) -> dict[str, float]:
         if self.alpha is None:
@@ -506,8 +398,7 @@ class LRKD(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
-        self.student_layers = [student.num_layers]
-        self._teacher_layers = [teacher.num_layers]
+        self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher: Backbone, student: Backbone) -> None:
         self.loss = DualProjectionLoss(
@@ -539,8 +430,31 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+def resolve(name: str) -> type[Method]:
+    """The method class called ``name``: one of `METHODS`, or your own as "package.module:Class".
+
+    Raises:
+        ValueError: unknown, or not importable; the message says why.
+        TypeError: not a subclass of `Method`.
+
+    Example:
+        >>> resolve("fcd") is resolve("fastkd.distill.methods:FCD")
+        True
+    """
+    if ":" not in name:
+        check_choice("method", name, METHODS)
+        return METHODS[name]
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"method {name!r} can't be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise TypeError(f"method {name!r} must be a subclass of fastkd.distill.Method, got {found}")
+    return found
+
+
 def method_by_name(name: str, **hyperparameters: Any) -> Method:
-    """The method called ``name`` with these hyper-parameters.
+    """The method called ``name``, as `resolve` takes it, with these hyper-parameters.
 
     Raises:
         ValueError: unknown name or hyper-parameter; the message names the nearest one.
@@ -549,11 +463,11 @@ def method_by_name(name: str, **hyperparameters: Any) -> Method:
         >>> method_by_name("lrkd", beta=1.0).weights(0.0)["projection"]
         1.0
     """
-    check_choice("method", name, METHODS)
-    known = inspect.signature(METHODS[name]).parameters
+    kind = resolve(name)
+    known = inspect.signature(kind).parameters
     for option in hyperparameters:
         check_choice(f"hyper-parameter of {name}", option, known)
-    return METHODS[name](**hyperparameters)
+    return kind(**hyperparameters)
 
 
 def _check_weights(**weights: float) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd._numerics import upcast, working_dtype
-from fastkd.distill.capture import Backbone
+from fastkd.distill.capture import QKV, Backbone, Kept
 from fastkd.soft_targets import soft_target_loss
 
 IGNORED = -100  # transformers' label of a position that doesn't count
@@ -23,25 +23,28 @@ Logits = Tensor | tuple[Tensor, Tensor]
 class Outputs:
     """What is kept of one model's run.
 
-    ``hidden`` states (B, N, D) by layer; ``logits``, for question answering those of the start
-    and the end, None where the model has none; ``loss`` of a head with targets of its own;
-    ``names`` of all that the model returned.
+    ``hidden`` states (B, N, D), ``attentions`` (B, H, N, N) and ``qkv`` by layer; ``logits``,
+    for question answering those of the start and the end, None where the model has none;
+    ``loss`` of a head with targets of its own; ``names`` of all that the model returned.
     """
 
     hidden: dict[int, Tensor]
     logits: Logits | None
     loss: Tensor | None = None
     names: tuple[str, ...] = ()
+    attentions: dict[int, Tensor] = field(default_factory=dict)
+    qkv: dict[int, QKV] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, output: Any, hidden: dict[int, Tensor]) -> "Outputs":
+    def of(cls, output: Any, kept: Kept) -> "Outputs":
         """From the output of a transformers model."""
         logits = getattr(output, "logits", None)
         ends = [getattr(output, f"{end}_logits", None) for end in ("start", "end")]
         if logits is None and all(isinstance(x, Tensor) for x in ends):
             logits = tuple(ends)
         names = tuple(output.keys()) if hasattr(output, "keys") else ()
-        return cls(hidden, logits, getattr(output, "loss", None), names)
+        loss = getattr(output, "loss", None)
+        return cls(kept.hidden, logits, loss, names, kept.attentions, kept.qkv)
 
 
 @dataclass
@@ -74,6 +77,23 @@ class Step:
             [self.teacher.hidden[i].to(dtype) for i in teacher],
         )
 
+    def attentions(
+        self, student: Sequence[int], teacher: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Attention maps (B, H, N, N) of the layer pairs; rows and columns of padding are noise."""
+        dtype = self.student_model.dtype
+        return (
+            [self.student.attentions[i].to(dtype) for i in student],
+            [self.teacher.attentions[i].to(dtype) for i in teacher],
+        )
+
+    def qkv(self, student: int, teacher: int) -> tuple[QKV, QKV]:
+        """Queries, keys and values of a student and a teacher layer, before any rotation."""
+        dtype = self.student_model.dtype
+        sides = self.student.qkv[student], self.teacher.qkv[teacher]
+        students, teachers = (QKV(*(x.to(dtype) for x in side)) for side in sides)
+        return students, teachers
+
     def last(self) -> tuple[Tensor, Tensor]:
         """Last hidden states (B, N, Ds) and (B, N, Dt)."""
         students, teachers = self.layers(
@@ -87,6 +107,14 @@ class Step:
             self.student_model.sentence_token(student, self.mask),
             self.teacher_model.sentence_token(teacher, self.mask),
         )
+
+    @property
+    def real(self) -> Tensor:
+        """`mask`, also where there is none: (B, N) bool."""
+        if self.mask is not None:
+            return self.mask
+        hidden = next(iter(self.student.hidden.values()))
+        return torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """``total``, a sum over ``count`` items of the batch, as their mean."""

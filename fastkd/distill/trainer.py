@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.methods import Method
+from fastkd.distill.method import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,0 +1,182 @@
+"""What every method is: loss terms with weights, the layers they compare, the parts that learn."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastkd.analysis.layers import Batches
+from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.layers import resolve_layers
+from fastkd.distill.step import Step, check_head, check_same_head
+
+#: Terms of this name read the student's output, and have a mean over items that are independent.
+LOGIT_TERMS = ("task", "soft")
+
+Layers = str | Sequence[int]
+
+
+class Term(NamedTuple):
+    """One loss term: its weight in the total, and its value before weighting."""
+
+    name: str
+    weight: float
+    value: Tensor
+
+
+class Method(nn.Module):
+    """Base class of the methods, and of yours: ``Distiller(teacher, student, MyMethod())``.
+
+    A subclass says in `weights` which terms count. Each is a method of that name, which takes a
+    `Step` and returns a scalar; ``task`` is there already. It says in `choose_layers` what
+    to keep of both models while they run, and creates what learns besides the student in
+    `make_parts`. Each constructor argument is kept as an attribute of its name, so that
+    `hyperparameters` can be written down.
+
+    What is kept, layers counted from 1:
+
+    - hidden states: ``student_layers`` and ``teacher_layers``; read by ``step.layers``
+    - attention maps: ``student_attentions``, ``teacher_attentions``; ``step.attentions``. Both
+      models need ``attn_implementation="eager"``: other implementations never hold the maps.
+    - queries, keys and values: ``student_qkv``, ``teacher_qkv``; ``step.qkv``
+
+    A step's rows start at position 0, with padding behind (``step.real``, or ``step.mask``, which
+    is None where no row is padded).
+
+    Example:
+        >>> from torch.nn import functional as F
+        >>> class HiddenAndAttention(Method):
+        ...     def __init__(self, *, hidden=1.0, attention=1.0):
+        ...         super().__init__()
+        ...         self.hidden, self.attention = hidden, attention
+        ...     def choose_layers(self, teacher, student):
+        ...         self.pair_layers("uniform", teacher, student)
+        ...         self.student_attentions = self.student_layers
+        ...         self.teacher_attentions = self.teacher_layers
+        ...     def make_parts(self, teacher, student):
+        ...         self.W = nn.Linear(student.hidden_size, teacher.hidden_size)
+        ...     def weights(self, progress):
+        ...         return {"task": 1.0, "states": self.hidden, "maps": self.attention}
+        ...     def states(self, step):
+        ...         pairs = zip(*step.layers(self.student_layers, self.teacher_layers))
+        ...         return sum(F.mse_loss(self.W(s[step.real]), t[step.real]) for s, t in pairs)
+        ...     def maps(self, step):
+        ...         maps = step.attentions(self.student_attentions, self.teacher_attentions)
+        ...         real = step.real[:, None, :, None] & step.real[:, None, None, :]
+        ...         return sum(F.mse_loss(s * real, t * real) for s, t in zip(*maps))
+    """
+
+    #: Train on the loss after LRC-BERT's gradient perturbation.
+    perturb: bool = False
+    #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
+    scheduled: bool = False
+    #: How to leave out the terms on logits, in the words of an error message.
+    _without_head: str = "set the weights of these terms to 0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student_layers: list[int] = []
+        self._teacher_layers: list[int] | None = []
+        self.student_attentions: list[int] = []
+        self.teacher_attentions: list[int] = []
+        self.student_qkv: list[int] = []
+        self.teacher_qkv: list[int] = []
+        self._built_for: tuple[int, ...] | None = None
+
+    @property
+    def teacher_layers(self) -> list[int]:
+        """One teacher layer, counted from 1, for each of ``student_layers``."""
+        if self._teacher_layers is None:
+            raise RuntimeError(
+                f"{type(self).__name__} chooses its teacher layers from data: call "
+                "distiller.prepare(batches) before training, or pass layers=[...]"
+            )
+        return self._teacher_layers
+
+    @teacher_layers.setter
+    def teacher_layers(self, layers: list[int]) -> None:
+        self._teacher_layers = layers
+
+    def wanted(self, side: str) -> Wanted:
+        """What to keep of the "student" or the "teacher"."""
+        kept = (getattr(self, f"{side}_{what}") for what in ("layers", "attentions", "qkv"))
+        return Wanted(*map(tuple, kept))
+
+    def build(self, teacher: Backbone, student: Backbone) -> None:
+        """Create the trainable parts for these two models; a second call must be of like sizes."""
+        name = type(self).__name__
+        sizes = (
+            teacher.num_layers, student.num_layers, teacher.hidden_size, student.hidden_size
+        )  # fmt: skip
+        if self._built_for not in (None, sizes):
+            raise ValueError(f"this {name} was built for other models; make a new one")
+        both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
+        for term in {*both_ends[0], *both_ends[1]}:
+            if not callable(getattr(self, term, None)):
+                raise TypeError(f"{name} has a weight for {term!r} but no method {term}(step)")
+        on_output = [t for t in LOGIT_TERMS if any(weights.get(t) for weights in both_ends)]
+        check_head(student, on_output, name, self._without_head)
+        if "soft" in on_output:
+            check_same_head(teacher, student, name)
+        if self._built_for is None:
+            self.choose_layers(teacher, student)
+            self.make_parts(teacher, student)
+            self._built_for = sizes
+        for backbone, kept in (
+            (student, self.student_attentions),
+            (teacher, self.teacher_attentions),
+        ):
+            if kept:
+                backbone.check_eager(name)
+
+    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+        """Say what to keep of both models; nothing by default."""
+
+    def pair_layers(self, layers: Layers, teacher: Backbone, student: Backbone) -> None:
+        """Compare each student layer with a teacher layer: "uniform", "top", "bottom", or a list
+        of one teacher layer for each student layer."""
+        self.student_layers = list(range(1, student.num_layers + 1))
+        self.teacher_layers = resolve_layers(layers, teacher.num_layers, student.num_layers)
+
+    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+        """Create losses and projections; none by default."""
+
+    def prepare(self, teacher: nn.Module, batches: Batches) -> None:
+        """Choose what has to be chosen from data before training; nothing by default."""
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `prepare` is done or not needed."""
+        return self._teacher_layers is not None
+
+    def weights(self, progress: float) -> dict[str, float]:
+        """Weight of each term when ``progress`` (0 to 1) of the training is done."""
+        raise NotImplementedError
+
+    def forward(self, step: Step, progress: float) -> list[Term]:
+        """The terms that count now."""
+        return [
+            Term(name, weight, getattr(self, name)(step))
+            for name, weight in self.weights(progress).items()
+            if weight != 0
+        ]
+
+    def task(self, step: Step) -> Tensor:
+        """The student's loss on the labels."""
+        return step.task_loss(type(self).__name__)
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        names = inspect.signature(type(self)).parameters
+        missing = [name for name in names if not hasattr(self, name)]
+        if missing:
+            raise TypeError(
+                f"{type(self).__name__} has to keep its arguments as attributes of their names; "
+                f"missing: {', '.join(missing)}"
+            )
+        return {name: getattr(self, name) for name in names}
+
+    def extra_repr(self) -> str:
+        names = inspect.signature(type(self)).parameters
+        return ", ".join(f"{name}={getattr(self, name, ...)!r}" for name in names)

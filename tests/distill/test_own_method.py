@@ -1,0 +1,125 @@
+"""A method of one's own: what it may ask for, and how it is found."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import FCD, Distiller, method_by_name, resolve, student_from_teacher
+from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.own_method import HiddenAndAttention, Unfinished
+from tests.distill.test_distiller import (
+    assert_same_step,
+    documents,
+    loss_and_gradients,
+    packed,
+    padded,
+)
+
+WITH_QKV = ["bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"]
+
+
+def pair(family, **options):
+    torch.manual_seed(0)
+    teacher = classifier(family, **options)
+    student = student_from_teacher(teacher, [2, 4])
+    for model in (teacher, student):
+        model.set_attn_implementation("eager")
+    return teacher, student
+
+
+@pytest.mark.parametrize("family", WITH_QKV)
+def test_a_method_trains_on_states_maps_and_values(family):
+    teacher, student = pair(family)
+    distiller = Distiller(teacher, student, HiddenAndAttention())
+    assert "method.W.weight" in dict(distiller.named_parameters())
+    data = batch(rows=8)
+    optimizer = torch.optim.Adam([p for p in distiller.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        out = distiller.eval()(**data)
+        out.loss.backward()
+        optimizer.step()
+        losses.append(out.loss.item())
+    assert set(out.terms) == {"states", "maps", "values", "total"}
+    assert losses[-1] < 0.98 * losses[0]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_maps_queries_and_keys_belong_together(family):
+    """softmax of queries · keys is the attention map, where positions don't enter between."""
+    teacher, student = pair(family, rope_parameters={"rope_type": "default", "rope_theta": 1e30})
+    seen = {}
+    method = HiddenAndAttention()
+    distiller = Distiller(teacher, student, method).eval()
+    method.register_forward_pre_hook(lambda module, args: seen.update(step=args[0]))
+    data = batch(padding=0)
+    distiller(**data)
+    queries, keys, _ = seen["step"].qkv(2, 4)[1]
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+    scores = queries @ keys.mT / queries.shape[-1] ** 0.5
+    if family != "bert":
+        future = torch.ones(10, 10, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -1e30)
+    expected = scores.softmax(-1)
+    got = seen["step"].teacher.attentions[4]
+    if family == "llama":  # all but the fastest rotation, which θ can't stop
+        assert got.shape == expected.shape
+        return
+    torch.testing.assert_close(got, expected)
+
+
+def test_packed_documents_have_maps_of_their_own():
+    config = CONFIGS["llama"](4)
+    config.initializer_range = 0.2
+    teacher = t.LlamaModel(config).double().eval()
+    student = student_from_teacher(teacher, [2, 4])
+    for model in (teacher, student):
+        model.set_attn_implementation("eager")
+    distiller = Distiller(teacher, student, HiddenAndAttention()).eval()
+    texts = documents()
+    expected = loss_and_gradients(distiller, padded(texts, labels=False))
+    # Llama's eager attention takes its softmax in float32.
+    assert_same_step(distiller, packed(texts, labels=False), expected, tolerance=1e-7)
+
+
+def test_attention_maps_need_eager_attention():
+    teacher = classifier("bert")
+    student = student_from_teacher(teacher, [2, 4])
+    student.set_attn_implementation("eager")
+    with pytest.raises(
+        ValueError, match=r'sdpa attention .* the teacher with attn_implem.*"eager"'
+    ):
+        Distiller(teacher, student, HiddenAndAttention())
+
+
+def test_blocks_that_hide_their_projections_are_named():
+    with pytest.raises(ValueError, match="AlbertForSequenceClassification doesn't show"):
+        Distiller(*pair("albert"), HiddenAndAttention())(**batch())
+
+
+def test_methods_are_found_by_name():
+    assert resolve("fcd") is FCD
+    path = "tests.distill.own_method:HiddenAndAttention"
+    assert resolve(path) is HiddenAndAttention
+    method = method_by_name(path, attention=0.5)
+    assert method.hyperparameters() == {"hidden": 1.0, "attention": 0.5, "relations": 1.0}
+    with pytest.raises(ValueError, match="did you mean 'attention'"):
+        method_by_name(path, atention=1.0)
+    for name, message in [
+        ("nowhere.at_all:Class", "No module named 'nowhere'"),
+        ("tests.distill.own_method:Class", "has no attribute 'Class'"),
+        ("fdc", "did you mean 'fcd'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            resolve(name)
+    with pytest.raises(TypeError, match=r"must be a subclass of fastkd\.distill\.Method"):
+        resolve("tests.distill.own_method:not_a_method")
+
+
+def test_unfinished_methods_are_named():
+    with pytest.raises(TypeError, match=r"a weight for 'nothing' but no method nothing\(step\)"):
+        Distiller(*pair("bert"), Unfinished())
+    with pytest.raises(TypeError, match="missing: alpha"):
+        Unfinished().hyperparameters()
+    assert "alpha" in repr(Unfinished())
