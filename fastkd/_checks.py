@@ -126,8 +126,7 @@ def layer_pairs(
     student: Tensor | Sequence[Tensor], teacher: Tensor | Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Pair up ``Tensor | list[Tensor]`` arguments, one entry per layer."""
-    students = [student] if isinstance(student, Tensor) else list(student)
-    teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
+    students, teachers = _layers("student", student), _layers("teacher", teacher)
     if len(students) != len(teachers):
         raise ValueError(
             f"student has {len(students)} layers but teacher has {len(teachers)}; "
@@ -136,3 +135,14 @@ def layer_pairs(
     if not students:
         raise ValueError("student and teacher are empty lists; pass at least one layer")
     return list(zip(students, teachers, strict=True))
+
+
+def _layers(name: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if not isinstance(x, (list, tuple)) or not all(isinstance(layer, Tensor) for layer in x):
+        kind = type(x).__name__
+        if isinstance(x, (list, tuple)):
+            kind += " of " + " and ".join(sorted({type(layer).__name__ for layer in x}))
+        raise TypeError(f"{name} must be a Tensor or a list of Tensors, got {kind}")
+    return list(x)

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastkd
+
+FEATURES = torch.ones(2, 3, 4)
 
 SIGNATURES = {
     "relation_loss": "student teacher mask * over normalize distance temperature eps backend",
@@ -156,3 +159,9 @@ def test_import_is_light():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("wrong", ([[1.0]], [], "features", [[FEATURES, FEATURES.numpy()]]))
+def test_layers_must_be_tensors(wrong):
+    with pytest.raises((TypeError, ValueError), match="student"):
+        fastkd.FCDLoss()(wrong, FEATURES)
