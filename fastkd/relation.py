@@ -1,5 +1,6 @@
 """Feature correlation distillation (FCD): relations between tokens and between samples."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from fastkd._checks import (
 )
 from fastkd._dispatch import use_triton
 from fastkd._numerics import (
+    apply,
     autocast_off,
     first_order_only,
     once_differentiable,
@@ -26,6 +28,10 @@ from fastkd._numerics import (
 OVER = ("tokens", "samples")
 NORMALIZE = ("l2", "layer_norm", "softmax", "none")
 DISTANCE = ("pearson", "mse", "kl")
+
+# Up to this many rows a relation is never replaced by products of its features under
+# torch.compile, nor in the kernels: one graph serves all these sizes.
+SIZES_OF_ONE_GRAPH = 128
 
 # torch.nn.functional.normalize divides by max(‖x‖, this).
 SMALLEST_NORM = 1e-12
@@ -223,23 +229,23 @@ def _weighted_relations(
     mask = check_mask(mask, first.shape[:2], first.device)
     students = [student for student, _ in pairs]
     teachers = [teacher for _, teacher in pairs]
+    options = _Options(weights, len(pairs), normalize == "l2", distance, temperature, eps)
     with autocast_off(first):
         if use_triton(backend, "relation_loss", first, _not_in_triton(pairs, normalize, distance)):
             left = _left_to_features(pairs, weights) if backend == "auto" else {}
             kernels = {over: weight for over, weight in weights.items() if over not in left}
-            losses = []
-            if kernels:
-                losses.append(_TritonRelations.apply(mask, kernels, eps, *students, *teachers))
-            if left:
-                options = (left, True, distance, temperature, eps)
-                losses.append(_Relations.apply(mask, *options, *students, *teachers))
+            losses = [
+                apply(
+                    function, dataclasses.replace(options, weights=part), mask, *students, *teachers
+                )
+                for function, part in ((_TritonRelations, kernels), (_Relations, left))
+                if part
+            ]
             return sum(losses[1:], losses[0])
         if normalize != "l2":
             students = [_normalized(first_order_only(x), mask, normalize) for x in students]
             teachers = [_normalized(x, mask, normalize) for x in teachers]
-        return _Relations.apply(
-            mask, weights, normalize == "l2", distance, temperature, eps, *students, *teachers
-        )
+        return apply(_Relations, options, mask, *students, *teachers)
 
 
 def _not_in_triton(
@@ -267,7 +273,8 @@ def _left_to_features(
     return {
         over: weight
         for over, weight in weights.items()
-        if all(
+        if (N if over == "tokens" else B) > SIZES_OF_ONE_GRAPH
+        and all(
             _feature_side_is_cheaper(
                 (N if over == "tokens" else B) // (3 if student.dtype == torch.float32 else 8),
                 student.shape[-1],
@@ -288,6 +295,18 @@ def _normalized(x: Tensor, mask: Tensor | None, normalize: str) -> Tensor:
     return x.softmax(-1) if normalize == "softmax" else x
 
 
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What stays the same for every layer of a call."""
+
+    weights: dict[str, float]  # of each kind of relation
+    layers: int
+    unit_rows: bool  # ℓ2-normalised
+    distance: str
+    temperature: float
+    eps: float
+
+
 class _Relations(torch.autograd.Function):
     """Weighted sum of relation losses over layers and both kinds of relation.
 
@@ -297,8 +316,8 @@ class _Relations(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, mask, weights, unit_rows, distance, temperature, eps, *features):
-        layers = len(features) // 2
+    def forward(ctx, options, mask, *features):
+        layers = options.layers
         students, teachers = features[:layers], features[layers:]
         needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
         loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
@@ -306,21 +325,9 @@ class _Relations(torch.autograd.Function):
         with autocast_off(students[0]):
             for student, teacher, wanted in zip(students, teachers, needs_grad, strict=True):
                 dx = torch.zeros_like(student, dtype=working_dtype(student)) if wanted else None
-                for over, weight in weights.items():
-                    if weight == 0:
-                        continue
-                    loss = loss + _relation_term(
-                        student,
-                        teacher,
-                        mask,
-                        dx,
-                        over=over,
-                        weight=weight / layers,
-                        unit_rows=unit_rows,
-                        distance=distance,
-                        temperature=temperature,
-                        eps=eps,
-                    )
+                for over, weight in options.weights.items():
+                    if weight != 0:
+                        loss = loss + _relation_term(student, teacher, mask, dx, over, options)
                 gradients.append(dx)
         ctx.dtypes = [student.dtype for student in students]
         ctx.save_for_backward(*gradients)
@@ -334,28 +341,26 @@ class _Relations(torch.autograd.Function):
                 None if dx is None else _narrowed(dx * grad.to(dx.dtype), dtype)
                 for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
-        return (None,) * 6 + (*gradients,) + (None,) * len(gradients)
+        return (None, None, *gradients, *(None for _ in gradients))
 
 
 class _TritonRelations(torch.autograd.Function):
     """The same for ℓ2-normalised rows and Pearson's correlation, by `fastkd.kernels.relation`."""
 
     @staticmethod
-    def forward(ctx, mask, weights, eps, *features):
+    def forward(ctx, options, mask, *features):
         from fastkd.kernels import relation as kernels
 
-        layers = len(features) // 2
+        layers = options.layers
         students, teachers = list(features[:layers]), list(features[layers:])
         ctx.needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
-        # A custom operator costs more than the launches behind it: only where a graph needs one.
-        run = kernels.relations_op if torch.compiler.is_compiling() else kernels.relations
-        loss, *gradients = run(
+        loss, *gradients = kernels.relations(
             students,
             teachers,
             mask,
-            float(weights.get("tokens", 0)),
-            float(weights.get("samples", 0)),
-            eps,
+            float(options.weights.get("tokens", 0)),
+            float(options.weights.get("samples", 0)),
+            options.eps,
             any(ctx.needs_grad),
         )
         ctx.groups = kernels.layer_groups(students, teachers)
@@ -370,14 +375,10 @@ class _TritonRelations(torch.autograd.Function):
 
         gradients: list[Tensor | None] = [None] * len(ctx.dtypes)
         for indices, dx in zip(ctx.groups, ctx.saved_tensors, strict=True):
-            dtype = ctx.dtypes[indices[0]]
-            if torch.compiler.is_compiling():  # one fused loop there
-                dx = _narrowed(dx.float() * grad, dtype)
-            else:
-                dx = kernels.scaled(dx, grad, dtype)
+            dx = kernels.scaled(dx, grad, ctx.dtypes[indices[0]])
             for i, layer_dx in zip(indices, dx.unbind(), strict=True):
                 gradients[i] = layer_dx if ctx.needs_grad[i] else None
-        return (None,) * 3 + (*gradients,) + (None,) * len(gradients)
+        return (None, None, *gradients, *(None for _ in gradients))
 
 
 def _narrowed(dx: Tensor, dtype: torch.dtype) -> Tensor:
@@ -392,15 +393,10 @@ def _relation_term(
     teacher: Tensor,
     mask: Tensor | None,
     dx: Tensor | None,
-    *,
     over: str,
-    weight: float,
-    unit_rows: bool,
-    distance: str,
-    temperature: float,
-    eps: float,
+    options: _Options,
 ) -> Tensor:
-    """weight · loss of one kind of relation on one layer; its gradient is added to ``dx``."""
+    """One layer's share of the loss ``over`` one kind; its gradient is added to ``dx``."""
     if over == "samples":
         student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
         mask = None if mask is None else mask.transpose(0, 1)
@@ -411,24 +407,31 @@ def _relation_term(
     if groups == 0 or N < 2:
         return loss
 
-    group_weight = loss + weight / groups  # ()
-    if mask is not None:
+    weight = loss + options.weights[over] / options.layers  # ()
+    if mask is None:
+        group_weight = weight / groups  # not in Python: a float made of sizes is a graph a size
+    else:
         counts = mask.sum(1, keepdim=True) >= 2  # (groups, 1)
         mask = mask & counts
         group_weight = weight / counts.sum().clamp_min(1).to(loss.dtype)
 
-    feature_side = distance == "pearson" and _feature_side_is_cheaper(N, Ds, Dt, dx is not None)
-    chunk = _chunk_of_groups(student, N, Ds + Dt, feature_side)
-    for start in range(0, groups, chunk):
-        part = slice(start, start + chunk)
+    feature_side = (
+        options.distance == "pearson"
+        and (N > SIZES_OF_ONE_GRAPH or not torch.compiler.is_compiling())
+        and _feature_side_is_cheaper(N, Ds, Dt, dx is not None)
+    )
+    chunks = _chunks(student, Ds + Dt, feature_side)
+    chunk = (groups + chunks - 1) // chunks
+    for i in range(chunks):
+        part = slice(i * chunk, (i + 1) * chunk)
         part_mask = None if mask is None else mask[part]
-        s = _Centred(student[part], part_mask, unit_rows)
-        t = _Centred(teacher[part], part_mask, unit_rows)
+        s = _Centred(student[part], part_mask, options.unit_rows)
+        t = _Centred(teacher[part], part_mask, options.unit_rows)
         part_dx = None if dx is None else dx[part]
         if feature_side:
-            losses = _pearson_by_features(s, t, group_weight, eps, part_dx)
+            losses = _pearson_by_features(s, t, group_weight, options.eps, part_dx)
         else:
-            losses = _distance_by_relations(s, t, group_weight, distance, temperature, eps, part_dx)
+            losses = _distance_by_relations(s, t, group_weight, options, part_dx)
         if part_mask is not None:
             losses = losses.masked_fill(~counts[part, 0], 0)
         loss = loss + group_weight * losses.sum()
@@ -445,15 +448,20 @@ def _feature_side_is_cheaper(N: int, Ds: int, Dt: int, gradient: bool) -> bool:
     return feature_side < relation_side
 
 
-def _chunk_of_groups(x: Tensor, N: int, D: int, feature_side: bool) -> int:
-    """How many relations to work on at once.
+def _chunks(x: Tensor, D: int, feature_side: bool) -> int:
+    """In how many parts to work on the relations of ``x`` (groups, N, Ds); ``D`` is Ds + Dt.
 
-    Eager on the CPU a chunk should stay in the cache; elsewhere it only bounds the memory, and
-    long loops cost launches or time to compile.
+    Eager on the CPU a part should stay in the cache; elsewhere it only bounds the memory, and
+    long loops cost launches or time to compile. A power of two: few graphs while sizes change.
     """
+    groups, N, _ = x.shape
     eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    budget = 2**20 if eager_cpu else 2**26
-    return max(1, budget // (N * D + (D * D if feature_side else 3 * N * N)))
+    entries = groups * (N * D + (D * D if feature_side else 3 * N * N))
+    most = 2**20 if eager_cpu else 2**26
+    chunks = 1
+    while chunks < groups and entries > chunks * most:
+        chunks *= 2
+    return chunks
 
 
 class _Centred:
@@ -527,9 +535,7 @@ def _distance_by_relations(
     s: _Centred,
     t: _Centred,
     weight: Tensor,
-    distance: str,
-    temperature: float,
-    eps: float,
+    options: _Options,
     dx: Tensor | None,
 ) -> Tensor:
     """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
@@ -537,24 +543,24 @@ def _distance_by_relations(
     Each distance leaves its derivative ∂/∂R_s in A, up to a factor k per relation. Then
     ∂/∂x̂ = 2A·x̂, and the row norm takes out what is parallel to each row: ΣA_ij R_ij of x̂_i.
     """
-    pearson = distance == "pearson"
+    pearson, temperature = options.distance == "pearson", options.temperature
     R_s, R_t = s.relations(pearson), t.relations(pearson)
     if pearson:
         # With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
         sigma_s = torch.linalg.vector_norm(R_s, dim=(1, 2))
         sigma_t = torch.linalg.vector_norm(R_t, dim=(1, 2))
-        denominator = sigma_s * sigma_t + eps
+        denominator = sigma_s * sigma_t + options.eps
         a = R_s.mul_(_reciprocal(sigma_s)[:, None, None])
         b = R_t.mul_(_reciprocal(sigma_t)[:, None, None])
         A = b.sub_(a)
         losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / 2
-        losses = (sigma_s * sigma_t * losses + eps) / denominator
+        losses = (sigma_s * sigma_t * losses + options.eps) / denominator
         if dx is None:
             return losses
         A.addcmul_(a, losses[:, None, None])  # b − ρ·a
         k = -sigma_t / denominator
         scale_of_R = sigma_s
-    elif distance == "mse":
+    elif options.distance == "mse":
         M = s.count.square().squeeze(1)
         A = R_s - R_t
         losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / (2 * M)

@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels.launch import operator
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
 from fastkd.kernels.variants import Variant, aligned_form
 
@@ -790,14 +791,16 @@ def splits(dtype: torch.dtype) -> bool:
 
 def layer_groups(students: list[Tensor], teachers: list[Tensor]) -> list[list[int]]:
     """Layers that share a launch: equal shapes and dtype, at most LAYERS_PER_LAUNCH."""
-    alike: dict[Any, list[int]] = {}
+    groups: list[tuple[Any, list[int]]] = []
     for i, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
-        alike.setdefault((student.shape, teacher.shape, student.dtype), []).append(i)
-    return [
-        indices[start : start + LAYERS_PER_LAUNCH]
-        for indices in alike.values()
-        for start in range(0, len(indices), LAYERS_PER_LAUNCH)
-    ]
+        kind = student.shape, teacher.shape, student.dtype  # sizes in a graph have no hash
+        for other, indices in groups:
+            if kind == other and len(indices) < LAYERS_PER_LAUNCH:
+                indices.append(i)
+                break
+        else:
+            groups.append((kind, [i]))
+    return [indices for _, indices in groups]
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -805,6 +808,17 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
+def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
+    loss = students[0].new_empty((), dtype=torch.float32)
+    buffers = []
+    for indices in layer_groups(students, teachers) if gradient else []:
+        first = students[indices[0]]
+        shape = len(indices), *first.shape
+        buffers.append(first.new_empty(shape, dtype=gradient_dtype(first.dtype)))
+    return [loss, *buffers]
+
+
+@operator(_relations_shapes)
 def relations(
     students: list[Tensor],
     teachers: list[Tensor],
@@ -832,31 +846,30 @@ def relations(
     per_layer = sum(B if over == "tokens" else N for over, _ in terms)
     partial = torch.empty(len(students) * per_layer, dtype=torch.float32, device=device)
     buffers = []
-    with torch.cuda.device_of(students[0]):
-        counts = None
-        if mask is not None:
-            mask = mask.contiguous().view(torch.uint8)
-            if terms:
-                counts = torch.empty(2, dtype=torch.float32, device=device)
-                count_groups_kernel[(2,)](mask, counts, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
-        done = 0
-        for indices in layer_groups(students, teachers):
-            layers = _Layers([students[i] for i in indices], [teachers[i] for i in indices], mask)
-            if gradient:
-                allocate = torch.empty if terms else torch.zeros
-                layers.dx = allocate(
-                    (len(indices), *layers.students[0].shape),
-                    dtype=gradient_dtype(layers.dtype),
-                    device=device,
-                )
-            for term, (over, weight) in enumerate(terms):
-                groups = B if over == "tokens" else N
-                losses = partial[done : done + len(indices) * groups]
-                done += len(indices) * groups
-                _launch_term(layers, over, weight, counts, eps, losses, accumulate=term > 0)
-            if layers.dx is not None:
-                D = students[indices[0]].shape[-1]
-                buffers.append(layers.dx[..., :D].contiguous())  # itself, if without padding
+    counts = None
+    if mask is not None:
+        mask = mask.contiguous().view(torch.uint8)
+        if terms:
+            counts = torch.empty(2, dtype=torch.float32, device=device)
+            count_groups_kernel[(2,)](mask, counts, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
+    done = 0
+    for indices in layer_groups(students, teachers):
+        layers = _Layers([students[i] for i in indices], [teachers[i] for i in indices], mask)
+        if gradient:
+            allocate = torch.empty if terms else torch.zeros
+            layers.dx = allocate(
+                (len(indices), *layers.students[0].shape),
+                dtype=gradient_dtype(layers.dtype),
+                device=device,
+            )
+        for term, (over, weight) in enumerate(terms):
+            groups = B if over == "tokens" else N
+            losses = partial[done : done + len(indices) * groups]
+            done += len(indices) * groups
+            _launch_term(layers, over, weight, counts, eps, losses, accumulate=term > 0)
+        if layers.dx is not None:
+            D = students[indices[0]].shape[-1]
+            buffers.append(layers.dx[..., :D].contiguous())  # itself, if without padding
     return [partial.sum(), *buffers]
 
 
@@ -1065,31 +1078,20 @@ def _launch_long(layers: _Layers, term: _Term, layer: int, losses: Tensor) -> No
         )  # fmt: skip
 
 
+def _scaled_shapes(x, factor, dtype):
+    return torch.empty_like(x, dtype=dtype)
+
+
+@operator(_scaled_shapes)
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x · factor for a scalar tensor, computed in float32; float16 saturates."""
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         largest = torch.finfo(dtype).max if dtype == torch.float16 else 0.0
-        with torch.cuda.device_of(x):
-            scale_kernel[(triton.cdiv(x.numel(), 4096),)](
-                x, factor, out, x.numel(), LARGEST=largest, BLOCK=4096, num_warps=8
-            )
-    return out
-
-
-relations_op = torch.library.custom_op("fastkd::relations", relations, mutates_args=())
-
-
-@relations_op.register_fake
-def _(students, teachers, mask, tokens, samples, eps, gradient):
-    buffers = [
-        students[i[0]].new_empty(
-            (len(i), *students[i[0]].shape), dtype=gradient_dtype(students[i[0]].dtype)
+        scale_kernel[(triton.cdiv(x.numel(), 4096),)](
+            x, factor, out, x.numel(), LARGEST=largest, BLOCK=4096, num_warps=8
         )
-        for i in layer_groups(students, teachers)
-        if gradient
-    ]
-    return [students[0].new_empty((), dtype=torch.float32), *buffers]
+    return out
 
 
 def compile_variants() -> Iterator[Variant]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd._dispatch import BackendUnavailable
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
@@ -446,6 +447,80 @@ def test_compiles_in_one_graph(device, masked, compiler):
     actual = value_and_grad(compiled, student, teacher, mask)
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("changing", ["B", "N"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_stay_symbolic(backend, device, changing, dynamic):
+    """At most two graphs for all sizes up to 64; none of the sizes equals another."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    loss = FCDLoss(backend=backend)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=graphs)
+    for size in (4, 7, 64 if backend == "torch" else 12):  # the interpreter is slow
+        B, N = (size, 5) if changing == "B" else (3, size)
+        students = [features(B, N, D, dtype=torch.float32, device=device) for D in (24, 8)]
+        teachers = [features(B, N, D, dtype=torch.float32, device=device) for D in (16, 9)]
+        for student in students:
+            student.requires_grad_()
+        mask = make_mask("ragged", B, N, device) if changing == "N" else None
+        actual, expected = (f(students, teachers, mask) for f in (compiled, loss))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        for dx, oracle in zip(
+            torch.autograd.grad(actual, students),
+            torch.autograd.grad(expected, students),
+            strict=True,
+        ):
+            torch.testing.assert_close(dx, oracle, rtol=1e-4, atol=1e-6)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    ("over", "normalize", "distance"),
+    [
+        ("tokens", "layer_norm", "pearson"),
+        ("samples", "softmax", "mse"),
+        ("tokens", "none", "kl"),
+    ],
+)
+def test_sizes_stay_symbolic_with_options(over, normalize, distance):
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    kwargs = {"over": over, "normalize": normalize, "distance": distance}
+    compiled = torch.compile(
+        lambda s, t: relation_loss(s, t, **kwargs), fullgraph=True, backend=graphs
+    )
+    for B, N in ((4, 9), (7, 13), (40, 64), (64, 41)):
+        student, teacher = features(B, N, 8).requires_grad_(), features(B, N, 6)
+        actual = compiled(student, teacher)
+        expected = relation_loss_ref(student, teacher, **kwargs)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual, student), torch.autograd.grad(expected, student)
+        )
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("repeated", ["student", "teacher", "both"])
+def test_a_repeated_layer_compiles(backend, device, repeated):
+    """Dynamo refuses autograd functions of repeated tensors."""
+    torch._dynamo.reset()
+    students = list(torch.randn(2, 3, 9, 8, device=device))
+    teachers = list(torch.randn(2, 3, 9, 8, device=device))
+    if repeated == "student":
+        students[1] = students[0]
+    elif repeated == "teacher":
+        teachers[1] = teachers[0]
+    loss = FCDLoss(backend=backend)
+    students[0].requires_grad_()
+    if repeated == "both":
+        teachers = [student.detach() for student in students]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected, actual = loss(students, teachers), compiled(students, teachers)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, students[0]), torch.autograd.grad(expected, students[0])
+    )
 
 
 class TestFCDLoss:
