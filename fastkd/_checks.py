@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastkd._numerics import values_readable
+from fastkd._numerics import saveable, values_readable
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -63,27 +63,36 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> Non
         raise ValueError(f"{name} must have shape {tuple(shape)} ({meaning}), got {tuple(x.shape)}")
 
 
-def check_mask(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor | None:
+def check_mask(
+    mask: Tensor | None,
+    shape: Sequence[int],
+    device: torch.device,
+    name: str = "mask",
+    of: str = "student",
+) -> Tensor | None:
     """Return ``mask`` as bool (True = real token), or None. ``shape`` is (B, N) of the features."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a Tensor, got {type(mask).__name__}")
-    check_shape("mask", mask, shape, "the leading dimensions of student")
+        raise TypeError(f"{name} must be a Tensor, got {type(mask).__name__}")
+    check_shape(name, mask, shape, f"the leading dimensions of {of}")
     if mask.device != device:
-        raise ValueError(f"mask is on {mask.device} but student is on {device}")
+        raise ValueError(f"{name} is on {mask.device} but {of} is on {device}")
     if mask.dtype == torch.bool:
-        return mask
+        return saveable(mask)
     if values_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("mask must hold only 0 (padding) and 1 (real token)")
+        raise ValueError(f"{name} must hold only 0 (padding) and 1 (real token)")
     return mask != 0
 
 
-def check_labels(name: str, labels: Tensor, size: int, device: torch.device) -> None:
-    """Raise unless ``labels`` is a 1-d tensor of ``size`` entries on ``device``."""
+def check_labels(
+    name: str, labels: Tensor, size: int | Sequence[int], device: torch.device
+) -> None:
+    """Raise unless ``labels`` has ``size`` entries, or that shape, on ``device``."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(labels).__name__}")
-    check_shape(name, labels, (size,), "one label per row")
+    shape = size if isinstance(size, Sequence) else (size,)
+    check_shape(name, labels, shape, "one label per row")
     if labels.device != device:
         raise ValueError(f"{name} is on {labels.device} but the features are on {device}")
     if labels.dtype.is_complex:

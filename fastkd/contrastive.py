@@ -1,9 +1,11 @@
 """COS-NCE (LRC-BERT): a contrastive loss on the angles between layers' outputs."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkd._checks import (
@@ -20,7 +22,16 @@ from fastkd._checks import (
 )
 from fastkd._dispatch import use_triton
 from fastkd._labels import add_by_class, label_segments
-from fastkd._numerics import autocast_off, once_differentiable, upcast, working_dtype
+from fastkd._numerics import (
+    apply,
+    autocast_off,
+    once_differentiable,
+    project,
+    saveable,
+    upcast,
+    values_readable,
+    working_dtype,
+)
 from fastkd._pooling import pool_tokens
 
 __all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]
@@ -42,12 +53,14 @@ def cos_nce_loss_ref(
     negatives: Tensor | None = None,
     labels: Tensor | None = None,
     mask: Tensor | None = None,
+    negatives_mask: Tensor | None = None,
+    negatives_labels: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
     """Eqs. 1-2 of LRC-BERT in plain PyTorch; see `cos_nce_loss`."""
     z_s, z_t = upcast(student), upcast(teacher)  # (B, ..., D)
     size = len(z_s)
-    real = torch.ones_like(z_s[..., 0], dtype=torch.bool) if mask is None else mask.bool()
+    real = z_s.new_ones(z_s.shape[:-1], dtype=torch.bool) if mask is None else mask.bool()
     z_s, z_t = (torch.where(real[..., None], z, 0) for z in (z_s, z_t))
 
     # The negatives n_j of sample i, and which of them count: (B, K, ...)
@@ -60,9 +73,17 @@ def cos_nce_loss_ref(
         counts = other.view(size, size, *[1] * (real.dim() - 1)) & real[None]
     else:
         n = upcast(negatives)  # (K, ..., D) or (B, K, ..., D)
+        counts = n.new_ones(n.shape[:-1], dtype=torch.bool)
+        if negatives_mask is not None:
+            counts = negatives_mask.bool()
+            n = torch.where(counts[..., None], n, 0)
         samples = "i" if n.dim() > z_s.dim() else ""
         cos_n = torch.einsum(f"i...d,{samples}k...d->ik...", _direction_ref(z_s), _direction_ref(n))
-        counts = torch.ones_like(cos_n, dtype=torch.bool)
+        if negatives_labels is not None:
+            assert labels is not None
+            other = labels[:, None] != negatives_labels  # (B, K)
+            counts = counts & other.view(*other.shape, *[1] * (real.dim() - 1))
+        counts = counts.expand_as(cos_n)
 
     # g(x, y) = 1 - x·y / (‖x‖ ‖y‖)   (eq. 2)
     g_n = 1 - cos_n  # (B, K, ...)
@@ -88,6 +109,8 @@ def cos_nce_loss(
     negatives: Tensor | None = None,
     labels: Tensor | None = None,
     mask: Tensor | None = None,
+    negatives_mask: Tensor | None = None,
+    negatives_labels: Tensor | None = None,
     reduction: str = "mean",
     backend: str = "auto",
 ) -> Tensor:
@@ -104,9 +127,15 @@ def cos_nce_loss(
         teacher: (B, ..., D), the same shape.
         negatives: teacher features of negatives, (K, ..., D) for all samples or (B, K, ..., D)
             for each, compared at the same position; None: the other samples of the batch.
-        labels: (B,); only samples of another label are negatives. Not with ``negatives``.
+        labels: (B,); only samples of another label are negatives. With ``negatives`` their labels
+            must be given too.
         mask: (B, ...) bool or 0/1, 1 = real token. A padded position has no loss and is nobody's
             negative.
+        negatives_mask: (K, ...) or (B, K, ...), the leading dimensions of ``negatives``, bool or
+            0/1. A negative at 0 is nobody's, whatever stands there: an unfilled place of a memory
+            bank, or padding.
+        negatives_labels: (K,) or (B, K), as ``negatives``; a sample keeps those that differ from
+            its own of ``labels``.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
         backend: "auto", "torch" or "triton".
 
@@ -123,7 +152,7 @@ def cos_nce_loss(
     return _cos_nce_layers(
         [student],
         [teacher],
-        None if negatives is None else [negatives],
+        _Given(None if negatives is None else [negatives], negatives_mask, negatives_labels),
         labels,
         mask,
         reduction,
@@ -131,10 +160,19 @@ def cos_nce_loss(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Negatives of the caller: features (K, ..., D) or (B, K, ..., D) a layer, the rest for all."""
+
+    features: list[Tensor] | None = None
+    mask: Tensor | None = None
+    labels: Tensor | None = None
+
+
 def _cos_nce_layers(
     students: list[Tensor],
     teachers: list[Tensor],
-    negatives: list[Tensor] | None,
+    given: _Given,
     labels: Tensor | None,
     mask: Tensor | None,
     reduction: str,
@@ -142,50 +180,56 @@ def _cos_nce_layers(
 ) -> Tensor:
     """`cos_nce_loss` of each layer, averaged; "none" takes one layer."""
     first = students[0]
-    for i, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
+    for student, teacher in zip(students, teachers, strict=True):
         check_pair(student, teacher, min_ndim=2)
         check_shape("teacher", teacher, student.shape, "the shape of student")
-        check_shape(
-            "student without features", student[..., 0], first.shape[:-1], "as the first layer"
-        )
-        if negatives is not None:
-            _check_negatives(negatives[i], student)
+        same = (*first.shape[:-1], student.shape[-1])
+        check_shape("student", student, same, "leading dimensions as in the first layer")
     mask = check_mask(mask, first.shape[:-1], first.device)
     if labels is not None:
         check_labels("labels", labels, first.shape[0], first.device)
-        if negatives is not None:
-            raise ValueError(
-                "labels choose among the samples of the batch and say nothing about given "
-                "negatives; pass either labels or negatives"
-            )
+    given = _checked_given(given, students, labels)
     check_choice("reduction", reduction, REDUCTIONS)
-
     unsupported = "float64 is left to PyTorch" if first.dtype == torch.float64 else None
     kernels = use_triton(backend, "cos_nce_loss", first, unsupported)
-    students, teachers = _flat(students), _flat(teachers)
-    given: list[Tensor | None] = [None] * len(students)
-    if negatives is not None:
-        given = [
-            x.reshape(*x.shape[: x.dim() - first.dim() + 1], *student.shape[1:])
-            for x, student in zip(negatives, students, strict=True)
-        ]
+
+    students, teachers = [_flat(x) for x in students], [_flat(saveable(x)) for x in teachers]
     if mask is not None:
         mask = mask.reshape(students[0].shape[:2])
-    layers = list(zip(students, teachers, given, strict=True))
-    if kernels and first.numel() > 0:
-        loss = _triton_layers(layers, labels, mask, reduction)
+    negatives: Sequence[Tensor | None] = [None] * len(students)
+    if given.features is not None:
+        leading = given.features[0].dim() - first.dim() + 1
+        negatives = rows = [_flat(x, leading) for x in given.features]
+        given, labels = _flat_given(given, rows[0].shape[:-1], labels)
+    layers = list(zip(students, teachers, negatives, strict=True))
+    which = (labels, mask, given.labels, given.mask)
+    if kernels and students[0].numel() > 0:
+        loss = _triton_layers(layers, which, reduction)
     else:
         losses = []
         for layer in layers:
-            terms, compared = _CosNCE.apply(*layer, labels, mask)
+            terms, compared = apply(_CosNCE, *layer, *which)
             losses.append(_reduce(terms, compared, reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
 
 
-def _flat(layers: list[Tensor]) -> list[Tensor]:
-    """(B, ..., D) as (B, P, D)."""
-    return [x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]) for x in layers]
+def _flat(x: Tensor, leading: int = 1) -> Tensor:
+    """(B, ..., D) as (B, P, D), or with more leading dimensions than B."""
+    x = x.reshape(*x.shape[:leading], x.shape[leading:-1].numel(), x.shape[-1])
+    # A vector without entries is a zero vector, as one of a single zero is.
+    return F.pad(x, (0, 1)) if x.shape[-1] == 0 else x
+
+
+def _flat_given(
+    given: _Given, shape: torch.Size, labels: Tensor | None
+) -> tuple[_Given, Tensor | None]:
+    """Mask and labels for negatives of ``shape`` (K, P) or (B, K, P): labels of (B, K) mask too."""
+    mask = None if given.mask is None else given.mask.reshape(shape)
+    if labels is None or given.labels is None or len(shape) == 2:
+        return _Given(given.features, mask, given.labels), labels
+    other = (labels[:, None] != given.labels)[..., None].expand(shape)
+    return _Given(given.features, other if mask is None else mask & other), None
 
 
 class CosNCELoss(nn.Module):
@@ -197,9 +241,10 @@ class CosNCELoss(nn.Module):
             average of the real tokens). Features (B, D) pass through unpooled.
         reduction, backend: as in `cos_nce_loss`.
 
-    ``forward(student, teacher, mask=None, labels=None, negatives=None)`` takes student
-    (B, N, Ds) or (B, Ds), teacher likewise, or lists of layers: one W for all, their losses
-    averaged. negatives are as `cos_nce_loss` takes them, pooled already (a list for layers).
+    ``forward(student, teacher, mask=None, labels=None, negatives=None, *, negatives_mask=None,
+    negatives_labels=None)`` takes student (B, N, Ds) or (B, Ds), teacher likewise, or lists of
+    layers: one W for all, their losses averaged. negatives are as `cos_nce_loss` takes them,
+    pooled already (a list for layers); their mask and labels are those of all layers.
 
     >>> loss = CosNCELoss(student_dim=4, teacher_dim=6)
     >>> loss(torch.randn(3, 5, 4), torch.randn(3, 5, 6)).shape
@@ -230,6 +275,9 @@ class CosNCELoss(nn.Module):
         mask: Tensor | None = None,
         labels: Tensor | None = None,
         negatives: Tensor | Sequence[Tensor] | None = None,
+        *,
+        negatives_mask: Tensor | None = None,
+        negatives_labels: Tensor | None = None,
     ) -> Tensor:
         pairs = layer_pairs(student, teacher)
         given: list[Tensor] | None = None
@@ -242,29 +290,76 @@ class CosNCELoss(nn.Module):
                 )
         students, teachers = [], []
         mask_of_layers = mask
-        for student, teacher in pairs:
+        for i, (student, teacher) in enumerate(pairs):
+            self._check(student, teacher)
+            if given is not None:
+                check_floating("negatives", given[i])
+                check_like("negatives", given[i], "teacher", teacher)
             student, teacher, mask_of_layers = self._pooled(student, teacher, mask)
-            students.append(self.W(student))
-            teachers.append(teacher)
+            students.append(project(self.W, student, mask_of_layers))
+            teachers.append(teacher.to(students[-1].dtype))
+            if given is not None:
+                given[i] = given[i].to(students[-1].dtype)
         return _cos_nce_layers(
-            students, teachers, given, labels, mask_of_layers, self.reduction, self.backend
+            students,
+            teachers,
+            _Given(given, negatives_mask, negatives_labels),
+            labels,
+            mask_of_layers,
+            self.reduction,
+            self.backend,
         )
+
+    def _check(self, student: Tensor, teacher: Tensor) -> None:
+        check_pair(student, teacher, min_ndim=2)
+        sizes = (
+            ("student", student, self.W.in_features),
+            ("teacher", teacher, self.W.out_features),
+        )
+        for name, x, size in sizes:
+            if x.shape[-1] != size:
+                raise ValueError(
+                    f"{name} must have {size} columns ({name}_dim), got {tuple(x.shape)}"
+                )
 
     def _pooled(
         self, student: Tensor, teacher: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Both sides of a layer and the mask, one row per sample unless the pool is "tokens"."""
-        check_floating("student", student, min_ndim=2)
-        check_floating("teacher", teacher, min_ndim=2)
         if student.dim() < 3 or self.pool == "tokens":
-            return student, teacher, mask
+            return student, teacher, check_mask(mask, student.shape[:-1], student.device)
         mask = check_mask(mask, student.shape[:2], student.device)
+        if mask is None and student.shape[1] == 0:  # samples without a token, not rows of zeros
+            mask = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device)
         student = pool_tokens(student, mask, self.pool)
         teacher = pool_tokens(teacher, mask, self.pool)
         return student, teacher, None if mask is None else mask.any(1)
 
     def extra_repr(self) -> str:
         return f"pool={self.pool!r}, reduction={self.reduction!r}"
+
+
+def _checked_given(given: _Given, students: list[Tensor], labels: Tensor | None) -> _Given:
+    """``given`` with a bool mask."""
+    if given.features is None:
+        for name, value in (("mask", given.mask), ("labels", given.labels)):
+            if value is not None:
+                raise ValueError(f"negatives_{name} describes given negatives; pass negatives too")
+        return given
+    if (labels is None) != (given.labels is None):
+        raise ValueError(
+            "labels choose among given negatives by negatives_labels; pass both or neither"
+        )
+    first = given.features[0]
+    for negatives, student in zip(given.features, students, strict=True):
+        _check_negatives(negatives, student)
+        same = (*first.shape[:-1], negatives.shape[-1])
+        check_shape("negatives", negatives, same, "leading dimensions as in the first layer")
+    mask = check_mask(given.mask, first.shape[:-1], first.device, "negatives_mask", "negatives")
+    if given.labels is not None:
+        samples = first.dim() - students[0].dim() + 1  # (K,) or (B, K)
+        check_labels("negatives_labels", given.labels, first.shape[:samples], first.device)
+    return dataclasses.replace(given, mask=mask)
 
 
 def _check_negatives(negatives: Tensor, student: Tensor) -> None:
@@ -297,10 +392,18 @@ class _CosNCE(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student, teacher, negatives, labels, mask):
+    def forward(ctx, student, teacher, negatives, labels, mask, negatives_labels, negatives_mask):
         with autocast_off(student):
             blocks = _Blocks(student, mask)
-            total, own, w, v, compared = _negatives(blocks, teacher, negatives, labels)
+            rows = (negatives, negatives_labels, negatives_mask)
+            rows = (teacher, labels, mask) if negatives is None else rows
+            total, own, count = _negatives(blocks, labels, *rows)
+            # Of a batch without labels S holds each sample's own teacher too.
+            own_too = negatives is None and labels is None
+            count = (count - int(own_too)).expand(student.shape[:2])
+            compared = count > 0 if mask is None else (count > 0) & mask
+            w = torch.where(count > 0, 0.5 / count.clamp_min(1), 0)
+            v = w + 1.5 if own_too else torch.full_like(w, 1.5)
             pull = torch.zeros_like(w)  # (B, P), ẑ·a
             for part in blocks.parts:
                 z, _ = blocks.directions(student, part)
@@ -327,75 +430,7 @@ class _CosNCE(torch.autograd.Function):
                 d.sub_(z.mul_(pull[part][..., None]))
                 d.mul_((scale * grad[part])[..., None])
                 dx[part] = d.masked_fill_(~compared[part][..., None], 0)
-        return dx, None, None, None, None
-
-
-def _triton_layers(
-    layers: list[tuple[Tensor, Tensor, Tensor | None]],
-    labels: Tensor | None,
-    mask: Tensor | None,
-    reduction: str,
-) -> Tensor:
-    """The layers' average by `fastkd.kernels.contrastive`, those alike in one go."""
-    from fastkd.kernels.contrastive import LAYERS_PER_LAUNCH
-
-    groups: dict[tuple, list] = {}
-    for student, teacher, negatives in layers:
-        kind = (student.shape, student.dtype, None if negatives is None else negatives.shape)
-        groups.setdefault(kind, []).append((student, teacher, negatives))
-    losses = []
-    for group in groups.values():
-        for start in range(0, len(group), LAYERS_PER_LAUNCH):
-            part = group[start : start + LAYERS_PER_LAUNCH]
-            features = [x for side in zip(*part, strict=True) for x in side if x is not None]
-            loss = _CosNCETriton.apply(labels, mask, reduction, len(part), *features)
-            losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-
-class _CosNCETriton(torch.autograd.Function):
-    """Layers of one shape by `fastkd.kernels.contrastive`."""
-
-    @staticmethod
-    def forward(ctx, labels, mask, reduction, layers, *features):
-        from fastkd.kernels import contrastive as kernels
-
-        students, teachers = _alike(features[:layers]), _alike(features[layers : 2 * layers])
-        negatives = list(features[2 * layers :])
-        ctx.kind = "batch" if labels is None else "labels"
-        if negatives:
-            ctx.kind = "each" if negatives[0].dim() == 4 else "shared"
-            negatives = _alike([x.reshape(-1, *x.shape[-2:]) for x in negatives])
-        labels = None if labels is None else labels.contiguous()
-        mask = None if mask is None else mask.contiguous()
-        # A custom operator costs more than the launches behind it: only where a graph needs one.
-        run = kernels.cos_nce_op if torch.compiler.is_compiling() else kernels.cos_nce
-        loss, *saved = run(students, teachers, negatives, labels, mask, ctx.kind, reduction)
-        ctx.layers = layers
-        ctx.save_for_backward(labels, mask, *saved, *students, *teachers)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        from fastkd.kernels import contrastive as kernels
-
-        labels, mask, *saved = ctx.saved_tensors
-        saved, features = saved[:5], saved[5:]
-        students, teachers = features[: ctx.layers], features[ctx.layers :]
-        compiling = torch.compiler.is_compiling()
-        run = kernels.cos_nce_gradient_op if compiling else kernels.cos_nce_gradient
-        dx = run(students, teachers, labels, mask, saved, grad.contiguous(), ctx.kind)
-        needless = len(ctx.needs_input_grad) - 4 - ctx.layers
-        return (None,) * 4 + dx.unbind() + (None,) * needless
-
-
-def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors with the same strides, the last one 1."""
-    strides = tensors[0].stride()
-    if strides[-1] == 1 and all(x.stride() == strides for x in tensors):
-        return list(tensors)
-    return [x.contiguous() for x in tensors]
+        return dx, None, None, None, None, None, None
 
 
 class _Blocks:
@@ -404,79 +439,94 @@ class _Blocks:
     def __init__(self, like: Tensor, mask: Tensor | None):
         self.mask = mask
         self.dtype = working_dtype(like)
-        # On the CPU the data may be looked at; on a GPU that would synchronise.
-        self.may_look = like.device.type == "cpu" and not torch.compiler.is_compiling()
+        self.readable = values_readable(like)
         self.parts = self.split(like.shape[0], like.shape[1:].numel())
 
     def split(self, count: int, size: int) -> list[slice]:
-        """0..count in slices, for blocks of items of ``size`` elements each."""
-        step = max(1, BLOCK_ELEMENTS // max(size, 1)) if self.may_look else max(count, 1)
+        """0..count in slices, for blocks of items of ``size`` elements each; whole on a GPU."""
+        if not self.readable:
+            return [slice(None)]
+        step = max(1, BLOCK_ELEMENTS // max(size, 1))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def directions(self, x: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """x / ‖x‖ of a block (b, P, D), new memory, and 1 / ‖x‖ (b, P); zero vectors give 0."""
-        x = x[part].to(self.dtype)
-        if self.mask is None:
-            return _directions(x, self.may_look)
-        real = self.mask[part]
-        return _directions(torch.where(real[..., None], x, 0), self.may_look, real)
+        return self.directions_of(x[part], None if self.mask is None else self.mask[part])
 
-
-def _directions(x: Tensor, may_look: bool, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x / ‖x‖ (..., D) in new memory and 1 / ‖x‖ (...); both 0 for a zero vector."""
-    norm = torch.linalg.vector_norm(x, dim=-1)
-    usual = (norm > SMALLEST_NORM) & (norm < LARGEST_NORM)
-    if real is not None:
-        usual |= ~real
-    if may_look and bool(usual.all()):
+    def directions_of(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x / ‖x‖ (..., D) in new memory and 1 / ‖x‖ (...); both 0 for zero vectors and padding."""
+        x = x.to(self.dtype)
+        if real is not None:
+            x = torch.where(real[..., None], x, 0)
+        norm = torch.linalg.vector_norm(x, dim=-1)
+        usual = (norm > SMALLEST_NORM) & (norm < LARGEST_NORM)
+        if real is not None:
+            usual |= ~real
+        if self.readable and bool(usual.all()):
+            scale = torch.where(norm == 0, 0, norm.reciprocal())
+            return x * scale[..., None], scale
+        peak = x.abs().amax(-1)
+        peak = torch.where(peak == 0, 1, peak)
+        x = x / peak[..., None]
+        norm = torch.linalg.vector_norm(x, dim=-1)
         scale = torch.where(norm == 0, 0, norm.reciprocal())
-        return x * scale[..., None], scale
-    peak = x.abs().amax(-1)
-    peak = torch.where(peak == 0, 1, peak)
-    x = x / peak[..., None]
-    norm = torch.linalg.vector_norm(x, dim=-1)
-    scale = torch.where(norm == 0, 0, norm.reciprocal())
-    return x.mul_(scale[..., None]), scale / peak
+        return x.mul_(scale[..., None]), scale / peak
 
 
 def _negatives(
-    blocks: _Blocks, teacher: Tensor, negatives: Tensor | None, labels: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Every position's negatives.
+    blocks: _Blocks,
+    labels: Tensor | None,
+    rows: Tensor,
+    rows_labels: Tensor | None,
+    rows_mask: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """S of every position and the number of its negatives, of rows (K, P, D) or (B, K, P, D).
 
-    Returns sums of directions (..., P, D), each sample's row among them (B,) or None where all
-    share one sum, the weights w and v (B, P), and which positions have any (B, P).
+    Returns the sums (..., P, D), each sample's place among them (B,) or None where all share one,
+    and the numbers (B, P) or (P,).
     """
-    batch, positions, features = teacher.shape
-    zeros = functools.partial(torch.zeros, dtype=blocks.dtype, device=teacher.device)
-    real = blocks.mask
-    if real is None:
-        real = torch.ones(batch, positions, dtype=torch.bool, device=teacher.device)
-    own = None
-    if negatives is not None:
-        count = zeros(batch, positions) + negatives.shape[-3]
-        total = zeros(*negatives.shape[:-3], positions, features)
-        if negatives.dim() == 4:
-            own = torch.arange(batch, device=teacher.device)
-        for part in blocks.split(negatives.shape[-3], total.numel()):
-            negative = negatives[..., part, :, :].to(blocks.dtype)
-            total += _directions(negative, blocks.may_look)[0].sum(-3)
-    elif labels is None:
-        count = (real.sum(0, dtype=blocks.dtype) - 1).expand(batch, positions)
-        total = zeros(positions, features)
-        for part in blocks.parts:
-            total += blocks.directions(teacher, part)[0].sum(0)
-    else:
-        own = label_segments(labels)
-        classes = int(own.max()) + 1 if blocks.may_look and batch else batch
-        total, count = zeros(classes, positions, features), zeros(classes, positions)
-        for part in blocks.parts:
-            add_by_class(total, own[part], blocks.directions(teacher, part)[0])
-        total = _sum_of_others(total)
-        count = _sum_of_others(add_by_class(count, own, real.to(blocks.dtype)))[own]
-    w = torch.where(count > 0, 0.5 / count.clamp_min(1), 0)
-    v = w + 1.5 if negatives is None and labels is None else torch.full_like(w, 1.5)
-    return total, own, w, v, real & (count > 0)
+    *groups, K, positions, features = rows.shape
+    own = segments = None
+    if rows_labels is not None:
+        assert labels is not None
+        own, segments, classes = _segments(labels, rows_labels, blocks.readable)
+        groups = [classes]
+    elif groups:
+        own = torch.arange(groups[0], device=rows.device)
+    zeros = functools.partial(torch.zeros, dtype=blocks.dtype, device=rows.device)
+    total, count = zeros(*groups, positions, features), zeros(*groups, positions)
+    for part in blocks.split(K, total.numel() if segments is None else positions * features):
+        real = None if rows_mask is None else rows_mask[..., part, :]
+        directions, _ = blocks.directions_of(rows[..., part, :, :], real)
+        if segments is None:
+            total += directions.sum(-3)
+        else:
+            add_by_class(total, segments[part], directions)
+    if segments is None:
+        count += K if rows_mask is None else rows_mask.sum(-2)
+        return total, own, count
+    real = zeros(rows.shape[:-1]) + 1 if rows_mask is None else rows_mask.to(blocks.dtype)
+    count = _sum_of_others(add_by_class(count, segments, real))
+    return _sum_of_others(total), own, count[own]
+
+
+def _segments(labels: Tensor, others: Tensor, readable: bool) -> tuple[Tensor, Tensor, int]:
+    """Classes of the samples (B,) and of the rows with labels ``others`` (K,), and how many.
+
+    Rows of a label that no sample has are one more class.
+    """
+    own = label_segments(labels)
+    classes = int(own.max()) + 1 if readable and own.numel() else labels.shape[0]
+    if others is labels:
+        return own, own, classes
+    if labels.numel() == 0:
+        return own, torch.zeros_like(others, dtype=torch.int64), 1
+    dtype = torch.promote_types(torch.promote_types(labels.dtype, others.dtype), torch.int64)
+    ordered = labels.to(dtype).sort().values
+    others = others.to(dtype).contiguous()
+    place = torch.searchsorted(ordered, others).clamp_max(labels.shape[0] - 1)
+    segments = own.sort().values[place]
+    return own, torch.where(ordered[place] == others, segments, classes), classes + 1
 
 
 def _sum_of_others(x: Tensor) -> Tensor:
@@ -486,3 +536,90 @@ def _sum_of_others(x: Tensor) -> Tensor:
     others[1:] += before[:-1]
     others[:-1] += after[1:]
     return others
+
+
+def _triton_layers(
+    layers: list[tuple[Tensor, Tensor, Tensor | None]],
+    which: tuple[Tensor | None, ...],
+    reduction: str,
+) -> Tensor:
+    """The layers' average by `fastkd.kernels.contrastive`, those alike in one go."""
+    from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
+
+    def alike(layer, other):  # by comparison: a hash would fix the sizes in a compiled graph
+        return layer[0].shape == other[0].shape and layer[0].dtype == other[0].dtype
+
+    groups: list[list[tuple[Tensor, Tensor, Tensor | None]]] = []
+    for layer in layers:
+        group = next((g for g in groups if alike(g[0], layer)), None)
+        if group is None:
+            groups.append([layer])
+        else:
+            group.append(layer)
+    losses = []
+    for group in groups:
+        for start in range(0, len(group), LAYERS_PER_LAUNCH):
+            part = group[start : start + LAYERS_PER_LAUNCH]
+            features = [x for side in zip(*part, strict=True) for x in side if x is not None]
+            options = _Options(reduction, len(part))
+            loss = apply(_CosNCETriton, options, *which, *features)
+            losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    reduction: str
+    layers: int
+
+
+class _CosNCETriton(torch.autograd.Function):
+    """Layers of one shape by `fastkd.kernels.contrastive`."""
+
+    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        from fastkd.kernels.contrastive import cos_nce
+
+        labels, mask, negatives_labels, negatives_mask, *features = tensors
+        n = options.layers
+        students, teachers = _alike(features[:n]), _alike(features[n : 2 * n])
+        each = len(features) > 2 * n and features[2 * n].dim() == 4
+        negatives = [x.reshape(-1, *x.shape[-2:]) for x in features[2 * n :]]
+        chosen = (labels, mask, negatives_labels, negatives_mask)
+        labels, mask, negatives_labels, negatives_mask = (
+            None if x is None else x.contiguous() for x in chosen
+        )
+        loss, *saved = cos_nce(
+            students,
+            teachers,
+            _alike(negatives),
+            labels,
+            mask,
+            negatives_labels,
+            negatives_mask,
+            each,
+            options.reduction,
+        )
+        ctx.options, ctx.own_too = options, not negatives and labels is None
+        ctx.save_for_backward(mask, *saved, *students, *teachers)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels.contrastive import SAVED, cos_nce_gradient
+
+        mask, *rest = ctx.saved_tensors
+        saved, features = rest[:SAVED], rest[SAVED:]
+        n = ctx.options.layers
+        dx = cos_nce_gradient(features[:n], features[n:], mask, saved, grad, ctx.own_too)
+        return (None,) * 5 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 5 - n)
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors with the same strides, the last one 1."""
+    strides = [x.stride() for x in tensors]
+    if all(stride == strides[0] and stride[-1] == 1 for stride in strides):
+        return list(tensors)
+    return [x.contiguous() for x in tensors]

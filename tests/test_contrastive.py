@@ -277,6 +277,312 @@ def test_compiles_without_graph_breaks(backend):
         assert_accurate(traced[1], eager[1], torch.float32)
 
 
+def count_graphs(function, calls):
+    """How many graphs torch.compile makes of the calls' arguments; forward and backward run."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    for arguments in calls:
+        loss = compiled(*arguments)
+        assert_accurate(loss, function(*arguments), torch.float32)
+        loss.sum().backward()
+    return len(graphs)
+
+
+SIZES = (4, 5, 9, 17)
+
+
+def sized(*shape):
+    """Student and teacher."""
+    return torch.randn(*shape, requires_grad=True), torch.randn(*shape)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: sized(n, 8),
+        lambda n: sized(n, 3, 8),
+        lambda n: sized(3, n, 8),
+        lambda n: (*sized(n, 3, 8), torch.rand(n, 3) > 0.3, torch.arange(n) % 3),
+        lambda n: (*sized(3, 2, 8), None, None, torch.randn(n, 2, 8)),
+        lambda n: (*sized(n, 8), None, torch.arange(n), torch.randn(2 * n, 8), torch.arange(2 * n)),
+        lambda n: (*sized(n, 8), None, None, torch.randn(n, n, 8)),
+    ],
+    ids=["2d", "samples", "positions", "labels", "bank", "labelled bank", "each"],
+)
+def test_sizes_share_two_graphs(backend, make, reduction):
+    def loss(student, teacher, mask=None, labels=None, negatives=None, negatives_labels=None):
+        return cos_nce_loss(
+            student,
+            teacher,
+            mask=mask,
+            labels=labels,
+            negatives=negatives,
+            negatives_labels=negatives_labels,
+            reduction=reduction,
+            backend=backend,
+        )
+
+    assert count_graphs(loss, [make(n) for n in SIZES]) <= 2
+
+
+def test_module_of_layers_shares_two_graphs(backend, device):
+    loss = CosNCELoss(8, 6, backend=backend).to(device)
+
+    def make(n):
+        return [torch.randn(n, 3, 8) for _ in range(2)], [torch.randn(n, 3, 6) for _ in range(2)]
+
+    assert count_graphs(loss, [(*make(n), torch.ones(n, 3)) for n in (4, 5, 7, 9)]) <= 2
+
+
+def test_one_tensor_in_several_places_compiles(backend, device):
+    student, teacher = sized(4, 3, 8)
+    module = CosNCELoss(8, 8, backend=backend).to(device)
+    calls = (
+        lambda s, t: cos_nce_loss(s, t, negatives=t, backend=backend),
+        lambda s, t: cos_nce_loss(s, s.detach(), backend=backend),
+        lambda s, t: cos_nce_loss(t, t, backend=backend),
+        lambda s, t: module([s, s], [t, t], negatives=[t, t]),
+        lambda s, t: cos_nce_loss(
+            s, t, negatives=t, mask=t[..., 0] > 0, negatives_mask=t[..., 0] > 0, backend=backend
+        ),
+    )
+    for call in calls:
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert_accurate(compiled(student, teacher), call(student, teacher), torch.float32)
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
+def test_module_dtypes(backend, device, pool):
+    """Half-precision features with float32 weights, and float32 features under autocast."""
+    loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
+    exact = torch.randn(3, 3, 6), torch.randn(3, 3, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        student, teacher = (x.to(dtype) for x in exact)
+        plain = loss(student, teacher, mask, negatives=None)
+        assert plain.dtype == torch.float32
+        bank = torch.randn(4, *((3, 8) if pool == "tokens" else (8,))).to(dtype)
+        assert loss(student, teacher, mask, negatives=bank).isfinite()
+        for autocast in (torch.bfloat16, torch.float16):
+            with torch.autocast(student.device.type, dtype=autocast):
+                assert torch.equal(loss(student, teacher, mask), plain)
+        if dtype == torch.float32:
+            reference = plain
+        assert_accurate(plain, reference, dtype)
+
+
+@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padding_never_reaches_the_projection(backend, device, pool, bad):
+    loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]])
+    gradients = []
+    for padding in (0.0, bad):
+        torch.manual_seed(1)
+        student, teacher = (
+            torch.randn(4, 3, size).masked_fill(mask[..., None] == 0, padding) for size in (6, 8)
+        )
+        student.requires_grad_()
+        value = loss(student, teacher, mask)
+        gradients.append((value, *torch.autograd.grad(value, (student, loss.W.weight))))
+    for clean, padded in zip(*gradients, strict=True):
+        assert torch.equal(clean, padded)
+
+
+def test_teachers_made_in_inference_mode(backend, device):
+    module = CosNCELoss(8, 8, backend=backend).to(device)
+    student, _ = sized(4, 3, 8)
+    with torch.inference_mode():
+        teacher, mask, bank = torch.randn(4, 3, 8), torch.rand(4, 3) > 0.3, torch.randn(5, 3, 8)
+    for loss in (
+        cos_nce_loss(student, teacher, mask=mask, backend=backend),
+        cos_nce_loss(student, teacher, negatives=bank, negatives_mask=bank[..., 0] > 0),
+        cos_nce_loss(student, teacher, labels=torch.arange(4), backend=backend),
+        module(student, teacher, mask),
+    ):
+        loss.backward()
+    with torch.inference_mode():
+        assert cos_nce_loss(student, teacher, backend=backend).isfinite()
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 0), (3, 0), (0, 2, 4), (3, 0, 4), (0, 0, 0), (0, 4)])
+def test_empty_features(backend, shape):
+    student, teacher = sized(*shape)
+    for options in (
+        {},
+        {"labels": torch.arange(shape[0])},
+        {"negatives": torch.zeros(2, *shape[1:])},
+        {
+            "negatives": torch.zeros(2, *shape[1:]),
+            "labels": torch.arange(shape[0]),
+            "negatives_labels": torch.full((2,), -1),
+        },
+    ):
+        losses = cos_nce_loss(student, teacher, reduction="none", backend=backend, **options)
+        # The cosine of a vector without entries is 0, as that of a zero vector.
+        assert torch.equal(losses, torch.full(shape[:-1], 2.0))
+        assert_accurate(
+            losses, cos_nce_loss_ref(student, teacher, reduction="none", **options), torch.float32
+        )
+        (grad,) = torch.autograd.grad(losses.sum(), student)
+        assert grad.shape == shape
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_module_without_tokens(backend, device, pool):
+    loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
+    for mask in (None, torch.ones(3, 0)):
+        assert loss(torch.randn(3, 0, 6), torch.randn(3, 0, 8), mask) == 0
+
+
+def test_meta_device():
+    def meta(*shape):
+        return torch.randn(*shape, device="meta")
+
+    student = meta(4, 3, 8).requires_grad_()
+    options = {"mask": meta(4, 3) > 0, "labels": meta(4), "reduction": "none"}
+    losses = cos_nce_loss(student, meta(4, 3, 8), **options)
+    assert losses.is_meta and losses.shape == (4, 3)
+    losses.sum().backward()
+    assert student.grad.shape == student.shape
+    module = CosNCELoss(8, 6).to("meta")
+    assert module(student, meta(4, 3, 6), options["mask"], negatives=meta(5, 3, 6)).is_meta
+    with pytest.raises(ValueError, match="student is on meta, and Triton kernels run on CUDA"):
+        cos_nce_loss(student, meta(4, 3, 8), backend="triton")
+
+
+# Given negatives that are masked or have labels
+
+
+def bank_of(*leading, positions=(3,), size=6):
+    features = torch.randn(*leading, *positions, size)
+    mask = torch.rand(features.shape[:-1]) > 0.4
+    return features.masked_fill(~mask[..., None], torch.nan), mask
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("leading", [(7,), (5, 7), (40,), (0,), (5, 0)], ids=str)
+@pytest.mark.parametrize("positions", [(), (3,), (2, 2)], ids=str)
+def test_masked_and_labelled_negatives(backend, leading, positions, reduction):
+    student, teacher = features(5, *positions, 6, dtype=torch.float32)
+    bank, bank_mask = bank_of(*leading, positions=positions)
+    mask = torch.rand(5, *positions) > 0.2
+    labels, bank_labels = torch.tensor([0, 3, 0, 5, 1]), torch.randint(0, 4, leading)
+    upstream = torch.randn(5, *positions) if reduction == "none" else torch.tensor(-2.0)
+    named = {"labels": labels, "negatives_labels": bank_labels}
+    masked = {"negatives": bank, "negatives_mask": bank_mask}
+    whole = {"negatives": bank.nan_to_num(0.5)}
+    for options in (
+        masked,
+        masked | {"mask": mask},
+        masked | named | {"mask": mask},
+        whole | named,
+        whole | {"labels": labels.double() / 2, "negatives_labels": bank_labels},
+    ):
+        check(backend, student, teacher, upstream, reduction=reduction, **options)
+
+
+def test_a_masked_negative_does_not_exist(backend):
+    student, teacher = features(4, 3, 6, dtype=torch.float32)
+    bank = torch.randn(8, 3, 6)
+    filled = torch.tensor([1, 0, 1, 1, 0, 1, 0, 0]).bool()
+    labels, bank_labels = torch.tensor([0, 1, 2, 9]), torch.arange(8) % 3
+    for named in (
+        {},
+        {"labels": labels, "negatives_labels": bank_labels},
+    ):
+        kept = dict(named)
+        if named:
+            kept["negatives_labels"] = bank_labels[filled]
+        few = value_and_grad(
+            cos_nce_loss, student, teacher, negatives=bank[filled], backend=backend, **kept
+        )
+        masked = value_and_grad(
+            cos_nce_loss,
+            student,
+            teacher,
+            negatives=bank.masked_fill(~filled[:, None, None], torch.inf),
+            negatives_mask=filled[:, None].expand(8, 3),
+            backend=backend,
+            **named,
+        )
+        assert_accurate(masked[0], few[0], torch.float32)
+        assert_accurate(masked[1], few[1], torch.float32)
+
+
+def test_a_bank_of_the_batch_is_the_batch(backend):
+    student, teacher = features(6, 3, 8, dtype=torch.float32)
+    mask, labels = torch.rand(6, 3) > 0.3, torch.tensor([0, 1, 1, 2, 0, 5])
+    expected = value_and_grad(
+        cos_nce_loss, student, teacher, mask=mask, labels=labels, backend=backend
+    )
+    for each in (False, True):
+        bank = (teacher, mask, labels)
+        if each:
+            bank = tuple(x.expand(6, *x.shape) for x in bank)
+        actual = value_and_grad(
+            cos_nce_loss,
+            student,
+            teacher,
+            mask=mask,
+            labels=labels,
+            negatives=bank[0],
+            negatives_mask=bank[1],
+            negatives_labels=bank[2],
+            backend=backend,
+        )
+        assert_accurate(actual[0], expected[0], torch.float32)
+        assert_accurate(actual[1], expected[1], torch.float32)
+
+
+def test_nan_in_a_negative_reaches_those_that_it_counts_for(backend):
+    student, teacher = features(4, 1, 6, dtype=torch.float32)
+    bank = torch.randn(5, 1, 6)
+    bank[3, 0, 2] = torch.nan
+    losses = cos_nce_loss(
+        student,
+        teacher,
+        negatives=bank,
+        labels=torch.tensor([0, 1, 2, 3]),
+        negatives_labels=torch.tensor([0, 0, 1, 2, 7]),
+        reduction="none",
+        backend=backend,
+    )
+    assert losses[:, 0].isnan().tolist() == [True, True, False, True]
+
+
+def test_module_takes_a_masked_bank(backend, device):
+    loss = CosNCELoss(8, 6, pool="mean", backend=backend).to(device)
+    students, teachers = list(torch.randn(2, 4, 3, 8)), list(torch.randn(2, 4, 3, 6))
+    bank, filled = torch.randn(2, 9, 6), torch.arange(9) < 5
+    labels, bank_labels = torch.arange(4), torch.arange(9)
+    masked = loss(
+        students,
+        teachers,
+        labels=labels,
+        negatives=list(bank),
+        negatives_mask=filled,
+        negatives_labels=bank_labels,
+    )
+    kept = loss(
+        students,
+        teachers,
+        labels=labels,
+        negatives=list(bank[:, :5]),
+        negatives_labels=bank_labels[:5],
+    )
+    assert_accurate(masked, kept, torch.float32)
+    with pytest.raises(ValueError, match=r"student must have 8 columns \(student_dim\)"):
+        loss(teachers, teachers)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     batch=st.integers(2, 9),
@@ -370,7 +676,7 @@ def test_module_averages_layers(backend, device):
         )
     with pytest.raises(ValueError, match="negatives has 1 layers but student has 10"):
         loss(students, teachers, negatives=torch.randn(2, 2, 8))
-    with pytest.raises(ValueError, match=r"must have shape \(3, 2\) \(as the first layer\)"):
+    with pytest.raises(ValueError, match=r"student must have shape \(3, 2, 8\) \(leading"):
         loss([students[0], students[1][:2]], [teachers[0], teachers[1][:2]])
 
 
@@ -389,7 +695,27 @@ def test_module_averages_layers(backend, device):
         (
             {"negatives": torch.randn(6, 3, 8), "labels": torch.zeros(4)},
             ValueError,
-            "either labels or negatives",
+            "by negatives_labels; pass both or neither",
+        ),
+        (
+            {"negatives": torch.randn(6, 3, 8), "negatives_labels": torch.zeros(6)},
+            ValueError,
+            "pass both or neither",
+        ),
+        ({"negatives_mask": torch.ones(6, 3)}, ValueError, "negatives_mask describes given"),
+        (
+            {"negatives": torch.randn(6, 3, 8), "negatives_mask": torch.ones(6)},
+            ValueError,
+            r"negatives_mask must have shape \(6, 3\) \(the leading dimensions of negatives\)",
+        ),
+        (
+            {
+                "negatives": torch.randn(6, 3, 8),
+                "labels": torch.zeros(4),
+                "negatives_labels": torch.zeros(4, 6),
+            },
+            ValueError,
+            r"negatives_labels must have shape \(6,\)",
         ),
         ({"reduction": "means"}, ValueError, "did you mean 'mean'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),

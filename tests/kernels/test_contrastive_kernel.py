@@ -37,6 +37,10 @@ def test_many_negatives_are_added_in_two_passes(monkeypatch):
     check("triton", student, teacher, mask=mask)
     check("triton", student, teacher, negatives=torch.randn(50, 1, 8))
     check("triton", student, teacher, negatives=torch.randn(37, 20, 1, 8))
+    bank = {"negatives": torch.randn(50, 1, 8), "negatives_mask": torch.rand(50, 1) > 0.3}
+    check("triton", student, teacher, **bank)
+    labels = {"labels": torch.arange(37) % 5, "negatives_labels": torch.arange(50) % 7}
+    check("triton", student, teacher, **bank, **labels)
 
 
 @pytest.mark.parametrize("layers", [1, 6])
@@ -47,15 +51,17 @@ def test_launches(layers):
     labels = torch.arange(4)
     negatives = [torch.randn(5, 3, 8) for _ in range(layers)]
     loss = CosNCELoss(8, 8, backend="triton")
-    for options, expected in (({}, 5), ({"labels": labels}, 4), ({"negatives": negatives}, 6)):
+    for options, expected in (({}, 5), ({"labels": labels}, 5), ({"negatives": negatives}, 6)):
         with count_launches() as launches:
             loss(students, teachers, mask, **options).backward()
         assert len(launches.of_triton()) == expected, launches
 
     for options, expected in (
         ({}, 5),
-        ({"labels": labels}, 4),
+        ({"labels": labels}, 5),
         ({"negatives": negatives[0]}, 6),
+        ({"negatives": negatives[0], "negatives_mask": torch.ones(5, 3, dtype=torch.bool)}, 6),
+        ({"negatives": negatives[0], "labels": labels, "negatives_labels": torch.arange(5)}, 6),
         ({"reduction": "sum"}, 5),
     ):
         with count_launches() as launches:
