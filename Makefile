@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench gpu-check clean
+.PHONY: demo test test-all lint bench gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -24,6 +24,10 @@ lint: $(VENV)/installed
 # One thread a process: the test processes share the cores already.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
+test-all: test
+	$(BIN)/python -m bench.compile_report --prove
 
 # The packages that fastkd is compared with.
 $(VENV)/peers: $(VENV)/installed

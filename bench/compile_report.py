@@ -1,14 +1,20 @@
 """Compile every Triton kernel ahead of time, without a GPU, and say what it takes.
 
-``python -m bench.compile_report [module ...] [--all 80,90,100] [--check] [--json]``: modules of
-``kernels/``, all by default. For the architectures after ``--all`` it compiles every variant, for
-the others enough that any two choices (types, flags, blocks, alignment) that meet in one of a
-kernel's variants meet in a compiled one.
-``--check`` exits with 1 where a variant spills registers, wants more shared memory than the
-architecture has, or should use the tensor cores and doesn't.
+``python -m bench.compile_report [module ...] [--every] [--arch 80,90,100] [--check] [--json]``:
+modules of ``kernels/``, all by default. What is compiled are the forms that the calls of
+tests/calls.py start, recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each
+of them, else enough that any two choices (types, flags, blocks, alignment) that meet in one of a
+kernel's forms meet in a compiled one. ``--check`` exits with 1 where a form spills registers, wants
+more shared memory than the architecture has, or has matrix products and doesn't use the tensor
+cores. What is known of a form is kept in ``build/compiled`` until its source changes.
+
+``--prove`` is ``--every --check`` for modules that kernels/proven.json does not know in this state,
+and notes there those that have no problem.
 """
 
 import argparse
+import functools
+import hashlib
 import importlib
 import itertools
 import json
@@ -18,120 +24,266 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "build" / "compiled"
+PROVEN = ROOT / "kernels" / "proven.json"
 # Compute capability → bytes of shared memory that one block can have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+# Launch options that change what is compiled.
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+# Kernel modules that are not called like their loss.
+LOSS_OF = {"cayley": "projection"}
+
+
+class Form(NamedTuple):
+    """One compiled form of a kernel, as Triton's compiler is asked for it."""
+
+    module: str
+    name: str
+    capability: int
+    types: tuple[tuple[str, Any], ...]  # of every argument; "constexpr" where the value is fixed
+    values: tuple[tuple[Any, Any], ...]  # the fixed ones, by name or by place in a tuple
+    known: tuple[tuple[Any, Any], ...]  # what Triton knows of the other values, by place
+    launch: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def asked_for(
+        cls,
+        kernel: Any,
+        capability: int,
+        signature: dict[str, Any],
+        constexprs: dict[tuple[int, ...], Any],
+        attributes: dict[tuple[int, ...], list],
+        options: Any,
+    ) -> "Form":
+        """From what a launch hands to JITFunction._do_compile."""
+        names = list(signature)
+        return cls.unpacked(
+            [
+                kernel.fn.__module__,
+                kernel.fn.__name__,
+                capability,
+                list(signature.items()),
+                [(names[at[0]] if len(at) == 1 else at, x) for at, x in constexprs.items()],
+                [(at, known) for at, known in attributes.items() if known],
+                [(name, getattr(options, name)) for name in OPTIONS],
+            ]
+        )
+
+    @classmethod
+    def unpacked(cls, fields: list) -> "Form":
+        """From JSON, which knows lists only."""
+        return cls(*_tuples(fields))
+
+    @property
+    def kernel(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        return dict(self.types)
+
+    @property
+    def constexprs(self) -> dict[Any, Any]:
+        return dict(self.values)
+
+    @property
+    def num_warps(self) -> int:
+        return dict(self.launch)["num_warps"]
+
+    @property
+    def num_stages(self) -> int:
+        return dict(self.launch)["num_stages"]
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, (list, tuple)) else x
 
 
 def modules() -> list[str]:
-    """The kernel modules that declare variants, by file name."""
+    """The modules that hold kernels, by file name."""
     import fastkd
 
     folder = Path(fastkd.__file__).parent / "kernels"
     return sorted(
-        path.stem for path in folder.glob("*.py") if "def compile_variants" in path.read_text()
+        path.stem
+        for path in folder.glob("*.py")
+        if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)
     )
 
 
-def variants(module: str) -> Iterator[Any]:
-    """What ``fastkd.kernels.<module>`` declares."""
-    yield from importlib.import_module(f"fastkd.kernels.{module}").compile_variants()
+def variants(module: str) -> Iterator[Form]:
+    """The forms of ``fastkd.kernels.<module>`` that calls start, on every architecture."""
+    for form in recorded(LOSS_OF.get(module, module)):
+        if form.module == f"fastkd.kernels.{module}":
+            yield form
 
 
-def choices(variant: Any) -> dict[str, str]:
-    """What distinguishes one variant of a kernel from another."""
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    options["aligned"] = bool(variant.aligned)
-    return {name: str(x) for name, x in (variant.signature | variant.constexprs | options).items()}
+@functools.cache
+def recorded(loss: str) -> list[Form]:
+    """What the calls of a loss start, kept until any source changes."""
+    return [Form.unpacked(fields) for fields in walked(loss)["forms"]]
 
 
-def covering(declared: dict[int, Any]) -> list[int]:
-    """Few variants of one kernel in which every pair of choices meets that meets in one of all."""
-    pairs = {
-        index: set(itertools.combinations(sorted(choices(variant).items()), 2))
-        for index, variant in declared.items()
+def walked(loss: str) -> dict[str, Any]:
+    """What `tests.dry_cuda` finds out about a loss: problems of its calls, and their forms."""
+    from filelock import FileLock
+
+    KEPT.mkdir(parents=True, exist_ok=True)
+    file = KEPT / f"calls-{loss}-{_sources_key()}.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            # A process of its own: in Triton's interpreter there is nothing to record.
+            result = subprocess.run(
+                [sys.executable, "-m", "tests.dry_cuda", loss],
+                cwd=ROOT,
+                env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
+                capture_output=True,
+                text=True,
+            )
+            if result.returncode:
+                raise RuntimeError(f"python -m tests.dry_cuda {loss} failed:\n{result.stderr}")
+            _write(file, result.stdout.splitlines()[-1])
+    return json.loads(file.read_text())
+
+
+@functools.cache
+def _sources_key() -> str:
+    summary = hashlib.sha256(_versions().encode())
+    folders = (("fastkd", "*.py"), ("kernels", "*.py"), ("tests", "calls.py"))
+    for folder, pattern in (*folders, ("tests", "dry_cuda.py"), ("bench", "compile_report.py")):
+        for path in sorted((ROOT / folder).glob(pattern)):
+            summary.update(path.read_bytes())
+    return summary.hexdigest()[:16]
+
+
+def _versions() -> str:
+    import torch
+    import triton
+
+    return f"{sys.version} {torch.__version__} {triton.__version__}"
+
+
+def _write(file: Path, text: str) -> None:
+    """All or nothing, as several processes keep what they found."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+        part.write(text)
+    os.replace(part.name, file)
+
+
+def choices(form: Form) -> dict[str, str]:
+    """What distinguishes one form of a kernel from another."""
+    known = dict(form.known)
+    named = {
+        name: f"{kind} {known.get((place,), '')}" for place, (name, kind) in enumerate(form.types)
     }
+    return named | {str(name): str(value) for name, value in (*form.values, *form.launch)}
+
+
+def covering(forms: list[Form]) -> list[Form]:
+    """Few forms of one kernel in which every pair of choices meets that meets in one of all."""
+    pairs = {form: set(itertools.combinations(sorted(choices(form).items()), 2)) for form in forms}
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        chosen.append(max(pairs, key=lambda index: len(pairs[index] & missing)))
+        chosen.append(max(pairs, key=lambda form: len(pairs[form] & missing)))
         missing -= pairs[chosen[-1]]
     return chosen
 
 
-def compile_one(job: tuple[str, int, int]) -> dict[str, Any]:
-    """Compile the ``index``-th variant of a module for one architecture; returns its row."""
+def state(module: str) -> str:
+    """Changes with what a module compiles to: its kernels' source, their forms, Triton."""
+    import triton
+
+    parts = {triton.__version__.rpartition(".")[0]}
+    for form in variants(module):
+        parts.add(f"{form.kernel.cache_key} {form}")
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def unproven(names: Iterable[str]) -> dict[str, str]:
+    """Modules whose forms have not all been compiled in this state, and the state."""
+    proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
+    return {name: now for name in names if proven.get(name) != (now := state(name))}
+
+
+def note_proven(states: dict[str, str]) -> None:
+    """Keep what is proven of the modules that there are."""
+    proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
+    kept = {name: now for name, now in (proven | states).items() if name in modules()}
+    _write(PROVEN, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def compile_one(form: Form) -> dict[str, Any]:
+    """Compile a form, unless its row is known; returns the row."""
+    kernel = form.kernel
+    source = f"{kernel.cache_key} {form} {_versions()}"
+    file = KEPT / f"form-{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write(file, json.dumps(_compiled(form)))
+    return json.loads(file.read_text())
+
+
+def _compiled(form: Form) -> dict[str, Any]:
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, index, capability = job
-    variant = list(variants(module))[index]
-    names = variant.kernel.arg_names
-    signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    missing = {name for name, kind in signature.items() if kind == "constexpr"}
     row: dict[str, Any] = {
-        "module": module,
-        "kernel": variant.kernel.__name__,
-        "variant": describe(variant),
-        "arch": f"sm_{capability}",
-        "warps": variant.num_warps,
-        "stages": variant.num_stages,
+        "module": form.module,
+        "kernel": form.name,
+        "variant": describe(form),
+        "arch": f"sm_{form.capability}",
+        "warps": form.num_warps,
+        "stages": form.num_stages,
     }
-    if missing != set(variant.constexprs) or set(variant.signature) - set(names):
-        row["problems"] = [f"arguments don't match the kernel's: {', '.join(names)}"]
-        return row
-
     start = time.perf_counter()
     try:
         compiled = compile(
-            ASTSource(variant.kernel, signature, variant.constexprs, alignment(variant, signature)),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+            ASTSource(form.kernel, form.signature, form.constexprs, alignment(form)),
+            target=GPUTarget("cuda", form.capability, 32),
+            options=dict(form.launch),
         )
     except Exception as error:
         cause: BaseException = error
         while deeper := cause.__cause__ or cause.__context__:  # in a function that it calls
             cause = deeper
-        row["problems"] = [f"does not compile: {cause}"]
-        return row
+        return row | {"problems": [f"does not compile: {cause}"]}
     row["seconds"] = round(time.perf_counter() - start, 2)
     row |= resources(compiled.asm["cubin"])
     row["shared"] = compiled.metadata.shared
     row["tensor_cores"] = sum(map(compiled.asm["ptx"].count, TENSOR_CORE_INSTRUCTIONS))
-    row["problems"] = problems(row, capability, variant.tensor_cores)
+    row["problems"] = problems(row, form.capability, "tt.dot" in compiled.asm["ttir"])
     return row
 
 
-def alignment(variant: Any, signature: dict[str, Any]) -> dict[tuple[int, ...], list]:
-    """The specialisations that a launch with aligned tensors gets."""
-    aligned: dict[tuple[int, ...], list] = {}
-    for i, (name, kind) in enumerate(signature.items()):
-        positions: list[tuple[int, ...]] = [(i,)]
-        parts = (kind,)
-        if isinstance(kind, tuple):
-            positions, parts = [(i, j) for j in range(len(kind))], kind
-        for position, part in zip(positions, parts, strict=True):
-            if part.startswith("*") or name in variant.aligned:
-                aligned[position] = [["tt.divisibility", 16]]
-    return aligned
+def alignment(form: Form, signature: dict[str, Any] | None = None) -> dict[tuple[int, ...], list]:
+    """What a launch tells Triton's compiler about the arguments, such as multiples of 16."""
+    return {at: [list(fact) for fact in facts] for at, facts in form.known}
 
 
-def describe(variant: Any) -> str:
-    """Pointer types and constexprs, as short as they still tell variants apart."""
-    pointers: list[str] = []
-    for kind in variant.signature.values():
-        for part in kind if isinstance(kind, tuple) else (kind,):
-            if part.startswith("*") and part[1:] not in pointers:
-                pointers.append(part[1:])
-    constexprs = [f"{name}={value}" for name, value in variant.constexprs.items()]
-    return " ".join([",".join(pointers), *constexprs, *["aligned"] * bool(variant.aligned)])
+def describe(form: Form) -> str:
+    """Pointer types, fixed values and alignment, as short as they still tell forms apart."""
+    parts = [
+        part
+        for _, kind in form.types
+        for part in (kind if isinstance(kind, tuple) else (kind,))
+        if part.startswith("*")
+    ]
+    pointers = ",".join(part[1:] for part in dict.fromkeys(parts))
+    fixed = [f"{name}={value}" for name, value in form.values]
+    known = {at[0] for at, _ in form.known}
+    loose = [name for place, (name, kind) in enumerate(form.types)
+             if kind != "constexpr" and place not in known]  # fmt: skip
+    return " ".join([pointers, *fixed, f"unaligned: {','.join(loose)}" if loose else "aligned"])
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -148,40 +300,39 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": usage["REG"], "spills": usage["STACK"] + usage["LOCAL"]}
 
 
-def problems(row: dict[str, Any], capability: int, tensor_cores: bool) -> list[str]:
-    """What is wrong with one compiled variant, in words."""
+def problems(row: dict[str, Any], capability: int, has_products: bool) -> list[str]:
+    """What is wrong with one compiled form, in words."""
     found = []
     if row["spills"]:
         found.append(f"spills {row['spills']} bytes")
     if row["shared"] > SHARED_MEMORY[capability]:
         found.append(f"{row['shared']} bytes of shared memory > {SHARED_MEMORY[capability]}")
-    if tensor_cores and not row["tensor_cores"]:
+    if has_products and not row["tensor_cores"]:
         found.append("no tensor-core instructions")
     return found
 
 
-def jobs_of(name: str, every: set[int]) -> Iterator[tuple[str, int, int]]:
-    """The variants of a module to compile, and for which architectures."""
-    declared = dict(enumerate(variants(name)))
-    kernels = {variant.kernel for variant in declared.values()}
-    for capability, kernel in itertools.product(SHARED_MEMORY, kernels):
-        own = {
-            index: variant
-            for index, variant in declared.items()
-            if variant.kernel is kernel and capability in (variant.capabilities or SHARED_MEMORY)
-        }
-        for index in own if capability in every else covering(own):
-            yield name, index, capability
+def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> list[Form]:
+    """The forms of these modules to compile for these architectures."""
+    found: list[Form] = []
+    wanted = set(capabilities)
+    for name in names:
+        groups: dict[tuple[str, int], list[Form]] = {}
+        for form in variants(name):
+            if form.capability in wanted:
+                groups.setdefault((form.name, form.capability), []).append(form)
+        for group in groups.values():
+            found += group if every else covering(group)
+    return found
 
 
-def report(names: list[str], every: set[int], workers: int | None = None) -> list[dict[str, Any]]:
-    """Compile variants of these modules: every one for some architectures, else `covering`'s."""
-    jobs = sorted(job for name in names for job in jobs_of(name, every))
-    if not jobs:
-        return []
-    workers = min(workers or os.cpu_count() or 1, len(jobs))
+def report(forms: list[Form], workers: int | None = None) -> list[dict[str, Any]]:
+    """Rows of these forms."""
+    workers = min(workers or os.cpu_count() or 1, len(forms))
+    if workers <= 1:
+        return [compile_one(form) for form in forms]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_one, jobs, chunksize=4))
+        return list(pool.map(compile_one, forms, chunksize=4))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -196,12 +347,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    every = ",".join(map(str, SHARED_MEMORY))
+    known = ",".join(map(str, SHARED_MEMORY))
     parser = argparse.ArgumentParser(prog="python -m bench.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
-    parser.add_argument(
-        "--all", default="", help=f"architectures to compile every variant for: {every}"
-    )
+    parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
+    parser.add_argument("--every", action="store_true", help="every form, not a covering set")
+    parser.add_argument("--prove", action="store_true", help="every form that is not proven")
     parser.add_argument("--check", action="store_true", help="exit with 1 on any problem")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
@@ -210,15 +361,24 @@ def main(arguments: list[str] | None = None) -> int:
     if os.environ.pop("TRITON_INTERPRET", "0") == "1" and "triton" in sys.modules:
         parser.error("triton is already imported with TRITON_INTERPRET=1")
 
-    unknown = set(options.modules) - set(modules())
-    if unknown:
-        parser.error(f"no variants in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
-    architectures = {int(text) for text in options.all.split(",") if text}
-    rows = report(options.modules or modules(), architectures, options.workers)
+    names = options.modules or modules()
+    if unknown := set(names) - set(modules()):
+        parser.error(f"no kernels in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
+    if options.prove:
+        states = unproven(names)
+        rows = report(chosen(states, SHARED_MEMORY, every=True), options.workers)
+        wrong = [row for row in rows if row["problems"]]
+        failed = {row["module"].rpartition(".")[2] for row in wrong}
+        note_proven({name: now for name, now in states.items() if name not in failed})
+        print(table(wrong) if wrong else f"{len(rows)} forms compiled: all right")
+        return 1 if wrong else 0
+
+    architectures = [int(text) for text in options.arch.split(",") if text]
+    rows = report(chosen(names, architectures, options.every), options.workers)
     print(json.dumps(rows, indent=1) if options.json else table(rows))
-    wrong = sum(bool(row["problems"]) for row in rows)
+    wrong = [row for row in rows if row["problems"]]
     if not options.json:
-        print(f"{len(rows)} compiled, {wrong} with problems")
+        print(f"{len(rows)} compiled, {len(wrong)} with problems")
     return 1 if options.check and wrong else 0
 
 

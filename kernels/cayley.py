@@ -28,15 +28,11 @@ read and S is written. Bound by the tensor cores where n is large and by launche
 small. Two buffers of S and R take four times the memory of Q for the time of a call.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from fastkd.kernels.variants import Variant
 
 # Steps after a measured residual, and how often it is measured: enough for ‖Q‖ up to 1e5. Each
 # further step in a row would let the drift grow by a factor of 2.
@@ -376,28 +372,3 @@ cayley_inverse_op = torch.library.custom_op(
 @cayley_inverse_op.register_fake
 def _(skew, guess):
     return torch.empty_like(skew, memory_format=torch.contiguous_format)
-
-
-def compile_variants() -> Iterator[Variant]:
-    """Every kernel with every tile; sizes are multiples of 16."""
-    for n in (256, 768, 4096):
-        config = blocks(n)
-        num_warps = config.pop("num_warps")
-        forms = [
-            (residual_kernel, {"FIRST": True}),
-            (residual_kernel, {"FIRST": False}),
-            (start_kernel, {}),
-            (step_kernel, {"MEASURED": True}),
-            (step_kernel, {"MEASURED": False}),
-        ]
-        for kernel, flags in forms:
-            constexprs = config | flags
-            arrays = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
-            yield Variant(
-                kernel,
-                arrays | {"n": "i32", "reads": "i32"},
-                constexprs,
-                num_warps=num_warps,
-                tensor_cores=True,
-                aligned=("n",),
-            )

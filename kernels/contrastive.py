@@ -21,9 +21,7 @@ one more for the norms of given negatives.
 """
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -31,8 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import operator
-from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
-from fastkd.kernels.variants import Variant, forms
+from fastkd.kernels.pointers import padded, pick, slots
 
 # Rows that one program adds up; more are split among programs and added in a second pass.
 ROWS_PER_SUM = 2048
@@ -661,39 +658,3 @@ def _labelled_sums(
 def _comparable(labels: Tensor, real: bool) -> Tensor:
     """Labels as int64, for few compiled forms: real numbers by their bits, -0 as 0."""
     return (labels.double() + 0.0).view(torch.int64) if real else labels.to(torch.int64)
-
-
-def compile_variants() -> Iterator[Variant]:
-    """What `cos_nce` and `cos_nce_gradient` can start."""
-    for dtype, layers, masked in itertools.product(
-        ("*bf16", "*fp16", "*fp32"), (1, LAYERS_PER_LAUNCH), (False, True)
-    ):
-        count = slots(layers)
-        features = (dtype,) * count
-        types: dict[str, Any] = {"mask_ptr": "*u8" if masked else None}
-        types |= dict.fromkeys(("s_ptrs", "t_ptrs", "x_ptrs"), features)
-        types |= dict.fromkeys(("student_ptrs", "teacher_ptrs"), features)
-        types["dx_ptr"] = dtype
-        shared: dict[str, Any] = {"SLOTS": count, "HAS_MASK": masked}
-
-        def choices(config, **options):
-            warps = config["num_warps"]
-            config = {name: value for name, value in config.items() if name != "num_warps"}
-            return config | shared | options, {"num_warps": warps}  # noqa: B023
-
-        config, options = choices(row_blocks())
-        yield from forms(cos_nce_norm_kernel, types, config, **options)
-        yield from forms(cos_nce_sum_kernel, types, config, **options)
-        config, options = choices(labelled_blocks())
-        labelled = types | {"labels_ptr": "*i64", "row_labels_ptr": "*i64"}
-        options["tensor_cores"] = True
-        yield from forms(cos_nce_labelled_sum_kernel, labelled, config, **options)
-        for each in (False, True):
-            config, options = choices(blocks(each), EACH=each)
-            yield from forms(cos_nce_loss_kernel, types, config, **options)
-            # Only one layer at a time has a loss for every position.
-            for per_position in (False, True) if layers == 1 else (False,):
-                flags = config | {"PER_POSITION": per_position}
-                yield from forms(cos_nce_gradient_kernel, types, flags, **options)
-    for mean in (True, False):
-        yield from forms(cos_nce_reduce_kernel, {}, {"MEAN": mean, "BLOCK": 1024})

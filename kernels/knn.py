@@ -21,10 +21,7 @@ most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gr
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
 """
 
-import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import numpy
 import torch
@@ -33,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._dispatch import triton_interpreted
-from fastkd.kernels.variants import Variant, aligned_form
 
 # Rows of the bank from which sorting by label (two launches) pays.
 ROWS_TO_SORT = 1024
@@ -743,59 +739,3 @@ def _(student, teacher, student_labels, teacher_labels, k, tolerance, scale):
 @knn_gradient_op.register_fake
 def _(student, teacher, nearest, factor, dloss):
     return student.new_empty(student.shape)
-
-
-def compile_variants() -> Iterator[Variant]:
-    """What `knn` and `knn_gradient` can start."""
-    for aligned, (name, dtype) in itertools.product((True, False), DTYPES.items()):
-        types: dict[str, Any] = INTEGERS | dict.fromkeys(("s_ptr", "t_ptr", "dx_ptr"), name)
-        config = product_blocks(dtype.itemsize, aligned) | {"WIDEN": _widens(dtype)}
-        yield _form(aligned, product_kernel, types, config, tensor_cores=True)
-        yield _form(aligned, gradient_kernel, types, gradient_blocks())
-    for (labels, has_tolerance), k in itertools.product(LABELS, NEIGHBOURS):
-        types = INTEGERS | dict.fromkeys(("s_labels_ptr", "t_labels_ptr"), labels)
-        kind = "i32" if labels == "*i64" else "fp32"
-        types |= dict.fromkeys(("tolerance", "tolerance_rest"), kind)
-        types |= dict.fromkeys(("rounding", "scale"), "fp32")
-        flags = {"HAS_TOLERANCE": has_tolerance, "SORTED": False, "FROM_PRODUCTS": True}
-        absent = dict.fromkeys(("s_ptr", "t_ptr", "D", "stride_s", "stride_t", *ORDERS))
-        config = from_product_blocks() | flags | {"KEEP": keep(k), "WIDEN": False}
-        yield _form(False, search_kernel, types | absent, config)
-        for aligned, is_sorted, name in itertools.product((True, False), (False, True), DTYPES):
-            types |= {"s_ptr": name, "t_ptr": name}
-            types |= dict.fromkeys(ORDERS, "*i64" if is_sorted else None)
-            flags = {"HAS_TOLERANCE": has_tolerance, "SORTED": is_sorted}
-            yield _form(aligned, settle_kernel, types, settle_blocks(k, aligned) | flags)
-            yield from _search_forms(aligned, types, flags, k)
-
-
-# What a public call can ask for: types of features, types of labels with or without a tolerance,
-# and a k for every `keep`.
-DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
-LABELS = (("*i64", False), ("*fp64", False), ("*i64", True), ("*fp32", True), ("*fp64", True))
-LABEL_DTYPES = {"*i64": torch.int64, "*fp32": torch.float32, "*fp64": torch.float64}
-NEIGHBOURS = (1, 8, 32)
-
-INTEGERS = {"candidate_ptr": "*i32", "nearest_ptr": "*i32"}
-ORDERS = ("s_order_ptr", "t_order_ptr")
-
-
-def _search_forms(
-    aligned: bool, types: dict[str, Any], flags: dict[str, Any], k: int
-) -> Iterator[Variant]:
-    """Of the search among rows, few and many."""
-    dtype = DTYPES[types["s_ptr"]]
-    labels = LABEL_DTYPES[types["s_labels_ptr"]], flags["HAS_TOLERANCE"]
-    few, many = (blocks(N, k, dtype.itemsize, flags["SORTED"], aligned, *labels) for N in (64, 65))
-    types = types | {"product_ptr": None, "squares_ptr": None}
-    flags = flags | {"FROM_PRODUCTS": False, "KEEP": keep(k), "WIDEN": _widens(dtype)}
-    for config in [few] if few == many else [few, many]:
-        yield _form(aligned, search_kernel, types, config | flags, tensor_cores=True)
-
-
-def _form(
-    aligned: bool, kernel: Any, types: dict[str, Any], config: dict[str, Any], **options: Any
-) -> Variant:
-    config = dict(config)
-    variant = aligned_form(kernel, types, config, num_warps=config.pop("num_warps"), **options)
-    return variant if aligned else variant._replace(aligned=())

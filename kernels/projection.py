@@ -10,17 +10,12 @@ side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192
 operations forward and 20E backward. Bound by bandwidth.
 """
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import operator
-from fastkd.kernels.variants import Variant, forms
 
 # Both gradients come from one launch up to here; beyond, their rows together would spill registers.
 MOST_COLUMNS_OF_BOTH = 8192
@@ -186,19 +181,3 @@ def layer_norm_mse_backward(
             **config,
         )
     return [side for side in (dx, dy) if side is not None]
-
-
-def compile_variants() -> Iterator[Variant]:
-    """What the launchers can start."""
-    for log_d, dtype in itertools.product(range(4, 15), ("*bf16", "*fp16", "*fp32")):
-        config: dict[str, Any] = blocks(2**log_d)
-        num_warps = config.pop("num_warps")
-        types = dict.fromkeys(("x_ptr", "y_ptr"), dtype) | {"eps": "fp32", "scale": "fp32"}
-        yield from forms(layer_norm_mse_forward_kernel, types, config, num_warps=num_warps)
-        for both in (False, True) if 2**log_d <= MOST_COLUMNS_OF_BOTH else (False,):
-            yield from forms(
-                layer_norm_mse_backward_kernel,
-                types | {"dx_ptr": dtype, "dy_ptr": dtype if both else None},
-                config | {"BOTH": both},
-                num_warps=num_warps,
-            )

@@ -29,8 +29,6 @@ groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for the gradi
 bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +38,6 @@ from torch import Tensor
 
 from fastkd.kernels.launch import operator
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
-from fastkd.kernels.variants import Variant, aligned_form
 
 # Groups of up to this many rows keep both their relations in registers.
 SMALL_GROUP = 128
@@ -1092,88 +1089,3 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
             x, factor, out, x.numel(), LARGEST=largest, BLOCK=4096, num_warps=8
         )
     return out
-
-
-def compile_variants() -> Iterator[Variant]:
-    """What `relations` and `scaled` can start."""
-    for name, split in (("*bf16", False), ("*fp16", False), ("*fp32", True), ("*fp32", False)):
-        yield from _feature_variants(name, split)
-    for split in (False, True):
-        tile = tile_blocks(split)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        config = {"SPLIT": split, "TILE": TILE, "BLOCK_D": tile.d}
-        yield aligned_form(relation_tiles_kernel, TYPES, config, tensor_cores=True, **options)
-        config = {"SPLIT": split, "TILE": TILE, "BLOCK": 32}
-        yield aligned_form(difference_kernel, TYPES, config)
-    for masked, gradient in itertools.product((False, True), (False, True)):
-        types = TYPES | ({} if masked else {"counts_ptr": None})
-        config = {"HAS_MASK": masked, "GRADIENT": gradient, "BLOCK_N": 1024}
-        yield aligned_form(coefficients_kernel, types, config)
-    yield aligned_form(centre_offsets_kernel, TYPES, {"BLOCK_N": 1024})
-    yield aligned_form(sums_kernel, TYPES, {"TILE": TILE, "BLOCK": 32})
-    yield aligned_form(count_groups_kernel, TYPES, {"BLOCK_G": 32, "BLOCK_N": 128}, num_warps=8)
-    for x, out, largest in (
-        ("*bf16", "*bf16", 0.0),
-        ("*fp32", "*fp16", torch.finfo(torch.float16).max),
-        ("*fp32", "*fp32", 0.0),
-    ):
-        for numel in ("i32", "i64"):
-            types = {"x_ptr": x, "out_ptr": out, "numel": numel}
-            config = {"LARGEST": largest, "BLOCK": 4096}
-            yield aligned_form(scale_kernel, types, config, num_warps=8)
-
-
-# Types of arguments that no variant changes; others are float32 arrays or integers.
-TYPES = {
-    "mask_ptr": "*u8",
-    "size_ptr": "*i32",
-    "a_ptr": "*fp16",
-    "centred_ptr": "*fp16",
-    "centred_s_ptr": "*fp16",
-    "centred_t_ptr": "*fp16",
-    "weight": "fp32",
-    "eps": "fp32",
-}
-
-
-def _feature_variants(name: str, split: bool) -> Iterator[Variant]:
-    """Of the kernels that read features."""
-    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[name]
-    dx = "*bf16" if gradient_dtype(dtype) == torch.bfloat16 else "*fp32"
-    types = TYPES | {"x_ptr": name, "dx_ptr": dx}
-    for layers, masked in itertools.product((1, LAYERS_PER_LAUNCH), (False, True)):
-        count = slots(layers)
-        types |= dict.fromkeys(("s_ptrs", "t_ptrs"), (name,) * count)
-        flags = {"SLOTS": count, "HAS_MASK": masked}
-        if split or dtype != torch.float32:
-            config = flags | {"BLOCK_R": 16, "BLOCK_D": 128}
-            given = types | {"mask_ptr": "*u8" if masked else None}
-            yield aligned_form(row_scale_kernel, given, config, num_warps=8)
-        for N, gradient, capabilities in itertools.product(
-            (16, 32, 64, SMALL_GROUP), (False, True), ((80, 90), (100,))
-        ):
-            blocks = small_blocks(N, dtype, split, gradient, blackwell=100 in capabilities)
-            given = {"counts_ptr": "*fp32" if masked else None, "dx_ptr": dx if gradient else None}
-            config = {"GRADIENT": gradient, "SPLIT": split, "BLOCK_N": blocks.n}
-            yield aligned_form(
-                small_groups_kernel,
-                types | given,
-                flags | config | {"BLOCK_D": blocks.d},
-                num_warps=blocks.num_warps,
-                num_stages=blocks.num_stages,
-                tensor_cores=True,
-                capabilities=capabilities,
-            )
-    config = {"SPLIT": split, "BLOCK_N": 32, "BLOCK_D": 128}
-    yield aligned_form(centre_kernel, types, config, num_warps=8)
-    if split or dtype != torch.float32:
-        yield aligned_form(mean_kernel, types, {"BLOCK_N": 64, "BLOCK_D": 64})
-    blocks, block_k = gradient_blocks(dtype, split)
-    yield aligned_form(
-        gradient_kernel,
-        types,
-        {"SPLIT": split, "BLOCK_N": blocks.n, "BLOCK_D": blocks.d, "BLOCK_K": block_k},
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-        tensor_cores=True,
-    )

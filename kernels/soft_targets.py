@@ -22,17 +22,12 @@ gradients the losses. With E = R·V elements of s bytes a KL moves 5Es bytes, js
 bandwidth.
 """
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import operator
-from fastkd.kernels.variants import Variant, forms
 
 STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
@@ -559,36 +554,3 @@ def _launch_backward(
 def _bytes(mask: Tensor | None) -> Tensor | None:
     """The mask in the one type that Triton's versions agree on."""
     return None if mask is None else mask.view(torch.uint8)
-
-
-def compile_variants() -> Iterator[Variant]:
-    """What the launchers can start."""
-    scales = dict.fromkeys(("inv_temperature", "scale"), "fp32")
-    for divergence, V, dtype, masked in itertools.product(
-        ("forward_kl", "reverse_kl", "js", "adaptive_kl"),
-        (1024, 152064),
-        ("*bf16", "*fp16", "*fp32"),
-        (False, True),
-    ):
-        config: dict[str, Any] = blocks(V, divergence)
-        num_warps = config.pop("num_warps")
-        config |= {"DIVERGENCE": divergence, "HAS_MASK": masked}
-        types = dict.fromkeys(("student_ptr", "teacher_ptr", "dstudent_ptr"), dtype) | scales
-        types["mask_ptr"] = "*u8" if masked else None
-        bits = {"KEY_BITS": 32 if dtype == "*fp32" else 16}
-        yield from forms(soft_target_forward_kernel, types, config | bits, num_warps=num_warps)
-        for reduced in (False, True):
-            given = types | {"divisor_ptr": "*fp32" if reduced else None}
-            flags = config | {"REDUCED": reduced}
-            yield from forms(soft_target_backward_kernel, given, flags, num_warps=num_warps)
-    for given in ("mask_ptr", "denominator_ptr", "counts", None):
-        types = {"mask_ptr": None, "denominator_ptr": None}
-        if given in types:
-            types[given] = {"mask_ptr": "*u8", "denominator_ptr": "*fp32"}[given]
-        config = {
-            "COUNTS": given in ("mask_ptr", "counts"),
-            "HAS_MASK": given == "mask_ptr",
-            "HAS_DENOMINATOR": given == "denominator_ptr",
-            "BLOCK_R": 1024,
-        }
-        yield from forms(soft_target_reduce_kernel, types, config)

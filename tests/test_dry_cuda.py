@@ -1,29 +1,52 @@
 """No call on a GPU waits for it, or mixes devices: seen without a GPU; see `dry_cuda`."""
 
+import inspect
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import typing
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import fastkd
+from bench.compile_report import walked
+from tests.calls import CALLS
+from tests.dry_cuda import PLANTED
+
+# References are PyTorch's own operations.
+PUBLIC = [
+    name for name in fastkd.__all__ if callable(getattr(fastkd, name)) and not name.endswith("_ref")
+]
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py looks at the real thing")
-def test_calls_neither_wait_nor_mix_devices():
-    """In a process of its own: under TRITON_INTERPRET kernels are other objects."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.dry_cuda"],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert len(report.pop("planted")) == 7, "a planted mistake was not found"
-    assert not any(report.values()), json.dumps(report, indent=1)
+@pytest.mark.parametrize("loss", CALLS)
+def test_calls_neither_wait_nor_mix_devices(loss):
+    report = walked(loss)
+    assert set(report["planted"]) == set(PLANTED), "a planted mistake was not found"
+    assert not report["problems"], json.dumps(report["problems"], indent=1)
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """Options of the calls, by function or Module."""
+    options: dict[str, list[dict]] = {}
+    for calls in CALLS.values():
+        for call in calls():
+            options.setdefault(call.of.__name__, []).append(call.options)
+    return options
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_call_is_listed(listed, name):
+    """And every fixed word of its options."""
+    assert name in listed, f"tests/calls.py has no call of {name}"
+    function = getattr(fastkd, name)
+    function = function.__init__ if inspect.isclass(function) else function
+    for option, kind in typing.get_type_hints(function).items():
+        if typing.get_origin(kind) is typing.Literal:
+            default = inspect.signature(function).parameters[option].default
+            used = {options.get(option, default) for options in listed[name]}
+            missing = set(typing.get_args(kind)) - used
+            assert not missing, f"tests/calls.py has no call of {name} with {option}={missing}"

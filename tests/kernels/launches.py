@@ -1,13 +1,11 @@
-"""What a loss would start on the device, without one: how many kernels, and in which form.
+"""How many kernels a loss would start on the device, without one.
 
 Our launches are seen where Triton starts a kernel; between them every dispatched tensor
 operation counts as one kernel, unless it only makes a view or allocates.
 """
 
 import contextlib
-import inspect
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,47 +58,6 @@ def count_launches() -> Iterator[Launches]:
 
     with _replaced_run(counted), operations:
         yield launches
-
-
-Form = tuple[str, tuple[tuple[str, Any], ...]]
-
-
-def form(kernel: Any, types: dict[str, Any], constexprs: dict[str, Any], **options: Any) -> Form:
-    """What decides which compiled form of a kernel a launch takes."""
-    function = kernel.fn
-    choices = types | constexprs | {"num_warps": 4, "num_stages": 3} | options
-    return f"{function.__module__}.{function.__name__}", tuple(sorted(choices.items()))
-
-
-@contextlib.contextmanager
-def record_forms() -> Iterator[set[Form]]:
-    """Fills its value with the forms that are launched; runs none, so that results are empty."""
-    from triton.runtime.jit import mangle_type
-
-    from fastkd.kernels.variants import fixed
-
-    seen: set[Form] = set()
-
-    def recorded(_run):
-        def wrapper(self, *args, grid, warmup, **kwargs):
-            parameters = inspect.signature(self.fn).parameters
-            given = dict(zip(parameters, args, strict=False)) | kwargs
-            types, constexprs, sizes = {}, {}, []
-            for name, parameter in parameters.items():
-                value = given.pop(name)
-                if value is None or "constexpr" in str(parameter.annotation):
-                    constexprs[name] = value
-                else:
-                    types[name] = mangle_type(value)
-                if types.get(name) == "i32" and name not in fixed(self):
-                    sizes.append(value)
-            aligned = bool(sizes) and not any(size % 16 for size in sizes)
-            seen.add(form(self, types, constexprs, aligned=aligned, **given))
-
-        return wrapper
-
-    with _replaced_run(recorded):
-        yield seen
 
 
 @contextlib.contextmanager
