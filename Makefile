@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint bench gpu-check clean
+.PHONY: demo test test-all test-torch fuzz lint bench gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -28,6 +28,15 @@ test: lint
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test
 	$(BIN)/python -m bench.compile_report --prove
+
+# The suite's core against another torch: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
+test-torch: $(VENV)/installed
+	$(BIN)/python -m tests.matrix $(VERSION) $(ARGS)
+
+# Random calls against oracles in float64, for as long as asked.
+SECONDS ?= 600
+fuzz: $(VENV)/installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 # The packages that fastkd is compared with.
 $(VENV)/peers: $(VENV)/installed
