@@ -5,19 +5,24 @@ the option, or the file and the row (counted as an editor does: the first line i
 """
 
 import csv
+import difflib
 import io
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
+from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.settings import Source
 from fastkd.app.tasks import (
     CLASSIFICATION_METRICS,
@@ -27,6 +32,12 @@ from fastkd.app.tasks import (
     Columns,
     Task,
 )
+
+# What labels become.
+LARGEST = float(torch.finfo(torch.float32).max)
+MOST_CLASSES_SHOWN = 20
+# What spreadsheets and data frames write where a label is missing.
+NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
 
 
 @dataclass(frozen=True)
@@ -60,14 +71,17 @@ class Rows:
 class Corpus:
     """Training and evaluation rows with encoded labels.
 
-    ``names`` are the class names, label i being ``names[i]``; None for regression. ``evals`` maps
-    the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI mismatched.
+    ``names`` are the class names, label i being ``names[i]``; None for regression. They are
+    ``numbered`` if that order is the data's own: whole numbers, or what a data set declares.
+    ``evals`` maps the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI
+    mismatched.
     """
 
     train: Rows
     evals: dict[str, Rows]
     names: list[str] | None
     metrics: tuple[str, ...]
+    numbered: bool = True
 
     @property
     def num_labels(self) -> int:
@@ -207,12 +221,12 @@ def read_hub(
     name: str, config: str | None, split: str, columns: Columns, option: str
 ) -> tuple[Rows, list[str] | None]:
     """Read one split of a hub dataset; also its class names if the dataset declares them."""
+    hub_answers()
     datasets = require("datasets", "train")
     try:
         data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub client raises a dozen unrelated types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{option} {name}, split {split!r}: {reason}") from error
+        raise InputError(f"{option} {name}, split {split!r}: {why_not(error)}") from error
     source = f"{name}{f'/{config}' if config else ''}, split {split}"
     if not len(data):
         raise InputError(f"{option} {source}: the split is empty")
@@ -244,13 +258,27 @@ def _as_number(label: Any) -> float | None:
         return None
     try:
         number = float(label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def _as_name(label: Any) -> str:
     return label.strip() if isinstance(label, str) else str(label)
+
+
+def _not_a_class(label: Any, anything: bool) -> str | None:
+    """Why ``label`` is no class; with ``anything`` every word is one."""
+    name = _as_name(label) if isinstance(label, str | int | float) else ""
+    if isinstance(label, float) and not math.isfinite(label):
+        return f"the label is {label}"
+    if label is not None and not isinstance(label, str | int | float):
+        return f"the label is no word or number but {label!r:.40}"
+    if not name:
+        return "the label is empty"
+    if not anything and name.casefold() in NOT_LABELS:
+        return f"label {name!r} looks like a missing value; if it is a class, --labels classes"
+    return None
 
 
 def is_regression(train: Rows) -> bool:
@@ -270,23 +298,28 @@ def is_regression(train: Rows) -> bool:
 
 
 def encode(
-    train: Rows, evals: dict[str, Rows], regression: bool, names: Sequence[str] | None = None
+    train: Rows,
+    evals: dict[str, Rows],
+    regression: bool,
+    names: Sequence[str] | None = None,
+    anything: bool = False,
 ) -> tuple[Rows, dict[str, Rows], list[str] | None]:
     """Labels as numbers: reals for regression, else class ids in the order of ``names``.
 
     Without ``names`` the classes are those of the training rows: whole numbers in numeric order,
-    else names in alphabetical order. A label that training never shows is an error.
+    else names in alphabetical order. A label that training never shows is an error, and so is one
+    that looks like a missing value, unless ``anything`` may be a class.
     """
     if regression:
         return _to_reals(train), {k: _to_reals(rows) for k, rows in evals.items()}, None
     for rows in (train, *evals.values()):
         for number, label in zip(rows.numbers, rows.labels, strict=True):
-            if label is None or not _as_name(label):
-                raise InputError(f"{rows.source}, row {number}: the label is empty")
+            why = _not_a_class(label, anything)
+            if why:
+                raise InputError(f"{rows.source}, row {number}: {why}")
     if names is None:
         seen = {_as_name(label) for label in train.labels}
-        numeric = all(name.lstrip("-").isdecimal() for name in seen)
-        names = sorted(seen, key=int) if numeric else sorted(seen)
+        names = sorted(seen, key=int) if _whole_numbers(seen) else sorted(seen)
     if len(names) < 2:
         raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
     ids = {name: i for i, name in enumerate(names)}
@@ -303,13 +336,17 @@ def encode(
     return to_ids(train), {k: to_ids(rows) for k, rows in evals.items()}, list(names)
 
 
+def _whole_numbers(names: Iterable[str]) -> bool:
+    return all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
+
+
 def _to_reals(rows: Rows) -> Rows:
     numbers = [_as_number(label) for label in rows.labels]
     bad = next((i for i, x in enumerate(numbers) if x is None), None)
     if bad is not None:
         raise InputError(
-            f"{rows.source}, row {rows.numbers[bad]}: label {_as_name(rows.labels[bad])!r} "
-            "is not a number, and this is a regression task"
+            f"{rows.source}, row {rows.numbers[bad]}: label {_as_name(rows.labels[bad])!r:.40} "
+            f"is not a number of at most {LARGEST:.2g}, and this is a regression task"
         )
     return replace(rows, labels=numbers)
 
@@ -323,28 +360,26 @@ def load(source: Source) -> Corpus:
     declared = None
     if source.train is not None or source.evals is not None:
         train, evals = _read_files(source, task)
-    elif name is not None or dataset is not None:
-        train, evals, declared = _read_splits(source, name, dataset)
     else:
-        raise InputError("no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE")
+        train, evals, declared = _read_splits(source, name, dataset)
 
     regression = {"classes": False, "numbers": True}.get(source.labels)
     if regression is None and task is not None:
         regression = task.regression
     if regression is None:
         regression = declared is None and is_regression(train)
-    train, evals, names = encode(train, evals, regression, declared)
+    anything = source.labels == "classes" or declared is not None
+    train, evals, names = encode(train, evals, regression, declared, anything)
     return Corpus(
         train.sample(source.max_train_rows, source.seed),
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
         names,
         _metrics(source.metric, task, regression),
+        declared is not None or _whole_numbers(names or ()),
     )
 
 
 def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows]]:
-    if source.data is not None:
-        raise InputError("--train and --data exclude each other: give files or a hub name")
     if source.evals is None:
         raise InputError("--eval is missing: name the file to evaluate on")
     if source.train is None:
@@ -388,6 +423,38 @@ def _metrics(wanted: str | None, task: Task | None, regression: bool) -> tuple[s
         kind = "regression" if regression else "classification"
         raise InputError(f"--metric {wanted!r} does not score {kind}; {nearest(wanted, possible)}")
     return (wanted, *(m for m in metrics if m != wanted))
+
+
+def describe(corpus: Corpus) -> Iterator[str]:
+    """What the rows hold, and what looks like a mistake in them: lines to be read."""
+    if corpus.names is not None:
+        names, train = corpus.names, Counter(corpus.train.labels)
+        evals = Counter(label for rows in corpus.evals.values() for label in rows.labels)
+        if len(names) <= MOST_CLASSES_SHOWN:
+            counts = (f"{name} {train[i]}/{evals[i]}" for i, name in enumerate(names))
+            yield f"classes, training/evaluation rows: {', '.join(counts)}"
+        else:
+            yield f"{len(names)} classes"
+        for i, name in enumerate(names):
+            others = [other for other in names if other != name]
+            near = difflib.get_close_matches(name, others, n=1) if not name.isdecimal() else []
+            hint = f"; is it {near[0]!r}, misspelled?" if near else ""
+            if train[i] == 1:
+                number = corpus.train.numbers[corpus.train.labels.index(i)]
+                yield f"warning: class {name!r} has a single training row, row {number}{hint}"
+            elif not train[i]:
+                yield f"warning: class {name!r} has no training row"
+            elif not evals[i]:
+                yield f"warning: class {name!r} has no evaluation row{hint}"
+    known = set(_pairs_of(corpus.train))
+    twice = sum(pair in known for rows in corpus.evals.values() for pair in _pairs_of(rows))
+    if twice:
+        total = sum(map(len, corpus.evals.values()))
+        yield f"warning: {twice} of the {total} evaluation rows are training rows too"
+
+
+def _pairs_of(rows: Rows) -> Iterator[tuple[str, str]]:
+    return zip(rows.texts, rows.pairs or [""] * len(rows), strict=True)
 
 
 def _override(source: Source, columns: Columns) -> Columns:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from transformers import (
 from fastkd._extras import MissingExtra
 from fastkd.app.data import Corpus, Rows
 from fastkd.app.errors import InputError, nearest
+from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.settings import Settings
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import METHODS, Method
@@ -26,30 +28,46 @@ from fastkd.distill.student import student_from_teacher
 
 def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
     """``load()``, with what transformers and the hub raise turned into one sentence."""
-    local = Path(name)
+    local = Path(name).expanduser()
     if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise InputError(f"{option} {name}: no such directory")
     if local.is_file():
         raise InputError(
             f"{option} {name}: this is a file; give the directory that holds the model"
         )
+    if not local.exists():
+        hub_answers()
     try:
         return load()
     except MissingExtra:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(
-            f"{option} {name}: can't be loaded from {'there' if local.exists() else 'the hub'} "
-            f"({reason})"
-        ) from error
+    except Exception as error:  # damaged files make transformers raise anything
+        if local.exists():
+            reason = f"there ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        else:
+            reason = f"the hub ({why_not(error)})"
+        if "trust_remote_code" in str(error):
+            reason = (
+                "there without running code that comes with it; --trust-remote-code allows that"
+            )
+        raise InputError(f"{option} {name}: can't be loaded from {reason}") from error
+
+
+def _loaded(option: str, name: str, auto: Any, settings: Settings, **options: Any) -> Any:
+    """``auto.from_pretrained``, which runs no code of the model's own unless that is allowed."""
+    path = str(Path(name).expanduser()) if name.startswith("~") else name
+    return _load(
+        option,
+        name,
+        lambda: auto.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **options),
+    )
 
 
 def load_tokenizer(settings: Settings) -> Any:
     """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
     option = "--teacher" if settings.tokenizer is None else "--tokenizer"
     name = settings.tokenizer or settings.teacher
-    tokenizer = _load(option, name, lambda: AutoTokenizer.from_pretrained(name))
+    tokenizer = _loaded(option, name, AutoTokenizer, settings)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise InputError(f"{option} {name}: its tokenizer has no padding and no end token")
@@ -61,24 +79,21 @@ def load_teacher(
     settings: Settings, name: str, corpus: Corpus, tokenizer: Any
 ) -> tuple[PreTrainedModel, Corpus]:
     """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
-    config = _load("--teacher", name, lambda: AutoConfig.from_pretrained(name))
+    config = _loaded("--teacher", name, AutoConfig, settings)
     names = corpus.names
     fitting = config.num_labels == corpus.num_labels
-    if fitting and names is not None:
-        names = _order_of_head(config, names)
-    config.num_labels = corpus.num_labels
     if names is not None:
-        config.id2label = dict(enumerate(names))
-        config.label2id = {label: i for i, label in enumerate(names)}
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
+        names = _order(settings, names, config if fitting else None, corpus.numbered)
+    _fit(config, names, tokenizer)
     set_seed(settings.seed)
-    teacher, loaded = _load(
+    teacher, loaded = _loaded(
         "--teacher",
         name,
-        lambda: AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, ignore_mismatched_sizes=True, output_loading_info=True
-        ),
+        AutoModelForSequenceClassification,
+        settings,
+        config=config,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
     fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
     if fresh and not settings.finetune_teacher:
@@ -95,11 +110,69 @@ def load_teacher(
     return teacher, _in_order_of(names, corpus)
 
 
-def _order_of_head(config: Any, names: list[str]) -> list[str]:
-    """The data's class names in the order of the teacher's head, if it names the same classes."""
-    ours = {name.casefold(): name for name in names}
-    theirs = [str(config.id2label[i]).casefold() for i in range(config.num_labels)]
-    return [ours[name] for name in theirs] if sorted(theirs) == sorted(ours) else names
+def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
+    """Make ``config`` one for these classes, or for a number, whatever it was trained on before."""
+    config.num_labels = 1 if names is None else len(names)
+    config.problem_type = "regression" if names is None else "single_label_classification"
+    if names is not None:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {label: i for i, label in enumerate(names)}
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+
+
+# Words that mean the same class.
+SYNONYMS = {
+    word: group[0]
+    for group in (
+        ("negative", "neg"),
+        ("positive", "pos"),
+        ("yes", "true"),
+        ("no", "false"),
+        ("entailment", "entail", "entails"),
+        ("contradiction", "contradict", "contradicts"),
+        ("notentailment", "nonentailment"),
+        ("equivalent", "paraphrase"),
+        ("notequivalent", "notparaphrase"),
+        ("acceptable", "grammatical"),
+        ("unacceptable", "ungrammatical"),
+    )
+    for word in group
+}
+
+
+def _meaning(name: str) -> str:
+    word = re.sub(r"[\W_]+", "", name).casefold()
+    return SYNONYMS.get(word, word)
+
+
+def _order(settings: Settings, names: list[str], head: Any | None, numbered: bool) -> list[str]:
+    """The data's classes in the order of the teacher's head, by their names.
+
+    Without a fitting ``head`` (a configuration) the order is free. A head that doesn't say what
+    its classes are is taken in the order of ``numbered`` classes.
+    """
+    if settings.label_order is not None:
+        order = [name.strip() for name in settings.label_order.split(",")]
+        if sorted(order) != sorted(names):
+            raise InputError(
+                f"--label-order {settings.label_order}: must name each class of the data once, "
+                f"and they are {', '.join(names)}"
+            )
+        return order
+    if head is None:
+        return names
+    theirs = [str(head.id2label[i]) for i in range(head.num_labels)]
+    ours = {_meaning(name): name for name in names}
+    meant = [_meaning(name) for name in theirs]
+    if len(ours) == len(names) and sorted(meant) == sorted(ours):
+        return [ours[name] for name in meant]
+    if numbered or settings.finetune_teacher:
+        return names
+    raise InputError(
+        f"--teacher {settings.teacher}: its head names its classes {', '.join(theirs)}, the data "
+        f"{', '.join(names)}; pass --label-order with the data's classes in the head's order"
+    )
 
 
 def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
@@ -127,7 +200,7 @@ def check_length(max_length: int, tokenizer: Any, teacher: PreTrainedModel) -> N
 def make_student(settings: Settings, teacher: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
     """The student: a path or hub name, or layers of the teacher."""
     if settings.student is not None:
-        return _student_from_path(settings.student, teacher, tokenizer)
+        return _student_from_path(settings, settings.student, teacher, tokenizer)
     layers = _chosen_layers(settings, teacher.config.num_hidden_layers)
     try:
         return cast(PreTrainedModel, student_from_teacher(teacher, layers))
@@ -157,23 +230,24 @@ def _chosen_layers(settings: Settings, depth: int) -> list[int]:
     return layers
 
 
-def _student_from_path(name: str, teacher: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
-    config = _load("--student", name, lambda: AutoConfig.from_pretrained(name))
+def _student_from_path(
+    settings: Settings, name: str, teacher: PreTrainedModel, tokenizer: Any
+) -> PreTrainedModel:
+    config = _loaded("--student", name, AutoConfig, settings)
     if config.vocab_size != teacher.config.vocab_size:
         raise InputError(
             f"--student {name}: its vocabulary has {config.vocab_size} tokens, the teacher's "
             f"{teacher.config.vocab_size}; both must read the same tokens"
         )
-    for key in ("num_labels", "id2label", "label2id"):
-        setattr(config, key, getattr(teacher.config, key))
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-    return _load(
+    names = None if teacher.config.num_labels == 1 else [*(teacher.config.id2label or {}).values()]
+    _fit(config, names, tokenizer)
+    return _loaded(
         "--student",
         name,
-        lambda: AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, ignore_mismatched_sizes=True
-        ),
+        AutoModelForSequenceClassification,
+        settings,
+        config=config,
+        ignore_mismatched_sizes=True,
     )
 
 

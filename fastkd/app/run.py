@@ -134,6 +134,8 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
     with stopping_at_once(), locked(settings.out), Display(console, settings.log_json) as display:
         out = Output(settings)
         corpus = data.load(settings)
+        for line in data.describe(corpus):
+            display.say(line)
         if out.done is not None:
             out.begin(corpus_fingerprints(corpus))
             display.say(f"{settings.out}: this run is already complete")

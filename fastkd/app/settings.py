@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.app.errors import InputError
-from fastkd.app.options import check, option
+from fastkd.app.options import check, given, option
 from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
 from fastkd.distill.methods import METHODS
 
@@ -40,6 +40,12 @@ class Source:
         panel=DATA,
         choices=("auto", "classes", "numbers"),
     )
+    label_order: str | None = option(
+        None,
+        "The data's classes in the order of the teacher's head, where names don't tell.",
+        metavar="NAME,NAME",
+        panel=DATA,
+    )
     metric: str | None = option(
         None,
         "Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse.",
@@ -52,6 +58,21 @@ class Source:
 
     def __post_init__(self) -> None:
         check(self)
+        hub = given(self, "data", "data_config", "train_split", "eval_split")
+        files = given(self, "train", "evals", "no_header")
+        if self.train is None and self.evals is None:
+            if "--no-header" in files:
+                raise InputError("--no-header is about files; give --train and --eval")
+            if self.task is None and self.data is None:
+                raise InputError(
+                    "no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE"
+                )
+        elif hub:
+            raise InputError(
+                f"{files[0]} and {hub[0]} exclude each other: give files or a hub name"
+            )
+        if self.data_config is not None and self.data is None:
+            raise InputError("--data-config belongs to --data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +82,9 @@ class Settings(Source):
     teacher: str = option(..., "Teacher: a directory or a hub name.")
     out: Path = option(
         Path("runs/distill"), "Directory for the student and its report.", panel=RUN, saved=False
+    )
+    trust_remote_code: bool = option(
+        False, "Run code that comes with a model on the hub.", panel=MODELS
     )
     tokenizer: str | None = option(None, "Tokenizer, if not the teacher's.", panel=MODELS)
     student: str | None = option(
@@ -123,7 +147,10 @@ class Settings(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.student is not None and self.student_layers is not None:
-            raise InputError("--student and --student-layers exclude each other")
+        layers = given(self, "student_layers", "teacher_layers")
+        if self.student is not None and layers:
+            raise InputError(f"--student and {layers[0]} exclude each other")
+        if not self.finetune_teacher and given(self, "teacher_learning_rate"):
+            raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other")

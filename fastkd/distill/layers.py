@@ -1,7 +1,7 @@
 """Which teacher layers teach: fixed maps, and MC3KD's choice from data."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -99,7 +99,7 @@ def resolve_layers(
 
 def check_layers(layers: Sequence[int], teacher_layers: int) -> list[int]:
     """``layers`` as a list, or raise unless they are increasing numbers of teacher layers."""
-    chosen = list(layers)
+    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
     valid = all(isinstance(i, int) and not isinstance(i, bool) for i in chosen) and all(
         1 <= i <= teacher_layers for i in chosen
     )

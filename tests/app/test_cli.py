@@ -168,7 +168,9 @@ def test_regression_and_string_labels(distill, tmp_path):
     assert report_of(tmp_path / "mse")["student"]["mse"] == min(h["scores"]["mse"] for h in history)
 
     named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("no", "yes")[y])
-    distill(train=named, eval=named, out=tmp_path / "named")
+    error = distill(train=named, eval=named, out=tmp_path / "named", expect=2)
+    assert "LABEL_0, LABEL_1, the data no, yes; pass --label-order" in error
+    distill(train=named, eval=named, out=tmp_path / "named", label_order="no,yes")
     student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "named" / "student")
     assert student.config.label2id == {"no": 0, "yes": 1}
 
@@ -181,6 +183,66 @@ def test_classes_take_the_order_of_the_teachers_head(distill, tmp_path):
     distill(teacher=reverse, train=named, eval=named)
     student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
     assert student.config.id2label == {0: "yes", 1: "no"}
+
+
+def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
+    """A head named POSITIVE, NEGATIVE was matched to neg, pos by position: swapped."""
+    head = make_teacher(
+        tmp_path / "head",
+        id2label={0: "POSITIVE", 1: "NEGATIVE"},
+        label2id={"POSITIVE": 0, "NEGATIVE": 1},
+    )
+
+    def labels_of(name, *words, **options):
+        named = write_tsv(tmp_path / f"{name}.tsv", label=lambda y: words[y])
+        out = tmp_path / name
+        output = distill(teacher=head, train=named, eval=named, out=out, **options)
+        if options.get("expect"):
+            return output
+        return json.loads((out / "student" / "config.json").read_text())["id2label"]
+
+    assert labels_of("short", "neg", "pos") == {"0": "pos", "1": "neg"}
+    assert labels_of("ids", "0", "1") == {"0": "0", "1": "1"}
+    error = labels_of("other", "bad", "good", expect=2)
+    assert "POSITIVE, NEGATIVE, the data bad, good" in error and "--label-order" in error
+    assert labels_of("told", "bad", "good", label_order="good, bad") == {"0": "good", "1": "bad"}
+    error = labels_of("wrong", "bad", "good", label_order="good,evil", expect=2)
+    assert "--label-order good,evil" in error and "bad, good" in error
+    assert labels_of("tuned", "bad", "good", finetune_teacher=1) == {"0": "bad", "1": "good"}
+
+
+def test_a_left_over_problem_type_does_not_matter(distill, tmp_path):
+    distill()
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    first = tmp_path / "out" / "student"
+    distill(teacher=first, train=real, eval=real, finetune_teacher=1, out=tmp_path / "real")
+    config = json.loads((tmp_path / "real" / "student" / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+    distill(teacher=tmp_path / "real" / "teacher", finetune_teacher=1, out=tmp_path / "again")
+
+
+def test_what_the_rows_hold_is_told(distill, tmp_path, files):
+    odd = tmp_path / "odd.tsv"
+    odd.write_text(files[0].read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
+    odd.write_text(odd.read_text() + "good film\tpso\n")
+    dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
+    output = distill(train=odd, eval=dev, finetune_teacher=0.1)
+    assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in output
+    assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in output
+    assert "40 of the 40 evaluation rows are training rows too" in output
+
+
+def test_code_of_a_model_is_not_run_unasked(distill, teacher, tmp_path):
+    own = shutil.copytree(teacher, tmp_path / "own")
+    (own / "code.py").write_text("raise SystemExit('ran')")
+    config = json.loads((own / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.T", None]}
+    config["model_type"] = "unheard_of"
+    (own / "config.json").write_text(json.dumps(config))
+    (own / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": config["auto_map"], "tokenizer_class": "T"})
+    )
+    assert "--trust-remote-code" in distill(teacher=own, expect=2)
 
 
 def test_student_from_a_path(distill, tmp_path):
@@ -222,6 +284,20 @@ def test_glue_layout_of_cola(distill, tmp_path, files):
 
 
 BAD = {
+    "ignored split": ({"train_split": "test"}, ["--train and --train-split exclude each other"]),
+    "ignored data": ({"data": "imdb"}, ["--train and --data exclude each other"]),
+    "ignored config": ({"data_config": "x"}, ["--data-config"]),
+    "ignored layers": (
+        {"student": "./s", "teacher_layers": "top"},
+        ["--student and --teacher-layers"],
+    ),
+    "ignored rate": ({"teacher_learning_rate": 1e-3}, ["needs --finetune-teacher"]),
+    "seed": ({"seed": -1}, ["--seed", "at least 0"]),
+    "large seed": ({"seed": 2**33}, ["--seed", "at most"]),
+    "layers": ({"set": "layers=9"}, ["--method fcd", "layers"]),
+    "layers of mc3kd": ({"method": "mc3kd", "set": "layers=9"}, ["--method mc3kd", "layers"]),
+    "no number": ({"set": "alpha=nan"}, ["alpha"]),
+    "huge number": ({"set": "alpha=1e999"}, ["alpha"]),
     "no data": ({"train": None, "eval": None}, ["--task", "--train"]),
     "no file": ({"train": "nope.tsv"}, ["--train nope.tsv", "no such file"]),
     "method": ({"method": "fdc"}, ["--method", "did you mean 'fcd'"]),

@@ -116,7 +116,7 @@ def test_labels_become_ids(tmp_path):
     assert names("1.0", "0.0") == ["0.0", "1.0"]
     assert names("1", "2", labels="numbers") is None
     assert names("0.5", "1.5", labels="classes") == ["0.5", "1.5"]
-    assert names("nan", "inf", "inf") == ["inf", "nan"]
+    assert names("nan", "inf", "inf", labels="classes") == ["inf", "nan"]
 
 
 def test_json_labels_of_every_type(tmp_path):
@@ -165,6 +165,9 @@ MISTAKES = {
     ),
     "infinite": (HEAD + "a\t1.5\nb\tinf\n", {"labels": "numbers"}, ["row 3", "'inf'"]),
     "labels option": (HEAD + "a\t1\n", {"labels": "class"}, ["--labels", "mean 'classes'"]),
+    "missing value": (HEAD + "a\tx\nb\tNaN\n", {}, ["row 3", "'NaN'", "--labels classes"]),
+    "overflow": (HEAD + "a\t1.5\nb\t1e39\n", {"labels": "numbers"}, ["row 3", "'1e39'"]),
+    "hub split": (HEAD + "a\t1\n", {"eval_split": "test"}, ["--train", "--eval-split"]),
     "task": (HEAD + "a\t1\n", {"task": "sst-2"}, ["--task", "mean 'sst2'"]),
     "no header": (HEAD + "a\t1\n", {"no_header": True}, ["--no-header", "--text-column"]),
     "column number": (
@@ -222,6 +225,14 @@ def test_more_mistakes(tmp_path):
     assert "l.jsonl, row 1: the label is empty" in message(train=null, evals=good)
     quote = write(tmp_path / "q.csv", 'text,label\nok,1\n"open,0\n')
     assert "q.csv, row 3" in message(train=quote, evals=good)
+
+
+@pytest.mark.parametrize("label", ["NaN", "[1]", '{"a": 1}', "1e999", "1" + "0" * 400])
+def test_labels_that_are_no_labels(tmp_path, label):
+    text = f'{{"text": "a", "label": 1}}\n{{"text": "b", "label": {label}}}\n'
+    for labels in ("numbers",) if len(label) > 400 else ("auto", "numbers", "classes"):
+        with pytest.raises(InputError, match=r"train.jsonl, row 2: .*label"):
+            load(Source(labels=labels, **files(tmp_path, text, suffix=".jsonl")))
 
 
 def hub(monkeypatch, splits, features=None):

@@ -1,0 +1,44 @@
+"""Whether the hub answers, found out once and quickly."""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+
+from fastkd._extras import require
+
+# Its own clients try for half a minute and more.
+SECONDS = 3.0
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached; if not, all later calls take what their caches hold."""
+    hub = require("huggingface_hub", "train")
+    if hub.constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # whatever the client of the day raises
+            hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=SECONDS)
+            answered.set()
+
+    # In a thread, as looking up a name takes no time limit.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(SECONDS)
+    if answered.is_set():
+        return True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    hub.constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    return False
+
+
+def why_not(error: Exception) -> str:
+    """The reason why the hub didn't give what was asked for, in one line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if hub_answers() else f"{line} (the hub can't be reached, only the cache)"
