@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fastkd._numerics import once_differentiable
 
-__all__ = ["AcrossRanks", "gather_rows", "row_counts", "world_size"]
+__all__ = ["AcrossRanks", "Ranks", "gather_rows", "row_counts", "world_size"]
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -108,6 +108,34 @@ class _GatherRows(torch.autograd.Function):
 
 def _sent_as(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == torch.bool else dtype
+
+
+class Ranks:
+    """The processes of a group, whose rows of one batch are gathered several times."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self.size = group, world_size(group)
+        self._counts: list[int] | None = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`gather_rows`; every tensor has as many rows as this process's first."""
+        if self._counts is None:
+            self._counts = row_counts(x.new_empty(len(x)), self.group)
+        return gather_rows(x, self.group, counts=self._counts)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of ``x`` over the processes, without gradient."""
+        return self._reduce(x, dist.ReduceOp.SUM)
+
+    def max(self, x: int, device: torch.device) -> int:
+        """Largest ``x``; reads the answer on the host."""
+        return int(self._reduce(torch.tensor(x, device=device), dist.ReduceOp.MAX))
+
+    def _reduce(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        x = x.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(x, how, group=self.group)
+        return x
 
 
 class AcrossRanks(nn.Module):

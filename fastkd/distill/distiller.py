@@ -1,6 +1,8 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
+import contextlib
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,12 @@ from torch.utils._pytree import tree_map_only
 from fastkd._checks import check_number
 from fastkd._numerics import upcast
 from fastkd.analysis.layers import Batches
+from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.capture import QKV, Backbone, Kept, Wanted, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
-from fastkd.distill.method import Method
-from fastkd.distill.step import Outputs, Step
+from fastkd.distill.method import Method, Term, weighted
+from fastkd.distill.step import Items, Outputs, Step
+from fastkd.distributed import Ranks, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +59,11 @@ class Distiller(nn.Module):
         teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place.
         student: another one, which takes the same inputs.
         method: see `fastkd.distill.methods`.
+        gather: compare the samples of all processes, as one process with the whole batch would:
+            value and gradient are that process's, where the loop averages gradients over the
+            processes, however unequal their batches. `fastkd.distributed` says what is sent.
+            Without it every process compares its own samples, and the loop averages.
+        group: the processes that gather, by default all.
 
     Raises:
         ValueError: teacher and student share weights, or don't fit the method.
@@ -78,7 +87,13 @@ class Distiller(nn.Module):
     accepts_loss_kwargs = False
 
     def __init__(
-        self, teacher: "PreTrainedModel", student: "PreTrainedModel", method: Method
+        self,
+        teacher: "PreTrainedModel",
+        student: "PreTrainedModel",
+        method: Method,
+        *,
+        gather: bool = False,
+        group: "torch.distributed.ProcessGroup | None" = None,
     ) -> None:
         super().__init__()
         if not isinstance(method, Method):
@@ -91,6 +106,7 @@ class Distiller(nn.Module):
                 "copy the model, or use student_from_teacher"
             )
         self.teacher, self.student, self.method = teacher, student, method
+        self.gather, self.group = gather, group
         self._progress: float | None = None
         self._teacher_backbone, self._student_backbone = backbones
         method.build(*backbones)
@@ -165,6 +181,7 @@ class Distiller(nn.Module):
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
+        _share: tuple[Whole, int, bool] | None = None,
         **batch: Any,
     ) -> DistillerOutput:
         """Loss of one batch.
@@ -186,70 +203,145 @@ class Distiller(nn.Module):
             batch: the models' other inputs, ``attention_mask`` (B, N) among them, or (B, C, N)
                 for the C choices of a question, each a sample.
         """
-        mask = _token_mask(batch)
-        documents = find_documents(_batch_shape(batch, mask), mask, batch, segments)
-        targets: Tensor | tuple[Tensor, Tensor] | None = labels
-        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
-            targets = batch["start_positions"], batch["end_positions"]
-        teacher = self._run_teacher(batch, documents)
+        if _share is not None:
+            whole, index, last = _share
+            loss, terms, step = whole.share(index, last)
+            return DistillerOutput(loss, terms, _detached(step.student.logits))
+        part = self._part(batch, labels, num_items, segments)
+        self._check_schedule()
+        teacher = self._run_teacher(part)
+        items = Items(self._ranks())
+
+        def run_student() -> tuple[Tensor, dict[str, Tensor], Any]:
+            step = self._step(part, self._run_student(part), teacher, items)
+            return (*self._add_up(step), _detached(step.student.logits))
+
+        if not self._perturbs:
+            return DistillerOutput(*run_student())
+        with self._leaf_embeddings() as embeddings:
+            total = run_student()[0]
+        shift = self._unit_gradient(total, embeddings, part.documents)
+        with self._moved_embeddings(shift):
+            return DistillerOutput(*run_student())
+
+    def accumulate(
+        self, batches: Iterable[dict[str, Any]], model: nn.Module | None = None
+    ) -> Iterator[DistillerOutput]:
+        """Losses of micro-batches whose gradients add up to those of one large batch, exactly.
+
+        Losses that compare samples see all samples of ``batches`` (Gao et al. 2021, GradCache):
+        the models run over each micro-batch without gradient, the loss of the whole batch is
+        taken from what the method compares, and the student runs again over each micro-batch
+        with that loss's gradient. Memory holds the activations of one micro-batch, and of the
+        whole batch only what the method compares. The student runs twice, with the same dropout.
+
+        Call backward on each loss as it comes, undivided, then step the optimizer. Losses and
+        terms are shares: they add up to those of the whole batch.
+
+        Args:
+            batches: dicts of arguments as in `forward`; they may differ in length.
+            model: what wraps this distiller, such as DistributedDataParallel, which then
+                synchronises gradients once, in the last micro-batch.
+
+        Example:
+            >>> for out in distiller.accumulate(batches):  # doctest: +SKIP
+            ...     out.loss.backward()
+            >>> optimizer.step()  # doctest: +SKIP
+        """
+        yield from accumulate(self, batches, self if model is None else model)
+
+    @property
+    def _perturbs(self) -> bool:
+        return self.method.perturb and self.training and torch.is_grad_enabled()
+
+    def _ranks(self) -> Ranks | None:
+        """The processes whose samples count as one batch; None for this one alone."""
+        return Ranks(self.group) if self.gather and world_size(self.group) > 1 else None
+
+    def _check_schedule(self) -> None:
         if self.training and self.method.scheduled and self._progress is None:
             self._progress = 0.0
             warnings.warn(
                 f"{type(self.method).__name__} follows a schedule: call "
                 "distiller.set_progress(step / total_steps) in the loop",
-                stacklevel=2,
+                stacklevel=3,
             )
 
-        def run_student() -> tuple[Tensor, dict[str, Tensor], Any]:
-            student = self._run_student(batch, documents)
-            step = Step(
-                student,
-                teacher,
-                self._student_backbone,
-                self._teacher_backbone,
-                mask if documents is None else documents.mask,
-                targets,
-                num_items,
-                token_mask=mask,
-                owner=documents.owner if documents is not None and documents.packed else None,
-            )
-            # Attached, logits that no term uses would make DistributedDataParallel wait for them.
-            return (*self._add_up(step), tree_map_only(Tensor, Tensor.detach, student.logits))
+    def _part(
+        self,
+        batch: dict[str, Any],
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        segments: Tensor | None,
+    ) -> "Part":
+        mask = _token_mask(batch)
+        documents = find_documents(_batch_shape(batch, mask), mask, batch, segments)
+        targets: Tensor | tuple[Tensor, Tensor] | None = labels
+        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
+            targets = batch["start_positions"], batch["end_positions"]
+        return Part(batch, targets, num_items, mask, documents)
 
-        if self.method.perturb and self.training and torch.is_grad_enabled():
-            if self._student_backbone.compiled:
-                raise ValueError(
-                    f"{type(self.method).__name__} moves the embeddings inside the student, which "
-                    "compiled code doesn't allow; pass the student uncompiled, or set perturb=False"
-                )
-            shift = self._perturbation(run_student, documents)
-            with replaced_embeddings(self._student_backbone, lambda emb: emb + shift):
-                return DistillerOutput(*run_student())
-        return DistillerOutput(*run_student())
-
-    def _run_teacher(self, batch: dict[str, Any], documents: Documents | None) -> Outputs:
-        inputs = {name: value for name, value in batch.items() if name not in SPAN_LABELS}
+    def _run_teacher(self, part: "Part") -> Outputs:
+        inputs = {name: value for name, value in part.batch.items() if name not in SPAN_LABELS}
         with torch.no_grad():
-            return _run(self._teacher_backbone, inputs, self.method.wanted("teacher"), documents)
+            return _run(self._teacher_backbone, inputs, self.method.wanted("teacher"), part)
 
-    def _run_student(self, batch: dict[str, Any], documents: Documents | None) -> Outputs:
-        return _run(self._student_backbone, batch, self.method.wanted("student"), documents)
+    def _run_student(self, part: "Part") -> Outputs:
+        return _run(self._student_backbone, part.batch, self.method.wanted("student"), part)
+
+    def _step(self, part: "Part", student: Outputs, teacher: Outputs, items: Items) -> Step:
+        documents = part.documents
+        return Step(
+            student,
+            teacher,
+            self._student_backbone,
+            self._teacher_backbone,
+            part.mask if documents is None else documents.mask,
+            part.labels,
+            part.num_items,
+            token_mask=part.mask,
+            owner=documents.owner if documents is not None and documents.packed else None,
+            ranks=items.ranks,
+            items=items,
+        ).among_ranks()
+
+    def _terms(self, step: Step, on_logits: bool | None = None) -> list[Term]:
+        with torch.autocast(next(self.student.parameters()).device.type, enabled=False):
+            return self.method(step, self.progress, on_logits)
 
     def _add_up(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.autocast(next(self.student.parameters()).device.type, enabled=False):
-            terms = self.method(step, self.progress)
+        terms = self._terms(step)
         if not terms:
             raise ValueError(f"all weights of {type(self.method).__name__} are zero")
-        total = torch.stack([term.weight * term.value for term in terms]).sum()
-        logged = {term.name: term.value.detach() for term in terms}
-        return total, {**logged, "total": total.detach()}
+        total = weighted(terms)
+        values = torch.stack([*(term.value.detach() for term in terms), total.detach()])
+        if step.ranks is not None:
+            # Each process has its share of the gradient, and all of the value.
+            values = step.ranks.sum(values) / step.ranks.size
+            total = values[-1] + (total - total.detach())
+        return total, dict(zip([*(term.name for term in terms), "total"], values, strict=True))
 
-    def _perturbation(self, run_student: Any, documents: Documents | None) -> Tensor:
-        """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8)."""
-        with replaced_embeddings(
+    def _leaf_embeddings(self) -> contextlib.AbstractContextManager[list[Tensor]]:
+        if self._student_backbone.compiled:
+            raise ValueError(
+                f"{type(self.method).__name__} moves the embeddings inside the student, which "
+                "compiled code doesn't allow; pass the student uncompiled, or set perturb=False"
+            )
+        return replaced_embeddings(
             self._student_backbone, lambda emb: emb.detach().requires_grad_()
-        ) as embeddings:
-            total = run_student()[0]
+        )
+
+    def _moved_embeddings(
+        self, shift: Tensor | None
+    ) -> contextlib.AbstractContextManager[list[Tensor]]:
+        if shift is None:
+            return contextlib.nullcontext([])
+        return replaced_embeddings(self._student_backbone, lambda emb: emb + shift)
+
+    def _unit_gradient(
+        self, total: Tensor, embeddings: list[Tensor], documents: Documents | None
+    ) -> Tensor:
+        """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8)."""
         if not embeddings:
             raise ValueError(
                 f"{type(self.method).__name__} moves the embedding layer's output, which the "
@@ -268,13 +360,30 @@ class Distiller(nn.Module):
         return torch.where(usable, g / norm, 0).to(g.dtype)
 
 
+@dataclass
+class Part:
+    """A batch's inputs, and what was read from them."""
+
+    batch: dict[str, Any]
+    labels: Tensor | tuple[Tensor, Tensor] | None
+    num_items: float | Tensor | None
+    mask: Tensor | None
+    documents: Documents | None
+
+
+def _detached(logits: Any) -> Any:
+    """Attached, logits that no term uses would make DistributedDataParallel wait for them."""
+    return tree_map_only(Tensor, Tensor.detach, logits)
+
+
 def _run(
     backbone: Backbone,
     inputs: dict[str, Any],
     wanted: Wanted,
-    documents: Documents | None,
+    part: Part,
 ) -> Outputs:
     output, kept = backbone.observe(inputs, wanted)
+    documents = part.documents
     if documents is not None:
         kept = Kept(
             {layer: documents.unpack(x) for layer, x in kept.hidden.items()},

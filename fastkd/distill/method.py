@@ -4,15 +4,13 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Backbone, Wanted
 from fastkd.distill.layers import resolve_layers
 from fastkd.distill.step import Step, check_head, check_same_head
-
-#: Terms of this name read the student's output, and have a mean over items that are independent.
-LOGIT_TERMS = ("task", "soft")
 
 Layers = str | Sequence[int]
 
@@ -23,6 +21,11 @@ class Term(NamedTuple):
     name: str
     weight: float
     value: Tensor
+
+
+def weighted(terms: list[Term]) -> Tensor:
+    """Σ weight · value."""
+    return torch.stack([term.weight * term.value for term in terms]).sum()
 
 
 class Method(nn.Module):
@@ -42,7 +45,9 @@ class Method(nn.Module):
     - queries, keys and values: ``student_qkv``, ``teacher_qkv``; ``step.qkv``
 
     A step's rows start at position 0, with padding behind (``step.real``, or ``step.mask``, which
-    is None where no row is padded).
+    is None where no row is padded). A term that compares samples takes ``step.whole(x)`` of its
+    features, and one that is a mean over samples ``step.mean(total, count)``: then the term can be
+    had over several processes, see ``gather`` of `Distiller`.
 
     Example:
         >>> from torch.nn import functional as F
@@ -67,6 +72,9 @@ class Method(nn.Module):
         ...         return sum(F.mse_loss(s * real, t * real) for s, t in zip(*maps))
     """
 
+    #: Terms that read logits. They are means over items which don't know of each other, and take
+    #: them with ``step.mean``.
+    logit_terms: tuple[str, ...] = ("task", "soft")
     #: Train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
     #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
@@ -115,7 +123,7 @@ class Method(nn.Module):
         for term in {*both_ends[0], *both_ends[1]}:
             if not callable(getattr(self, term, None)):
                 raise TypeError(f"{name} has a weight for {term!r} but no method {term}(step)")
-        on_output = [t for t in LOGIT_TERMS if any(weights.get(t) for weights in both_ends)]
+        on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
         check_head(student, on_output, name, self._without_head)
         if "soft" in on_output:
             check_same_head(teacher, student, name)
@@ -154,12 +162,12 @@ class Method(nn.Module):
         """Weight of each term when ``progress`` (0 to 1) of the training is done."""
         raise NotImplementedError
 
-    def forward(self, step: Step, progress: float) -> list[Term]:
-        """The terms that count now."""
+    def forward(self, step: Step, progress: float, on_logits: bool | None = None) -> list[Term]:
+        """The terms that count now; those on logits or the others only, where asked for."""
         return [
             Term(name, weight, getattr(self, name)(step))
             for name, weight in self.weights(progress).items()
-            if weight != 0
+            if weight != 0 and on_logits in (None, name in self.logit_terms)
         ]
 
     def task(self, step: Step) -> Tensor:

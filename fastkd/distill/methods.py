@@ -1,4 +1,17 @@
-"""The papers' recipes: which layers, which loss terms, with which weights and when."""
+"""The papers' recipes: which layers, which loss terms, with which weights and when.
+
+What a micro-batch means for each term, be it a part of the batch in gradient accumulation or in a
+process of its own:
+
+- task, soft, FCD's tokens, LRKD's projection: each sample stands for itself, and equal parts give
+  the whole batch's gradient.
+- FCD's samples, LRCBERT's cos_nce: samples are compared with those of their own part only.
+- MC3KD's cca: the correlations are those over the part's tokens.
+- IntraClassKNN's knn: neighbours are sought in the own part only. Its sum over the part shrinks
+  when a loop divides by the number of accumulated parts; ``reduction="mean"`` doesn't.
+
+``Distiller.accumulate`` and ``Distiller(gather=True)`` give the whole batch's gradient for all.
+"""
 
 import inspect
 import pkgutil
@@ -16,6 +29,7 @@ from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.step import Step
+from fastkd.distributed import world_size
 from fastkd.knn import IntraClassKNNLoss
 from fastkd.projection import DualProjectionLoss
 from fastkd.relation import FCDLoss
@@ -68,12 +82,14 @@ class FCD(Method):
     def tokens(self, step: Step) -> Tensor:
         """L_t, eq. 8."""
         students, teachers = step.layers(self.student_layers, self.teacher_layers)
-        return self.token_loss(students, teachers, step.mask)
+        loss = self.token_loss(students, teachers, step.mask)
+        count = (step.real.sum(1) >= 2).sum()  # the samples that have a relation
+        return step.mean(loss * count, count)
 
     def samples(self, step: Step) -> Tensor:
         """L_s, eq. 9."""
-        students, teachers = step.layers(self.student_layers, self.teacher_layers)
-        return self.sample_loss(students, teachers, step.mask)
+        students, teachers = step.whole(step.layers(self.student_layers, self.teacher_layers))
+        return self.sample_loss(students, teachers, step.whole(step.mask))
 
 
 class _Soft(Method):
@@ -142,6 +158,9 @@ class IntraClassKNN(_Soft):
         temperature: T.
         tolerance: how far apart two regression targets of one "class" may be.
         pool: what is compared, "cls" (the sentence token), "mean" or "tokens".
+        reduction: "sum" over the samples of a step, over all processes of a data-parallel run, as
+            in the paper; "mean" keeps alpha1's strength where the batch size changes, or with it
+            the number of accumulated batches.
         divergence, scale_by_t2: as in `SoftTargets`.
 
     Terms: task, soft, knn.
@@ -157,6 +176,7 @@ class IntraClassKNN(_Soft):
         temperature: float = 5.0,
         tolerance: float = 0.5,
         pool: str = "cls",
+        reduction: str = "sum",
         divergence: str = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
@@ -166,7 +186,8 @@ class IntraClassKNN(_Soft):
         check_number("tolerance", tolerance, at_least=0)
         check_choice("pool", pool, ("cls", "mean", "tokens"))
         self.alpha1, self.alpha2, self.alpha3 = alpha1, alpha2, alpha3
-        self.k, self.tolerance, self.pool = k, tolerance, pool
+        check_choice("reduction", reduction, ("sum", "mean"))
+        self.k, self.tolerance, self.pool, self.reduction = k, tolerance, pool, reduction
         self._set_soft(temperature, divergence, scale_by_t2)
 
     def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
@@ -179,6 +200,7 @@ class IntraClassKNN(_Soft):
             teacher.hidden_size,
             self.pool,
             tolerance=self.tolerance if student.problem == "regression" else None,
+            reduction=self.reduction,
         )
 
     def weights(self, progress: float) -> dict[str, float]:
@@ -186,11 +208,11 @@ class IntraClassKNN(_Soft):
 
     def knn(self, step: Step) -> Tensor:
         """L_hidd."""
-        student, teacher = step.last()
+        features, mask = step.pooled(self.pool, *step.last())
         labels = step.class_labels("IntraClassKNN")
-        if self.pool == "cls":
-            return self.loss(*step.sentence_tokens(student, teacher), *labels)
-        return self.loss(student, teacher, *labels, mask=step.mask)
+        loss = self.loss(*step.whole([*features, *labels]), mask=step.whole(mask))
+        # A loop averages over its processes, and each has summed over its own samples.
+        return loss if step.ranks is not None or self.reduction == "mean" else loss * world_size()
 
 
 class LRCBERT(_Soft):
@@ -251,8 +273,9 @@ class LRCBERT(_Soft):
 
     def cos_nce(self, step: Step) -> Tensor:
         """Σ over layers of L_T (eq. 3)."""
-        students, teachers = step.layers(self.student_layers, self.teacher_layers)
-        return len(students) * self.loss(students, teachers, step.mask)  # CosNCELoss averages
+        students, teachers = step.whole(step.layers(self.student_layers, self.teacher_layers))
+        loss = self.loss(students, teachers, step.whole(step.mask))
+        return len(students) * loss  # CosNCELoss averages
 
     def task(self, step: Step) -> Tensor:
         """L_hard, eq. 5."""
@@ -341,14 +364,15 @@ class MC3KD(_Soft):
 
     def cca(self, step: Step) -> Tensor:
         """L_CCC, eq. 7."""
-        students, teachers = step.layers(self.student_layers, self.teacher_layers)
+        layers = step.layers(self.student_layers, self.teacher_layers)
+        pairs = [step.pooled(self.pool, s, t) for s, t in zip(*layers, strict=True)]
+        students, teachers = ([pair[side] for pair, _ in pairs] for side in (0, 1))
         mask = step.mask
-        if self.pool == "cls":
-            pairs = [step.sentence_tokens(s, t) for s, t in zip(students, teachers, strict=True)]
-            students = [s[:, None] for s, _ in pairs]
-            teachers = [t[:, None] for _, t in pairs]
-            mask = None
-        return len(students) * self.loss(students, teachers, mask)  # CCALoss averages
+        if self.pool != "tokens":  # one observation a sample
+            students, teachers = ([x[:, None] for x in side] for side in (students, teachers))
+            mask = None if mask is None else mask.any(1, keepdim=True)
+        loss = self.loss(*step.whole([students, teachers]), step.whole(mask))
+        return len(students) * loss  # CCALoss averages
 
 
 class LRKD(_Soft):
@@ -417,7 +441,8 @@ class LRKD(_Soft):
     def projection(self, step: Step) -> Tensor:
         """L_DPL, eq. 10."""
         student, teacher = step.last()
-        return self.loss(student, teacher, step.mask)
+        count = step.real.any(1).sum()
+        return step.mean(self.loss(student, teacher, step.mask) * count, count)
 
 
 METHODS: dict[str, type[Method]] = {

@@ -1,7 +1,8 @@
 """What a method sees of one batch, and the loss terms that read logits and labels."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd._numerics import upcast, working_dtype
+from fastkd._pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept
+from fastkd.distributed import Ranks
 from fastkd.soft_targets import soft_target_loss
 
 IGNORED = -100  # transformers' label of a position that doesn't count
@@ -46,6 +49,62 @@ class Outputs:
         loss = getattr(output, "loss", None)
         return cls(kept.hidden, logits, loss, names, kept.attentions, kept.qkv)
 
+    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
+        """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).
+
+        ``tokens`` is the number of dimensions that are tokens: from the last but one on.
+        """
+        return dataclasses.replace(
+            self,
+            hidden={layer: change(x, 1) for layer, x in self.hidden.items()},
+            attentions={layer: change(x, 2) for layer, x in self.attentions.items()},
+            qkv={layer: QKV(*(change(x, 1) for x in qkv)) for layer, qkv in self.qkv.items()},
+        )
+
+    def all_features(self) -> list[Tensor]:
+        """Every feature, in the order of `features`."""
+        kept: list[Tensor] = []
+
+        def keep(x: Tensor, tokens: int) -> Tensor:
+            kept.append(x)
+            return x
+
+        self.features(keep)
+        return kept
+
+    def padded(self, more: int) -> "Outputs":
+        """With ``more`` tokens of zeros behind the others."""
+        if not more:
+            return self
+        return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
+
+
+class Items:
+    """How many items sums are divided by, where a batch is a part of the one that counts.
+
+    Every division asks for the number of its items in the order of the terms. Over ``ranks`` the
+    numbers add up; ``known`` are those of earlier passes over all parts.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, known: Sequence[Tensor] | None = None) -> None:
+        self.ranks, self.known = ranks, known
+        self.seen: list[Tensor] = []
+
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """``total`` over the number of items: this part's share of the mean."""
+        count = torch.as_tensor(count, device=total.device)
+        self.seen.append(count)
+        if self.known is not None:
+            return total / self.known[len(self.seen) - 1]
+        return total / everyones(count, self.ranks)
+
+
+def everyones(count: Tensor, ranks: Ranks | None) -> Tensor:
+    """Number of items over all processes, for a share that the loop averages over them."""
+    if ranks is None:
+        return count.clamp(min=1)
+    return ranks.sum(count).clamp(min=1) / ranks.size
+
 
 @dataclass
 class Step:
@@ -66,6 +125,8 @@ class Step:
     # Of logits for each token, which stay as the models gave them.
     token_mask: Tensor | None = None
     owner: Tensor | None = None  # the document of each token, where rows are packed
+    ranks: Ranks | None = None  # the processes whose samples are compared
+    items: Items = field(default_factory=Items)
 
     def layers(
         self, student: Sequence[int], teacher: Sequence[int]
@@ -101,24 +162,77 @@ class Step:
         )
         return students[0], teachers[0]
 
-    def sentence_tokens(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """The token that each model's own classification head reads, (B, D) of (B, N, D)."""
-        return (
+    def pooled(
+        self, pool: str, student: Tensor, teacher: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Features (B, N, D) of both sides, one row a sample (B, D) unless ``pool`` is "tokens".
+
+        "cls" is the token that each model's own classification head reads, "mean" the average of
+        the real ones. Also the mask that is left: none where rows are pooled.
+        """
+        if pool == "tokens":
+            return [student, teacher], self.mask
+        if pool == "mean":
+            return [pool_tokens(x, self.mask, "mean") for x in (student, teacher)], None
+        return [
             self.student_model.sentence_token(student, self.mask),
             self.teacher_model.sentence_token(teacher, self.mask),
-        )
+        ], None
 
     @property
     def real(self) -> Tensor:
         """`mask`, also where there is none: (B, N) bool."""
         if self.mask is not None:
             return self.mask
-        hidden = next(iter(self.student.hidden.values()))
-        return torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        kept = self.student.all_features()[0]
+        return torch.ones(kept.shape[0], kept.shape[-2], dtype=torch.bool, device=kept.device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """``total``, a sum over ``count`` items of the batch, as their mean."""
-        return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+        """``total``, a sum over ``count`` items of this batch, as the mean over all that count.
+
+        For terms in which each item stands for itself. Over several processes it is this
+        process's share of the mean, of which the loop takes the average.
+        """
+        return self.items.mean(total, count)
+
+    def whole(self, x: Any) -> Any:
+        """Rows of ``x`` (B, ...), or of a list of such, of all processes that compare samples.
+
+        For terms that compare samples with each other. Without ``gather`` it is ``x`` itself.
+        """
+        if self.ranks is None or x is None:
+            return x
+        if isinstance(x, (list, tuple)):
+            return type(x)(self.whole(part) for part in x)
+        return self.ranks.gather(x)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the features; 0 where the method compares none."""
+        kept = self.student.all_features()
+        return kept[0].shape[-2] if kept else 0
+
+    @property
+    def rows(self) -> int:
+        """Samples whose features are compared."""
+        kept = self.student.all_features()
+        return kept[0].shape[0] if kept else 0
+
+    def padded(self, length: int) -> "Step":
+        """The same step with features of ``length`` tokens, and a mask."""
+        if not length:
+            return self
+        more = length - self.length
+        student, teacher = (side.padded(more) for side in (self.student, self.teacher))
+        mask = F.pad(self.real, (0, more))
+        return dataclasses.replace(self, student=student, teacher=teacher, mask=mask)
+
+    def among_ranks(self) -> "Step":
+        """As long as the longest step of the processes that compare samples."""
+        kept = self.student.all_features()
+        if self.ranks is None or not kept:
+            return self
+        return self.padded(self.ranks.max(self.length, kept[0].device))
 
     @property
     def regression(self) -> bool:
@@ -145,10 +259,10 @@ class Step:
             raise ValueError(
                 f"{method} needs one label per sample, got labels of shape {tuple(labels.shape)}"
             )
-        samples = next(iter(self.student.hidden.values())).shape[0]
-        if labels.shape[0] != samples:
+        rows = self.rows
+        if rows and labels.shape[0] != rows:
             raise ValueError(
-                f"{method} needs one label per sample, got {labels.shape[0]} labels for {samples} "
+                f"{method} needs one label per sample, got {labels.shape[0]} labels for {rows} "
                 "samples (packed documents and the choices of a question are samples too)"
             )
         return labels
@@ -170,7 +284,9 @@ class Step:
     def task_loss(self, method: str) -> Tensor:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
         if self.student.loss is not None and self.labels is None:
-            return self.student.loss  # a head with targets of its own
+            # A head with targets of its own: its mean is taken for one over samples.
+            rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
+            return self.mean(self.student.loss * rows, rows)
         return self._hard_loss(method, smoothing=0.0)
 
     def softened_task_loss(self, method: str, temperature: float) -> Tensor:

@@ -207,7 +207,7 @@ def test_a_copied_distiller_works_by_itself():
 # LRC-BERT's schedule and perturbation
 
 
-def test_perturbation_moves_each_samples_embeddings_by_the_normalised_gradient():
+def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient():
     """Eqs. 7-8 by hand: embeddings computed apart, fed in as inputs_embeds of a dropout-free
     BERT, gradient by autograd, then a second forward pass."""
     teacher, student = classifier("bert"), classifier("bert", layers=2)
@@ -252,7 +252,7 @@ def test_perturbation_moves_each_samples_embeddings_by_the_normalised_gradient()
 
 
 @pytest.mark.parametrize("family", ["xlnet", "gpt2", "albert", "llama"])
-def test_perturbation_is_per_sample_in_every_layout(family):
+def test_unit_gradient_is_per_sample_in_every_layout(family):
     distiller = make("lrc_bert", family).train()
     distiller.student.train()
     backbone = Backbone(distiller.student)
@@ -261,15 +261,15 @@ def test_perturbation_is_per_sample_in_every_layout(family):
         lambda module, args, output: outputs.append(output.detach()), prepend=False
     )
     shifts = []
-    original = distiller._perturbation
-    distiller._perturbation = lambda *run: shifts.append(original(*run)) or shifts[0]
+    original = distiller._unit_gradient
+    distiller._unit_gradient = lambda *run: shifts.append(original(*run)) or shifts[0]
     distiller(**batch_for(family))
     handle.remove()
     shift = shifts[0].transpose(0, backbone.batch_dim)
     torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.ones(6))
 
 
-def test_perturbation_runs_the_teacher_once_and_only_in_training():
+def test_unit_gradient_runs_the_teacher_once_and_only_in_training():
     distiller = make("lrc_bert")
     calls = {"teacher": 0, "student": 0}
     for name in calls:
@@ -287,7 +287,7 @@ def test_perturbation_runs_the_teacher_once_and_only_in_training():
     make("lrc_bert", perturb=False).train()(**data).loss.backward()
 
 
-def test_perturbation_without_a_gradient_moves_nothing():
+def test_unit_gradient_without_a_gradient_moves_nothing():
     """One sample and no label terms: nothing to contrast with, so the gradient is zero."""
     distiller = make("lrc_bert", beta=0.0, gamma=0.0).train()
     out = distiller(**batch(rows=1, padding=0))
@@ -296,7 +296,7 @@ def test_perturbation_without_a_gradient_moves_nothing():
     assert all(p.grad is None or p.grad.isfinite().all() for p in distiller.parameters())
 
 
-def test_perturbation_needs_the_embedding_layer():
+def test_unit_gradient_needs_the_embedding_layer():
     distiller = make("lrc_bert", "gpt2").train()
     embeddings = torch.randn(6, 10, 16)
     with pytest.raises(ValueError, match="pass input_ids, or set perturb=False"):
@@ -701,12 +701,12 @@ def test_autocast_is_close_to_full_precision(family, name):
     assert trained.isfinite()
 
 
-def test_perturbation_survives_gradients_too_small_for_float16():
+def test_unit_gradient_survives_gradients_too_small_for_float16():
     """A weak loss: unscaled, its float16 gradients at the embeddings would all be zero."""
     distiller = make("lrc_bert", alpha=1e-6, beta=1e-6, gamma=1e-6).train()
     shifts = []
-    original = distiller._perturbation
-    distiller._perturbation = lambda *run: shifts.append(original(*run)) or shifts[0]
+    original = distiller._unit_gradient
+    distiller._unit_gradient = lambda *run: shifts.append(original(*run)) or shifts[0]
     with torch.autocast("cpu", torch.float16):
         loss = distiller(**batch()).loss
     assert loss.isfinite()

@@ -1,0 +1,200 @@
+"""One large batch in micro-batches, exactly: GradCache (Gao et al. 2021) for every method."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastkd.distill.method import weighted
+from fastkd.distill.step import IGNORED, Items, Outputs, Step, everyones
+
+if TYPE_CHECKING:
+    from fastkd.distill.distiller import Distiller, DistillerOutput
+
+
+def accumulate(
+    distiller: "Distiller", batches: Iterable[dict[str, Any]], model: nn.Module
+) -> Iterator["DistillerOutput"]:
+    """See `Distiller.accumulate`."""
+    parts = [MicroBatch(distiller, batch) for batch in batches]
+    if not parts:
+        raise ValueError("batches is empty; pass at least one micro-batch")
+    if distiller._perturbs:
+        whole = Whole(distiller, parts)
+        for i, part in enumerate(parts):
+            with distiller._leaf_embeddings() as embeddings:
+                loss = whole.share(i, last=False)[0]
+            part.shift = distiller._unit_gradient(loss, embeddings, part.inputs.documents)
+        for part in parts:
+            part.random = None  # the moved embeddings get a dropout of their own
+    whole = Whole(distiller, parts)
+    for i in range(len(parts)):
+        last = i == len(parts) - 1
+        with contextlib.nullcontext() if last else _unsynchronised(model):
+            yield model(_share=(whole, i, last))
+
+
+def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """DistributedDataParallel adds gradients over the processes only after the last part."""
+    no_sync = getattr(model, "no_sync", None)
+    return contextlib.nullcontext() if no_sync is None else no_sync()
+
+
+class MicroBatch:
+    """One part: its inputs, its teacher's outputs, the random state its student ran under."""
+
+    def __init__(self, distiller: "Distiller", batch: dict[str, Any]) -> None:
+        # The numbers of items of all parts are known here: num_items has nothing to say.
+        options = {"labels": None, "segments": None, "num_items": None, **batch}
+        labels, segments = options.pop("labels"), options.pop("segments")
+        del options["num_items"]
+        self.distiller = distiller
+        self.inputs = distiller._part(options, labels, None, segments)
+        self.teacher: Outputs | None = None
+        self.shift: Tensor | None = None
+        self.random: list[Tensor] | None = None
+
+    def run(self, items: Items) -> Step:
+        """The student on this part; from the second time on with the first one's dropout."""
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        with contextlib.ExitStack() as stack:
+            if self.random is None:
+                self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+            else:
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.set_rng_state(self.random[0])
+                for device, state in zip(devices, self.random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            stack.enter_context(self.distiller._moved_embeddings(self.shift))
+            student = self.distiller._run_student(self.inputs)
+        teacher = self.teacher or self.distiller._run_teacher(self.inputs)
+        if not self.distiller.counts_positions:
+            self.teacher = teacher
+        # Else it runs again: logits of a vocabulary for all parts would fill the memory.
+        return self.distiller._step(self.inputs, student, teacher, items)
+
+
+class Whole:
+    """The loss of all parts: its gradient at what the method compares, and its numbers of items."""
+
+    def __init__(self, distiller: "Distiller", parts: list[MicroBatch]) -> None:
+        self.distiller, self.parts = distiller, parts
+        ranks = distiller._ranks()
+        steps, counts = [], []
+        with torch.no_grad():
+            for part in parts:
+                step = part.run(Items())
+                distiller._terms(step, on_logits=True)  # for the numbers of items alone
+                counts.append(step.items.seen)
+                step.student = dataclasses.replace(step.student, logits=None)
+                step.teacher = dataclasses.replace(step.teacher, logits=None)
+                steps.append(step)
+        self.items = [
+            everyones(torch.stack(each).sum(0), ranks) for each in zip(*counts, strict=True)
+        ]
+        self.compared: dict[str, tuple[float, Tensor]] = {}  # weight and value
+        self.gradients: list[Tensor | None] = []
+        self.of_parameters: list[Tensor | None] = []
+        self.rows = [step.rows for step in steps]
+        self._compare(concatenate(steps, Items(ranks)))
+
+    def _compare(self, step: Step) -> None:
+        """The terms that compare features, and their gradients."""
+        leaves: list[Tensor] = []
+
+        def leaf(x: Tensor, tokens: int) -> Tensor:
+            leaves.append(x.to(step.student_model.dtype).requires_grad_())
+            return leaves[-1]
+
+        with torch.enable_grad():
+            step.student = step.student.features(leaf)
+            terms = self.distiller._terms(step.among_ranks(), on_logits=False)
+            if not terms:
+                return
+            found = torch.autograd.grad(
+                weighted(terms), [*leaves, *self._parameters()], allow_unused=True
+            )
+        self.gradients, self.of_parameters = list(found[: len(leaves)]), list(found[len(leaves) :])
+        values = torch.stack([term.value.detach() for term in terms])
+        if step.ranks is not None:
+            values = step.ranks.sum(values) / step.ranks.size
+        self.compared = {t.name: (t.weight, v) for t, v in zip(terms, values, strict=True)}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.distiller.method.parameters() if p.requires_grad]
+
+    def share(self, index: int, last: bool) -> tuple[Tensor, dict[str, Tensor], Step]:
+        """Loss of one part, whose gradients add up, its terms, and its step."""
+        step = self.parts[index].run(Items(known=self.items))
+        terms = self.distiller._terms(step, on_logits=True)
+        count = len(self.parts)
+        shown = {name: value / count for name, (_, value) in self.compared.items()}
+        shown.update((term.name, term.value.detach()) for term in terms)
+        linear = self._linear(step, index)
+        if last:
+            pairs = zip(self._parameters(), self.of_parameters, strict=False)
+            linear = [*linear, *((p * g).sum() for p, g in pairs if g is not None)]
+        value = sum(weight * value for weight, value in self.compared.values()) / count
+        loss = weighted(terms) if terms else torch.zeros_like(torch.as_tensor(value))
+        if linear:
+            inner = torch.stack(linear).sum()
+            loss = loss + value + (inner - inner.detach())
+        return loss, {**shown, "total": loss.detach()}, step
+
+    def _linear(self, step: Step, index: int) -> list[Tensor]:
+        """⟨features of one part, gradient of the whole loss at them⟩."""
+        start = sum(self.rows[:index])
+        gradients = iter(self.gradients)
+        products = []
+
+        def multiply(x: Tensor, tokens: int) -> Tensor:
+            gradient = next(gradients, None)
+            if gradient is not None:
+                gradient = gradient[start : start + self.rows[index]]
+                for dim in (-2, -1)[:tokens]:  # not the padding that the whole batch has
+                    gradient = gradient.narrow(dim, 0, x.shape[dim])
+                products.append((x.to(gradient.dtype) * gradient).sum())
+            return x
+
+        step.student.features(multiply)
+        return products
+
+
+def concatenate(steps: list[Step], items: Items) -> Step:
+    """One step of the samples of all, padded to one length; without logits."""
+    length = max(step.length for step in steps)
+    steps = [step.padded(length) for step in steps]
+    first = steps[0]
+    sides = []
+    for side in ("student", "teacher"):
+        features: list[list[Tensor]] = []
+        for step in steps:
+            features.append(getattr(step, side).all_features())
+        joined = iter([torch.cat(parts) for parts in zip(*features, strict=True)])
+        sides.append(getattr(first, side).features(lambda x, tokens, joined=joined: next(joined)))
+    return dataclasses.replace(
+        first,
+        student=sides[0],
+        teacher=sides[1],
+        mask=torch.cat([step.real for step in steps]) if length else None,
+        labels=_joined_labels([step.labels for step in steps]),
+        token_mask=None,
+        owner=None,
+        items=items,
+        ranks=items.ranks,
+    )
+
+
+def _joined_labels(labels: list[Any]) -> Any:
+    if any(x is None for x in labels):
+        return None
+    if isinstance(labels[0], tuple):
+        return tuple(torch.cat(ends) for ends in zip(*labels, strict=True))
+    if labels[0].dim() == 2:  # of tokens
+        length = max(x.shape[1] for x in labels)
+        labels = [F.pad(x, (0, length - x.shape[1]), value=IGNORED) for x in labels]
+    return torch.cat(labels)
