@@ -23,6 +23,7 @@ from fastkd._numerics import (
     once_differentiable,
     upcast,
     working_dtype,
+    zero_padding,
 )
 
 OVER = ("tokens", "samples")
@@ -35,6 +36,8 @@ SIZES_OF_ONE_GRAPH = 128
 
 # torch.nn.functional.normalize divides by max(‖x‖, this).
 SMALLEST_NORM = 1e-12
+# torch.nn.functional.layer_norm adds this to the variance.
+LAYER_NORM_EPS = 1e-5
 
 
 def relation_loss_ref(
@@ -229,7 +232,7 @@ def _weighted_relations(
     mask = check_mask(mask, first.shape[:2], first.device)
     students = [student for student, _ in pairs]
     teachers = [teacher for _, teacher in pairs]
-    options = _Options(weights, len(pairs), normalize == "l2", distance, temperature, eps)
+    options = _Options(weights, len(pairs), normalize, distance, temperature, eps)
     with autocast_off(first):
         if use_triton(backend, "relation_loss", first, _not_in_triton(pairs, normalize, distance)):
             left = _left_to_features(pairs, weights) if backend == "auto" else {}
@@ -242,9 +245,9 @@ def _weighted_relations(
                 if part
             ]
             return sum(losses[1:], losses[0])
-        if normalize != "l2":
-            students = [_normalized(first_order_only(x), mask, normalize) for x in students]
-            teachers = [_normalized(x, mask, normalize) for x in teachers]
+        if normalize == "softmax":
+            students = [_softmax(first_order_only(x), mask) for x in students]
+            teachers = [_softmax(x, mask) for x in teachers]
         return apply(_Relations, options, mask, *students, *teachers)
 
 
@@ -286,13 +289,8 @@ def _left_to_features(
     }
 
 
-def _normalized(x: Tensor, mask: Tensor | None, normalize: str) -> Tensor:
-    x = upcast(x)
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0)
-    if normalize == "layer_norm":
-        return F.layer_norm(x, x.shape[-1:])
-    return x.softmax(-1) if normalize == "softmax" else x
+def _softmax(x: Tensor, mask: Tensor | None) -> Tensor:
+    return zero_padding(upcast(x), mask).softmax(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +299,7 @@ class _Options:
 
     weights: dict[str, float]  # of each kind of relation
     layers: int
-    unit_rows: bool  # ℓ2-normalised
+    normalize: str
     distance: str
     temperature: float
     eps: float
@@ -338,7 +336,7 @@ class _Relations(torch.autograd.Function):
     def backward(ctx, grad):
         with autocast_off(grad):
             gradients = [
-                None if dx is None else _narrowed(dx * grad.to(dx.dtype), dtype)
+                None if dx is None else (dx * grad.to(dx.dtype)).to(dtype)
                 for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
         return (None, None, *gradients, *(None for _ in gradients))
@@ -381,13 +379,6 @@ class _TritonRelations(torch.autograd.Function):
         return (None, None, *gradients, *(None for _ in gradients))
 
 
-def _narrowed(dx: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dx`` in ``dtype``; the gradient of a zero row (1e12 and more) stays finite in float16."""
-    if dtype == torch.float16:
-        dx = dx.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    return dx.to(dtype)
-
-
 def _relation_term(
     student: Tensor,
     teacher: Tensor,
@@ -425,8 +416,8 @@ def _relation_term(
     for i in range(chunks):
         part = slice(i * chunk, (i + 1) * chunk)
         part_mask = None if mask is None else mask[part]
-        s = _Centred(student[part], part_mask, options.unit_rows)
-        t = _Centred(teacher[part], part_mask, options.unit_rows)
+        s = _Centred(student[part], part_mask, options.normalize)
+        t = _Centred(teacher[part], part_mask, options.normalize)
         part_dx = None if dx is None else dx[part]
         if feature_side:
             losses = _pearson_by_features(s, t, group_weight, options.eps, part_dx)
@@ -465,49 +456,81 @@ def _chunks(x: Tensor, D: int, feature_side: bool) -> int:
 
 
 class _Centred:
-    """Rows of ``x`` (G, N, D), of unit length if asked for, minus their mean.
+    """Rows y of ``x`` (G, N, D), normalised as asked for, minus their mean.
 
     Relations come from centred rows: at mean cosine 0.99 the moments of raw rows lose four
-    digits. For unit rows R_ij = 1 − ½‖x̂_i − x̂_j‖², which also keeps the rounding of the row
-    norms out of the relations.
+    digits. Normalised rows are of known length, |y_i|² = size·(1 − slack_i), and
+    R_ij = ½|y_i|² + ½|y_j|² − ½|y_i − y_j|², which also keeps the rounding of the row norms out
+    of the relations.
     """
 
-    def __init__(self, x: Tensor, mask: Tensor | None, unit_rows: bool) -> None:
+    def __init__(self, x: Tensor, mask: Tensor | None, normalize: str) -> None:
+        half = x.dtype == torch.float16
         x = upcast(x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
-        self.x, self.mask, self.unit_rows = x, mask, unit_rows
         # Rows that are there: (G, 1), or (1, 1) for all groups.
         if mask is None:
             self.count = x.new_full((1, 1), x.shape[1])
         else:
             self.count = mask.sum(1, keepdim=True).clamp_min(1).to(x.dtype)
-        if unit_rows:
+        self.normalized = normalize in ("l2", "layer_norm")
+        self.size: int | Tensor = 1
+        if normalize == "l2":
             norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
-            self.tiny = norm < SMALLEST_NORM
+            self.short = norm < SMALLEST_NORM  # of any length
+            self.slack = self.short.to(x.dtype)
             # NaN where the norm overflows: 1/inf would pass the row off as zero.
             self.scale = 1 / norm.clamp_min(SMALLEST_NORM) + (norm - norm)  # (G, N)
-            mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
-            rows = torch.addcmul(-mean, x, self.scale[..., None])
+        elif normalize == "layer_norm":
+            self.size = x.shape[-1]
+            columns = max(x.shape[-1], 1)
+            x = x - x.sum(-1, keepdim=True) / columns
+            x = x - x.sum(-1, keepdim=True) / columns  # what rounding left of a large mean
+            variance = x.square().sum(-1) / columns
+            self.short = torch.zeros_like(variance, dtype=torch.bool)
+            self.slack = LAYER_NORM_EPS / (variance + LAYER_NORM_EPS)
+            self.scale = (variance + LAYER_NORM_EPS).rsqrt() + (variance - variance)
         else:
-            mean = x.sum(1, keepdim=True) / self.count[..., None]
-            rows = x - mean
+            self.scale = x.new_ones(x.shape[:2])
+        self.x, self.mask = x, mask
+        mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
+        rows = torch.addcmul(-mean, x, self.scale[..., None]) if self.normalized else x - mean
         if mask is not None:
             rows = rows.masked_fill_(~mask[..., None], 0)
         self.mean, self.rows = mean, rows  # (G, 1, D), (G, N, D)
+        if not self.normalized:
+            self.size = mean.double().square().sum(-1)  # (G, 1); differences of two are small
+        # float16 could not hold 1e12, so there a row too short to normalise gets the gradient of
+        # its normalised row.
+        self.derivative = self.scale
+        if half and normalize == "l2":
+            self.derivative = self.scale.masked_fill(self.short, 1)
 
     def offsets(self, squares: Tensor) -> Tensor:
-        """h with R_ij = s_i·s_j + h_i + h_j + const, from the squared lengths of ``rows``.
+        """h with R_ij = s_i·s_j + h_i + h_j + size, from the squared lengths of ``rows``.
 
-        The constant is 1 for unit rows, else 0. Of two equal forms for unit rows, the first errs
-        with the squared length of the mean, the second with that of the centred rows.
+        The size of rows of any length is that of their mean, squared. Of two equal forms for
+        normalised rows, the first errs with the squared length of the mean, the second with that
+        of the centred rows.
         """
-        along = torch.bmm(self.rows, self.mean.mT).squeeze(-1)  # (G, N)
-        length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
-        h = along + length / 2
-        if self.unit_rows:
-            h = torch.where((length < 0.5) | self.tiny, h - 0.5, -squares / 2)
+        h = torch.bmm(self.rows, self.mean.mT).squeeze(-1)  # (G, N)
+        if self.normalized:
+            length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
+            h = h + (length - self.size) / 2
+            known = -(squares + self.size * self.slack) / 2
+            h = torch.where((length < self.size / 2) | self.short, h, known)
         return h if self.mask is None else h.masked_fill(~self.mask, 0)
+
+    def along_rows(self, across: Tensor, row_sums: Tensor) -> Tensor:
+        """What multiplies y_i in the gradient, beside H_i = Σ_j A_ij (s_j − s_i).
+
+        With ``across`` H_i·y_i, and ``row_sums`` Σ_j A_ij: the derivative of normalising takes
+        out what lies along a row of known length, and leaves a row of any length all of it.
+        """
+        if not self.normalized:
+            return row_sums
+        return self.slack * row_sums - (across / self.size).masked_fill(self.short, 0)
 
     def centred_offsets(self, squares: Tensor) -> Tensor:
         """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
@@ -516,7 +539,7 @@ class _Centred:
         return u if self.mask is None else u.masked_fill(~self.mask, 0)
 
     def relations(self, centred: bool) -> Tensor:
-        """(G, N, N) relations less a constant: their mean, or 1 for unit rows; 0 at padding."""
+        """(G, N, N) relations less a constant: their mean, or ``size``; 0 at padding."""
         R = torch.bmm(self.rows, self.rows.mT)
         squares = R.diagonal(dim1=1, dim2=2)
         h = self.centred_offsets(squares) if centred else self.offsets(squares)
@@ -541,7 +564,8 @@ def _distance_by_relations(
     """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
 
     Each distance leaves its derivative ∂/∂R_s in A, up to a factor k per relation. Then
-    ∂/∂x̂ = 2A·x̂, and the row norm takes out what is parallel to each row: ΣA_ij R_ij of x̂_i.
+    ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i): alike rows
+    lose no digits, as Σ_j A_ij y_j would.
     """
     pearson, temperature = options.distance == "pearson", options.temperature
     R_s, R_t = s.relations(pearson), t.relations(pearson)
@@ -562,7 +586,12 @@ def _distance_by_relations(
         scale_of_R = sigma_s
     elif options.distance == "mse":
         M = s.count.square().squeeze(1)
-        A = R_s - R_t
+        constant = s.size - t.size
+        if isinstance(constant, Tensor):
+            constant = constant.to(R_s.dtype)[..., None]
+        A = R_s - R_t + constant
+        if s.mask is not None:
+            A = A.masked_fill_(~(s.mask[:, :, None] & s.mask[:, None, :]), 0)
         losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / (2 * M)
         k = torch.ones_like(losses) / M
         scale_of_R = torch.ones_like(losses)
@@ -580,23 +609,21 @@ def _distance_by_relations(
     if dx is None:
         return losses
 
-    if s.unit_rows:
-        # A_ii acts along x̂_i alone, which the norm takes out again: leave it out from the start.
-        diagonal = A.diagonal(dim1=1, dim2=2)  # (G, N), a view
-        diagonal.mul_(s.tiny)
-        # R_ii = 1 turns the constant that R_s lacks into 1 − R_ii.
-        own = 1 - scale_of_R[:, None] * R_s.diagonal(dim1=1, dim2=2)
-        parallel = scale_of_R[:, None] * (A * R_s).sum(-1) + own * A.sum(-1)
-        diagonal.sub_(parallel.masked_fill_(s.tiny, 0))
-        A.mul_(s.scale[:, None, :])
-    left = 2 * weight * k[:, None]  # (G, 1)
-    if s.unit_rows:
-        left = left * s.scale  # (G, N)
+    row_sums = A.sum(-1)  # (G, N)
+    left = 2 * weight * k[:, None] * s.derivative
+    along = row_sums
+    if s.normalized:
+        # H_i·y_i = Σ_j A_ij (R_ij − R_ii): constants that R_s lacks drop out.
+        own = scale_of_R[:, None] * R_s.diagonal(dim1=1, dim2=2)
+        across = scale_of_R[:, None] * (A * R_s).sum(-1) - own * row_sums
+        along = s.along_rows(across, row_sums)
+    A.diagonal(dim1=1, dim2=2).sub_(row_sums)
     A.mul_(left[..., None])
     if dx.is_contiguous():
-        dx.baddbmm_(A, s.x)
+        dx.baddbmm_(A, s.rows)
     else:  # baddbmm_ would go relation by relation
-        dx.add_(torch.bmm(A, s.x))
+        dx.add_(torch.bmm(A, s.rows))
+    dx.addcmul_(s.x, (left * along * s.scale)[..., None])
     return losses
 
 
@@ -637,17 +664,15 @@ def _pearson_by_features(
     p, q = 2 * weight * p[:, None], 2 * weight * q[:, None]  # (G, 1)
     w = p * v + q * u  # (G, N)
     row_sums = n * w
-    # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS); the terms with 1ᵀS vanish.
+    # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS) + w(1ᵀS), and 1ᵀS is what rounding left.
     h = torch.bmm(t.rows, TtS.mul_(p[..., None]))
     h.baddbmm_(s.rows, StS.mul_(q[..., None]))
-    h += torch.bmm(w[:, None], s.rows)
-    if s.unit_rows:
-        # Mean and row differ by s_i, and what is parallel to the row goes: A·1 acts on −s_i.
-        h.addcmul_(s.rows, row_sums[..., None], value=-1)
-        unit = s.x * s.scale[..., None]
-        parallel = torch.where(s.tiny, -row_sums, (h * unit).sum(-1))
-        h.addcmul_(unit, parallel[..., None], value=-1).mul_(s.scale[..., None])
-    else:
-        h.addcmul_(row_sums[..., None], s.mean)
+    ones = torch.ones_like(w)
+    h.baddbmm_(torch.stack((ones, w), 2), torch.bmm(torch.stack((w, ones), 1), s.rows))
+    h.addcmul_(s.rows, row_sums[..., None], value=-1)
+    along = row_sums
+    if s.normalized:
+        along = s.along_rows((h * s.x).sum(-1) * s.scale, row_sums)
+    h.addcmul_(s.x, (along * s.scale)[..., None]).mul_(s.derivative[..., None])
     dx += h if s.mask is None else h.masked_fill_(~s.mask[..., None], 0)
     return losses

@@ -166,6 +166,15 @@ def _offset(along, squares, length, scale, valid):
 
 
 @triton.jit
+def _derivative(scale, dtype: tl.constexpr):
+    """What the gradient of a normalised row is multiplied by: ``scale``.
+
+    float16 could not hold 1e12: there a row too short to normalise keeps that gradient.
+    """
+    return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if dtype == tl.float16 else scale
+
+
+@triton.jit
 def _centred_relation(
     x_ptr,
     start,
@@ -290,7 +299,8 @@ def small_groups_kernel(
         high = _high(A)
         if SPLIT:
             low = _low(A)
-        left = (-2 * weight * sigma_t / (denominator * count)) * scale_s
+        derivative = _derivative(scale_s, s_ptr.dtype.element_ty)
+        left = (-2 * weight * sigma_t / (denominator * count)) * derivative
         row_sums *= left
         parallel *= left
         left /= OPERAND_SCALE
@@ -614,10 +624,9 @@ def coefficients_kernel(
             parallel = mix_t * (product - own_s * own_t) + mix_s * (square - own_s * own_s)
             parallel = tl.where(short, -row_sums, parallel - own_s * without)
             row_sums = tl.where(short, row_sums, without)
-            left = factor * scale
-            tl.store(coefficient_ptr + n, left / OPERAND_SCALE, mask=there)
-            tl.store(coefficient_ptr + N + n, left * row_sums, mask=there)
-            tl.store(coefficient_ptr + 2 * N + n, left * parallel, mask=there)
+            tl.store(coefficient_ptr + n, factor / OPERAND_SCALE, mask=there)
+            tl.store(coefficient_ptr + N + n, factor * row_sums, mask=there)
+            tl.store(coefficient_ptr + 2 * N + n, factor * parallel, mask=there)
 
 
 @triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
@@ -724,6 +733,7 @@ def gradient_kernel(
     dx *= tl.load(coefficient_ptr, mask=there, other=0.0)[:, None]
     dx -= tl.load(coefficient_ptr + N, mask=there, other=0.0)[:, None] * centred
     dx -= tl.load(coefficient_ptr + 2 * N, mask=there, other=0.0)[:, None] * unit
+    dx *= _derivative(scale, x_ptr.dtype.element_ty)[:, None]
     dx = tl.where(valid, dx, 0.0)
     dx_rows = dx_ptr + row[:, None] * D + d[None, :]
     dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
@@ -731,13 +741,11 @@ def gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def scale_kernel(x_ptr, factor_ptr, out_ptr, numel, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x · factor, in float32; float16 saturates instead of overflowing."""
+def scale_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """out = x · factor, in float32."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
     x *= tl.load(factor_ptr).to(tl.float32)
-    if LARGEST > 0:
-        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     tl.store(out_ptr + i, x, mask=i < numel)
 
 
@@ -1081,11 +1089,10 @@ def _scaled_shapes(x, factor, dtype):
 
 @operator(_scaled_shapes)
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor for a scalar tensor, computed in float32; float16 saturates."""
+    """x · factor for a scalar tensor, computed in float32."""
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
-        largest = torch.finfo(dtype).max if dtype == torch.float16 else 0.0
         scale_kernel[(triton.cdiv(x.numel(), 4096),)](
-            x, factor, out, x.numel(), LARGEST=largest, BLOCK=4096, num_warps=8
+            x, factor, out, x.numel(), BLOCK=4096, num_warps=8
         )
     return out

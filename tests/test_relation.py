@@ -426,6 +426,89 @@ def test_float16_gradient_survives_a_loss_scale(backend, device):
     assert relative_error(grad, oracle) < 1e-3
 
 
+@pytest.mark.parametrize("members", SIZES)
+@pytest.mark.parametrize("upstream", [float("inf"), float("nan"), 2.0**40])
+def test_float16_gradient_overflows_in_sight(backend, device, members, upstream):
+    """A GradScaler looks for inf and NaN to find that its scale is too large."""
+    student = features(2, members, 8, dtype=torch.float16, device=device)
+    student[0, 1] = 0
+    teacher = features(2, members, 8, dtype=torch.float16, device=device)
+    _, grad = value_and_grad(relation_loss, student, teacher, upstream=upstream, backend=backend)
+    assert not grad.isfinite().all()
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("members", [9, 32, 140])
+def test_gradient_of_identical_rows(backend, device, over, members):
+    """It is 0: what 1/eps multiplies must come from differences of rows, not from rows."""
+    B, N = shape_of(over, 2, members)
+    student = features(1, 1, 24, dtype=torch.float32, device=device).expand(B, N, 24)
+    for D in (17, 300):  # products of features, and of rows
+        teacher = features(B, N, D, dtype=torch.float32, device=device)
+        value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
+        assert value == pytest.approx(1)
+        assert grad.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("shape", [(3, 20, 24, 16), (3, 60, 8, 5)])
+@pytest.mark.parametrize("normalize", ["layer_norm", "none"])
+@pytest.mark.parametrize("distance", ["pearson", "mse", "kl"])
+def test_anisotropic_features_with_options(over, shape, normalize, distance):
+    groups, members, Ds, Dt = shape
+    B, N = shape_of(over, groups, members)
+    student = features(B, N, Ds, 0.9999, torch.float32)
+    teacher = features(B, N, Dt, 0.9999, torch.float32)
+    kwargs = {"over": over, "normalize": normalize, "distance": distance}
+    value, grad = value_and_grad(relation_loss, student, teacher, **kwargs)
+    oracle, oracle_grad = value_and_grad(
+        relation_loss_ref, student.double(), teacher.double(), **kwargs
+    )
+    assert relative_error(value, oracle) <= 1e-5
+    assert relative_error(grad, oracle_grad) <= 5e-5
+
+
+@pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
+@pytest.mark.parametrize("shape", [(2, 5, 0), (2, 0, 8), (0, 5, 8), (0, 0, 0), (1, 1, 1)])
+def test_empty_sizes(backend, device, normalize, shape):
+    skip_if_unsupported(backend, normalize=normalize)
+    student = torch.randn(shape, device=device)
+    teacher = torch.randn(*shape[:2], 7, device=device)
+    mask = torch.ones(shape[:2], device=device)
+    for over in OVER:
+        kwargs = {"over": over, "normalize": normalize}
+        value, grad = value_and_grad(
+            relation_loss, student, teacher, mask, backend=backend, **kwargs
+        )
+        assert value == relation_loss_ref(student, teacher, mask, **kwargs)
+        assert grad.eq(0).all()
+
+
+@pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
+def test_features_made_in_inference_mode(backend, device, normalize):
+    skip_if_unsupported(backend, normalize=normalize)
+    student = torch.randn(2, 5, 8, device=device)
+    with torch.inference_mode():
+        teacher, mask = torch.randn(2, 5, 8, device=device), torch.ones(2, 5, device=device)
+    kwargs = {"normalize": normalize, "backend": backend}
+    actual = value_and_grad(relation_loss, student, teacher, mask, **kwargs)
+    assert all(
+        map(
+            torch.equal,
+            actual,
+            value_and_grad(relation_loss, student, teacher.clone(), mask.clone(), **kwargs),
+        )
+    )
+
+
+@pytest.mark.parametrize("N", [5, 500])
+def test_meta_device(N):
+    student = torch.randn(2, N, 8, device="meta", requires_grad=True)
+    loss = FCDLoss()(student, student.detach(), torch.ones(2, N, device="meta"))
+    loss.backward()
+    assert loss.is_meta and student.grad.is_meta
+
+
 @pytest.mark.parametrize("over", OVER)
 def test_no_gradient_wanted(backend, device, over):
     student, teacher = torch.randn(2, 3, 5, 8, device=device)
