@@ -1,14 +1,18 @@
 """Soft targets: divergence of softened teacher and student logits, and its gradient.
 
-Data path. Forward: a program walks along its rows in blocks of the vocabulary and keeps running
-maxima, sums of exponentials and the two Kullback-Leibler sums (shifted along whenever a maximum
-grows), so one read of both logits gives either KL. Jensen-Shannon needs the normalisers first and
-reads both logits twice. Adaptive KL selects its head between two reads of both: radix selection
-by the bits of the teacher's logits, two bits a read, of the teacher alone.
+Data path. Forward: a program walks along its rows in blocks of the vocabulary. Each thread keeps
+running maxima, sums of exponentials and the Kullback-Leibler sum of the logits that it sees itself
+(shifted along whenever its maximum grows), and they meet once at the end of the row: one read of
+both logits gives either KL. Jensen-Shannon needs the normalisers first and reads both logits twice;
+so does adaptive KL, and selects its head between by the bits of the teacher's logits, two bits a
+read, of the teacher alone.
 Each row leaves its loss and the six numbers that its gradient needs; one program adds the losses.
 Backward: one read of both logits, one write of the gradient with the upstream gradient applied.
 Nothing else is of the size of the logits. Logits that nobody else needs, such as those made from
 hidden states a chunk at a time, are replaced by their gradient.
+
+Exponentials are powers of 2, of (z − max)·log2(e)/τ. A fused multiply-add would save the
+subtraction, but leave the rounding of max·log2(e)/τ between a maximum and itself.
 
 Reads of the logits, forward + backward:
 
@@ -32,6 +36,7 @@ from fastkd.kernels.launch import operator
 STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = 1.4426950408889634
 
 
 def blocks(V: int, divergence: str) -> dict[str, int]:
@@ -47,11 +52,48 @@ def blocks(V: int, divergence: str) -> dict[str, int]:
     return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 16 if divergence == "adaptive_kl" else 8}
 
 
+def forward_blocks(V: int, divergence: str, element_size: int) -> dict[str, int]:
+    """The same and what a thread sees: WIDTH logits of 16 bytes at a time, the same of LANES in
+    every part of a block. Short rows have one part, and fill 256 lanes between them."""
+    config = blocks(V, divergence)
+    width = 16 // element_size
+    lanes = min(config["BLOCK_V"] // width, 256)
+    if V <= 1024:
+        config["BLOCK_R"] = 256 // lanes
+    return config | {"LANES": lanes, "WIDTH": width, "KEY_BITS": 8 * element_size}
+
+
 @triton.jit
 def _load(row_ptr, column, V, is_real):
+    """Logits (BLOCK_R, PARTS, LANES, WIDTH) in fp32, −inf beyond the vocabulary."""
+    inside = is_real[:, None, None, None] & (column < V)
+    z = tl.load(row_ptr[:, None, None, None] + column, mask=inside, other=-float("inf"))
+    return z.to(tl.float32)
+
+
+@triton.jit
+def _load_rows(row_ptr, column, V, is_real):
     """Logits (BLOCK_R, BLOCK_V) in their own dtype, −inf beyond the vocabulary."""
     inside = is_real[:, None] & (column < V)[None, :]
     return tl.load(row_ptr[:, None] + column[None, :], mask=inside, other=-float("inf"))
+
+
+@triton.jit
+def _columns(PARTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Places (1, PARTS, LANES, WIDTH) in a block: a lane's neighbours lie together."""
+    part = tl.arange(0, PARTS)[None, :, None, None] * (LANES * WIDTH)
+    return part + (tl.arange(0, LANES) * WIDTH)[None, None, :, None] + tl.arange(0, WIDTH)
+
+
+@triton.jit
+def _lane_sum(x):
+    """(BLOCK_R, PARTS, LANES, WIDTH) summed within each thread: (BLOCK_R, LANES)."""
+    return tl.sum(tl.sum(x, axis=3), axis=1)
+
+
+@triton.jit
+def _lane_max(x):
+    return tl.max(tl.max(x, axis=3), axis=1)
 
 
 @triton.jit
@@ -79,6 +121,19 @@ def _log_one_plus_exp(gap):
 
 
 @triton.jit
+def _excess(p, q, r):
+    """q − p − p·r of r = log(q/p): the terms, none negative, that add up to KL(p ‖ q).
+
+    Σ −p·r alone is the small difference of large terms where p and q hardly differ.
+    """
+    # e^r − 1 − r where it would cancel
+    series = 1.0 / 720.0 + r * (1.0 / 5040.0 + r * (1.0 / 40320.0))
+    series = 1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r * series))
+    series = r * r * (0.5 + r * series)
+    return tl.where(tl.abs(r) < 0.5, p * series, q - p - _times(p, r))
+
+
+@triton.jit
 def _sort_key(z, KEY_BITS: tl.constexpr):
     """Unsigned integers in the order of the logits, exact in their own dtype."""
     z = tl.where(z == 0.0, tl.zeros_like(z), z)  # −0 equals 0
@@ -103,7 +158,7 @@ def _from_sort_key(key, dtype: tl.constexpr, KEY_BITS: tl.constexpr):
 
 
 @triton.jit
-def _head_share(
+def _adaptive(
     student_row,
     teacher_row,
     is_real,
@@ -112,12 +167,12 @@ def _head_share(
     sum_s,
     base_t,
     sum_t,
-    inv_temperature,
+    slope,
     KEY_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """g_head / (g_head + g_tail) of every row (BLOCK_R,).
+    """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of every row (BLOCK_R,).
 
     The head is the longest prefix of the teacher's descending order that holds at most half of
     its mass. Let the boundary be the largest key whose mass from there upwards exceeds one half:
@@ -134,10 +189,9 @@ def _head_share(
         mass_2 = tl.zeros([BLOCK_R], dtype=tl.float32)
         mass_3 = tl.zeros([BLOCK_R], dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
-            column = start + tl.arange(0, BLOCK_V)
-            z_t = _load(teacher_row, column, V, is_real)
+            z_t = _load_rows(teacher_row, start + tl.arange(0, BLOCK_V), V, is_real)
             key = _sort_key(z_t, KEY_BITS)
-            w_t = tl.exp((z_t.to(tl.float32) - base_t[:, None]) * inv_temperature)
+            w_t = tl.exp2((z_t.to(tl.float32) - base_t[:, None]) * slope)
             mass_1 += tl.sum(tl.where(key >= (boundary + one)[:, None], w_t, 0.0), axis=1)
             mass_2 += tl.sum(tl.where(key >= (boundary + 2 * one)[:, None], w_t, 0.0), axis=1)
             mass_3 += tl.sum(tl.where(key >= (boundary + 3 * one)[:, None], w_t, 0.0), axis=1)
@@ -152,20 +206,25 @@ def _head_share(
         above = tl.where(digit == 0, mass_1, above)
 
     limit = _from_sort_key(boundary, teacher_row.dtype.element_ty, KEY_BITS).to(tl.float32)
-    weight = tl.exp((limit - base_t) * inv_temperature)  # of one entry on the boundary
+    weight = tl.exp2((limit - base_t) * slope)  # of one entry on the boundary
     room = tl.floor((half - above) / weight)
     room = tl.where(above == 0.0, tl.maximum(room, 1.0), room)
 
     g_head = tl.zeros([BLOCK_R], dtype=tl.float32)
     g_all = tl.zeros([BLOCK_R], dtype=tl.float32)
+    forward_kl = tl.zeros([BLOCK_R], dtype=tl.float32)
+    reverse_kl = tl.zeros([BLOCK_R], dtype=tl.float32)
     taken = tl.zeros([BLOCK_R], dtype=tl.int32)
+    log_ratio = tl.log2(sum_t / sum_s)[:, None]
     for start in range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)
-        z_s = _load(student_row, column, V, is_real)
-        z_t = _load(teacher_row, column, V, is_real)
+        z_s = _load_rows(student_row, column, V, is_real)
+        z_t = _load_rows(teacher_row, column, V, is_real)
         key = _sort_key(z_t, KEY_BITS)
-        p_s = tl.exp((z_s.to(tl.float32) - base_s[:, None]) * inv_temperature) / sum_s[:, None]
-        p_t = tl.exp((z_t.to(tl.float32) - base_t[:, None]) * inv_temperature) / sum_t[:, None]
+        x_s = (z_s.to(tl.float32) - base_s[:, None]) * slope
+        x_t = (z_t.to(tl.float32) - base_t[:, None]) * slope
+        p_s = tl.exp2(x_s) / sum_s[:, None]
+        p_t = tl.exp2(x_t) / sum_t[:, None]
         gap = tl.abs(p_t - p_s)
         is_equal = (key == boundary[:, None]).to(tl.int32)
         place = taken[:, None] + tl.cumsum(is_equal, axis=1)  # counts from 1
@@ -175,7 +234,10 @@ def _head_share(
         g_head += tl.sum(tl.where(in_head, gap, 0.0), axis=1)
         g_all += tl.sum(gap, axis=1)
         taken += tl.sum(is_equal, axis=1)
-    return tl.where(g_all > 0.0, g_head / g_all, 0.5)
+        r = ((x_s - x_t) + log_ratio) * LOG_2
+        forward_kl += tl.sum(_excess(p_t, p_s, r), axis=1)
+        reverse_kl += tl.sum(_excess(p_s, p_t, -r), axis=1)
+    return tl.where(g_all > 0.0, g_head / g_all, 0.5), forward_kl, reverse_kl
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -189,13 +251,15 @@ def soft_target_forward_kernel(
     V,
     stride_student,
     stride_teacher,
-    inv_temperature,
+    slope,  # log2(e)/τ: all exponentials are powers of 2
     scale,
     DIVERGENCE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     KEY_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_real = row < R
@@ -203,87 +267,95 @@ def soft_target_forward_kernel(
         is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
     student_row = student_ptr + row * stride_student
     teacher_row = teacher_ptr + row * stride_teacher
+    columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
 
-    top_s = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    top_t = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    sum_s = tl.zeros([BLOCK_R], dtype=tl.float32)
-    sum_t = tl.zeros([BLOCK_R], dtype=tl.float32)
-    # Σ e^{x_t} (x_t − x_s) and Σ e^{x_s} (x_s − x_t), x the logits minus their maximum.
-    cross_t = tl.zeros([BLOCK_R], dtype=tl.float32)
-    cross_s = tl.zeros([BLOCK_R], dtype=tl.float32)
+    # Each lane has its own maximum, so that no thread waits for another until the row is read.
+    top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+    top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+    sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    sum_t = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    # Σ 2^{x_t} (x_t − x_s), or the other way round for reverse_kl.
+    cross = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        z_s = _load(student_row, column, V, is_real).to(tl.float32)
-        z_t = _load(teacher_row, column, V, is_real).to(tl.float32)
-        new_s = tl.maximum(top_s, tl.max(z_s, axis=1))
-        new_t = tl.maximum(top_t, tl.max(z_t, axis=1))
-        shift_s = _shift(top_s, new_s) * inv_temperature
-        shift_t = _shift(top_t, new_t) * inv_temperature
+        z_s = _load(student_row, start + columns, V, is_real)
+        z_t = _load(teacher_row, start + columns, V, is_real)
+        new_s = tl.maximum(top_s, _lane_max(z_s))
+        new_t = tl.maximum(top_t, _lane_max(z_t))
+        shift_s, shift_t = _shift(top_s, new_s) * slope, _shift(top_t, new_t) * slope
         top_s, top_t = new_s, new_t
-        x_s = (z_s - _base(top_s)[:, None]) * inv_temperature
-        x_t = (z_t - _base(top_t)[:, None]) * inv_temperature
-        w_s, w_t = tl.exp(x_s), tl.exp(x_t)
-        shrink_s, shrink_t = tl.exp(shift_s), tl.exp(shift_t)
-        if DIVERGENCE == "forward_kl" or DIVERGENCE == "adaptive_kl":
-            cross_t = _times(shrink_t, cross_t + sum_t * (shift_t - shift_s))
-            cross_t += tl.sum(_times(w_t, x_t - x_s), axis=1)
-        if DIVERGENCE == "reverse_kl" or DIVERGENCE == "adaptive_kl":
-            cross_s = _times(shrink_s, cross_s + sum_s * (shift_s - shift_t))
-            cross_s += tl.sum(_times(w_s, x_s - x_t), axis=1)
-        sum_s = sum_s * shrink_s + tl.sum(w_s, axis=1)
-        sum_t = sum_t * shrink_t + tl.sum(w_t, axis=1)
+        x_s = (z_s - _base(top_s)[:, None, :, None]) * slope
+        x_t = (z_t - _base(top_t)[:, None, :, None]) * slope
+        w_s, w_t = tl.exp2(x_s), tl.exp2(x_t)
+        shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
+        if DIVERGENCE == "forward_kl":
+            cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
+            cross += _lane_sum(_times(w_t, x_t - x_s))
+        if DIVERGENCE == "reverse_kl":
+            cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
+            cross += _lane_sum(_times(w_s, x_s - x_t))
+        sum_s = sum_s * shrink_s + _lane_sum(w_s)
+        sum_t = sum_t * shrink_t + _lane_sum(w_t)
 
-    base_s, base_t = _base(top_s), _base(top_t)
+    # The lanes meet at the row's maximum.
+    shift_s = _shift(top_s, tl.max(top_s, axis=1)[:, None]) * slope
+    shift_t = _shift(top_t, tl.max(top_t, axis=1)[:, None]) * slope
+    base_s, base_t = _base(tl.max(top_s, axis=1)), _base(tl.max(top_t, axis=1))
+    shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
+    if DIVERGENCE == "forward_kl":
+        cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
+    if DIVERGENCE == "reverse_kl":
+        cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
+    total_s = tl.sum(sum_s * shrink_s, axis=1)  # (BLOCK_R,)
+    total_t = tl.sum(sum_t * shrink_t, axis=1)
     expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
     share = tl.zeros([BLOCK_R], dtype=tl.float32)
     if DIVERGENCE == "forward_kl":
-        loss = cross_t / sum_t + tl.log(sum_s / sum_t)
+        loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
     elif DIVERGENCE == "reverse_kl":
-        loss = cross_s / sum_s + tl.log(sum_t / sum_s)
+        loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
         expectation = loss
     elif DIVERGENCE == "adaptive_kl":
-        forward_kl = cross_t / sum_t + tl.log(sum_s / sum_t)
-        expectation = cross_s / sum_s + tl.log(sum_t / sum_s)
-        share = _head_share(
+        share, forward_kl, expectation = _adaptive(
             student_row,
             teacher_row,
             is_real,
             V,
             base_s,
-            sum_s,
+            total_s,
             base_t,
-            sum_t,
-            inv_temperature,
+            total_t,
+            slope,
             KEY_BITS,
             BLOCK_R,
             BLOCK_V,
         )
         loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
     else:
-        teacher_side = tl.zeros([BLOCK_R], dtype=tl.float32)
+        to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        log_s, log_t = tl.log2(total_s)[:, None, None, None], tl.log2(total_t)[:, None, None, None]
         for start in range(0, V, BLOCK_V):
-            column = start + tl.arange(0, BLOCK_V)
-            z_s = _load(student_row, column, V, is_real).to(tl.float32)
-            z_t = _load(teacher_row, column, V, is_real).to(tl.float32)
-            log_ps = (z_s - base_s[:, None]) * inv_temperature - tl.log(sum_s)[:, None]
-            log_pt = (z_t - base_t[:, None]) * inv_temperature - tl.log(sum_t)[:, None]
+            z_s = _load(student_row, start + columns, V, is_real)
+            z_t = _load(teacher_row, start + columns, V, is_real)
+            log_ps = ((z_s - base_s[:, None, None, None]) * slope - log_s) * LOG_2
+            log_pt = ((z_t - base_t[:, None, None, None]) * slope - log_t) * LOG_2
             gap = log_pt - log_ps
             # log p − log ½(p + q) = log 2 − log(1 + q/p)
             common = LOG_2 - _log_one_plus_exp(gap)
-            to_student = _times(tl.exp(log_ps), common - tl.maximum(gap, 0.0))
-            expectation += tl.sum(to_student, axis=1)
-            to_teacher = _times(tl.exp(log_pt), common + tl.minimum(gap, 0.0))
-            teacher_side += tl.sum(to_teacher, axis=1)
-        loss = (expectation + teacher_side) * 0.5
+            to_student += _lane_sum(_times(tl.exp(log_ps), common - tl.maximum(gap, 0.0)))
+            to_teacher += _lane_sum(_times(tl.exp(log_pt), common + tl.minimum(gap, 0.0)))
+        expectation = tl.sum(to_student, axis=1)
+        loss = (expectation + tl.sum(to_teacher, axis=1)) * 0.5
 
-    tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=row < R)
+    exists = row < R
+    tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
     stats_ptr += row * STATS
-    tl.store(stats_ptr, base_s, mask=row < R)
-    tl.store(stats_ptr + 1, sum_s, mask=row < R)
-    tl.store(stats_ptr + 2, base_t, mask=row < R)
-    tl.store(stats_ptr + 3, sum_t, mask=row < R)
-    tl.store(stats_ptr + 4, expectation, mask=row < R)
-    tl.store(stats_ptr + 5, share, mask=row < R)
+    tl.store(stats_ptr, base_s, mask=exists)
+    tl.store(stats_ptr + 1, total_s, mask=exists)
+    tl.store(stats_ptr + 2, base_t, mask=exists)
+    tl.store(stats_ptr + 3, total_t, mask=exists)
+    tl.store(stats_ptr + 4, expectation, mask=exists)
+    tl.store(stats_ptr + 5, share, mask=exists)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -331,7 +403,7 @@ def soft_target_backward_kernel(
     stride_student,
     stride_teacher,
     stride_dloss,
-    inv_temperature,
+    slope,  # log2(e)/τ
     scale,
     DIVERGENCE: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -346,41 +418,50 @@ def soft_target_backward_kernel(
         is_real = is_real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
     student_row = student_ptr + row * stride_student
     teacher_row = teacher_ptr + row * stride_teacher
+    # In a row that isn't real every weight is 2^−∞, and what it is multiplied by is finite.
     stats_ptr += row * STATS
-    base_s = tl.load(stats_ptr, mask=exists, other=0.0)
-    sum_s = tl.load(stats_ptr + 1, mask=exists, other=1.0)
-    base_t = tl.load(stats_ptr + 2, mask=exists, other=0.0)
-    sum_t = tl.load(stats_ptr + 3, mask=exists, other=1.0)
-    expectation = tl.load(stats_ptr + 4, mask=exists, other=0.0)
-    share = tl.load(stats_ptr + 5, mask=exists, other=0.0)
-    dloss = tl.load(dloss_ptr + row * stride_dloss, mask=exists, other=0.0)
-    dloss = dloss * (scale * inv_temperature)
+    base_s = tl.load(stats_ptr, mask=is_real, other=0.0)[:, None]
+    sum_s = tl.load(stats_ptr + 1, mask=is_real, other=1.0)[:, None]
+    base_t = tl.load(stats_ptr + 2, mask=is_real, other=0.0)[:, None]
+    sum_t = tl.load(stats_ptr + 3, mask=is_real, other=1.0)[:, None]
+    expectation = tl.load(stats_ptr + 4, mask=is_real, other=0.0)[:, None]
+    share = tl.load(stats_ptr + 5, mask=is_real, other=0.0)[:, None]
+    dloss = tl.load(dloss_ptr + row * stride_dloss, mask=is_real, other=0.0)[:, None] * scale
     if REDUCED:
         dloss = dloss / tl.load(divisor_ptr)
+    to_student, to_teacher = dloss / sum_s, dloss / sum_t
+    log_ratio = tl.log2(sum_t / sum_s)
 
     for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        z_s = _load(student_row, column, V, is_real).to(tl.float32)
-        z_t = _load(teacher_row, column, V, is_real).to(tl.float32)
-        x_s = (z_s - base_s[:, None]) * inv_temperature
-        x_t = (z_t - base_t[:, None]) * inv_temperature
-        p_s = tl.exp(x_s) / sum_s[:, None]
-        if DIVERGENCE == "js":
-            gap = (x_t - x_s) + tl.log(sum_s / sum_t)[:, None]
-            common = LOG_2 - _log_one_plus_exp(gap)
-            grad = 0.5 * _times(p_s, common - tl.maximum(gap, 0.0) - expectation[:, None])
+        column = start + tl.arange(0, BLOCK_V)[None, :]
+        inside = is_real[:, None] & (column < V)
+        if HAS_MASK:
+            z_s = tl.load(student_row[:, None] + column, mask=inside, other=-float("inf"))
+            z_t = tl.load(teacher_row[:, None] + column, mask=inside, other=-float("inf"))
+        else:  # what lies outside is not stored
+            z_s = tl.load(student_row[:, None] + column, mask=inside)
+            z_t = tl.load(teacher_row[:, None] + column, mask=inside)
+        x_s = (z_s.to(tl.float32) - base_s) * slope
+        x_t = (z_t.to(tl.float32) - base_t) * slope
+        w_s = tl.exp2(x_s)
+        if DIVERGENCE == "forward_kl":
+            grad = w_s * to_student - tl.exp2(x_t) * to_teacher
         else:
-            grad = p_s - tl.exp(x_t) / sum_t[:, None]
-        if DIVERGENCE == "reverse_kl" or DIVERGENCE == "adaptive_kl":
-            ratio = (x_s - x_t) + tl.log(sum_t / sum_s)[:, None]
-            reverse = _times(p_s, ratio - expectation[:, None])
-            if DIVERGENCE == "reverse_kl":
-                grad = reverse
+            ratio = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
+            if DIVERGENCE == "js":
+                common = LOG_2 - _log_one_plus_exp(ratio)
+                ratio = 0.5 * (common + tl.minimum(ratio, 0.0) - expectation)
             else:
-                grad = _times(share[:, None], grad) + _times(1.0 - share[:, None], reverse)
-        grad = tl.where(is_real[:, None], grad * dloss[:, None], 0.0)
-        inside = exists[:, None] & (column < V)[None, :]
-        tl.store(dstudent_ptr + row[:, None] * V + column[None, :], grad, mask=inside)
+                ratio = ratio - expectation
+            grad = _times(w_s * to_student, ratio)
+            if DIVERGENCE == "adaptive_kl":
+                plain = w_s * to_student - tl.exp2(x_t) * to_teacher
+                grad = _times(share, plain) + _times(1.0 - share, grad)
+        tl.store(
+            dstudent_ptr + row[:, None] * V + column,
+            grad,
+            mask=exists[:, None] & (column < V),
+        )
 
 
 def _forward_shapes(student, teacher, mask, *options):
@@ -411,7 +492,7 @@ def _launch_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     R, V = student.shape
-    config = blocks(V, divergence)
+    config = forward_blocks(V, divergence, student.element_size())
     loss = torch.empty(R, dtype=torch.float32, device=student.device)
     stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
     if R:
@@ -425,11 +506,10 @@ def _launch_forward(
             V,
             student.stride(0),
             teacher.stride(0),
-            1 / temperature,
+            LOG2_E / temperature,
             scale,
             DIVERGENCE=divergence,
             HAS_MASK=mask is not None,
-            KEY_BITS=8 * teacher.element_size(),
             **config,
         )
     return loss, stats
@@ -542,8 +622,8 @@ def _launch_backward(
         student.stride(0),
         teacher.stride(0),
         0 if dloss.dim() == 0 else dloss.stride(0),
-        1 / temperature,
-        scale,
+        LOG2_E / temperature,
+        scale / temperature,
         DIVERGENCE=divergence,
         HAS_MASK=mask is not None,
         REDUCED=divisor is not None,

@@ -87,6 +87,17 @@ def test_adaptive_head_is_the_sorted_one(device, dtype, spread, vocabulary):
     assert_accurate(value, right, torch.float32, reference)
 
 
+@pytest.mark.parametrize(("raised", "tolerance"), [(8.0, 5e-6), (2.0, 5e-6), (0.01, 1e-3)])
+def test_adaptive_kl_of_close_distributions(device, raised, tolerance):
+    """One word of 1030 differs: the KL is far smaller than the shift of the maximum in it."""
+    teacher = torch.zeros(1, 1030, device=device)
+    student = teacher.clone()
+    student[0, 700] += raised
+    value = soft_target_loss(student, teacher, divergence="adaptive_kl", backend="triton")
+    right = soft_target_loss_ref(student.double(), teacher.double(), divergence="adaptive_kl")
+    torch.testing.assert_close(value.double(), right, rtol=tolerance, atol=0)
+
+
 @pytest.mark.gpu
 def test_more_elements_than_32_bits_address(device):
     rows, vocabulary = 16400, 131072
