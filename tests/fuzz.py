@@ -195,7 +195,17 @@ def fcd(draw: Draw) -> Case:
 
     names = (*students, *teachers)
     argument = {"mask": draw.mask_argument(mask)}
-    return Case(call, oracle, students, teachers, argument, mask=mask, masked=names, slope=by_norm)
+    return Case(
+        call,
+        oracle,
+        students,
+        teachers,
+        argument,
+        mask=mask,
+        masked=names,
+        slope=by_norm,
+        products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,
+    )
 
 
 def knn(draw: Draw) -> Case:
