@@ -102,7 +102,7 @@ def run_core(python: Path, tests: list[str], jobs: str) -> tuple[str, int]:
         command = [python, "-m", "pytest", "-n", jobs, "-rf", "--tb=short", *tests]
         done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True)
     print(done.stdout[-20_000:], done.stderr[-2_000:])
-    return done.stdout.strip().splitlines()[-1], done.returncode
+    return (done.stdout.strip().splitlines() or ["nothing"])[-1], done.returncode
 
 
 def versions(python: Path) -> dict[str, str]:

@@ -3,8 +3,8 @@
     python -m tests.matrix.cuda_stubs path/to/site-packages/torch
 
 For every shared library that torch's own need and that is not there, an empty one is compiled
-beside them, with the symbols they ask for by name and version. Nothing behind them works, and
-nothing calls them without a GPU: `torch.cuda.is_available()` is False.
+beside them, with the symbols they ask for by name and version, as functions that return 0: torch
+registers its kernels while it is loaded, and then finds no GPU.
 """
 
 import collections
@@ -70,7 +70,7 @@ def _compile(target: Path, versions: dict[str, set[str]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         source, script = Path(place, "stub.c"), Path(place, "stub.map")
         names = {symbol for symbols in versions.values() for symbol in symbols}
-        source.write_text("".join(f"char {symbol}[64];\n" for symbol in sorted(names)))
+        source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names)))
         script.write_text(
             "".join(f"{v} {{ {'; '.join(sorted(names))}; }};\n" for v, names in versions.items())
         )
