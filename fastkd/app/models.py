@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from fastkd.app.errors import InputError, nearest
 from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.settings import Settings
 from fastkd.distill.layers import layer_map
-from fastkd.distill.methods import METHODS, Method
+from fastkd.distill.methods import Method, resolve
 from fastkd.distill.student import student_from_teacher
 
 
@@ -253,7 +254,12 @@ def _student_from_path(
 
 def make_method(name: str, options: Mapping[str, Any]) -> Method:
     """The method called ``name`` on the command line, with the hyper-parameters of --set."""
-    kind = METHODS[name]
+    if ":" in name and "" not in sys.path:
+        sys.path.append("")  # the console script, unlike python -m, doesn't look here
+    try:
+        kind = resolve(name)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--method: {error}") from error
     known = list(inspect.signature(kind).parameters)
     for option in options:
         if option not in known:

@@ -88,14 +88,8 @@ class Run:
     def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
         """Train the teacher on the task, in place; ``watch`` are fields of `loop.Watch`."""
         self.teacher.requires_grad_(True).train()
-        return self.train_alone(self.teacher, "teacher", plan, **watch)
-
-    def train_alone(
-        self, model: PreTrainedModel, title: str, plan: Plan | None = None, **watch: Any
-    ) -> list[dict]:
-        """Train ``model`` on the labels, without a teacher."""
-        trainer = functools.partial(Trainer, model=model)
-        return self._train(trainer, model, plan or self.plan, title, **watch)
+        trainer = functools.partial(Trainer, model=self.teacher)
+        return self._train(trainer, self.teacher, plan, "teacher", **watch)
 
     def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
         """Train the student; ``watch`` are fields of `loop.Watch`."""

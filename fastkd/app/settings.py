@@ -106,7 +106,9 @@ class Settings(Source):
         least=0,
     )
     teacher_learning_rate: float = option(5e-5, "Learning rate of that.", panel=MODELS, above=0)
-    method: str = option("fcd", f"One of {', '.join(METHODS)}.", choices=lambda: METHODS)
+    method: str = option(
+        "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
+    )
     options: Mapping[str, Any] = option(
         {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
     )

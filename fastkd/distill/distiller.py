@@ -282,6 +282,8 @@ class Distiller(nn.Module):
         return Part(batch, targets, num_items, mask, documents)
 
     def _run_teacher(self, part: "Part") -> Outputs:
+        if not self.method.uses_teacher:
+            return Outputs({}, None)
         inputs = {name: value for name, value in part.batch.items() if name not in SPAN_LABELS}
         with torch.no_grad():
             return _run(self._teacher_backbone, inputs, self.method.wanted("teacher"), part)

@@ -75,6 +75,8 @@ class Method(nn.Module):
     #: Terms that read logits. They are means over items which don't know of each other, and take
     #: them with ``step.mean``.
     logit_terms: tuple[str, ...] = ("task", "soft")
+    #: Whether a term compares with the teacher; it isn't run otherwise.
+    uses_teacher: bool = True
     #: Train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
     #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.

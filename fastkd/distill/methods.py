@@ -110,6 +110,18 @@ class _Soft(Method):
         return step.soft_loss(self.temperature, self.divergence, self.scale_by_t2)
 
 
+class Labels(Method):
+    """The labels alone, without a teacher: what a distilled student has to beat.
+
+    Terms: task.
+    """
+
+    uses_teacher = False
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": 1.0}
+
+
 class SoftTargets(_Soft):
     """Plain knowledge distillation (Hinton et al. 2015; MC3KD eq. 1, LRKD eq. 1).
 
@@ -446,6 +458,7 @@ class LRKD(_Soft):
 
 
 METHODS: dict[str, type[Method]] = {
+    "labels": Labels,
     "soft_targets": SoftTargets,
     "fcd": FCD,
     "knn": IntraClassKNN,

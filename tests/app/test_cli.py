@@ -34,7 +34,7 @@ from fastkd.app.saving import (
     recover_directory,
     replace_directory,
 )
-from fastkd.distill import METHODS
+from fastkd.distill import METHODS, Method
 from tests.tiny import make_teacher, write_tsv
 
 
@@ -113,6 +113,31 @@ def test_every_method_trains_and_saves(distill, tmp_path, method):
     tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
     assert len(tokens["input_ids"]) == 4
     assert [path.name for path in out.iterdir()] == ["student"]
+
+
+def test_a_method_of_ones_own(distill, tmp_path):
+    distill(method="tests.app.test_cli:Halved", set="share=0.25")
+    report = report_of(tmp_path / "out")
+    assert set(report["best"]["losses"]) == {"loss", "task"}
+    assert report["settings"]["options"] == {"share": 0.25}
+    assert "did you mean 'share'" in distill(
+        method="tests.app.test_cli:Halved", set="shar=1", out=tmp_path / "x", expect=2
+    )
+    for name in ("tests.app.test_cli:Nothing", "no.such:Method", "tests.app.test_cli:WORDS"):
+        assert f"method '{name}'" in distill(method=name, out=tmp_path / "x", expect=2)
+
+
+class Halved(Method):
+    """Part of the task loss."""
+
+    uses_teacher = False
+
+    def __init__(self, *, share: float = 0.5) -> None:
+        super().__init__()
+        self.share = share
+
+    def weights(self, progress):
+        return {"task": self.share}
 
 
 def test_saved_student_scores_what_the_report_says(distill, tmp_path, files):
