@@ -8,11 +8,7 @@
 #include <limits>
 #include <tuple>
 
-#ifdef __CUDACC__
-#define FASTKD_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FASTKD_HOST_DEVICE inline
-#endif
+#include "eigen_lanes.h"
 
 namespace fastkd {
 
@@ -36,6 +32,44 @@ FASTKD_HOST_DEVICE double root_of(double value, double largest, Options options)
   return value > zero ? 1 / sqrt(value) : 0;
 }
 
+// (root, values, vectors) of one matrix; without ``root`` its eigenvalues as they are.
+template <typename T, typename Lanes>
+FASTKD_HOST_DEVICE void decompose(const T* in, Options options, T* root, T* values, T* vectors,
+                                  const EigenScratch& s, const Lanes& lanes) {
+  const int64_t n = s.n;
+  const double scale = eigen(in, s, lanes);
+  if (scale != scale) {
+    for (int64_t e = lanes.index; e < n * n; e += lanes.count) {
+      vectors[e] = T(scale);
+      if (root) root[e] = T(scale);
+    }
+    for (int64_t i = lanes.index; i < n; i += lanes.count) values[i] = T(scale);
+    return;
+  }
+  int64_t* places = reinterpret_cast<int64_t*>(s.reflectors);
+  double* factors = s.products;
+  double top = 0;
+  for (int64_t i = 0; i < n; ++i) top = s.diagonal[i] > top ? s.diagonal[i] : top;
+  for (int64_t i = lanes.index; i < n; i += lanes.count) {
+    places[i] = place_of(s.diagonal, i, n);
+    double value = s.diagonal[i] * scale;
+    if (root) {
+      value = (value > 0 ? value : 0) + options.ridge;
+      factors[i] = root_of<T>(value, top * scale + options.ridge, options);
+    }
+    values[places[i]] = T(value);
+  }
+  lanes.sync();
+  for (int64_t e = lanes.index; e < n * n; e += lanes.count) {
+    const int64_t i = e / n, j = e % n;
+    vectors[j * n + places[i]] = T(s.rows[e]);
+    if (!root) continue;
+    double sum = 0;
+    for (int64_t k = 0; k < n; ++k) sum += factors[k] * (s.rows[k * n + i] * s.rows[k * n + j]);
+    root[e] = T(sum);
+  }
+}
+
 struct Sizes {
   int64_t batch;
   int64_t n;
@@ -56,11 +90,23 @@ inline Sizes check_square(const Tensor& a) {
   return {batch, dims[d - 1]};
 }
 
-inline Roots allocate(const Tensor& a) {
+// The eigen decomposition alone: (values, vectors) of float64 matrices of any size.
+using Eigen = std::tuple<Tensor, Tensor>;
+
+inline Sizes check_square_float64(const Tensor& a) {
+  STD_TORCH_CHECK(a.scalar_type() == torch::headeronly::ScalarType::Double, "a must be float64");
+  return check_square(a);
+}
+
+inline Eigen allocate_eigen(const Tensor& a) {
   const auto dims = a.sizes();
   const torch::headeronly::IntHeaderOnlyArrayRef rows(dims.data(), dims.size() - 1);
-  return {torch::stable::new_empty(a, dims), torch::stable::new_empty(a, rows),
-          torch::stable::new_empty(a, dims)};
+  return {torch::stable::new_empty(a, rows), torch::stable::new_empty(a, dims)};
+}
+
+inline Roots allocate(const Tensor& a) {
+  const auto [values, vectors] = allocate_eigen(a);
+  return {torch::stable::new_empty(a, a.sizes()), values, vectors};
 }
 
 }  // namespace fastkd

@@ -10,6 +10,7 @@ A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -24,6 +25,8 @@ from fastkd.linalg import symmetric_product
 # below this: no pivot under 0.4 of the largest variance. Along a direction that hardly varies, as
 # there is one in every output of a LayerNorm, float32 gradients can be off by some per cent.
 TRUSTED_ROUNDING = 3e-7
+# Observations up to which a GPU takes m×m eigenvectors rather than products of D×D matrices.
+FEW_OBSERVATIONS = 128
 # Elements of one item's features from which it is solved apart from the others of its batch.
 LARGE_ITEM = 2**17
 # Squared singular values below this part of the largest are too near float32 rounding to be used.
@@ -58,22 +61,21 @@ class Plan:
 
 
 def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
-    """The cheapest plan that is accurate, and on a GPU one that does not wait if there is one.
+    """The cheapest plan that is accurate; on a GPU one that does not wait for it.
 
     m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
     CPU in float32 first, unless sizes or ridge 0 make them singular or their values can't be
     looked at; large items one at a time, since each then stays in the cache.
 
-    On a GPU PyTorch's eigen and singular value solvers wait for the host. The extension's do not,
-    as far as a matrix fits into a block, and beyond that Cholesky factors and products do the work;
-    only large matrices with ridge 0 or ``top_k`` are left to the solvers that wait.
+    On a GPU PyTorch's eigen and singular value solvers wait for the host; Cholesky factors and
+    products don't, nor does the extension, which takes few observations, ridge 0 and ``top_k``.
     """
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
     observations = m <= min(d_s, d_t)
     if student.is_cuda:
         products = options.top_k is None and min(options.ridges) > 0
-        extension = _use_extension(student, m if observations else max(d_s, d_t))
-        if extension and (observations or not products):
+        few = observations and m <= FEW_OBSERVATIONS
+        if _use_extension(student) and (few or not products):
             return Plan(observations, "extension")
         return Plan(False, "products") if products else Plan(observations, "lapack")
     readable = values_readable(student)
@@ -120,9 +122,13 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     """All of them (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     a, b, share = _centred(x, y, mask, torch.float64)
-    side_x = _smoother(a * share.sqrt(), ridges[0], x, "lapack")
-    side_y = _smoother(b * share.sqrt(), ridges[1], y, "lapack")
-    values = torch.linalg.svdvals(side_x.factor.mT @ side_y.factor)[..., :count].clamp_max(1.0)
+    extension = _use_extension(x)
+    decompose = _left_by_extension if extension else _left
+    side_x = _smoother(a * share.sqrt(), ridges[0], x, decompose)
+    side_y = _smoother(b * share.sqrt(), ridges[1], y, decompose)
+    whitened = side_x.factor.mT @ side_y.factor
+    values = decompose(whitened)[0] if extension else torch.linalg.svdvals(whitened)
+    values = values[..., :count].clamp_max(1.0)
     return values.masked_fill(~(side_x.finite & side_y.finite).unsqueeze(-1), torch.nan)
 
 
@@ -140,8 +146,9 @@ def _by_observations(call: _Call, method: Method) -> Solution:
     """Everything m×m."""
     student, teacher, mask, options, want_grad = call
     a, b, share = _centred(student, teacher, mask, torch.float64)
-    side_s = _smoother(a * share.sqrt(), options.ridges[0], student, method)
-    side_t = _smoother(b * share.sqrt(), options.ridges[1], teacher, method)
+    decompose = _left_by_squares if method == "extension" else _left
+    side_s = _smoother(a * share.sqrt(), options.ridges[0], student, decompose)
+    side_t = _smoother(b * share.sqrt(), options.ridges[1], teacher, decompose)
     finite = side_s.finite & side_t.finite
     left, values, right = _svd(side_t.factor.mT @ side_s.factor, options.top_k, student, method)
     corr = values.sum(-1).masked_fill(~finite, torch.nan)
@@ -158,20 +165,15 @@ class _Smoother(NamedTuple):
     finite: Tensor  # (*), False where A holds NaN or inf; LAPACK refuses the batch for one NaN
 
 
-def _smoother(a: Tensor, ridge: float, features: Tensor, method: Method) -> _Smoother:
-    """From the singular vectors of A itself: AAᵀ would square its condition number.
-
-    The extension takes AAᵀ all the same: float64 has digits enough for a loss of float32 features,
-    and a GPU's singular value solver would be waited for.
-    """
+def _smoother(
+    a: Tensor,
+    ridge: float,
+    features: Tensor,
+    decompose: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> _Smoother:
+    """``decompose`` gives the singular values, descending, and the left vectors of A."""
     finite = a.isfinite().flatten(-2).all(-1)
-    a = a.masked_fill(~finite[..., None, None], 0.0)
-    if method == "extension":
-        values, left = _by_extension(a.mT)
-    else:
-        if a.shape[-2] < a.shape[-1]:
-            a = torch.linalg.qr(a.mT, mode="r").R.mT  # (batch, m, m), the same left vectors
-        left, values, _ = torch.linalg.svd(a, full_matrices=False)
+    values, left = decompose(a.masked_fill(~finite[..., None, None], 0.0))
     keep = values > _zero_deviation(features, ridge) * values[..., :1]
     values = torch.where(keep, values, 1.0)
     shrink = (values.square() + ridge).rsqrt()
@@ -238,7 +240,7 @@ class _Whitening:
             self.factor, _ = torch.linalg.cholesky_ex(sigma)
         else:
             if method == "extension":
-                _, values, vectors = torch.ops.fastkd.sqrtm(sigma)
+                values, vectors = torch.ops.fastkd.eigh(sigma)
             else:
                 values, vectors = torch.linalg.eigh(sigma)
             eps = torch.finfo(torch.float64).eps
@@ -278,7 +280,7 @@ def _svd(
     if m.dtype == torch.float32:
         left, values, right = _svd_float32(m)
     elif method == "extension":
-        values, right = _by_extension(m)
+        values, right = _right_by_squares(m)
         left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
         work = _squared_rounding(m.shape[-1])
     else:
@@ -317,10 +319,39 @@ def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left, values, right
 
 
-def _by_extension(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values, descending, and right singular vectors of M by the extension, from MᵀM."""
-    _, squares, vectors = torch.ops.fastkd.sqrtm(m.mT @ m)
-    values = squares.flip(-1).sqrt()
+def _left(a: Tensor) -> tuple[Tensor, Tensor]:
+    """From A itself: AAᵀ would square its condition number."""
+    if a.shape[-2] < a.shape[-1]:
+        a = torch.linalg.qr(a.mT, mode="r").R.mT  # (*, m, m), the same left vectors
+    left, values, _ = torch.linalg.svd(a, full_matrices=False)
+    return values, left
+
+
+def _left_by_extension(a: Tensor) -> tuple[Tensor, Tensor]:
+    """The same on a GPU: [[0, A], [Aᵀ, 0]] has the eigenvalues ±σ and the vectors (u, ±v)/√2."""
+    if a.shape[-2] > a.shape[-1]:
+        q, r = torch.linalg.qr(a)
+        values, left = _left_by_extension(r)
+        return values, q @ left
+    if a.shape[-2] < a.shape[-1]:
+        a = torch.linalg.qr(a.mT, mode="r").R.mT
+    count = a.shape[-1]
+    pairs = a.new_zeros(*a.shape[:-2], 2 * count, 2 * count)
+    pairs[..., :count, count:], pairs[..., count:, :count] = a, a.mT
+    values, vectors = torch.ops.fastkd.eigh(pairs)
+    values, left = values[..., count:].flip(-1), vectors[..., :count, count:].flip(-1)
+    return values.clamp_min(0), math.sqrt(2) * left
+
+
+def _left_by_squares(a: Tensor) -> tuple[Tensor, Tensor]:
+    """By AAᵀ all the same: float64 has digits enough for a loss of float32 features."""
+    return _right_by_squares(a.mT)
+
+
+def _right_by_squares(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values, descending, and right singular vectors of M by the extension."""
+    squares, vectors = torch.ops.fastkd.eigh(m.mT @ m)
+    values = squares.clamp_min(0).sqrt().flip(-1)
     lost = values <= _squared_rounding(m.shape[-1]) * values[..., :1]
     return values.masked_fill(lost, 0.0), vectors.flip(-1)
 
@@ -330,9 +361,9 @@ def _squared_rounding(n: int) -> float:
     return math.sqrt(n * torch.finfo(torch.float64).eps)
 
 
-def _use_extension(x: Tensor, n: int) -> bool:
-    """Whether the extension decomposes n×n matrices on x's GPU without waiting for the host."""
-    return _extension.CUDA and _extension.cuda_roots_fit(n, x.device)
+def _use_extension(x: Tensor) -> bool:
+    """Whether eigenvectors can be had on x's GPU without waiting for it."""
+    return x.is_cuda and _extension.CUDA
 
 
 def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:

@@ -34,7 +34,6 @@ class Call(NamedTuple):
     options: dict[str, Any]
     precision: str = "highest"  # of float32 matrix products
     dtype: torch.dtype = torch.float32  # of the Module's parameters
-    waits: bool = False  # a measure, not a loss: its solver may wait for the device
 
     def __call__(self) -> None:
         """Run it, backward too."""
@@ -296,8 +295,11 @@ def contrastive() -> Calls:
 
 
 def cca() -> Calls:
-    for (m, D), ridge, dtype in itertools.product(
-        [(32, 768), (64, 64), (512, 768), (4096, 768)], (1e-2, (1e-6, 1e-4)), ALL_TYPES
+    for (m, D), ridge, top_k, dtype in itertools.product(
+        [(32, 768), (64, 64), (512, 768), (4096, 768)],
+        (1e-2, (1e-6, 1e-4), (0.0, 1e-4), 0.0),
+        (None, 4),
+        ALL_TYPES,
     ):
         yield Call(
             F.cca_loss,
@@ -306,7 +308,7 @@ def cca() -> Calls:
                 "teacher": given(3, m, 2 * D, dtype=dtype),
                 "mask": numbers(3, m),
             },
-            {"ridge": ridge},
+            {"ridge": ridge, "top_k": top_k},
         )
     for reduction, backend in itertools.product(("sum", "mean", "none"), ("auto", "torch")):
         yield Call(
@@ -314,21 +316,15 @@ def cca() -> Calls:
             lambda: {"student": learns(3, 64, 8), "teacher": given(3, 64, 16)},
             {"reduction": reduction, "backend": backend},
         )
-    yield Call(
-        F.cca_loss,
-        lambda: {"student": learns(3, 32, 768), "teacher": given(3, 32, 768)},
-        {"top_k": 4},
-    )
-    for dtype in ALL_TYPES:
+    for m, D, dtype in itertools.product((32, 200, 4096), (8, 768), ALL_TYPES):
         yield Call(
             F.canonical_correlations,
             lambda: {
-                "x": given(2, 64, 8, dtype=dtype),
-                "y": given(2, 64, 16, dtype=dtype),
-                "mask": numbers(2, 64),
+                "x": given(2, m, D, dtype=dtype),
+                "y": given(2, m, 16, dtype=dtype),
+                "mask": numbers(2, m),
             },
             {},
-            waits=True,
         )
     for pool in ("tokens", "cls", "mean"):
         yield Call(
@@ -343,7 +339,9 @@ def cca() -> Calls:
 
 
 def linalg() -> Calls:
-    for n, dtype, root in itertools.product((1, 16, 96), ALL_TYPES, (F.sqrtm, F.inv_sqrtm)):
+    for n, dtype, root in itertools.product(
+        (1, 16, 96, 97, 768), ALL_TYPES, (F.sqrtm, F.inv_sqrtm)
+    ):
         yield Call(root, lambda: {"a": learns(5, n, n, dtype=dtype)}, {})
 
 

@@ -320,7 +320,15 @@ def use_plan(monkeypatch, plan: Plan) -> None:
     monkeypatch.setattr(_cca_solver, "make_plan", lambda *_: plan)
 
 
-GPU_SIZES = [(30, (6, 6)), (30, (4, 9)), (30, (9, 4)), (9, (4, 20)), (6, (7, 9)), (7, (7, 7))]
+GPU_SIZES = [
+    (300, (130, 20)),
+    (30, (6, 6)),
+    (30, (4, 9)),
+    (30, (9, 4)),
+    (9, (4, 20)),
+    (6, (7, 9)),
+    (7, (7, 7)),
+]
 
 
 @pytest.mark.parametrize("m, dims", GPU_SIZES)
@@ -339,7 +347,7 @@ def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
 )
 @pytest.mark.parametrize(
     "m, dims, ridge",
-    [(m, dims, ridge) for m, dims in GPU_SIZES for ridge in (0.1, 0.0) if ridge or m == 30],
+    [(m, dims, ridge) for m, dims in GPU_SIZES for ridge in (0.1, 0.0) if ridge or m >= 30],
 )
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
@@ -357,6 +365,26 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
         assert relative_error(actual[1][item], expected[1][item]) <= 1e-7
     assert actual[0][1].isnan()
     assert actual[1][1].isnan().all()
+
+
+@pytest.mark.skipif(not _extension.CPU, reason="fastkd._C is not built")
+@pytest.mark.parametrize("m, dims", [(30, (4, 7)), (7, (12, 9)), (20, (12, 30)), (160, (130, 20))])
+@pytest.mark.parametrize("ridge", [0.0, (0.1, 1e-3)])
+def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
+    """Nothing is squared: ill-conditioned features lose no digits, and nothing waits."""
+    x, y = related(3, m, dims=dims)
+    x[2] *= torch.logspace(0, -7, dims[0])
+    x[:, :, 1] = x[:, :, 0]
+    x[1, 2, 0] = torch.nan
+    mask = torch.rand(3, m) > 0.1
+    mask[1] = True
+    expected = canonical_correlations(x, y, ridge=ridge, mask=mask)
+    monkeypatch.setattr(_cca_solver, "_use_extension", lambda x: True)
+    for solver_that_waits in ("svd", "svdvals", "eigh"):
+        monkeypatch.setattr(torch.linalg, solver_that_waits, lambda *_, **__: pytest.fail("waits"))
+    actual = canonical_correlations(x, y, ridge=ridge, mask=mask)
+    assert actual[1].isnan().all()
+    assert relative_error(actual[[0, 2]], expected[[0, 2]]) <= 1e-9
 
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])

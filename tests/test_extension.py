@@ -1,6 +1,8 @@
 """The compiled matrix roots: parity with float64 eigh, registration, the CUDA source."""
 
 import functools
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -59,21 +61,61 @@ def check_all(n: int, roots, inverse_roots, kinds=KINDS, device="cpu") -> None:
 @needs_extension
 @pytest.mark.parametrize("n", SIZES)
 def test_roots(n, op_device):
-    if op_device.type == "cuda" and not _extension.cuda_roots_fit(n, op_device):
-        pytest.skip("more than a block of this GPU holds")
     check_all(n, torch.ops.fastkd.sqrtm, torch.ops.fastkd.inv_sqrtm, device=op_device)
 
 
 @needs_extension
-@pytest.mark.parametrize("n", (1, 2, 3, 16, 31, 32, 33, 64))
-def test_jacobi_roots_of_the_gpu(n):
-    """The CUDA kernel's own source, one lane."""
+@pytest.mark.parametrize(
+    "n, warps", [(1, 1), (2, 2), (3, 1), (3, 5), (16, 3), (31, 1), (31, 4), (32, 2), (33, 3)]
+)
+def test_roots_as_on_a_gpu(n, warps):
+    """The CUDA kernel's own source; its lanes are threads, three a warp."""
     check_all(
         n,
-        lambda a: torch.ops.fastkd.jacobi_roots(a, False, 0.0),
-        lambda a, ridge: torch.ops.fastkd.jacobi_roots(a, True, ridge),
-        KINDS if n < 32 else ["condition 1", "condition 1e+08", "rank-deficient", "repeated"],
+        lambda a: torch.ops.fastkd.roots_by_threads(a, False, 0.0, warps),
+        lambda a, ridge: torch.ops.fastkd.roots_by_threads(a, True, ridge, warps),
+        KINDS if n < 31 else ["condition 1", "condition 1e+08", "rank-deficient", "repeated"],
     )
+
+
+@needs_extension
+@pytest.mark.parametrize("n", [0, 1, 2, 33, 129, 300])
+def test_eigenvalues_and_vectors(n, op_device):
+    """Of matrices that are not positive as well."""
+    a = torch.randn(3, n, n).double()
+    a[1] = a[1].tril().mT @ a[1].tril()
+    a[2] = torch.eye(n)
+    values, vectors = (x.cpu() for x in torch.ops.fastkd.eigh((a + a.mT).to(op_device)))
+    assert (values.diff() >= 0).all()
+    assert relative_error(values, torch.linalg.eigvalsh(a + a.mT)) <= 1e-13
+    assert relative_error((vectors * values.unsqueeze(-2)) @ vectors.mT, a + a.mT) <= 1e-13
+    assert relative_error(vectors.mT @ vectors, torch.eye(n).expand(3, n, n)) <= 1e-13
+
+
+def test_no_lane_of_a_gpu_races_another(tmp_path):
+    """The CUDA kernel's source on threads, watched by ThreadSanitizer; and with a barrier less."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source = (ROOT / "csrc/eigen_lanes.h").read_text()
+    barriers = [match.start() for match in re.finditer(r"lanes\.sync\(\);", source)]
+    for i, barrier in enumerate((None, barriers[0], barriers[2])):
+        folder = tmp_path / str(i)
+        shutil.copytree(ROOT / "csrc", folder / "csrc")
+        (folder / "tests").mkdir()
+        shutil.copy(ROOT / "tests/lane_races.cpp", folder / "tests")
+        if barrier is not None:
+            without = source[:barrier] + source[barrier:].replace("lanes.sync();", ";", 1)
+            (folder / "csrc/eigen_lanes.h").write_text(without)
+        command = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", "tests/lane_races.cpp"]
+        built = subprocess.run([*command, "-o", "races"], cwd=folder, capture_output=True)
+        if built.returncode:
+            pytest.skip("the compiler has no ThreadSanitizer")
+        run = subprocess.run(["./races"], cwd=folder, capture_output=True, text=True, timeout=120)
+        if "FATAL: ThreadSanitizer" in run.stderr:
+            pytest.skip("ThreadSanitizer can't run here")
+        assert barrier is not None or not run.stdout, run.stdout
+        assert ("data race" in run.stderr) == (barrier is not None), run.stderr
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -113,7 +155,8 @@ def test_bad_numbers_stay_in_their_matrix(value, op_device):
         for result in (
             torch.ops.fastkd.sqrtm(a.to(op_device)),
             torch.ops.fastkd.inv_sqrtm(a.to(op_device), 0.0),
-            torch.ops.fastkd.jacobi_roots(a, False, 0.0),
+            torch.ops.fastkd.eigh(a.to(op_device)),
+            torch.ops.fastkd.roots_by_threads(a, False, 0.0, 2),
             linalg._roots_by_eigh(a, False, 0.0),
         ):
             for x in result:
@@ -123,6 +166,8 @@ def test_bad_numbers_stay_in_their_matrix(value, op_device):
 
 @needs_extension
 def test_bad_input_is_named():
+    with pytest.raises(RuntimeError, match="a must be float64"):
+        torch.ops.fastkd.eigh(torch.eye(2, dtype=torch.float32))
     for op in (torch.ops.fastkd.sqrtm, lambda a: torch.ops.fastkd.inv_sqrtm(a, 0.0)):
         with pytest.raises(RuntimeError, match="a must hold square matrices"):
             op(torch.ones(2, 3))
@@ -141,7 +186,9 @@ def test_opcheck(op_device):
         torch.library.opcheck(torch.ops.fastkd.sqrtm.default, (here,))
         torch.library.opcheck(torch.ops.fastkd.sqrtm.default, (here[:0],))
         torch.library.opcheck(torch.ops.fastkd.inv_sqrtm.default, (here, 0.1))
-        torch.library.opcheck(torch.ops.fastkd.jacobi_roots.default, (a.to(dtype), True, 0.1))
+        threads = torch.ops.fastkd.roots_by_threads.default
+        torch.library.opcheck(threads, (a.to(dtype), True, 0.1, 2))
+    torch.library.opcheck(torch.ops.fastkd.eigh.default, (a.to(op_device),))
 
 
 @needs_extension

@@ -117,7 +117,7 @@ def test_sdist_to_wheel_to_install(source, python, tmp_path):
     assert {
         "csrc/roots.cpp",
         "csrc/roots.cu",
-        "csrc/jacobi.h",
+        "csrc/eigen_lanes.h",
         "fastkd/kernels/projection.py",
     } <= names
 

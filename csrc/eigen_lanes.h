@@ -1,0 +1,294 @@
+// Eigenvalues and eigenvectors of one symmetric matrix by many lanes: those of a CUDA block, or
+// threads on the CPU, where the tests run it. The steps are those of tridiagonal.h, in double
+// precision throughout.
+//
+// Reflections and the product of all reflectors: a warp takes a row, its lanes the row's elements.
+// Rotations: lane 0 finds those of the next sweep while the others apply the last sweep's, each lane
+// to columns of its own. Two barriers a reflection, one a sweep.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#ifdef __CUDACC__
+#define FASTKD_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FASTKD_HOST_DEVICE inline
+#endif
+
+namespace fastkd {
+
+constexpr int kMostWarps = 32;
+constexpr int kMostSweeps = 60;  // for one eigenvalue
+
+// The rotations of rows end − 1 to low, each with the row after it. Negative: there are no more.
+struct Sweep {
+  int low, end;
+};
+
+constexpr int kConverged = -1, kFailed = -2;
+
+// Memory of one matrix. In two parts: the matrices may lie where there is more room.
+struct EigenScratch {
+  int64_t n;
+  double* a;           // (n, n), then the reflectors, then the rotations of two sweeps
+  double* rows;        // (n, n), row k the eigenvector of diagonal[k]
+  double* diagonal;    // (n)
+  double* off;         // (n), off[i] couples i and i + 1
+  double* reflectors;  // (2, n) the last and the next
+  double* products;    // (2, n) the matrix times them
+  double* partial;     // (kMostWarps)
+  Sweep* sweeps;       // (2)
+
+  static FASTKD_HOST_DEVICE int64_t matrix(int64_t n) { return n < 4 ? 4 * n : n * n; }
+
+  static FASTKD_HOST_DEVICE size_t matrices_size(int64_t n) {
+    return size_t(2 * matrix(n)) * sizeof(double);
+  }
+
+  static FASTKD_HOST_DEVICE size_t vectors_size(int64_t n) {
+    return size_t(6 * n + kMostWarps) * sizeof(double) + 2 * sizeof(Sweep);
+  }
+
+  FASTKD_HOST_DEVICE EigenScratch(int64_t n, void* matrices, void* vectors) : n(n) {
+    a = static_cast<double*>(matrices);
+    rows = a + matrix(n);
+    diagonal = static_cast<double*>(vectors);
+    off = diagonal + n;
+    reflectors = off + n;
+    products = reflectors + 2 * n;
+    partial = products + 2 * n;
+    sweeps = reinterpret_cast<Sweep*>(partial + kMostWarps);
+  }
+
+  FASTKD_HOST_DEVICE double* cosines(int buffer) const { return a + 2 * buffer * n; }
+  FASTKD_HOST_DEVICE double* sines(int buffer) const { return a + (2 * buffer + 1) * n; }
+};
+
+// a ← (A + Aᵀ)/2 divided by the sum of its magnitudes, which is returned: no square overflows, and
+// it is NaN or inf if anything in the matrix is.
+template <typename T, typename Lanes>
+FASTKD_HOST_DEVICE double load(const T* in, const EigenScratch& s, const Lanes& lanes) {
+  const int64_t n = s.n;
+  double total = 0;
+  for (int64_t e = lanes.index; e < n * n; e += lanes.count) {
+    const double x = double(in[e]) / 2 + double(in[(e % n) * n + e / n]) / 2;
+    total += fabs(x);
+    s.a[e] = x;
+  }
+  total = lanes.warp_sum(total);
+  if (lanes.index % Lanes::kWarp == 0) s.partial[lanes.index / Lanes::kWarp] = total;
+  lanes.sync();
+  total = 0;
+  for (int i = 0; i < lanes.count / Lanes::kWarp; ++i) total += s.partial[i];
+  const double inverse = total > 0 ? 1 / total : 1.0;
+  for (int64_t e = lanes.index; e < n * n; e += lanes.count) s.a[e] *= inverse;
+  for (int64_t i = lanes.index; i < n; i += lanes.count) {
+    s.reflectors[i] = s.products[i] = 0;
+  }
+  lanes.sync();
+  return total;
+}
+
+// Row k of a, from column k + 1 on, becomes reflector k, and a[k, k] its 2 / uᵀu.
+//
+// A reflection changes the trailing rows by u·pᵀ + p·uᵀ with p = q − half·u, q the scaled product of
+// matrix and u. The change is made while the next product is summed up: one pass over the matrix.
+template <typename Lanes>
+FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes) {
+  const int64_t n = s.n;
+  const int lane = lanes.index % Lanes::kWarp, warp = lanes.index / Lanes::kWarp;
+  const int warps = lanes.count / Lanes::kWarp;
+  double half = 0;
+  int last = 0;
+  for (int64_t k = 0; k + 1 < n; ++k) {
+    const double *u = s.reflectors + last * n, *q = s.products + last * n;
+    double* row = s.a + k * n;
+    const double u_k = u[k], p_k = q[k] - half * u_k;
+    const auto changed = [=](int64_t j) {
+      return row[j] - (u_k * (q[j] - half * u[j]) + p_k * u[j]);
+    };
+    double squares = 0;
+    for (int64_t j = k + 2 + lane; j < n; j += Lanes::kWarp) squares += changed(j) * changed(j);
+    squares = lanes.warp_sum(squares);
+    const double first = changed(k + 1);
+    const bool reflects = squares > std::numeric_limits<double>::min();
+    const double norm = sqrt(first * first + squares);
+    const double alpha = !reflects ? first : first > 0 ? -norm : norm;
+    const double scale = reflects ? 1 / (norm * norm - alpha * first) : 0.0;
+    double* next = s.reflectors + (1 - last) * n;
+    double* product = s.products + (1 - last) * n;
+    for (int64_t j = k + 1 + lanes.index; j < n; j += lanes.count) {
+      next[j] = changed(j) - (j == k + 1 ? alpha : 0.0);
+    }
+    if (lanes.index == 0) {
+      s.diagonal[k] = changed(k);
+      s.off[k] = alpha;
+    }
+    lanes.sync();
+    for (int64_t i = k + 1 + warp; i < n; i += warps) {
+      const double u_i = u[i], p_i = q[i] - half * u_i;
+      double* other = s.a + i * n;
+      double sum = 0;
+      for (int64_t j = k + 1 + lane; j < n; j += Lanes::kWarp) {
+        const double x = other[j] - (u_i * (q[j] - half * u[j]) + p_i * u[j]);
+        other[j] = x;
+        sum += x * next[j];
+      }
+      sum = lanes.warp_sum(sum);
+      if (lane == 0) product[i] = scale * sum;
+    }
+    for (int64_t j = k + 1 + lanes.index; j < n; j += lanes.count) row[j] = next[j];
+    if (lanes.index == 0) row[k] = scale;
+    lanes.sync();
+    last = 1 - last;
+    double sum = 0;
+    for (int64_t j = k + 1 + lane; j < n; j += Lanes::kWarp) {
+      sum += product[j] * next[j];
+    }
+    half = scale * lanes.warp_sum(sum) / 2;
+  }
+  if (lanes.index == 0) {
+    s.diagonal[n - 1] = s.a[n * n - 1];  // one number has nothing to reflect: no change is left
+    s.off[n - 1] = 0;
+  }
+}
+
+// rows ← the product of all reflections. No two warps share a row, no two lanes an element.
+template <typename Lanes>
+FASTKD_HOST_DEVICE void accumulate(const EigenScratch& s, const Lanes& lanes) {
+  const int64_t n = s.n;
+  const int lane = lanes.index % Lanes::kWarp;
+  for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
+    double* row = s.rows + i * n;
+    for (int64_t j = lane; j < n; j += Lanes::kWarp) row[j] = i == j;
+    for (int64_t k = (i < n - 1 ? i : n - 1) - 1; k >= 0; --k) {
+      const double* u = s.a + k * n;
+      const int64_t start = k + 1 + (lane - int(k + 1) % Lanes::kWarp + Lanes::kWarp) % Lanes::kWarp;
+      double sum = 0;
+      for (int64_t j = start; j < n; j += Lanes::kWarp) sum += row[j] * u[j];
+      const double factor = u[k] * lanes.warp_sum(sum);
+      for (int64_t j = start; j < n; j += Lanes::kWarp) row[j] -= factor * u[j];
+    }
+  }
+}
+
+// Implicit QL with Wilkinson shifts, one sweep at a time; lane 0's alone.
+class Rotations {
+ public:
+  FASTKD_HOST_DEVICE explicit Rotations(const EigenScratch& s) : s_(s) {}
+
+  FASTKD_HOST_DEVICE Sweep first(double* cosines, double* sines) {
+    for (int64_t i = 0; i < s_.n; ++i) {
+      const double size = fabs(s_.diagonal[i]) + fabs(s_.off[i]);
+      magnitude_ = size > magnitude_ ? size : magnitude_;
+    }
+    return next(cosines, sines);
+  }
+
+  // The next sweep's cosines and sines; changes diagonal and off.
+  FASTKD_HOST_DEVICE Sweep next(double* cosines, double* sines) {
+    double *d = s_.diagonal, *off = s_.off;
+    for (; low_ < s_.n; ++low_, count_ = 0) {
+      const int end = uncoupled_from();
+      if (end == low_) continue;
+      if (count_++ == kMostSweeps) return {kFailed, 0};
+      double g = (d[low_ + 1] - d[low_]) / (2 * off[low_]);
+      g = d[end] - d[low_] + off[low_] / (g + copysign(hypot(g, 1.0), g));
+      double sine = 1, cosine = 1, shift = 0;
+      for (int i = end - 1; i >= low_; --i) {
+        const double f = sine * off[i], b = cosine * off[i];
+        const double r = sqrt(f * f + g * g);
+        off[i + 1] = r;
+        if (r == 0) {
+          d[i + 1] -= shift;
+          off[end] = 0;
+          return {i + 1, end};
+        }
+        const double inverse = 1 / r;
+        cosines[i] = cosine = g * inverse;
+        sines[i] = sine = f * inverse;
+        g = d[i + 1] - shift;
+        const double t = (d[i] - g) * sine + 2 * cosine * b;
+        shift = sine * t;
+        d[i + 1] = g + shift;
+        g = cosine * t - b;
+      }
+      d[low_] -= shift;
+      off[low_] = g;
+      off[end] = 0;
+      return {low_, end};
+    }
+    return {kConverged, 0};
+  }
+
+ private:
+  // The first row from low on that the next one does not change.
+  FASTKD_HOST_DEVICE int uncoupled_from() const {
+    int end = low_;
+    for (; end + 1 < s_.n; ++end) {
+      const double neighbours = fabs(s_.diagonal[end]) + fabs(s_.diagonal[end + 1]);
+      const double least = magnitude_ / 16;
+      const double eps = std::numeric_limits<double>::epsilon();
+      if (fabs(s_.off[end]) <= eps * (neighbours > least ? neighbours : least)) break;
+    }
+    return end;
+  }
+
+  const EigenScratch& s_;
+  double magnitude_ = 0;
+  int low_ = 0, count_ = 0;
+};
+
+// Rows low to end of the columns that are this lane's, turned by one sweep.
+FASTKD_HOST_DEVICE void turn(const EigenScratch& s, Sweep sweep, int buffer, int first, int step) {
+  const double *cosines = s.cosines(buffer), *sines = s.sines(buffer);
+  for (int64_t j = first; j < s.n; j += step) {
+    double* column = s.rows + j;
+    double below = column[sweep.end * s.n];
+    for (int64_t i = sweep.end - 1; i >= sweep.low; --i) {
+      const double x = column[i * s.n];
+      column[(i + 1) * s.n] = sines[i] * x + cosines[i] * below;
+      below = cosines[i] * x - sines[i] * below;
+    }
+    column[sweep.low * s.n] = below;
+  }
+}
+
+// ``in`` = rowsᵀ·diag(scale·diagonal)·rows, in no order; the scale, NaN where there is none.
+template <typename T, typename Lanes>
+FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes& lanes) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double scale = load(in, s, lanes);
+  if (!(scale <= std::numeric_limits<double>::max())) return nan;  // the same in every lane
+  tridiagonalise(s, lanes);
+  accumulate(s, lanes);
+  lanes.sync();
+
+  // The first warp's other lanes would wait for lane 0.
+  const int idle = lanes.count > Lanes::kWarp ? Lanes::kWarp : 0;
+  Rotations rotations(s);
+  if (lanes.index == 0) s.sweeps[0] = rotations.first(s.cosines(0), s.sines(0));
+  lanes.sync();
+  for (int now = 0; s.sweeps[now].low >= 0; now = 1 - now) {
+    const Sweep sweep = s.sweeps[now];
+    if (lanes.index == 0) s.sweeps[1 - now] = rotations.next(s.cosines(1 - now), s.sines(1 - now));
+    if (lanes.index >= idle) turn(s, sweep, now, lanes.index - idle, lanes.count - idle);
+    lanes.sync();
+    if (s.sweeps[1 - now].low == kFailed) return nan;
+  }
+  return scale;
+}
+
+// Where value i comes in ascending order; equal values keep theirs.
+FASTKD_HOST_DEVICE int64_t place_of(const double* values, int64_t i, int64_t n) {
+  int64_t place = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    place += values[j] < values[i] || (values[j] == values[i] && j < i);
+  }
+  return place;
+}
+
+}  // namespace fastkd
