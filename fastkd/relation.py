@@ -22,6 +22,7 @@ from fastkd._numerics import (
     first_order_only,
     once_differentiable,
     upcast,
+    values_readable,
     working_dtype,
     zero_padding,
 )
@@ -50,8 +51,11 @@ def relation_loss_ref(
     distance: str = "pearson",
     temperature: float = 10.0,
     eps: float = 1e-8,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """`relation_loss` as the paper writes it: both (N, N) relations in full, autograd behind."""
+    if segments is not None:
+        [student, teacher], mask = _unpacked([student, teacher], mask, segments)
     F_s, F_t = upcast(student), upcast(teacher)  # (B, N, D)
     if mask is None:
         mask = torch.ones(F_s.shape[:2], dtype=torch.bool, device=F_s.device)
@@ -99,6 +103,7 @@ def relation_loss(
     distance: str = "pearson",
     temperature: float = 10.0,
     eps: float = 1e-8,
+    segments: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Distance between the relation matrices of student and teacher (FCD, eqs. 3-9).
@@ -121,6 +126,10 @@ def relation_loss(
             τ²·KL(softmax(R_t/τ) ‖ softmax(R_s/τ)) over all entries of a relation (eq. 11).
         temperature: τ of ``"kl"``.
         eps: added to the product of the two norms in Pearson's denominator, as in Figure 4.
+        segments: (B, N) integers, the document of each token where a row packs several: the loss
+            is that of the documents in rows of their own, padded. On the CPU (whatever the device
+            of the features) or the device. Values on a GPU or in a graph can't be read, and are
+            compared in all pairs: that takes N² numbers for each row, and (B·N)² over samples.
         backend: ``"auto"``, ``"torch"`` or ``"triton"`` (only ``"l2"`` with ``"pearson"``).
 
     Returns:
@@ -148,6 +157,7 @@ def relation_loss(
         distance=distance,
         temperature=temperature,
         eps=eps,
+        segments=segments,
         backend=backend,
     )
 
@@ -183,6 +193,8 @@ class FCDLoss(nn.Module):
         student: Tensor | Sequence[Tensor],
         teacher: Tensor | Sequence[Tensor],
         mask: Tensor | None = None,
+        *,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them."""
         return _weighted_relations(
@@ -193,6 +205,7 @@ class FCDLoss(nn.Module):
             distance=self.distance,
             temperature=self.temperature,
             eps=self.eps,
+            segments=segments,
             backend=self.backend,
         )
 
@@ -219,6 +232,7 @@ def _weighted_relations(
     distance: str,
     temperature: float,
     eps: float,
+    segments: Tensor | None,
     backend: str,
 ) -> Tensor:
     """Σ_over weights[over] · loss over ``over``, averaged over the layer pairs: the one way in."""
@@ -232,9 +246,19 @@ def _weighted_relations(
     mask = check_mask(mask, first.shape[:2], first.device)
     students = [student for student, _ in pairs]
     teachers = [teacher for _, teacher in pairs]
+    if segments is not None:
+        _check_segments(segments, first)
+    masked_pairs = segments is not None and not values_readable(segments)
+    if segments is not None and not masked_pairs:
+        unpacked, mask = _unpacked([*students, *teachers], mask, segments)
+        students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
+        pairs = list(zip(students, teachers, strict=True))
+    unsupported = _not_in_triton(pairs, normalize, distance)
+    if masked_pairs:
+        unsupported = "its kernels need segments whose values can be read, on the CPU"
     options = _Options(weights, len(pairs), normalize, distance, temperature, eps)
     with autocast_off(first):
-        if use_triton(backend, "relation_loss", first, _not_in_triton(pairs, normalize, distance)):
+        if use_triton(backend, "relation_loss", first, unsupported):
             left = _left_to_features(pairs, weights) if backend == "auto" else {}
             kernels = {over: weight for over, weight in weights.items() if over not in left}
             losses = [
@@ -245,10 +269,131 @@ def _weighted_relations(
                 if part
             ]
             return sum(losses[1:], losses[0])
+        if segments is not None and masked_pairs:
+            return _of_segments(students, teachers, mask, segments, options)
         if normalize == "softmax":
             students = [_softmax(first_order_only(x), mask) for x in students]
             teachers = [_softmax(x, mask) for x in teachers]
         return apply(_Relations, options, mask, *students, *teachers)
+
+
+def _check_segments(segments: Tensor, student: Tensor) -> None:
+    if not isinstance(segments, Tensor):
+        raise TypeError(f"segments must be a Tensor, got {type(segments).__name__}")
+    if segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool:
+        raise TypeError(f"segments must be integers, got {segments.dtype}")
+    check_shape("segments", segments, student.shape[:2], "the leading dimensions of student")
+    if segments.device not in (student.device, torch.device("cpu")):
+        raise ValueError(f"segments is on {segments.device} but student is on {student.device}")
+
+
+def _unpacked(
+    features: Sequence[Tensor], mask: Tensor | None, segments: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Features (B, N, D) with every document in a row of its own, and the mask of these rows."""
+    B, N = segments.shape
+    token = torch.arange(B * N)
+    # A document is a number of ``segments`` in one row; its tokens keep their order.
+    named = torch.stack((token // max(N, 1), segments.flatten().cpu()), 1)
+    _, document, lengths = torch.unique(named, dim=0, return_inverse=True, return_counts=True)
+    order = document.argsort(stable=True)
+    first = (lengths.cumsum(0) - lengths)[document[order]]
+    place = document[order], token - first
+    shape = len(lengths), int(lengths.max()) if B * N else 0
+    index = torch.zeros(shape, dtype=torch.long)
+    index[place] = order
+    there = torch.zeros(shape, dtype=torch.bool)
+    there[place] = True
+    device = features[0].device
+    index, there = index.to(device, non_blocking=True), there.to(device, non_blocking=True)
+    if mask is not None:
+        there = there & (mask.flatten() != 0)[index]
+    return [x.flatten(0, 1)[index] for x in features], there
+
+
+def _of_segments(
+    students: Sequence[Tensor],
+    teachers: Sequence[Tensor],
+    mask: Tensor | None,
+    segments: Tensor,
+    options: "_Options",
+) -> Tensor:
+    """The loss where values of ``segments`` can't be read: relations of all pairs, masked."""
+    loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
+    same = segments[:, :, None] == segments[:, None, :]  # (B, N, N)
+    position = same.tril(-1).sum(-1).view(1, -1)  # (1, B·N), in its document
+    valid = torch.ones_like(same[..., 0]) if mask is None else mask  # (B, N)
+    for over, weight in options.weights.items():
+        if weight == 0:
+            continue
+        whole = over == "samples"  # every token may meet every other
+        alike = position[:, :, None] == position[:, None, :] if whole else same
+        there = valid.view(1, -1) if whole else valid
+        alike = alike & there[:, :, None] & there[:, None, :]
+        for student, teacher in zip(students, teachers, strict=True):
+            y_s, y_t = (
+                _normalized(x.flatten(0, 1)[None] if whole else x, there, options.normalize)
+                for x in (first_order_only(student), teacher)
+            )
+            loss = loss + weight / options.layers * _mean_of_groups(y_s, y_t, alike, options)
+    return loss
+
+
+def _normalized(x: Tensor, mask: Tensor, normalize: str) -> Tensor:
+    x = zero_padding(upcast(x), mask)
+    if normalize == "l2":
+        return F.normalize(x, dim=-1)
+    if normalize == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:])
+    return x.softmax(-1) if normalize == "softmax" else x
+
+
+def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: "_Options") -> Tensor:
+    """Mean loss of the groups within each of (G, M, D) rows; ``alike`` (G, M, M) pairs them.
+
+    What a group has one of stands at each of its M_i rows, and sums over a group are products
+    with ``alike``: the same bits on every run. Autograd gives the gradient.
+    """
+    weight = alike.to(y_s.dtype)
+    size = weight.sum(-1)  # (G, M), of the group of each row
+    share = torch.where(size >= 2, 1 / size.clamp_min(1), 0)  # of each row in its group
+    size = size.clamp_min(1)
+
+    def group_sum(x: Tensor) -> Tensor:
+        return torch.bmm(weight, x[..., None]).squeeze(-1)
+
+    def relations(y: Tensor) -> Tensor:
+        """R_ij = s_i·s_j + h_i + h_j of centred rows s, less what a distance does not see."""
+        mean = torch.bmm(weight, y) / size[..., None]
+        rows = torch.where((size > 1)[..., None], y - mean, 0)
+        h = (rows * mean).sum(-1)
+        shift = mean.square().sum(-1) / 2 if options.distance == "mse" else -group_sum(h) / size
+        h = h + shift
+        R = torch.bmm(rows, rows.mT) + h[:, :, None] + h[:, None, :]
+        return torch.where(alike, R, 0)
+
+    R_s, R_t = relations(y_s), relations(y_t)
+    if options.distance == "pearson":
+        squares = [group_sum(R.square().sum(-1)) for R in (R_s, R_t)]
+        sigma_s, sigma_t = (torch.where(x > 0, x, 1).sqrt() * (x > 0) for x in squares)
+        a = R_s * _reciprocal(sigma_s)[..., None]
+        b = R_t * _reciprocal(sigma_t)[..., None]
+        losses = group_sum((b - a).square().sum(-1)) / 2
+        losses = (sigma_s * sigma_t * losses + options.eps) / (sigma_s * sigma_t + options.eps)
+    elif options.distance == "mse":
+        losses = group_sum((R_s - R_t).square().sum(-1)) / (2 * size.square())
+    else:
+        log_p_s, log_p_t = (_log_softmax_of_groups(R, alike, options) for R in (R_s, R_t))
+        kl = (log_p_t.exp() * (log_p_t - log_p_s)).masked_fill(~alike, 0).sum(-1)
+        losses = options.temperature**2 * group_sum(kl.to(size.dtype))
+    return (losses * share).sum() / share.sum().clamp_min(1)
+
+
+def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: "_Options") -> Tensor:
+    lowest = torch.finfo(torch.float64).min
+    logits = (R.double() / options.temperature).masked_fill(~alike, lowest)
+    rows = logits.logsumexp(-1)[:, None, :]  # (G, 1, M)
+    return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
 
 
 def _not_in_triton(

@@ -132,6 +132,8 @@ def relation() -> Calls:
             )
         inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
         yield Call(fastkd.FCDLoss, inputs, options)
+        packed = lambda: inputs() | {"segments": numbers(4, 16)}  # noqa: E731
+        yield Call(fastkd.FCDLoss, packed, options)
     for backend in ("torch", "triton"):
         inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
         yield Call(fastkd.FCDLoss, inputs, {"backend": backend})

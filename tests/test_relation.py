@@ -1,5 +1,6 @@
 """relation_loss and FCDLoss against the paper's Figure 4, the reference and their invariances."""
 
+import functools
 import itertools
 
 import pytest
@@ -604,6 +605,107 @@ def test_a_repeated_layer_compiles(backend, device, repeated):
     torch.testing.assert_close(
         torch.autograd.grad(actual, students[0]), torch.autograd.grad(expected, students[0])
     )
+
+
+class TestSegments:
+    """Packed rows cost what their documents cost in rows of their own."""
+
+    lengths = ((3, 4, 2), (5, 1, 3), (9,))  # of the documents of each row
+    N = 10  # the rest is padding
+
+    def documents(self, *sizes, dtype=torch.float64, device="cpu"):
+        """Documents in rows of their own, padded, and their mask."""
+        count, longest = sum(map(len, self.lengths)), max(map(max, self.lengths))
+        lengths = torch.tensor([n for row in self.lengths for n in row])
+        mask = torch.arange(longest) < lengths[:, None]
+        mask[1, 2] = mask[6, 0] = False  # a masked token keeps its place
+        padded = [features(count, longest, D, 0.5, dtype, device) for D in sizes]
+        return padded, mask.to(device)
+
+    def packed(self, padded, mask):
+        """The same documents one after the other in the rows, and their segments."""
+        rows, masks = [], []
+        segments = torch.full((len(self.lengths), self.N), 7)
+        documents = zip(padded, mask, strict=True)
+        for b, row in enumerate(self.lengths):
+            parts = [(x[:n], kept[:n]) for n, (x, kept) in zip(row, documents, strict=False)]
+            rest = self.N - sum(row)
+            rows.append(
+                torch.cat(
+                    [
+                        *(x for x, _ in parts),
+                        padded.new_full((rest, padded.shape[-1]), float("nan")),
+                    ]
+                )
+            )
+            masks.append(torch.cat([*(kept for _, kept in parts), mask.new_zeros(rest)]))
+            numbers = [n for n, length in zip((4, -2, 9), row, strict=False) for _ in range(length)]
+            segments[b, : len(numbers)] = torch.tensor(numbers)
+        return torch.stack(rows), torch.stack(masks), segments
+
+    def both(self, loss, dtype, device, readable):
+        """Value and gradient of the documents, once in rows of their own and once packed."""
+        (student, teacher), mask = self.documents(8, 5, dtype=dtype, device=device)
+        expected, dx = value_and_grad(loss, student, teacher, mask)
+        packed_student, packed_mask, segments = self.packed(student, mask)
+        packed_teacher, _, _ = self.packed(teacher, mask)
+        if not readable:
+            segments = segments.to(device)
+        actual, packed_dx = value_and_grad(
+            lambda *arguments: loss(*arguments, segments=segments),
+            packed_student,
+            packed_teacher,
+            packed_mask,
+        )
+        return (actual, packed_dx), (expected, self.packed(dx, mask)[0].nan_to_num())
+
+    @pytest.mark.parametrize("readable", [True, False])
+    @pytest.mark.parametrize("over", OVER)
+    @pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
+    def test_equal_unpacked_rows(self, device, over, normalize, distance, readable, monkeypatch):
+        if not readable:
+            monkeypatch.setattr("fastkd.relation.values_readable", lambda x: False)
+        options = {"over": over, "normalize": normalize, "distance": distance, "temperature": 0.7}
+
+        def loss(*arguments, **kwargs):
+            return relation_loss(*arguments, **kwargs, **options, backend="torch")
+
+        actual, expected = self.both(loss, torch.float64, device, readable)
+        torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(actual[1], expected[1], rtol=1e-10, atol=1e-12)
+
+    def test_fcd_loss(self, backend, device):
+        actual, expected = self.both(
+            FCDLoss(0.3, 2.0, backend=backend), torch.float32, device, True
+        )
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+    def test_reference(self):
+        for over in OVER:
+            loss = functools.partial(relation_loss_ref, over=over)
+            actual, expected = self.both(loss, torch.float64, "cpu", True)
+            torch.testing.assert_close(actual, expected)
+
+    def test_in_a_graph(self, device):
+        loss = FCDLoss()
+        (student, teacher), mask = self.documents(8, 5, dtype=torch.float32, device=device)
+        student, packed_mask, segments = self.packed(student, mask)
+        teacher, segments = self.packed(teacher, mask)[0], segments.to(device)
+        expected = value_and_grad(loss, student, teacher, packed_mask, segments=segments)
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        actual = value_and_grad(compiled, student, teacher, packed_mask, segments=segments)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+    def test_bad_segments(self):
+        student = torch.randn(2, 5, 8)
+        with pytest.raises(ValueError, match=r"segments must have shape \(2, 5\)"):
+            relation_loss(student, student, segments=torch.zeros(2, 4, dtype=torch.long))
+        with pytest.raises(TypeError, match=r"segments must be integers, got torch\.float32"):
+            relation_loss(student, student, segments=torch.zeros(2, 5))
+        empty = torch.randn(2, 0, 8)
+        assert relation_loss(empty, empty, segments=torch.zeros(2, 0, dtype=torch.long)) == 0
+        with pytest.raises(TypeError, match="segments must be a Tensor, got list"):
+            relation_loss(student, student, segments=[0] * 5)
 
 
 class TestFCDLoss:
