@@ -17,7 +17,14 @@ from fastkd._checks import (
     check_shape,
 )
 from fastkd._dispatch import BACKENDS, use_triton
-from fastkd._numerics import apply, autocast_off, once_differentiable, upcast, working_dtype
+from fastkd._numerics import (
+    apply,
+    autocast_off,
+    once_differentiable,
+    saveable,
+    upcast,
+    working_dtype,
+)
 
 REDUCTIONS = ("mean", "batchmean", "sum")
 
@@ -98,9 +105,23 @@ def _lu_factor(a: Tensor) -> tuple[Tensor, Tensor]:
 
 def _inverse(a: Tensor) -> Tensor:
     """Inverses of (*, n, n), with the precautions of `_lu_factor`."""
-    if a.device.type != "cpu" or a.dim() == 2 or a.numel() == 0:
+    if a.device.type != "cpu" or a.dim() == 2:
         return torch.linalg.inv_ex(a).inverse
-    return torch.stack([torch.linalg.inv_ex(m).inverse for m in a.flatten(0, -3)]).view(a.shape)
+    return _inverse_one_by_one(a.flatten(0, -3)).view(a.shape)
+
+
+# An operator, since a loop in Python would fix the number of matrices in a compiled graph.
+@torch.library.custom_op("fastkd::inverse_one_by_one", mutates_args=())
+def _inverse_one_by_one(a: Tensor) -> Tensor:
+    inverse = torch.empty_like(a, memory_format=torch.contiguous_format)
+    for matrix, out in zip(a, inverse, strict=True):
+        out.copy_(torch.linalg.inv_ex(matrix).inverse)
+    return inverse
+
+
+@_inverse_one_by_one.register_fake
+def _(a):
+    return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
 def _solve(factors: tuple[Tensor, ...], layer: int, x: Tensor, adjoint: bool = False) -> Tensor:
@@ -276,7 +297,7 @@ class OrthogonalProjection(nn.Module):
         check_floating("x", x)
         if x.shape[-1] != self.in_dim:
             raise ValueError(f"x must have {self.in_dim} columns (in_dim), got {tuple(x.shape)}")
-        rows = x.reshape(-1, self.in_dim)
+        rows = saveable(x).reshape(-1, self.in_dim)
         if self.orthogonal and _is_few(rows, self.raw):
             (projected,) = _project_rows([rows], [self])
         else:
@@ -384,7 +405,8 @@ def layer_norm_mse(
     check_like("y", y, "x", x)
     check_number("eps", eps, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
-    options = _Options(float(eps), _divisor(x, reduction))
+    options = _Options(float(eps), reduction)
+    x, y = saveable(x), saveable(y)
     rows, D = x.shape[:-1].numel(), x.shape[-1]
     if use_triton(backend, "layer_norm_mse", x, _why_not_triton(x)):
         return apply(_LayerNormMSETriton, options, x.reshape(rows, D), y.reshape(rows, D))
@@ -408,7 +430,7 @@ def _divisor(x: Tensor, reduction: str) -> int:
 @dataclass(frozen=True)
 class _Options:
     eps: float
-    divisor: int
+    reduction: str
 
 
 class _LayerNormMSE(torch.autograd.Function):
@@ -423,14 +445,14 @@ class _LayerNormMSE(torch.autograd.Function):
             total = difference.square().sum(-1).sum()
         ctx.save_for_backward(x, y, difference, mean_x, rstd_x, mean_y, rstd_y)
         ctx.options = options
-        return total / (2 * options.divisor)
+        return total / (2 * _divisor(x, options.reduction))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, y, difference, mean_x, rstd_x, mean_y, rstd_y = ctx.saved_tensors
         with autocast_off(x):
-            difference = difference * (grad / ctx.options.divisor)
+            difference = difference * (grad / _divisor(x, ctx.options.reduction))
             dx = dy = None
             if ctx.needs_input_grad[1]:
                 dx = _normalise_backward(difference, x, mean_x, rstd_x)
@@ -459,7 +481,8 @@ class _LayerNormMSETriton(torch.autograd.Function):
         from fastkd.kernels.projection import layer_norm_mse_forward
 
         x, y = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, y))
-        loss, stats = layer_norm_mse_forward(x, y, options.eps, options.divisor)
+        divisor = _divisor(x, options.reduction)
+        loss, stats = layer_norm_mse_forward(x, y, options.eps, divisor)
         ctx.save_for_backward(x, y, stats)
         ctx.options = options
         return loss
@@ -471,7 +494,8 @@ class _LayerNormMSETriton(torch.autograd.Function):
 
         needs_dx, needs_dy = ctx.needs_input_grad[1:]
         x, y, stats = ctx.saved_tensors
-        grads = layer_norm_mse_backward(x, y, stats, grad, ctx.options.divisor, needs_dx, needs_dy)
+        divisor = _divisor(x, ctx.options.reduction)
+        grads = layer_norm_mse_backward(x, y, stats, grad, divisor, needs_dx, needs_dy)
         return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
 
 

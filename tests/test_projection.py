@@ -459,6 +459,125 @@ def test_layer_norm_mse_bad_input():
         layer_norm_mse(x, y, eps=-1.0)
 
 
+def test_layer_norm_mse_of_one_tensor_twice(backend, device):
+    x, _ = make_pair(3, 6, device=device)
+    x.requires_grad_()
+    for call in (lambda x: (x, x), lambda x: (x, x.detach()), lambda x: (x.detach(), x.detach())):
+
+        def loss(x, call=call):
+            return layer_norm_mse(*call(x), backend=backend)
+
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        assert compiled(x).item() == loss(x).item() == 0
+
+
+# Sizes that change
+
+
+def count_graphs(function, calls):
+    """How many graphs torch.compile makes of the calls' arguments; forward and backward run."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    for arguments in calls:
+        result = compiled(*arguments)
+        torch.testing.assert_close(result, function(*arguments), rtol=1e-4, atol=1e-5)
+        result.sum().backward()
+    return len(graphs)
+
+
+def learns(*shape, device="cpu"):
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+def test_layer_norm_mse_sizes_share_two_graphs(backend, device, reduction):
+    loss = functools.partial(layer_norm_mse, reduction=reduction, backend=backend)
+    for make in (lambda n: (n, 8), lambda n: (3, n, 8), lambda n: (4, n)):
+        calls = [[learns(*make(n), device=device) for _ in "xy"] for n in (4, 5, 9, 33)]
+        assert count_graphs(loss, calls) <= 2
+
+
+@pytest.mark.parametrize("make", [lambda n: (n, n), lambda n: (n, 4, 4), lambda n: (2, n, 4, 4)])
+def test_cayley_sizes_share_two_graphs(make):
+    assert count_graphs(cayley, [(learns(*make(n)),) for n in (4, 5, 9, 33)]) <= 2
+
+
+@pytest.mark.parametrize("is_orthogonal", [True, False])
+def test_projection_sizes_share_two_graphs(backend, device, is_orthogonal):
+    """Up to as many rows as columns; more are multiplied by W, one more graph."""
+    module = OrthogonalProjection(16, 16, orthogonal=is_orthogonal, backend=backend).to(device)
+    for leading in (lambda n: (n,), lambda n: (2, n)):
+        calls = [(learns(*leading(n), 16, device=device),) for n in (4, 5, 7, 8)]
+        assert count_graphs(module, calls) <= 2
+
+
+@pytest.mark.parametrize("make", [lambda n: (n, 3), lambda n: (3, n)], ids=["samples", "tokens"])
+def test_dual_loss_sizes_share_two_graphs(backend, device, make):
+    module = DualProjectionLoss(16, 12, backend=backend).to(device)
+    calls = [
+        (learns(*make(n), 16, device=device), torch.randn(*make(n), 12), torch.ones(*make(n)))
+        for n in (4, 5, 9, 15)
+    ]
+    calls = [
+        tuple(x.to(device) if x.is_leaf and not x.requires_grad else x for x in c) for c in calls
+    ]
+    assert count_graphs(module, calls) <= 2
+
+
+def test_teachers_made_in_inference_mode(backend, device):
+    with torch.inference_mode():
+        x = torch.randn(4, 6, device=device)
+        tokens, mask = torch.randn(4, 3, 6, device=device), torch.ones(4, 3, device=device)
+    layer_norm_mse(learns(4, 6, device=device), x, backend=backend).backward()
+    layer_norm_mse(x, learns(4, 6, device=device), backend=backend).backward()
+    for is_orthogonal in (True, False):
+        module = DualProjectionLoss(8, 6, orthogonal=is_orthogonal, backend=backend).to(device)
+        module(learns(4, 3, 8, device=device), tokens, mask).backward()
+        for rows in (x, x.repeat(5, 1)):  # solved for, and multiplied by W
+            module.teacher_projection(rows).sum().backward()
+
+
+def test_meta_device():
+    def meta(*shape):
+        return torch.randn(*shape, device="meta", requires_grad=True)
+
+    layer_norm_mse(meta(4, 6), meta(4, 6)).backward()
+    assert cayley(meta(3, 4, 4)).shape == (3, 4, 4)
+    for rows in (4, 20):
+        module = DualProjectionLoss(8, 6).to("meta")
+        module(meta(rows, 3, 8), meta(rows, 3, 6).detach(), meta(rows, 3).detach() > 0).backward()
+    with pytest.raises(ValueError, match="on meta, and Triton kernels run on CUDA"):
+        layer_norm_mse(meta(4, 6), meta(4, 6), backend="triton")
+
+
+@pytest.mark.parametrize("is_orthogonal", [True, False])
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_padded_samples_never_reach_the_projections(backend, device, is_orthogonal, rows, bad):
+    module = randomise(DualProjectionLoss(6, 4, orthogonal=is_orthogonal, backend=backend)).to(
+        device
+    )
+    mask = torch.arange(rows, device=device) % 3 != 1
+    results = []
+    for padding in (0.0, bad):
+        torch.manual_seed(1)
+        student, teacher = (
+            torch.randn(rows, size, device=device).masked_fill(~mask[:, None], padding)
+            for size in (6, 4)
+        )
+        student.requires_grad_()
+        loss = module(student, teacher, mask)
+        results.append((loss, *dual_grads(loss, module, student)))
+    for clean, padded in zip(*results, strict=True):
+        torch.testing.assert_close(padded, clean, rtol=1e-5, atol=1e-7)
+
+
 # DualProjectionLoss
 
 
