@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastkd.distill import methods
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.layers import layer_map, select_layers
 from fastkd.distill.method import Method, Term
@@ -35,6 +36,7 @@ __all__ = [
     "Method",
     "SoftTargets",
     "Step",
+    "TeacherCache",
     "Term",
     "layer_map",
     "method_by_name",

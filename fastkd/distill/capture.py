@@ -34,7 +34,35 @@ class Kept(NamedTuple):
     qkv: dict[int, QKV]
 
 
-class Backbone:
+class Model:
+    """What a method asks about a model: its sizes, its head, its sentence token."""
+
+    class_name: str
+    num_layers: int
+    hidden_size: int
+    has_head: bool
+    output_size: int | None
+    per_token: bool
+    sentence_last: bool
+
+    def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The token that the classification head reads, (B, D) of (B, N, D).
+
+        The first one in encoders; in decoders and XLNet the last real one, padded on either side.
+        """
+        if not self.sentence_last:
+            return hidden[:, 0]
+        if mask is None:
+            return hidden[:, -1]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        last = (positions * mask).argmax(-1)  # (B,)
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+
+    def check_eager(self, method: str) -> None:
+        """Raise unless the model computes attention maps that can be kept."""
+
+
+class Backbone(Model):
     """Where a transformers encoder or decoder keeps its blocks, embeddings and sentence token.
 
     Layer 0 is what enters the first block, layer l what leaves block l, and the last layer what
@@ -54,6 +82,12 @@ class Backbone:
             )
         self.model, self.inner, self.base, self.config = model, inner, base, config
         self.has_head = base is not inner
+        self.class_name = type(inner).__name__
+        vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
+        #: Labels or vocabulary entries that the head tells apart, where it says so.
+        self.output_size = _rows(vocabulary_head) if vocabulary_head else config.num_labels
+        #: Whether the head predicts something for each token.
+        self.per_token = bool(vocabulary_head) or self.class_name.endswith("ForTokenClassification")
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = int(config.hidden_size)
         # ALBERT calls a few groups of weights again and again: its layers are calls.
@@ -92,12 +126,6 @@ class Backbone:
         if problem is None and self.has_head and self.config.num_labels == 1:
             return "regression"
         return problem
-
-    @property
-    def per_token(self) -> bool:
-        """Whether the head predicts something for each token."""
-        vocabulary_head = self.inner.get_output_embeddings() is not None  # type: ignore[operator]
-        return vocabulary_head or type(self.inner).__name__.endswith("ForTokenClassification")
 
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches and without inputs that it doesn't know."""
@@ -168,19 +196,6 @@ class Backbone:
                 f'{self._name} with attn_implementation="eager", or call '
                 f'{self._name}.set_attn_implementation("eager")'
             )
-
-    def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """The token that the classification head reads, (B, D) of (B, N, D).
-
-        The first one in encoders; in decoders and XLNet the last real one, padded on either side.
-        """
-        if not self.sentence_last:
-            return hidden[:, 0]
-        if mask is None:
-            return hidden[:, -1]
-        positions = torch.arange(hidden.shape[1], device=hidden.device)
-        last = (positions * mask).argmax(-1)  # (B,)
-        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
 
 
 @contextlib.contextmanager
@@ -320,6 +335,11 @@ def replaced_embeddings(
         yield changed
     finally:
         handle.remove()
+
+
+def _rows(head: nn.Module) -> int | None:
+    weight = getattr(head, "weight", None)
+    return None if weight is None else int(weight.shape[0])
 
 
 def _find_blocks(

@@ -1,6 +1,7 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fastkd._checks import check_number
 from fastkd._numerics import upcast
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
+from fastkd.distill.cache import TeacherCache, wanted_of, write_cache
 from fastkd.distill.capture import QKV, Backbone, Kept, Wanted, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
 from fastkd.distill.method import Method, Term, weighted
@@ -56,7 +58,8 @@ class Distiller(nn.Module):
     needs ``find_unused_parameters=True`` where a head or pooler goes unused.
 
     Args:
-        teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place.
+        teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place. Or what one
+            said before: a `TeacherCache`.
         student: another one, which takes the same inputs.
         method: see `fastkd.distill.methods`.
         gather: compare the samples of all processes, as one process with the whole batch would:
@@ -88,7 +91,7 @@ class Distiller(nn.Module):
 
     def __init__(
         self,
-        teacher: "PreTrainedModel",
+        teacher: "PreTrainedModel | TeacherCache",
         student: "PreTrainedModel",
         method: Method,
         *,
@@ -98,7 +101,9 @@ class Distiller(nn.Module):
         super().__init__()
         if not isinstance(method, Method):
             raise TypeError(f"method must be a fastkd.distill method, got {type(method).__name__}")
-        backbones = Backbone(teacher, "teacher"), Backbone(student, "student")
+        self._student_backbone = Backbone(student, "student")
+        cached = isinstance(teacher, TeacherCache)
+        self._teacher_backbone: Any = teacher.model if cached else Backbone(teacher, "teacher")
         shared = {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(
@@ -108,11 +113,12 @@ class Distiller(nn.Module):
         self.teacher, self.student, self.method = teacher, student, method
         self.gather, self.group = gather, group
         self._progress: float | None = None
-        self._teacher_backbone, self._student_backbone = backbones
-        method.build(*backbones)
+        method.build(self._teacher_backbone, self._student_backbone)
+        if isinstance(teacher, TeacherCache):
+            teacher.serve(method)
         teacher.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
-        method.to(device=next(student.parameters()).device, dtype=backbones[1].dtype)
+        method.to(device=next(student.parameters()).device, dtype=self._student_backbone.dtype)
         self.train()  # from_pretrained gives models in eval mode
         self.register_state_dict_post_hook(_leave_teacher_out)
         self.register_load_state_dict_post_hook(_expect_no_teacher)
@@ -145,7 +151,36 @@ class Distiller(nn.Module):
         Args:
             batches: dicts of model inputs; read once, only if the method needs them.
         """
-        self.method.prepare(self.teacher, batches)
+        if not isinstance(self.teacher, TeacherCache):  # chosen before it was written
+            self.method.prepare(self.teacher, batches)
+
+    def cache_teacher(
+        self,
+        batches: Batches,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        shard_bytes: int = 2**28,
+    ) -> TeacherCache:
+        """Write what the method needs of the teacher for each sample into a folder.
+
+        Samples that are there already are passed over, so an interrupted call can be repeated and
+        several processes may write their parts of the data at once.
+
+        Args:
+            batches: dicts of arguments as in `forward`, ``input_ids`` among them.
+            path: the folder; a new one, or one that the same teacher began.
+            tokenizer: a transformers tokenizer, whose vocabulary is then remembered.
+            shard_bytes: about how many bytes to hold before a file is written.
+
+        Returns:
+            The cache, to be used in the teacher's place: see `TeacherCache`.
+
+        Raises:
+            ValueError: the folder was written by another teacher, tokenizer or method; the
+                message says what differs.
+        """
+        return write_cache(self, batches, path, tokenizer, shard_bytes)
 
     @property  # type: ignore[override]
     def training(self) -> bool:
@@ -275,18 +310,22 @@ class Distiller(nn.Module):
         segments: Tensor | None,
     ) -> "Part":
         mask = _token_mask(batch)
-        documents = find_documents(_batch_shape(batch, mask), mask, batch, segments)
+        shape = _batch_shape(batch, mask)
+        documents = find_documents(shape, mask, batch, segments)
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
         if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
             targets = batch["start_positions"], batch["end_positions"]
-        return Part(batch, targets, num_items, mask, documents)
+        return Part(batch, targets, num_items, shape, mask, documents)
 
     def _run_teacher(self, part: "Part") -> Outputs:
         if not self.method.uses_teacher:
             return Outputs({}, None)
-        inputs = {name: value for name, value in part.batch.items() if name not in SPAN_LABELS}
+        if isinstance(self.teacher, TeacherCache):
+            device = next(self.student.parameters()).device
+            return self.teacher.outputs(part, wanted_of(self.method), device)
         with torch.no_grad():
-            return _run(self._teacher_backbone, inputs, self.method.wanted("teacher"), part)
+            wanted = self.method.wanted("teacher")
+            return _run(self._teacher_backbone, part.teacher_inputs, wanted, part)
 
     def _run_student(self, part: "Part") -> Outputs:
         return _run(self._student_backbone, part.batch, self.method.wanted("student"), part)
@@ -369,8 +408,22 @@ class Part:
     batch: dict[str, Any]
     labels: Tensor | tuple[Tensor, Tensor] | None
     num_items: float | Tensor | None
+    shape: tuple[int, int] | None  # (B, N) of the tokens
     mask: Tensor | None
     documents: Documents | None
+
+    @property
+    def token_mask(self) -> Tensor:
+        """`mask`, also where there is none."""
+        if self.mask is not None:
+            return self.mask
+        assert self.shape is not None
+        return torch.ones(self.shape, dtype=torch.bool)
+
+    @property
+    def teacher_inputs(self) -> dict[str, Any]:
+        """Inputs without targets."""
+        return {name: value for name, value in self.batch.items() if name not in SPAN_LABELS}
 
 
 def _detached(logits: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd.analysis.layers import Batches
-from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.layers import resolve_layers
 from fastkd.distill.step import Step, check_head, check_same_head
 
@@ -77,6 +77,9 @@ class Method(nn.Module):
     logit_terms: tuple[str, ...] = ("task", "soft")
     #: Whether a term compares with the teacher; it isn't run otherwise.
     uses_teacher: bool = True
+    #: What is compared of the teacher's hidden states: "tokens", or one row a sample, "cls" or
+    #: "mean" as `Step.pooled` gives it. A teacher's cache then keeps only that.
+    teacher_pool: str = "tokens"
     #: Train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
     #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
@@ -113,7 +116,7 @@ class Method(nn.Module):
         kept = (getattr(self, f"{side}_{what}") for what in ("layers", "attentions", "qkv"))
         return Wanted(*map(tuple, kept))
 
-    def build(self, teacher: Backbone, student: Backbone) -> None:
+    def build(self, teacher: Model, student: Backbone) -> None:
         """Create the trainable parts for these two models; a second call must be of like sizes."""
         name = type(self).__name__
         sizes = (
@@ -140,16 +143,16 @@ class Method(nn.Module):
             if kept:
                 backbone.check_eager(name)
 
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
         """Say what to keep of both models; nothing by default."""
 
-    def pair_layers(self, layers: Layers, teacher: Backbone, student: Backbone) -> None:
+    def pair_layers(self, layers: Layers, teacher: Model, student: Backbone) -> None:
         """Compare each student layer with a teacher layer: "uniform", "top", "bottom", or a list
         of one teacher layer for each student layer."""
         self.student_layers = list(range(1, student.num_layers + 1))
         self.teacher_layers = resolve_layers(layers, teacher.num_layers, student.num_layers)
 
-    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+    def make_parts(self, teacher: Model, student: Backbone) -> None:
         """Create losses and projections; none by default."""
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:

@@ -25,7 +25,7 @@ from fastkd._checks import check_choice, check_number, check_positive_int
 from fastkd.analysis.layers import Batches
 from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss
-from fastkd.distill.capture import Backbone
+from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.step import Step
@@ -73,7 +73,7 @@ class FCD(Method):
         self.token_loss = FCDLoss(1.0, 0.0, normalize, distance)
         self.sample_loss = FCDLoss(0.0, 1.0, normalize, distance)
 
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
 
     def weights(self, progress: float) -> dict[str, float]:
@@ -200,12 +200,13 @@ class IntraClassKNN(_Soft):
         self.alpha1, self.alpha2, self.alpha3 = alpha1, alpha2, alpha3
         check_choice("reduction", reduction, ("sum", "mean"))
         self.k, self.tolerance, self.pool, self.reduction = k, tolerance, pool, reduction
+        self.teacher_pool = pool
         self._set_soft(temperature, divergence, scale_by_t2)
 
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
-    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+    def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.loss = IntraClassKNNLoss(
             self.k,
             student.hidden_size,
@@ -272,10 +273,10 @@ class LRCBERT(_Soft):
         self.scheduled = first_stage > 0
         self._set_soft(temperature, divergence, scale_by_t2)
 
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
 
-    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+    def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool="tokens")
 
     def weights(self, progress: float) -> dict[str, float]:
@@ -342,10 +343,11 @@ class MC3KD(_Soft):
         check_choice("pool", pool, ("tokens", "cls", "mean"))
         self.alpha, self.beta, self.layers = alpha, beta, layers
         self.ridge, self.top_k, self.pool = ridge, top_k, pool
+        self.teacher_pool = pool
         self._set_soft(temperature, divergence, scale_by_t2)
         self.loss = CCALoss(ridge=ridge, top_k=top_k, pool=pool)
 
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
         # Checks that there are enough layers also when they are chosen later.
         self.pair_layers(self.layers or "uniform", teacher, student)
         if self.layers is None:
@@ -409,6 +411,7 @@ class LRKD(_Soft):
     Terms: task, soft, projection.
     """
 
+    teacher_pool = "mean"
     _without_head = "pass alpha=None"
 
     def __init__(
@@ -433,10 +436,10 @@ class LRKD(_Soft):
         self.projection_layers, self.orthogonal = projection_layers, orthogonal
         self._set_soft(temperature, divergence, scale_by_t2)
 
-    def choose_layers(self, teacher: Backbone, student: Backbone) -> None:
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
-    def make_parts(self, teacher: Backbone, student: Backbone) -> None:
+    def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.loss = DualProjectionLoss(
             student.hidden_size,
             teacher.hidden_size,
@@ -453,8 +456,12 @@ class LRKD(_Soft):
     def projection(self, step: Step) -> Tensor:
         """L_DPL, eq. 10."""
         student, teacher = step.last()
-        count = step.real.any(1).sum()
-        return step.mean(self.loss(student, teacher, step.mask) * count, count)
+        there = step.real.any(1)
+        if step.teacher.pooled:
+            loss = self.loss(student, teacher[:, 0], step.real, teacher_mask=there)
+        else:
+            loss = self.loss(student, teacher, step.mask)
+        return step.mean(loss * there.sum(), there.sum())
 
 
 METHODS: dict[str, type[Method]] = {

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fastkd._numerics import upcast, working_dtype
 from fastkd._pooling import pool_tokens
-from fastkd.distill.capture import QKV, Backbone, Kept
+from fastkd.distill.capture import QKV, Backbone, Kept, Model
 from fastkd.distributed import Ranks
 from fastkd.soft_targets import soft_target_loss
 
@@ -35,6 +35,7 @@ class Outputs:
     logits: Logits | None
     loss: Tensor | None = None
     names: tuple[str, ...] = ()
+    pooled: bool = False  # hidden states are one row a sample, (B, 1, D)
     attentions: dict[int, Tensor] = field(default_factory=dict)
     qkv: dict[int, QKV] = field(default_factory=dict)
 
@@ -47,7 +48,7 @@ class Outputs:
             logits = tuple(ends)
         names = tuple(output.keys()) if hasattr(output, "keys") else ()
         loss = getattr(output, "loss", None)
-        return cls(kept.hidden, logits, loss, names, kept.attentions, kept.qkv)
+        return cls(kept.hidden, logits, loss, names, False, kept.attentions, kept.qkv)
 
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
         """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).
@@ -74,9 +75,16 @@ class Outputs:
 
     def padded(self, more: int) -> "Outputs":
         """With ``more`` tokens of zeros behind the others."""
-        if not more:
+        if not more or self.pooled:
             return self
         return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
+
+
+def pooled_rows(pool: str, model: Model, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """One row a sample (B, D) of hidden states (B, N, D): "cls" or "mean"."""
+    if pool == "mean":
+        return pool_tokens(hidden, mask, "mean")
+    return model.sentence_token(hidden, mask)
 
 
 class Items:
@@ -118,7 +126,7 @@ class Step:
     student: Outputs
     teacher: Outputs
     student_model: Backbone
-    teacher_model: Backbone
+    teacher_model: Model
     mask: Tensor | None = None  # (B, N) bool, True = real token
     labels: Tensor | tuple[Tensor, Tensor] | None = None
     num_items: float | Tensor | None = None
@@ -172,12 +180,11 @@ class Step:
         """
         if pool == "tokens":
             return [student, teacher], self.mask
-        if pool == "mean":
-            return [pool_tokens(x, self.mask, "mean") for x in (student, teacher)], None
-        return [
-            self.student_model.sentence_token(student, self.mask),
-            self.teacher_model.sentence_token(teacher, self.mask),
-        ], None
+        if self.teacher.pooled:  # in the same way, by a cache
+            teacher = teacher[:, 0]
+        else:
+            teacher = pooled_rows(pool, self.teacher_model, teacher, self.mask)
+        return [pooled_rows(pool, self.student_model, student, self.mask), teacher], None
 
     @property
     def real(self) -> Tensor:
@@ -344,7 +351,7 @@ class Step:
         if isinstance(logits, tuple) or isinstance(labels, tuple):
             if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
                 raise ValueError(
-                    f"{type(self.student_model.inner).__name__} takes start_positions and "
+                    f"{self.student_model.class_name} takes start_positions and "
                     "end_positions, not labels"
                 )
             N = logits[0].shape[-1]
@@ -403,7 +410,7 @@ class Step:
         if logits.dim() == 2:
             if self.owner is not None:
                 raise ValueError(
-                    f"the head of {type(self.student_model.inner).__name__} gives one prediction a "
+                    f"the head of {self.student_model.class_name} gives one prediction a "
                     "row, but rows are packed with several documents; leave out the task and soft "
                     "terms, or don't pack"
                 )
@@ -427,7 +434,7 @@ class Step:
             model = self.student_model if side == "student" else self.teacher_model
             given = ", ".join(outputs.names) or "a tuple"
             raise ValueError(
-                f"the {term} term needs logits, but the {side} ({type(model.inner).__name__}) "
+                f"the {term} term needs logits, but the {side} ({model.class_name}) "
                 f"returns {given}; give it a head, or set the term's weight to 0"
             )
         return outputs.logits
@@ -475,28 +482,19 @@ def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str
     if terms and not student.has_head:
         raise ValueError(
             f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({type(student.inner).__name__}) has no head; {remedy}"
+            f"({student.class_name}) has no head; {remedy}"
         )
 
 
-def check_same_head(teacher: Backbone, student: Backbone, method: str) -> None:
+def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
     """Raise, before any training, if both models' logits can't be compared."""
     if not teacher.has_head:
         raise ValueError(
-            f"{method} compares logits, but the teacher has no head "
-            f"({type(teacher.inner).__name__})"
+            f"{method} compares logits, but the teacher has no head ({teacher.class_name})"
         )
-    sizes = [_output_size(student), _output_size(teacher)]
+    sizes = [student.output_size, teacher.output_size]
     if None not in sizes and sizes[0] != sizes[1]:
         raise ValueError(
             f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
             f"entries and the teacher {sizes[1]}"
         )
-
-
-def _output_size(backbone: Backbone) -> int | None:
-    head: Any = backbone.inner.get_output_embeddings()  # type: ignore[operator]
-    if head is not None:
-        weight = getattr(head, "weight", None)
-        return None if weight is None else int(weight.shape[0])
-    return getattr(backbone.config, "num_labels", None)

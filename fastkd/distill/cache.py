@@ -1,0 +1,454 @@
+"""What a teacher says about each sample, kept on the disk: a later run needs no teacher."""
+
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastkd._checks import check_positive_int
+from fastkd._extras import require
+from fastkd.analysis.layers import Batches
+from fastkd.distill.capture import Model
+from fastkd.distill.method import Method
+from fastkd.distill.step import Outputs, pooled_rows
+
+if TYPE_CHECKING:
+    from fastkd.distill.distiller import Distiller, Part
+
+FORMAT = 1
+ABOUT = "teacher.json"
+HEAD = "head.safetensors"
+FACTS = (
+    "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
+    "sentence_last",
+)  # fmt: skip
+
+
+class CachedModel(Model):
+    """What a method asks about a teacher that isn't there."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        for name in FACTS:
+            setattr(self, name, facts[name])
+
+    def check_eager(self, method: str) -> None:
+        raise ValueError(
+            f"{method} compares attention maps, which a teacher's cache doesn't keep; pass the "
+            "teacher itself"
+        )
+
+
+class TeacherCache(nn.Module):
+    """A teacher's outputs in a folder, to be used in its place: ``Distiller(TeacherCache(path),
+    student, method)``.
+
+    `Distiller.cache_teacher` writes it. Kept is what the method needs: hidden states of its layers
+    at real tokens, or one row a sample where it pools; logits where soft targets count, for
+    language models the last hidden state and the head once. Samples are known by their tokens, so
+    they may come in another order, batch or padding; in the same batches the student learns bit
+    for bit what it learns from the teacher itself.
+
+    Args:
+        path: the folder.
+        teacher, tokenizer: where they are at hand, to make sure that the cache is theirs.
+
+    Raises:
+        FileNotFoundError: there is no cache.
+        ValueError: it is of another teacher or tokenizer.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        teacher: nn.Module | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path)
+        if not (self.path / ABOUT).is_file():
+            raise FileNotFoundError(
+                f"{self.path} holds no teacher's cache ({ABOUT}); write one with "
+                "distiller.cache_teacher(batches, path)"
+            )
+        self.about: dict[str, Any] = json.loads((self.path / ABOUT).read_text())
+        if self.about["format"] != FORMAT:
+            raise ValueError(
+                f"{self.path} has format {self.about['format']}, this fastkd reads {FORMAT}; "
+                "write it again"
+            )
+        self.model = CachedModel(self.about["model"])
+        self._check_written_by(teacher, tokenizer)
+        if self.about["head"]:
+            for name, value in _safetensors().torch.load_file(self.path / HEAD).items():
+                self.register_buffer(f"head_{name}", value, persistent=False)
+        self._rows: dict[bytes, tuple[Path, int, int]] = {}
+        self._shards: dict[Path, Any] = {}
+        self.reload()
+
+    def _check_written_by(self, teacher: nn.Module | None, tokenizer: Any) -> None:
+        written = self.about["fingerprint"]
+        given = {
+            "teacher": None if teacher is None else _weights_digest(teacher),
+            "tokenizer": _tokenizer_digest(tokenizer),
+        }
+        for name, digest in given.items():
+            if digest is not None and written[name] not in (None, digest):
+                raise ValueError(
+                    f"{self.path} was written with another {name} ({written[name]}, this one is "
+                    f"{digest}); write another cache"
+                )
+
+    def reload(self) -> None:
+        """Take in what other processes have written since."""
+        for path in sorted(self.path.glob("shard-*.safetensors")):
+            if path in self._shards:
+                continue
+            shard = self._shards[path] = _safetensors().safe_open(path, "pt")
+            keys = shard.get_tensor("keys").numpy()
+            ends = shard.get_tensor("lengths").cumsum(0).tolist()
+            for i, key in enumerate(keys):
+                # Where the sample's tokens begin; its number.
+                start = ends[i - 1] if i else 0
+                self._rows[key.tobytes()] = path, start, i
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files can't be copied to another process.
+        return {**self.__dict__, "_shards": {}}
+
+    def _shard(self, path: Path) -> Any:
+        if path not in self._shards:
+            self._shards[path] = _safetensors().safe_open(path, "pt")
+        return self._shards[path]
+
+    def serve(self, built: Method) -> None:
+        """Raise unless the cache keeps what a method wants; a choice of layers is the cache's."""
+        kept = self.about["kept"]
+        if not built.prepared:
+            if len(kept["layers"]) != len(built.student_layers):
+                raise ValueError(
+                    f"{self.path} keeps teacher layers {kept['layers']}, which are not one for "
+                    f"each of the {len(built.student_layers)} student layers"
+                )
+            built.teacher_layers = kept["layers"]
+        method, wanted = type(built).__name__, wanted_of(built)
+        if wanted["inside"]:
+            self.model.check_eager(method)
+        missing = sorted(set(wanted["layers"]) - set(kept["layers"]))
+        if missing:
+            raise ValueError(
+                f"{method} compares teacher layers {wanted['layers']}, but {self.path} keeps only "
+                f"{kept['layers']}; write another cache"
+            )
+        if wanted["layers"] and kept["pool"] not in ("tokens", wanted["pool"]):
+            raise ValueError(
+                f"{method} compares {wanted['pool']!r} of the teacher's hidden states, but "
+                f"{self.path} keeps {kept['pool']!r}; write another cache"
+            )
+        if wanted["logits"] and not kept["logits"]:
+            raise ValueError(
+                f"{method} has soft targets, but {self.path} keeps no logits; write another cache"
+            )
+
+    def outputs(self, part: "Part", wanted: dict[str, Any], device: torch.device) -> Outputs:
+        """The teacher's outputs on a batch, as if it had run."""
+        keys, mask = sample_keys(part)
+        lengths = mask.sum(1).tolist()
+        found = [self._rows.get(key) for key in keys]
+        if None in found:
+            row = found.index(None)
+            raise KeyError(
+                f"sample {row} of the batch is not in {self.path} ({len(self)} samples of "
+                f"{self.about['model']['class_name']}); it was written from other data or with "
+                "another tokenizer"
+            )
+
+        def read(name: str, per_token: bool) -> Tensor:
+            parts = []
+            for length, (path, start, number) in zip(lengths, found, strict=True):  # type: ignore[misc]
+                rows = self._shard(path).get_slice(name)
+                first, count = (start, length) if per_token else (number, 1)
+                parts.append(rows[first : first + count])
+            return torch.cat(parts).to(device, non_blocking=True)
+
+        pooled = self.about["kept"]["pool"] != "tokens"
+        hidden = {}
+        for layer in wanted["layers"]:
+            rows = read(f"hidden.{layer}", not pooled)
+            hidden[layer] = rows[:, None] if pooled else _placed(rows, mask)
+        logits: Any = None
+        if wanted["logits"]:
+            raw = part.token_mask
+            if self.about["head"]:
+                logits = _placed(read(_last_name(self.about, self.model.num_layers), True), raw)
+                head: dict[str, Any] = dict(self.named_buffers())
+                logits = F.linear(logits, head["head_weight"], head.get("head_bias"))
+            elif self.about["spans"]:
+                logits = tuple(_placed(read(name, True), raw) for name in ("start", "end"))
+            else:
+                logits = read("logits", self.model.per_token)
+                logits = _placed(logits, raw) if self.model.per_token else logits
+        return Outputs(hidden, logits, pooled=pooled)
+
+
+def _last_name(about: dict[str, Any], layer: int) -> str:
+    """The last hidden states that the head reads, which a method may compare as well."""
+    kept = about["kept"]
+    compared = kept["pool"] == "tokens" and layer in kept["layers"]
+    return f"hidden.{layer}" if compared else f"hidden.{layer}.last"
+
+
+def wanted_of(method: Method) -> dict[str, Any]:
+    """What a method reads of the teacher."""
+    wanted = method.wanted("teacher")
+    weights = [method.weights(progress) for progress in (0.0, 1.0)]
+    on_logits = [term for term in method.logit_terms if term != "task"]
+    return {
+        "layers": sorted(set(wanted.layers)),
+        "pool": method.teacher_pool,
+        "logits": any(w.get(term) for w in weights for term in on_logits),
+        "inside": bool(wanted.attentions or wanted.qkv),
+    }
+
+
+def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
+    """A digest of each sample's tokens, and which tokens (S, L) are real; waits for the device."""
+    ids = part.batch.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
+    columns = [ids.flatten(0, -2)]
+    kinds = part.batch.get("token_type_ids")
+    if isinstance(kinds, Tensor):
+        columns.append(kinds.flatten(0, -2))
+    tokens = torch.stack(columns, -1)
+    mask = part.mask
+    if part.documents is not None:
+        tokens, mask = part.documents.unpack(tokens), part.documents.mask
+    if mask is None:
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
+    tokens, mask = tokens.cpu().long(), mask.cpu()
+    keys = []
+    for row, real in zip(tokens, mask, strict=True):
+        row = row[real]
+        digest = hashlib.blake2b(row[:, 0].numpy().tobytes(), digest_size=16)
+        if row.shape[1] > 1 and row[:, 1].any():
+            digest.update(row[:, 1].numpy().tobytes())
+        keys.append(digest.digest())
+    return keys, mask
+
+
+def write_cache(
+    distiller: "Distiller",
+    batches: Batches,
+    path: str | os.PathLike[str],
+    tokenizer: Any,
+    shard_bytes: int,
+) -> TeacherCache:
+    """See `Distiller.cache_teacher`."""
+    check_positive_int("shard_bytes", shard_bytes)
+    if isinstance(distiller.teacher, TeacherCache):
+        raise ValueError("the teacher is a cache already; pass a model to write another")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer: _Writer | None = None
+    known: set[bytes] = set()
+    for batch in batches:
+        labels, segments = batch.get("labels"), batch.get("segments")
+        inputs = {
+            name: value
+            for name, value in batch.items()
+            if name not in ("labels", "segments", "num_items")
+        }
+        part = distiller._part(inputs, labels, None, segments)
+        keys, mask = sample_keys(part)
+        if writer is None:
+            writer = _Writer(distiller, folder, tokenizer, shard_bytes, part)
+            known = set(writer.cache._rows)
+        if known.issuperset(keys):
+            continue
+        writer.add(part, keys, mask, known)
+        known.update(keys)
+    if writer is None:
+        raise ValueError("batches is empty; there is nothing to keep")
+    writer.flush()
+    return TeacherCache(folder)
+
+
+class _Writer:
+    """Collects rows and writes them in shards, each complete or not there at all."""
+
+    def __init__(
+        self, distiller: "Distiller", folder: Path, tokenizer: Any, shard_bytes: int, first: "Part"
+    ) -> None:
+        self.distiller, self.folder, self.shard_bytes = distiller, folder, shard_bytes
+        self.wanted = wanted_of(distiller.method)
+        if self.wanted["inside"]:
+            CachedModel(_facts(distiller)).check_eager(type(distiller.method).__name__)
+        head = self._head(first) if self.wanted["logits"] else None
+        outputs = self._run(first, with_last=False)
+        about = {
+            "format": FORMAT,
+            "model": _facts(distiller),
+            "kept": {name: self.wanted[name] for name in ("layers", "pool", "logits")},
+            "head": head is not None,
+            "spans": isinstance(outputs.logits, tuple),
+            "fingerprint": {
+                "teacher": _weights_digest(distiller.teacher),
+                "tokenizer": _tokenizer_digest(tokenizer),
+            },
+        }
+        self.about: dict[str, Any] = about
+        if (folder / ABOUT).is_file():
+            _check_same(folder, json.loads((folder / ABOUT).read_text()), about)
+        else:
+            if head is not None:
+                _write(folder / HEAD, _safetensors().torch.save(head))
+            _write(folder / ABOUT, json.dumps(about, indent=1).encode())
+        self.cache = TeacherCache(folder)
+        self.columns: dict[str, list[Tensor]] = {}
+        self.size = 0
+
+    def _head(self, part: "Part") -> dict[str, Tensor] | None:
+        """The vocabulary's matrix, if the logits are its product with the last hidden state."""
+        teacher = self.distiller._teacher_backbone
+        module: Any = teacher.inner.get_output_embeddings()
+        weight = getattr(module, "weight", None)
+        if not (teacher.per_token and isinstance(module, nn.Linear) and weight is not None):
+            return None
+        outputs = self._run(part, with_last=True)
+        last = outputs.hidden[teacher.num_layers]
+        same = F.linear(last, weight, module.bias)
+        if not (isinstance(outputs.logits, Tensor) and torch.equal(same, outputs.logits)):
+            return None  # scaled, capped or transformed on the way
+        head = module.state_dict()
+        return {name: value.detach().cpu().contiguous() for name, value in head.items()}
+
+    def _run(self, part: "Part", with_last: bool) -> Outputs:
+        """The teacher on the batch as it is; its rows are taken apart later."""
+        layers = tuple(self.wanted["layers"])
+        if with_last:
+            layers = tuple({*layers, self.distiller._teacher_backbone.num_layers})
+        wanted = self.distiller.method.wanted("teacher")._replace(layers=layers)
+        with torch.no_grad():
+            output, kept = self.distiller._teacher_backbone.observe(part.teacher_inputs, wanted)
+        return Outputs.of(output, kept)
+
+    def add(self, part: "Part", keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
+        """The rows of a batch that aren't known."""
+        outputs = self._run(part, with_last=self.about["head"])
+        teacher = self.distiller._teacher_backbone
+        raw = part.token_mask
+        lengths = mask.sum(1).tolist()
+        rows: dict[str, list[Tensor]] = {}
+        for layer in self.wanted["layers"]:
+            hidden = outputs.hidden[layer]
+            if self.wanted["pool"] == "tokens":
+                rows[f"hidden.{layer}"] = list(hidden[raw].cpu().split(lengths))
+                continue
+            given = part.mask
+            if part.documents is not None:
+                hidden, given = part.documents.unpack(hidden), part.documents.mask
+            pooled = pooled_rows(self.wanted["pool"], teacher, hidden, given)
+            rows[f"hidden.{layer}"] = list(pooled.cpu().split(1))
+        if self.wanted["logits"]:
+            if self.about["head"]:
+                last = outputs.hidden[teacher.num_layers]
+                name = _last_name(self.about, teacher.num_layers)
+                rows[name] = list(last[raw].cpu().split(lengths))
+            elif isinstance(outputs.logits, tuple):
+                for name, logits in zip(("start", "end"), outputs.logits, strict=True):
+                    rows[name] = list(logits[raw].cpu().split(lengths))
+            elif outputs.logits is None:
+                raise ValueError(f"{teacher.class_name} returns no logits to keep")
+            elif teacher.per_token:
+                rows["logits"] = list(outputs.logits[raw].cpu().split(lengths))
+            else:
+                rows["logits"] = list(outputs.logits.cpu().split(1))
+        for i, key in enumerate(keys):
+            if key in known or key in keys[:i]:
+                continue
+            self._append("keys", torch.frombuffer(bytearray(key), dtype=torch.uint8)[None])
+            self._append("lengths", torch.tensor([lengths[i]]))
+            for name, parts in rows.items():
+                self._append(name, parts[i])
+        if self.size >= self.shard_bytes:
+            self.flush()
+
+    def _append(self, name: str, x: Tensor) -> None:
+        self.columns.setdefault(name, []).append(x)
+        self.size += x.nbytes
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        if not self.columns:
+            return
+        tensors = {name: torch.cat(parts).contiguous() for name, parts in self.columns.items()}
+        name = f"shard-{uuid.uuid4().hex}.safetensors"
+        _write(self.folder / name, _safetensors().torch.save(tensors))
+        self.columns, self.size = {}, 0
+
+
+def _placed(rows: Tensor, mask: Tensor) -> Tensor:
+    """Rows of real tokens (T, ...) at their places in (B, N, ...), zeros elsewhere."""
+    mask = mask.to(rows.device)
+    return rows.new_zeros(*mask.shape, *rows.shape[1:]).index_put((mask,), rows)
+
+
+def _facts(distiller: "Distiller") -> dict[str, Any]:
+    return {name: getattr(distiller._teacher_backbone, name) for name in FACTS}
+
+
+def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise, naming what differs, unless a run may add to a cache."""
+    for section in ("format", "model", "kept", "head", "spans", "fingerprint"):
+        if old[section] == new[section]:
+            continue
+        before, after = old[section], new[section]
+        if isinstance(before, dict):
+            names = [name for name in after if before.get(name) != after[name]]
+            section = f"{section}: {', '.join(names)}"
+            before, after = [before.get(n) for n in names], [after[n] for n in names]
+        raise ValueError(
+            f"{folder} was written otherwise ({section}: {before}, now {after}); choose another "
+            "folder or delete it"
+        )
+
+
+def _weights_digest(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    if tokenizer is None:
+        return None
+    words = sorted(tokenizer.get_vocab().items())
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Complete or not at all."""
+    partial = path.with_name(f".{uuid.uuid4().hex}")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def _safetensors() -> Any:
+    require("safetensors.torch", "train")
+    return require("safetensors", "train")

@@ -1,0 +1,214 @@
+"""A student of a cached teacher learns, bit for bit, what it learns from the teacher."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import (
+    METHODS,
+    Distiller,
+    IntraClassKNN,
+    SoftTargets,
+    TeacherCache,
+    method_by_name,
+    student_from_teacher,
+)
+from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.own_method import HiddenAndAttention
+from tests.distill.processes import run_ranks
+from tests.distill.test_distiller import documents, packed, padded, question_answering
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+
+def batches(count=3):
+    torch.manual_seed(5)
+    return [batch(rows=6) for _ in range(count)]
+
+
+def method_of(name, **options):
+    if name == "mc3kd":
+        options.setdefault("layers", "uniform")
+    torch.manual_seed(1)
+    method = method_by_name(name, **options)
+    method.perturb = False
+    return method
+
+
+def losses_and_gradients(distiller, data):
+    distiller.set_progress(1.0)
+    results = []
+    for inputs in data:
+        distiller.zero_grad()
+        torch.manual_seed(4)
+        out = distiller(**inputs)
+        out.loss.backward()
+        gradients = [p.grad.clone() for p in distiller.parameters() if p.grad is not None]
+        results.append((out.terms, gradients))
+    return results
+
+
+def assert_same_bits(got, expected):
+    for (terms, gradients), (other_terms, other_gradients) in zip(got, expected, strict=True):
+        assert terms.keys() == other_terms.keys()
+        assert all(torch.equal(terms[name], other_terms[name]) for name in terms)
+        assert len(gradients) == len(other_gradients)
+        assert all(map(torch.equal, gradients, other_gradients))
+
+
+def live_and_cached(teacher, student, make, data, path):
+    live = Distiller(teacher, copy.deepcopy(student), make())
+    torch.manual_seed(0)
+    cache = live.cache_teacher(data, path)
+    cached = Distiller(TeacherCache(path), copy.deepcopy(student), make())
+    cached.method.load_state_dict(live.method.state_dict())
+    assert not list(cached.teacher.parameters())
+    assert {key.partition(".")[0] for key in cached.state_dict()} <= {"student", "method"}
+    assert_same_bits(losses_and_gradients(cached, data), losses_and_gradients(live, data))
+    return cache
+
+
+CASES = [(name, {}) for name in METHODS]
+CASES += [("knn", {"pool": pool}) for pool in ("mean", "tokens")]
+CASES += [("mc3kd", {"pool": pool}) for pool in ("cls", "mean")]
+
+
+@pytest.mark.parametrize("name, options", CASES)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_every_method_learns_the_same_bits(family, name, options, tmp_path):
+    teacher = classifier(family)
+    student = student_from_teacher(teacher, [2, 4])
+    data = batches()
+    cache = live_and_cached(teacher, student, lambda: method_of(name, **options), data, tmp_path)
+    assert len(cache) == 18
+    if name == "knn" and not options:  # one row a sample, not one a token
+        shard = next(tmp_path.glob("shard-*"))
+        assert shard.stat().st_size < 18 * (16 + 3 + 8) * 4 + 1000
+
+
+def test_language_models_keep_the_head_once(tmp_path):
+    torch.manual_seed(0)
+    teacher = t.LlamaForCausalLM(CONFIGS["llama"](4)).eval()
+    student = student_from_teacher(teacher, [1, 4])
+    texts = documents((5, 9, 3, 7))
+    data = [padded(texts[:2]), padded(texts[2:])]
+    for name in ("soft_targets", "fcd", "lrkd"):
+        path = tmp_path / name
+        live_and_cached(teacher, student, lambda name=name: method_of(name), data, path)
+        assert (path / "head.safetensors").exists() == (name != "fcd")
+    scaled = copy.deepcopy(teacher)
+    scaled.lm_head.register_forward_hook(lambda module, args, output: output / 2)
+    live_and_cached(scaled, student, SoftTargets, data, tmp_path / "scaled")
+    assert not (tmp_path / "scaled" / "head.safetensors").exists()
+
+
+def test_spans_are_kept(tmp_path):
+    teacher, student, data = question_answering()
+    live_and_cached(teacher, student, SoftTargets, [data], tmp_path)
+
+
+def test_samples_come_in_any_order_batch_and_padding(tmp_path):
+    torch.manual_seed(0)
+    teacher = t.LlamaForCausalLM(CONFIGS["llama"](4)).double().eval()
+    student = student_from_teacher(teacher, [1, 4])
+    texts = documents()
+    live = Distiller(teacher, student, method_of("fcd")).eval()
+    live.cache_teacher([padded(texts[:3]), padded(texts[3:])], tmp_path)
+    cached = Distiller(TeacherCache(tmp_path), student, method_of("fcd")).eval()
+    order = [texts[i] for i in (4, 0, 2, 1, 3)]
+    for data in (padded(order), packed(order), padded(order[:2], left=True)):
+        if data.get("attention_mask") is not None:
+            mask = data["attention_mask"]
+            data["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        for term, value in live(**data).terms.items():
+            torch.testing.assert_close(cached(**data).terms[term], value, atol=1e-12, rtol=1e-12)
+
+
+def test_writing_goes_on_where_it_stopped(tmp_path):
+    teacher = classifier("bert")
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 2]), method_of("fcd"))
+    data = batches()
+
+    def until_it_stops():
+        yield data[0]
+        yield data[1]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distiller.cache_teacher(until_it_stops(), tmp_path, shard_bytes=1)
+    assert len(TeacherCache(tmp_path)) == 12
+    calls = []
+    teacher.register_forward_pre_hook(lambda module, args: calls.append(1))
+    assert len(distiller.cache_teacher(data, tmp_path)) == 18
+    # Once to look at the outputs, once for the batch that was missing.
+    assert len(calls) == 2
+    expected = losses_and_gradients(distiller.eval(), data)
+    cached = Distiller(TeacherCache(tmp_path), distiller.student, method_of("fcd")).eval()
+    assert_same_bits(losses_and_gradients(copy.deepcopy(cached), data), expected)
+
+
+def write_a_part(rank, path):
+    torch.manual_seed(0)
+    teacher = classifier("bert")
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 2]), method_of("fcd"))
+    return len(distiller.cache_teacher(batches(4)[rank::2], path))
+
+
+def test_processes_write_their_parts(tmp_path):
+    run_ranks(write_a_part, 2, tmp_path / "ranks", str(tmp_path / "cache"))
+    assert len(TeacherCache(tmp_path / "cache")) == 24
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_reason(tmp_path):
+    teacher = classifier("bert")
+    student = student_from_teacher(teacher, [2, 4])
+    with pytest.raises(FileNotFoundError, match="holds no teacher's cache"):
+        TeacherCache(tmp_path)
+    live = Distiller(teacher, student, method_of("fcd"))
+    (data,) = batches(1)
+    live.cache_teacher([data], tmp_path)
+    cache = TeacherCache(tmp_path)
+    with pytest.raises(ValueError, match=r"compares teacher layers \[1, 2\].* keeps only \[2, 4\]"):
+        Distiller(cache, student, method_of("fcd", layers=[1, 2]))
+    with pytest.raises(ValueError, match=r"has soft targets, but .* keeps no logits"):
+        Distiller(cache, student, SoftTargets())
+    with pytest.raises(ValueError, match="attention maps"):
+        Distiller(cache, student, HiddenAndAttention())
+    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
+        Distiller(cache, student, method_of("fcd"))(**batch())
+    with pytest.raises(ValueError, match="a cache already"):
+        Distiller(cache, student, method_of("fcd")).cache_teacher([data], tmp_path)
+
+    other = classifier("bert")
+    with pytest.raises(ValueError, match=r"written otherwise .*fingerprint: teacher"):
+        Distiller(other, student, method_of("fcd")).cache_teacher([data], tmp_path)
+    with pytest.raises(ValueError, match=r"written otherwise .*kept: layers"):
+        Distiller(teacher, student, method_of("fcd", layers="top")).cache_teacher([data], tmp_path)
+    with pytest.raises(ValueError, match="another teacher"):
+        TeacherCache(tmp_path, teacher=other)
+    TeacherCache(tmp_path, teacher=teacher)
+
+    pooled = tmp_path / "pooled"
+    Distiller(teacher, student, IntraClassKNN(alpha2=0.0)).cache_teacher([data], pooled)
+    with pytest.raises(ValueError, match=r"compares 'mean' .* keeps 'cls'"):
+        Distiller(TeacherCache(pooled), student, IntraClassKNN(alpha2=0.0, pool="mean"))
+    about = json.loads((tmp_path / "teacher.json").read_text())
+    (tmp_path / "teacher.json").write_text(json.dumps({**about, "format": 0}))
+    with pytest.raises(ValueError, match="has format 0"):
+        TeacherCache(tmp_path)
+
+
+def test_a_choice_of_layers_is_kept(tmp_path):
+    teacher = classifier("bert")
+    student = student_from_teacher(teacher, [2, 4])
+    live = Distiller(teacher, student, method_by_name("mc3kd"))
+    data = batches()
+    live.prepare(data)
+    live.cache_teacher(data, tmp_path)
+    cached = Distiller(TeacherCache(tmp_path), student, method_by_name("mc3kd"))
+    cached.prepare(data)
+    assert cached.method.teacher_layers == live.method.teacher_layers
+    assert_same_bits(losses_and_gradients(cached, data), losses_and_gradients(live, data))
