@@ -38,8 +38,6 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 # Launch options that change what is compiled.
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-# Kernel modules that are not called like their loss.
-LOSS_OF = {"cayley": "projection"}
 
 
 class Form(NamedTuple):
@@ -109,21 +107,20 @@ def _tuples(x: Any) -> Any:
 
 def modules() -> list[str]:
     """The modules that hold kernels, by file name."""
-    import fastkd
+    from fastkd._losses import LOSSES
 
-    folder = Path(fastkd.__file__).parent / "kernels"
-    return sorted(
-        path.stem
-        for path in folder.glob("*.py")
-        if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)
-    )
+    return sorted(file for loss in LOSSES for file in loss.kernel_files)
 
 
 def variants(module: str) -> Iterator[Form]:
     """The forms of ``fastkd.kernels.<module>`` that calls start, on every architecture."""
-    for form in recorded(LOSS_OF.get(module, module)):
-        if form.module == f"fastkd.kernels.{module}":
-            yield form
+    from fastkd._losses import LOSSES
+
+    for loss in LOSSES:
+        if module in loss.kernel_files:
+            for form in recorded(loss.name):
+                if form.module == f"fastkd.kernels.{module}":
+                    yield form
 
 
 @functools.cache

@@ -2,26 +2,22 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from fastkd._checks import check_choice
+from fastkd._losses import LOSSES
 
-BACKENDS = ("auto", "torch", "triton")
+Backend = Literal["auto", "torch", "triton"]
+BACKENDS = get_args(Backend)
 
 # Found once, at import; the package itself is imported only when a kernel starts.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Public functions and modules that have a Triton kernel.
-TRITON_FUNCTIONS: set[str] = {
-    "layer_norm_mse",
-    "OrthogonalProjection",
-    "soft_target_loss",
-    "linear_soft_target_loss",
-    "relation_loss",
-    "cos_nce_loss",
-    "knn_feature_loss",
-}
+# What the kernels behind a public name can do.
+TRITON_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.kernels.items()}
 
 
 class BackendUnavailable(RuntimeError, ValueError):
@@ -33,15 +29,16 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_not_triton(function: str, x: Tensor, unsupported: str | None = None) -> str | None:
+def why_not_triton(function: str, x: Tensor, facts: Mapping[str, Any] | None = None) -> str | None:
     """Why the Triton kernel of ``function`` can't run on ``x``, or None if it can.
 
-    ``unsupported`` is the caller's own reason: an option that the kernel does not implement.
+    ``facts`` are the words and sizes that its `Kernels` are limited in; without them the answer is
+    about the device and dtype of ``x`` alone.
     """
     if function not in TRITON_FUNCTIONS:
         return f"{function} has no Triton kernel"
-    if unsupported is not None:
-        return unsupported
+    if facts is not None and (lack := TRITON_FUNCTIONS[function].lack(x.dtype, facts)):
+        return lack
     if not TRITON_INSTALLED:
         return "the triton package is not installed"
     runs_on = ("cuda", "cpu") if triton_interpreted() else ("cuda",)
@@ -50,16 +47,19 @@ def why_not_triton(function: str, x: Tensor, unsupported: str | None = None) -> 
     return None
 
 
-def use_triton(backend: str, function: str, x: Tensor, unsupported: str | None = None) -> bool:
-    """Whether ``function`` runs on Triton for input ``x``.
+def use_triton(
+    backend: str, function: str, x: Tensor, unsupported: str | None = None, **facts: Any
+) -> bool:
+    """Whether ``function`` runs on Triton for input ``x``; ``facts`` as in `why_not_triton`.
 
+    ``unsupported`` is the caller's own reason, of what is neither a word nor a size.
     ``auto`` takes Triton on CUDA when the kernel can run, else PyTorch; an explicit
     ``"triton"`` that can't run raises BackendUnavailable with the reason.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "torch":
         return False
-    reason = why_not_triton(function, x, unsupported)
+    reason = unsupported or why_not_triton(function, x, facts)
     if backend == "auto":
         return reason is None and x.device.type == "cuda"
     if reason is not None:

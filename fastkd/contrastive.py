@@ -190,8 +190,7 @@ def _cos_nce_layers(
         check_labels("labels", labels, first.shape[0], first.device)
     given = _checked_given(given, students, labels)
     check_choice("reduction", reduction, REDUCTIONS)
-    unsupported = "float64 is left to PyTorch" if first.dtype == torch.float64 else None
-    kernels = use_triton(backend, "cos_nce_loss", first, unsupported)
+    kernels = use_triton(backend, "cos_nce_loss", first)
 
     students, teachers = [_flat(x) for x in students], [_flat(saveable(x)) for x in teachers]
     if mask is not None:

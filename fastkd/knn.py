@@ -157,9 +157,7 @@ def knn_feature_loss(
     check_choice("reduction", reduction, REDUCTIONS)
 
     student, teacher = student.flatten(1), teacher.flatten(1)  # (N, D), (M, D)
-    kernels = use_triton(
-        backend, "knn_feature_loss", student, _not_in_triton(student, min(k, bank_size))
-    )
+    kernels = use_triton(backend, "knn_feature_loss", student, neighbours=min(k, bank_size))
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)
         return _reduce(losses, reduction)
@@ -168,12 +166,6 @@ def knn_feature_loss(
         losses = _KNNFeatureLossTriton.apply(*arguments, 1 / size if reduction == "mean" else 1.0)
         return losses if reduction == "none" else losses.sum()
     return _reduce(_KNNFeatureLoss.apply(*arguments), reduction)
-
-
-def _not_in_triton(student: Tensor, k: int) -> str | None:
-    if student.dtype == torch.float64:
-        return "float64 is left to PyTorch"
-    return f"its kernels keep up to 32 neighbours, got k={k}" if k > 32 else None
 
 
 class IntraClassKNNLoss(nn.Module):

@@ -28,9 +28,6 @@ from fastkd._numerics import (
 
 REDUCTIONS = ("mean", "batchmean", "sum")
 
-# The Triton kernel of layer_norm_mse holds whole rows of both sides in registers.
-MAX_TRITON_COLUMNS = 16384
-
 
 def cayley_ref(skew: Tensor) -> Tensor:
     """Section 3.2 of the paper as written: W = (I + Q)(I − Q)⁻¹. See `cayley`."""
@@ -345,8 +342,7 @@ def _refined_inverse(projections: list[OrthogonalProjection], raw: Tensor) -> Te
 
     None where a factorisation does it: on the CPU, as it is faster there, and in float64.
     """
-    unsupported = "float64 runs on PyTorch" if raw.dtype == torch.float64 else None
-    if not use_triton(projections[0].backend, "OrthogonalProjection", raw, unsupported):
+    if not use_triton(projections[0].backend, "OrthogonalProjection", raw):
         return None
     from fastkd.kernels import cayley as kernels
 
@@ -408,17 +404,9 @@ def layer_norm_mse(
     options = _Options(float(eps), reduction)
     x, y = saveable(x), saveable(y)
     rows, D = x.shape[:-1].numel(), x.shape[-1]
-    if use_triton(backend, "layer_norm_mse", x, _why_not_triton(x)):
+    if use_triton(backend, "layer_norm_mse", x, columns=D):
         return apply(_LayerNormMSETriton, options, x.reshape(rows, D), y.reshape(rows, D))
     return apply(_LayerNormMSE, options, x, y)
-
-
-def _why_not_triton(x: Tensor) -> str | None:
-    if x.dtype == torch.float64:
-        return "float64 runs on PyTorch"
-    if x.shape[-1] > MAX_TRITON_COLUMNS:
-        return f"rows have {x.shape[-1]} columns, and the kernel takes at most {MAX_TRITON_COLUMNS}"
-    return None
 
 
 def _divisor(x: Tensor, reduction: str) -> int:

@@ -253,12 +253,14 @@ def _weighted_relations(
         unpacked, mask = _unpacked([*students, *teachers], mask, segments)
         students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
         pairs = list(zip(students, teachers, strict=True))
-    unsupported = _not_in_triton(pairs, normalize, distance)
+    unsupported = None
     if masked_pairs:
         unsupported = "its kernels need segments whose values can be read, on the CPU"
     options = _Options(weights, len(pairs), normalize, distance, temperature, eps)
     with autocast_off(first):
-        if use_triton(backend, "relation_loss", first, unsupported):
+        widest = next((x for x in students if x.dtype == torch.float64), first)
+        words = {"normalize": normalize, "distance": distance}
+        if use_triton(backend, "relation_loss", widest, unsupported, **words):
             left = _left_to_features(pairs, weights) if backend == "auto" else {}
             kernels = {over: weight for over, weight in weights.items() if over not in left}
             losses = [
@@ -394,19 +396,6 @@ def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: "_Options") -> Ten
     logits = (R.double() / options.temperature).masked_fill(~alike, lowest)
     rows = logits.logsumexp(-1)[:, None, :]  # (G, 1, M)
     return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
-
-
-def _not_in_triton(
-    pairs: Sequence[tuple[Tensor, Tensor]], normalize: str, distance: str
-) -> str | None:
-    if (normalize, distance) != ("l2", "pearson"):
-        return (
-            "its kernels know normalize='l2' with distance='pearson', "
-            f"got {normalize!r} with {distance!r}"
-        )
-    if any(student.dtype == torch.float64 for student, _ in pairs):
-        return "float64 is left to PyTorch"
-    return None
 
 
 def _left_to_features(

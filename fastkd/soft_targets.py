@@ -166,8 +166,7 @@ def soft_target_loss(
     student = student_logits.reshape(rows, vocabulary)
     teacher = teacher_logits.reshape(rows, vocabulary)
     mask = None if mask is None else mask.reshape(rows)
-    unsupported = "float64 runs on PyTorch" if student.dtype == torch.float64 else None
-    if use_triton(backend, "soft_target_loss", student, unsupported):
+    if use_triton(backend, "soft_target_loss", student):
         loss = apply(_SoftTargetsTriton, options, student, teacher, mask, denominator)
     else:
         loss = apply(_SoftTargets, options, student, teacher, mask)
@@ -495,9 +494,8 @@ def linear_soft_target_loss(
     h_s, w_s = _one_dtype(student_hidden, student_weight)
     h_t, w_t = _one_dtype(teacher_hidden, teacher_weight)
     denominator = _as_tensor(denominator, h_s)
-    doubles = torch.float64 in (h_s.dtype, h_t.dtype)
-    unsupported = "float64 runs on PyTorch" if doubles else None
-    triton = use_triton(backend, "linear_soft_target_loss", h_s, unsupported)
+    wider = h_t if h_t.dtype == torch.float64 else h_s
+    triton = use_triton(backend, "linear_soft_target_loss", wider)
     options = _LinearOptions(divergence, float(temperature), scale_by_t2, reduction, triton)
     rows = leading.numel()
     h_s, h_t = h_s.reshape(rows, h_s.shape[-1]), h_t.reshape(rows, h_t.shape[-1])

@@ -56,6 +56,12 @@ class Call(NamedTuple):
         finally:
             torch.set_default_dtype(torch.float32)
 
+    def given(self) -> set[str]:
+        """Names of arguments that have a value."""
+        return {
+            name for name, x in (*self.inputs().items(), *self.options.items()) if x is not None
+        }
+
     def __str__(self) -> str:
         given = {name: _summary(x) for name, x in self.inputs().items()} | self.options
         words = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -223,6 +229,18 @@ def knn() -> Calls:
                 "backend": backend,
             },
         )
+    yield Call(
+        fastkd.IntraClassKNNLoss,
+        lambda: {
+            "student": learns(8, 16, 48),
+            "teacher": given(300, 20, 48),
+            "labels": numbers(8),
+            "mask": numbers(8, 16),
+            "teacher_labels": numbers(300),
+            "teacher_mask": numbers(300, 20),
+        },
+        {},
+    )
     for dtype in ALL_TYPES:
         yield Call(
             F.intra_class_similarity,
@@ -270,6 +288,41 @@ def contrastive() -> Calls:
                     **mask_of(6, 3, masked=masked),
                 },
                 {"student_dim": 48, "teacher_dim": D},
+                dtype=dtype,
+            )
+    for dtype, K, described, masked in itertools.product(
+        ALL_TYPES, ((5,), (6, 5)), (torch.int64, torch.float64, None), BOTH
+    ):
+        # Given negatives that are padded, or of known labels.
+        def described_negatives() -> dict[str, Any]:
+            extras = {"negatives_mask": numbers(*K, 3)} if masked or not described else {}
+            if described:
+                extras["negatives_labels"] = numbers(*K, dtype=described)
+                extras["labels"] = numbers(6, dtype=described)
+            return extras
+
+        yield Call(
+            F.cos_nce_loss,
+            lambda: {
+                "student": learns(6, 3, 16, dtype=dtype),
+                "teacher": given(6, 3, 16, dtype=dtype),
+                "negatives": given(*K, 3, 16, dtype=dtype),
+                **described_negatives(),
+                **mask_of(6, 3, masked=masked),
+            },
+            {},
+        )
+        for layers in LAYERS:
+            yield Call(
+                fastkd.CosNCELoss,
+                lambda: {
+                    "student": [learns(6, 3, 16, dtype=dtype) for _ in range(layers)],
+                    "teacher": [given(6, 3, 16, dtype=dtype) for _ in range(layers)],
+                    "negatives": [given(*K, 3, 16, dtype=dtype) for _ in range(layers)],
+                    **described_negatives(),
+                    **mask_of(6, 3, masked=masked),
+                },
+                {"student_dim": 16, "teacher_dim": 16},
                 dtype=dtype,
             )
     for pool, reduction, backend in itertools.product(
@@ -390,6 +443,16 @@ def projection() -> Calls:
             {"student_dim": 48, "teacher_dim": 64, "orthogonal": orthogonal}
             | {"reduction": reduction, "backend": backend},
         )
+    yield Call(
+        fastkd.DualProjectionLoss,
+        lambda: {
+            "student": learns(8, 16, 48),
+            "teacher": given(8, 20, 64),
+            "mask": numbers(8, 16),
+            "teacher_mask": numbers(8, 20),
+        },
+        {"student_dim": 48, "teacher_dim": 64},
+    )
 
 
 def soft_targets() -> Calls:
@@ -452,6 +515,16 @@ def soft_targets() -> Calls:
             },
             options,
         )
+    yield Call(
+        fastkd.SoftTargetLoss,
+        lambda: {
+            "student_logits": learns(6, 50),
+            "teacher_logits": given(6, 50),
+            "mask": numbers(6),
+            "denominator": numbers(),
+        },
+        {},
+    )
     for divergence in ("forward_kl", "adaptive_kl"):
         yield Call(
             F.soft_target_loss,

@@ -187,13 +187,15 @@ def problem(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def walk(calls: Iterable[Call]) -> tuple[dict[str, str], set[Form]]:
-    """Problems by call, and the forms that the calls start on every architecture."""
+def walk(calls: Iterable[Call]) -> dict[str, Any]:
+    """Problems by call, arguments that are given, forms started on every architecture."""
     device = Device()
     problems: dict[str, str] = {}
+    given: dict[str, set[str]] = {}
     forms: set[Form] = set()
     with device.running():
         for call in calls:
+            given.setdefault(call.of.__name__, set()).update(call.given())
             for device.capability in (FIRST, *OTHERS):
                 device.asked = False
                 device.forms.clear()
@@ -204,7 +206,11 @@ def walk(calls: Iterable[Call]) -> tuple[dict[str, str], set[Form]]:
                 if not device.asked:
                     forms.update(f._replace(capability=c) for f in device.forms for c in OTHERS)
                     break
-    return problems, forms
+    return {
+        "problems": problems,
+        "given": {name: sorted(arguments) for name, arguments in given.items()},
+        "forms": sorted(forms, key=str),
+    }
 
 
 def load_guard() -> None:
@@ -223,8 +229,7 @@ def main() -> None:
     load_guard()
     with Device().running():
         found = [name for name, call in PLANTED.items() if problem(call)]
-    problems, forms = walk(CALLS[sys.argv[1]]())
-    print(json.dumps({"planted": found, "problems": problems, "forms": sorted(forms, key=str)}))
+    print(json.dumps({"planted": found, **walk(CALLS[sys.argv[1]]())}))
 
 
 if __name__ == "__main__":

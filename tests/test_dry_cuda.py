@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 import fastkd
 from bench.compile_report import walked
+from fastkd._losses import LOSSES
 from tests.calls import CALLS
 from tests.dry_cuda import PLANTED
 
@@ -30,7 +31,7 @@ def test_calls_neither_wait_nor_mix_devices(loss):
 
 @pytest.fixture(scope="module")
 def listed():
-    """Options of the calls, by function or Module."""
+    """Options of every call, by function or Module."""
     options: dict[str, list[dict]] = {}
     for calls in CALLS.values():
         for call in calls():
@@ -42,11 +43,22 @@ def listed():
 def test_every_public_call_is_listed(listed, name):
     """And every fixed word of its options."""
     assert name in listed, f"tests/calls.py has no call of {name}"
-    function = getattr(fastkd, name)
-    function = function.__init__ if inspect.isclass(function) else function
-    for option, kind in typing.get_type_hints(function).items():
-        if typing.get_origin(kind) is typing.Literal:
-            default = inspect.signature(function).parameters[option].default
-            used = {options.get(option, default) for options in listed[name]}
+    public = getattr(fastkd, name)
+    function = public.__init__ if inspect.isclass(public) else public
+    words = typing.get_type_hints(function)
+    for option, parameter in inspect.signature(function).parameters.items():
+        if typing.get_origin(kind := words.get(option)) is typing.Literal:
+            used = {options.get(option, parameter.default) for options in listed[name]}
             missing = set(typing.get_args(kind)) - used
             assert not missing, f"tests/calls.py has no call of {name} with {option}={missing}"
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_every_tensor_is_given(loss):
+    given = walked(loss.name)["given"]
+    for name in (*loss.compared, *loss.modules, *loss.measures):
+        public = getattr(fastkd, name)
+        kinds = typing.get_type_hints(public.forward if inspect.isclass(public) else public)
+        tensors = {argument for argument, kind in kinds.items() if "Tensor" in str(kind)}
+        missing = tensors - {"return", *given[name]}
+        assert not missing, f"tests/calls.py has no call of {name} with {missing}"

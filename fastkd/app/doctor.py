@@ -16,10 +16,9 @@ from torch import Tensor
 
 import fastkd
 from fastkd._dispatch import why_not_triton
+from fastkd._losses import LOSSES, Inputs
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")
-# Tensors that get a gradient, the teacher's, options.
-Inputs = Callable[[torch.Generator], tuple[list[Tensor], list[Tensor], dict[str, Any]]]
 # Far above what float32 loses, far below what a wrong kernel gives.
 TOLERANCE = 1e-3
 
@@ -70,54 +69,10 @@ def _relative(actual: Tensor, oracle: Tensor) -> float:
     return float("inf") if error.isnan() else error.item()
 
 
-def _features(
-    *shape: int,
-    teacher: tuple[int, ...] | None = None,
-    masked: bool = False,
-    labelled: bool = False,
-) -> Inputs:
-    def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-        options: dict[str, Any] = {}
-        if masked:
-            lengths = torch.arange(shape[0])[:, None] + shape[1] - shape[0]
-            options["mask"] = torch.arange(shape[1]) < lengths
-        if labelled:
-            options["student_labels"] = torch.arange(shape[0]) % 3
-        return [_random(generator, *shape)], [_random(generator, *(teacher or shape))], options
-
-    return make
-
-
-def _two(*shape: int) -> Inputs:
-    return lambda generator: ([_random(generator, *shape) for _ in range(2)], [], {})
-
-
-def _skew(n: int) -> Inputs:
-    return lambda generator: ([(x := _random(generator, 2, n, n)) - x.mT], [], {})
-
-
-def _definite(n: int) -> Inputs:
-    return lambda generator: (
-        [(x := _random(generator, 2, n, n)) @ x.mT + torch.eye(n, dtype=x.dtype)],
-        [],
-        {},
-    )
-
-
-def _random(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-CHECKS = (
-    Check("relation", "relation_loss", _features(4, 10, 16, teacher=(4, 10, 24), masked=True)),
-    Check("knn", "knn_feature_loss", _features(20, 16, labelled=True)),
-    Check("contrastive", "cos_nce_loss", _features(6, 10, 16)),
-    Check("cca", "cca_loss", _features(64, 12, teacher=(64, 16))),
-    Check("projection", "layer_norm_mse", _two(20, 16)),
-    Check("projection", "cayley", _skew(12)),
-    Check("soft_targets", "soft_target_loss", _features(20, 33)),
-    Check("linalg", "sqrtm", _definite(12)),
-    Check("linalg", "inv_sqrtm", _definite(12)),
+CHECKS = tuple(
+    Check(loss.name, function, inputs)
+    for loss in LOSSES
+    for function, inputs in loss.compared.items()
 )
 
 

@@ -191,7 +191,7 @@ def test_projection_state(device):
     y_half = module(x.half())
     assert y_half.dtype == torch.float16
     torch.testing.assert_close(y_half.float(), y.float(), rtol=0, atol=1e-2)
-    with pytest.raises(ValueError, match="float64 runs on PyTorch"):
+    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
         module.double()(x)
     assert_same(module.float()(x), y)
 

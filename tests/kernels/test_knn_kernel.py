@@ -125,7 +125,7 @@ def test_launches(monkeypatch):
 
 def test_limits():
     student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
-    with pytest.raises(ValueError, match="up to 32 neighbours, got k=33"):
+    with pytest.raises(ValueError, match="at most 32 neighbours, got 33"):
         knn_feature_loss(student, teacher, *labels, k=33, backend="triton")
     with pytest.raises(ValueError, match="float64 is left to PyTorch"):
         knn_feature_loss(student.double(), teacher.double(), *labels, backend="triton")

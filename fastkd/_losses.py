@@ -1,0 +1,179 @@
+"""The one list of losses: what dispatch, doctor, tests, benchmarks and the README go through.
+
+A row says what a loss is called everywhere: its file in fastkd/ and bench/, its tests, its public
+names, what its kernels can do, and an input for each function. tests/test_losses.py names what a
+new row still lacks, and what is public without a row.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Tensors that get a gradient, the others, tensors by keyword; in float64, on the CPU.
+Inputs = Callable[[torch.Generator], tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the Triton kernels behind a public name can do; everything else is left to PyTorch."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    words: Mapping[str, str] = field(default_factory=dict)  # option → the one value they know
+    at_most: Mapping[str, int] = field(default_factory=dict)  # size → their largest
+
+    def lack(self, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
+        """What of a call they can't do, in words; ``facts`` has its words and sizes."""
+        if dtype not in self.dtypes:
+            return f"{str(dtype).removeprefix('torch.')} is left to PyTorch"
+        for name, word in self.words.items():
+            if facts[name] != word:
+                return f"its kernels know {name}={word!r}, got {facts[name]!r}"
+        for name, most in self.at_most.items():
+            if facts[name] > most:
+                return f"its kernels take at most {most} {name}, got {facts[name]}"
+        return None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What belongs together under one file name."""
+
+    name: str  # fastkd/<name>.py, bench/<name>.py, tests/test_<name>.py, tests.calls.CALLS
+    title: str
+    paper: str = ""
+    functions: Mapping[str, Inputs] = field(default_factory=dict)  # each has a twin `*_ref`
+    parts: Mapping[str, Inputs] = field(default_factory=dict)  # likewise, but no losses
+    modules: tuple[str, ...] = ()
+    measures: tuple[str, ...] = ()  # public functions without a reference
+    kernels: Mapping[str, Kernels] = field(default_factory=dict)  # by public name
+    kernel_files: tuple[str, ...] = ()  # kernels/<file>.py
+
+    @property
+    def compared(self) -> dict[str, Inputs]:
+        """All functions that have a reference."""
+        return {**self.functions, **self.parts}
+
+
+def _random(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _features(
+    *shape: int,
+    teacher: tuple[int, ...] | None = None,
+    masked: bool = False,
+    labelled: bool = False,
+) -> Inputs:
+    def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        options: dict[str, Tensor] = {}
+        if masked:
+            lengths = torch.arange(shape[0])[:, None] + shape[1] - shape[0]
+            options["mask"] = torch.arange(shape[1]) < lengths
+        if labelled:
+            options["student_labels"] = torch.arange(shape[0]) % 3
+        return [_random(generator, *shape)], [_random(generator, *(teacher or shape))], options
+
+    return make
+
+
+def _two(*shape: int) -> Inputs:
+    return lambda generator: ([_random(generator, *shape) for _ in range(2)], [], {})
+
+
+def _heads(rows: int, student: int, teacher: int, vocabulary: int) -> Inputs:
+    shapes = ((rows, student), (vocabulary, student)), ((rows, teacher), (vocabulary, teacher))
+
+    def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        learning, given = ([_random(generator, *shape) for shape in side] for side in shapes)
+        return learning, given, {}
+
+    return make
+
+
+def _skew(n: int) -> Inputs:
+    return lambda generator: ([(x := _random(generator, 2, n, n)) - x.mT], [], {})
+
+
+def _definite(n: int) -> Inputs:
+    return lambda generator: (
+        [(x := _random(generator, 2, n, n)) @ x.mT + torch.eye(n, dtype=x.dtype)],
+        [],
+        {},
+    )
+
+
+LOSSES = (
+    Loss(
+        name="relation",
+        title="Relations between tokens and samples, Pearson correlation",
+        paper="FCD: Huang et al., *Towards Efficient Pre-Trained Language Model via Feature "
+        "Correlation Distillation*, 2023",
+        functions={"relation_loss": _features(4, 10, 16, teacher=(4, 10, 24), masked=True)},
+        modules=("FCDLoss",),
+        kernels={"relation_loss": Kernels(words={"normalize": "l2", "distance": "pearson"})},
+        kernel_files=("relation",),
+    ),
+    Loss(
+        name="knn",
+        title="K nearest teacher rows of the same class",
+        paper="Saadi et al., *Intra-Class Similarity-Guided Feature Distillation*, 2023",
+        functions={"knn_feature_loss": _features(20, 16, labelled=True)},
+        modules=("IntraClassKNNLoss",),
+        measures=("intra_class_similarity",),
+        kernels={"knn_feature_loss": Kernels(at_most={"neighbours": 32})},
+        kernel_files=("knn",),
+    ),
+    Loss(
+        name="contrastive",
+        title="COS-NCE, contrastive by angle",
+        paper="Fu et al., *LRC-BERT: Latent-representation Contrastive Knowledge Distillation*, "
+        "2021",
+        functions={"cos_nce_loss": _features(6, 10, 16)},
+        modules=("CosNCELoss",),
+        kernels={"cos_nce_loss": Kernels()},
+        kernel_files=("contrastive",),
+    ),
+    Loss(
+        name="cca",
+        title="Canonical correlation",
+        paper="MC3KD: Fan et al., *Maximizing the Effectiveness of Larger BERT Models for "
+        "Compression*, 2025",
+        functions={"cca_loss": _features(64, 12, teacher=(64, 16))},
+        modules=("CCALoss",),
+        measures=("canonical_correlations",),
+    ),
+    Loss(
+        name="projection",
+        title="Dual orthogonal projection",
+        paper="LRKD: Hu et al., *Learnable Relational Knowledge Distillation for Language Model "
+        "Compression*, 2025",
+        functions={"layer_norm_mse": _two(20, 16)},
+        parts={"cayley": _skew(12)},
+        modules=("DualProjectionLoss", "OrthogonalProjection"),
+        kernels={
+            "layer_norm_mse": Kernels(at_most={"columns": 16384}),
+            "OrthogonalProjection": Kernels(dtypes=(torch.float32,)),
+        },
+        kernel_files=("projection", "cayley"),
+    ),
+    Loss(
+        name="soft_targets",
+        title="Soft targets: forward, reverse and adaptive KL, Jensen-Shannon",
+        paper="Hinton et al., 2015; Wu et al., 2024",
+        functions={
+            "soft_target_loss": _features(20, 33),
+            "linear_soft_target_loss": _heads(20, 8, 12, 33),
+        },
+        modules=("SoftTargetLoss",),
+        kernels={"soft_target_loss": Kernels(), "linear_soft_target_loss": Kernels()},
+        kernel_files=("soft_targets",),
+    ),
+    Loss(
+        name="linalg",
+        title="Roots of symmetric matrices, for the losses above",
+        parts={"sqrtm": _definite(12), "inv_sqrtm": _definite(12)},
+    ),
+)

@@ -1,0 +1,77 @@
+"""A loss is announced once, in `fastkd._losses`; what it lacks elsewhere is named here."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import fastkd
+from bench import suite
+from fastkd import functional
+from fastkd._losses import LOSSES
+from tests.calls import CALLS
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
+SHARED_KERNEL_FILES = {"launch", "pointers"}
+
+
+def referred(loss) -> list[str]:
+    return [f"{function}_ref" for function in loss.compared]
+
+
+@pytest.mark.parametrize("name", [n for n in fastkd.__all__ if callable(getattr(fastkd, n))])
+def test_every_public_name_has_a_row(name):
+    rows = [{*loss.compared, *referred(loss), *loss.modules, *loss.measures} for loss in LOSSES]
+    assert any(name in row for row in rows), f"{name} stands in no row of fastkd/_losses.py"
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+class TestRow:
+    def test_its_names_are_public(self, loss):
+        for name in (*loss.compared, *referred(loss), *loss.measures):
+            assert name in functional.__all__, f"fastkd.functional lacks {name}"
+        for name in loss.modules:
+            assert name in fastkd.__all__, f"fastkd lacks {name}"
+        for name in (*loss.compared, *loss.modules, *loss.measures):
+            home = inspect.getmodule(getattr(fastkd, name)).__name__
+            assert home == f"fastkd.{loss.name}", f"{name} is defined in {home}"
+
+    def test_it_has_tests_and_calls(self, loss):
+        assert (ROOT / f"tests/test_{loss.name}.py").exists()
+        assert loss.name in CALLS, f"tests/calls.py has no {loss.name}"
+
+    def test_it_has_a_benchmark(self, loss):
+        assert loss.name in suite.LOSSES, f"bench/suite.py has no {loss.name}"
+
+    def test_it_is_documented(self, loss):
+        docs = (ROOT / "docs/losses.md").read_text() + (ROOT / "README.md").read_text()
+        for name in (*loss.compared, *loss.modules, *loss.measures):
+            assert f"`{name}`" in docs, f"neither README.md nor docs/losses.md mentions {name}"
+
+    def test_its_kernels_are_files(self, loss):
+        for file in loss.kernel_files:
+            assert file in KERNEL_FILES, f"there is no kernels/{file}.py"
+        assert bool(loss.kernels) == bool(loss.kernel_files)
+        assert set(loss.kernels) <= {*loss.compared, *loss.modules}
+
+
+@pytest.mark.parametrize("file", sorted(set(KERNEL_FILES) - SHARED_KERNEL_FILES))
+def test_every_kernel_file_has_a_row(file):
+    owners = [loss.name for loss in LOSSES if file in loss.kernel_files]
+    assert len(owners) == 1, f"kernels/{file}.py belongs to the rows {owners}"
+
+
+def test_the_readme_lists_every_loss():
+    def code(names) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    table = [
+        f"| {loss.title} | {loss.paper} | {code(loss.functions)} | "
+        f"{code(name for name in loss.modules if name.endswith('Loss'))} |"
+        for loss in LOSSES
+        if loss.functions
+    ]
+    readme = (ROOT / "README.md").read_text()
+    for row in table:
+        assert row in readme, f"README.md lacks the row\n{row}"
