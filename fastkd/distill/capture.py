@@ -127,6 +127,10 @@ class Backbone(Model):
             return "regression"
         return problem
 
+    def takes(self, argument: str) -> bool:
+        """Whether the model, or what it hands its inputs to, has an argument of this name."""
+        return argument in self._known
+
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches and without inputs that it doesn't know."""
         inputs = dict(batch)

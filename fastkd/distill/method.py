@@ -77,6 +77,8 @@ class Method(nn.Module):
     logit_terms: tuple[str, ...] = ("task", "soft")
     #: Whether a term compares with the teacher; it isn't run otherwise.
     uses_teacher: bool = True
+    #: Terms that compare samples with each other: in a part of a batch they are another loss.
+    across_samples: tuple[str, ...] = ()
     #: What is compared of the teacher's hidden states: "tokens", or one row a sample, "cls" or
     #: "mean" as `Step.pooled` gives it. A teacher's cache then keeps only that.
     teacher_pool: str = "tokens"

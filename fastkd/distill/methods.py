@@ -56,6 +56,8 @@ class FCD(Method):
     Terms: task, tokens, samples.
     """
 
+    across_samples = ("samples",)
+
     def __init__(
         self,
         *,
@@ -178,6 +180,8 @@ class IntraClassKNN(_Soft):
     Terms: task, soft, knn.
     """
 
+    across_samples = ("knn",)
+
     def __init__(
         self,
         *,
@@ -252,6 +256,8 @@ class LRCBERT(_Soft):
     Terms: cos_nce, soft, task.
     """
 
+    across_samples = ("cos_nce",)
+
     def __init__(
         self,
         *,
@@ -321,6 +327,7 @@ class MC3KD(_Soft):
     Terms: task, soft, cca.
     """
 
+    across_samples = ("cca",)
     _without_head = "pass alpha=None"
 
     def __init__(

@@ -424,10 +424,12 @@ class Step:
             valid = valid[:, 1:] & valid[:, :-1]
             labels = None if labels is None else labels[:, 1:]
             if self.owner is not None:
-                same = self.owner[:, 1:] == self.owner[:, :-1]
-                valid = valid & same
-                labels = None if labels is None else labels.masked_fill(~same, IGNORED)
-        return (valid if labels is None else valid & (labels != IGNORED)), labels
+                valid = valid & (self.owner[:, 1:] == self.owner[:, :-1])
+        if labels is None:
+            return valid, None
+        # Padding on the left stands before the first token, and must not learn to say it.
+        labels = labels.masked_fill(~valid, IGNORED)
+        return labels != IGNORED, labels
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         if outputs.logits is None:

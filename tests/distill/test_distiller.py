@@ -663,6 +663,17 @@ def test_a_head_with_one_prediction_a_row_refuses_packed_rows():
         distiller(**batch(), segments=torch.zeros(6, 9))
 
 
+@pytest.mark.parametrize("name", ["soft_targets", "fcd", "labels"])
+def test_left_padding_learns_to_say_nothing(name):
+    """The padding before the first token is no context for it."""
+    distiller = Distiller(*decoders(), method_by_name(name)).train()
+    texts = documents()
+    expected = loss_and_gradients(distiller, padded(texts))
+    left = padded(texts, left=True)
+    left["position_ids"] = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert_same_step(distiller, left, expected, tolerance=1e-11)
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_padding_side_changes_nothing(name):
     options = {"layers": "uniform"} if name == "mc3kd" else {}

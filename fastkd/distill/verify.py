@@ -1,0 +1,358 @@
+"""Is it the same step? The gradient of one batch, taken in every other way that promises it."""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from fastkd.distill.cache import TeacherCache
+from fastkd.distill.distiller import Distiller
+from fastkd.distill.step import IGNORED
+
+__all__ = ["Check", "table", "verify"]
+
+TOLERANCE = 1e-12
+ROUNDING = 1e-6  # of models that compute parts of themselves in float32, whatever their dtype
+
+Gradients = dict[str, Tensor]
+
+
+class _CannotDo(Exception):
+    """The model or the batch has no such split; the message says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way to take the step, and how far its gradient is from the whole batch's.
+
+    ``deviation`` is the largest difference of a gradient's entry, over the largest entry; None
+    where there is no such split. ``verdict`` is one of
+
+    - "equal": to 1e-12
+    - "rounding": to 1e-6, as models show that compute parts of themselves in float32
+    - "by definition": the loss compares samples, and this split is another loss
+    - "differs": it should not
+    - "not here": ``why`` says what the model or the batch lacks
+    """
+
+    name: str
+    deviation: float | None
+    verdict: str
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.verdict != "differs"
+
+
+def verify(distiller: Distiller, batch: dict[str, Tensor], *, ranks: int = 2) -> list[Check]:
+    """Take the gradient of one batch under other splits and settings, in float64.
+
+    On a copy without dropout: another order of the samples, wider and left padding, packed rows,
+    accumulation in a plain loop and by `Distiller.accumulate`, processes that gather (gloo, on the
+    CPU), a cached teacher, checkpointed activations, a saved and loaded state.
+
+    Args:
+        distiller: with the method that will train; its weights and state stay as they are.
+        batch: arguments of `Distiller.forward`: rows of one document each, padded on the right.
+        ranks: processes to start; 0 leaves them out.
+
+    Returns:
+        One `Check` for each; `table` prints them.
+
+    Raises:
+        ValueError: fewer than two rows.
+    """
+    tokens = batch["input_ids"]
+    if len(tokens) < 2:
+        raise ValueError("batch has fewer than two rows; there is nothing to split")
+    step = _Step(distiller, batch)
+    ways: dict[str, Callable[[], Gradients]] = {
+        "the same again": step.again,
+        "other order of samples": step.other_order,
+        "wider padding": step.wider,
+        "left padding": step.left_padded,
+        "packed rows": step.packed,
+        "accumulated in a plain loop": step.accumulated,
+        "Distiller.accumulate": step.accumulated_exactly,
+        "cached teacher": step.cached,
+        "checkpointed activations": step.checkpointed,
+        "saved and loaded": step.reloaded,
+    }
+    if ranks:
+        ways[f"{ranks} processes, gather=True"] = lambda: step.processes(ranks)
+    return [_check(name, way, step) for name, way in ways.items()]
+
+
+def table(checks: list[Check]) -> str:
+    """The checks as lines of text."""
+    width = max(len(check.name) for check in checks)
+    lines = [f"{'the same step':<{width}}  largest deviation of a gradient"]
+    for check in checks:
+        number = "" if check.deviation is None else f"{check.deviation:.1e}"
+        why = f": {check.why}" if check.why else ""
+        lines.append(f"{check.name:<{width}}  {number:>8}  {check.verdict}{why}")
+    return "\n".join(lines)
+
+
+def _check(name: str, way: Callable[[], Gradients], step: "_Step") -> Check:
+    try:
+        gradients = way()
+    except _CannotDo as reason:
+        return Check(name, None, "not here", str(reason))
+    largest = max(float(g.abs().max()) for g in step.expected.values())
+    different = max(
+        float((gradients.get(key, torch.zeros_like(g)).to(g.device) - g).abs().max())
+        for key, g in step.expected.items()
+    )
+    deviation = different / largest if largest else different
+    if deviation <= TOLERANCE:
+        return Check(name, deviation, "equal")
+    if name == "accumulated in a plain loop" and step.across_samples:
+        terms = ", ".join(step.across_samples)
+        return Check(
+            name, deviation, "by definition",
+            f"{terms} compares the samples of a part only; Distiller.accumulate sees all",
+        )  # fmt: skip
+    return Check(name, deviation, "rounding" if deviation <= ROUNDING else "differs")
+
+
+class _Step:
+    """One batch, and a distiller in float64 without dropout that takes its gradient."""
+
+    def __init__(self, distiller: Distiller, batch: dict[str, Tensor]) -> None:
+        self.distiller = _exact_copy(distiller)
+        self.batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        self.rows = len(batch["input_ids"])
+        method = self.distiller.method
+        weights = method.weights(self.distiller.progress)
+        self.across_samples = [term for term in method.across_samples if weights.get(term)]
+        self.expected = self.gradients(self.distiller, [self.batch])
+
+    def gradients(
+        self, distiller: Distiller, parts: list[dict[str, Any]], share: float = 1.0
+    ) -> Gradients:
+        """Of the sum of the parts' losses, each times ``share``."""
+        distiller.zero_grad()
+        for part in parts:
+            (share * distiller(**part).loss).backward()
+        return _gradients(distiller)
+
+    def part(self, rows: Any) -> dict[str, Tensor]:
+        """Some rows of the batch."""
+        return {name: x[rows] for name, x in self.batch.items()}
+
+    def again(self) -> Gradients:
+        return self.gradients(self.distiller, [self.batch])
+
+    def other_order(self) -> Gradients:
+        return self.gradients(self.distiller, [self.part(torch.arange(self.rows - 1, -1, -1))])
+
+    def _mask(self) -> Tensor:
+        mask = self.batch.get("attention_mask")
+        mask = torch.ones_like(self.batch["input_ids"]) if mask is None else mask
+        if mask.dim() != 2:
+            raise _CannotDo("the batch holds the choices of questions")
+        if "start_positions" in self.batch:
+            raise _CannotDo("answers are positions in the padded row")
+        if not bool(mask[:, 0].all()):
+            raise _CannotDo("the batch is padded on the left, or holds an empty row")
+        return mask
+
+    def wider(self) -> Gradients:
+        mask = self._mask()
+        wide = {"attention_mask": F.pad(mask, (0, 3))}
+        for name, x in self._of_tokens():
+            wide[name] = F.pad(x, (0, 3), value=_padding_of(name, self.distiller))
+        return self.gradients(self.distiller, [{**self.batch, **wide}])
+
+    def _of_tokens(self) -> list[tuple[str, Tensor]]:
+        shape = self.batch["input_ids"].shape
+        return [(n, x) for n, x in self.batch.items() if x.shape == shape and n != "attention_mask"]
+
+    def _positions(self, lengths: Tensor) -> Tensor:
+        """position_ids of tokens that stand at 0, 1, ... in their documents."""
+        student = self.distiller._student_backbone
+        models = [student]
+        if not isinstance(self.distiller.teacher, TeacherCache):
+            models.append(self.distiller._teacher_backbone)
+        starts = set()
+        for model in models:
+            if not model.takes("position_ids"):
+                raise _CannotDo(f"{model.class_name} takes no position_ids")
+            embeddings: Any = model.embeddings
+            by_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
+            starts.add(embeddings.padding_idx + 1 if by_padding else 0)
+        if len(starts) > 1:
+            raise _CannotDo("teacher and student count positions from different numbers")
+        return lengths + starts.pop()
+
+    def left_padded(self) -> Gradients:
+        mask = self._mask()
+        student = self.distiller._student_backbone
+        if student.has_head and not (student.per_token or student.sentence_last):
+            raise _CannotDo("the head reads the first position")
+        N = mask.shape[1]
+        order = (torch.arange(N, device=mask.device) + mask.sum(1, keepdim=True)) % N
+        left = {name: x.gather(1, order) for name, x in self._of_tokens()}
+        left["attention_mask"] = mask.gather(1, order)
+        if bool(mask.all()):
+            raise _CannotDo("no row is padded")
+        left["position_ids"] = self._positions((left["attention_mask"].cumsum(1) - 1).clamp(min=0))
+        return self.gradients(self.distiller, [{**self.batch, **left}])
+
+    def packed(self) -> Gradients:
+        mask = self._mask().bool()
+        student = self.distiller._student_backbone
+        if not student.sentence_last or student.batch_dim:
+            raise _CannotDo(f"{student.class_name} sees a packed row as one document")
+        if student.has_head and not student.per_token:
+            raise _CannotDo("the head gives one prediction a row")
+        row = {name: x[mask][None] for name, x in self._of_tokens()}
+        starts = self._positions(mask.long().cumsum(1) - 1)
+        row["position_ids"] = starts[mask][None]
+        others = {
+            name: x
+            for name, x in self.batch.items()
+            if name not in row and name != "attention_mask"
+        }
+        return self.gradients(self.distiller, [{**others, **row}])
+
+    def _equal_parts(self) -> list[dict[str, Tensor]]:
+        count = next(n for n in range(2, self.rows + 1) if self.rows % n == 0)
+        size = self.rows // count
+        return [self.part(slice(i, i + size)) for i in range(0, self.rows, size)]
+
+    def accumulated(self) -> Gradients:
+        parts: list[dict[str, Any]] = list(self._equal_parts())
+        labels = self.batch.get("labels")
+        if self.distiller.counts_positions and labels is not None:
+            causal = self.distiller._student_backbone.causal
+            items = int(((labels[:, 1:] if causal else labels) != IGNORED).sum())
+            parts = [{**part, "num_items": items / len(parts)} for part in parts]
+        return self.gradients(self.distiller, parts, 1 / len(parts))
+
+    def accumulated_exactly(self) -> Gradients:
+        """Parts of one row and of the others."""
+        self.distiller.zero_grad()
+        for out in self.distiller.accumulate([self.part(slice(0, 1)), self.part(slice(1, None))]):
+            out.loss.backward()
+        return _gradients(self.distiller)
+
+    def cached(self) -> Gradients:
+        if isinstance(self.distiller.teacher, TeacherCache):
+            raise _CannotDo("the teacher is a cache")
+        wanted = self.distiller.method.wanted("teacher")
+        if wanted.attentions or wanted.qkv:
+            raise _CannotDo("a cache keeps no attention maps")
+        with tempfile.TemporaryDirectory() as folder:
+            cache = self.distiller.cache_teacher([self.batch], folder)
+            method = copy.deepcopy(self.distiller.method)
+            twin = Distiller(cache, copy.deepcopy(self.distiller.student), method)
+            twin.set_progress(self.distiller.progress)
+            return self.gradients(twin, [self.batch])
+
+    def checkpointed(self) -> Gradients:
+        if not getattr(self.distiller.student, "supports_gradient_checkpointing", False):
+            raise _CannotDo("the student doesn't support it")
+        twin = copy.deepcopy(self.distiller)
+        twin.gradient_checkpointing_enable()
+        return self.gradients(twin, [self.batch])
+
+    def reloaded(self) -> Gradients:
+        twin = copy.deepcopy(self.distiller)
+        state = copy.deepcopy(self.distiller.state_dict())
+        with torch.no_grad():
+            for parameter in twin.student.parameters():
+                parameter.zero_()
+        twin.load_state_dict(state)
+        return self.gradients(twin, [self.batch])
+
+    def processes(self, ranks: int) -> Gradients:
+        """The rows dealt out to processes, the last of which may have fewer."""
+        if self.rows < ranks:
+            raise _CannotDo(f"{self.rows} rows for {ranks} processes")
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise _CannotDo("this torch has no gloo")
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(
+                (copy.deepcopy(self.distiller).cpu(), {k: v.cpu() for k, v in self.batch.items()}),
+                f"{folder}/step.pt",
+            )
+            command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(ranks)]
+            started = [
+                subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
+                for rank in range(ranks)
+            ]
+            errors = [process.communicate()[1] for process in started]
+            for process, error in zip(started, errors, strict=True):
+                if process.returncode:
+                    raise RuntimeError(f"a process of the check failed:\n{error}")
+            gradients: Gradients = torch.load(f"{folder}/gradients.pt")
+            return gradients
+
+
+def _exact_copy(distiller: Distiller) -> Distiller:
+    """In float64, in training mode without dropout, with its own state."""
+    twin = copy.deepcopy(distiller).double()
+    twin.train()
+    for module in twin.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name == "p"):
+                setattr(module, name, 0.0)
+    twin.set_progress(distiller.progress)
+    twin.gather = False
+    return twin
+
+
+def _gradients(distiller: nn.Module) -> Gradients:
+    named = distiller.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def _padding_of(name: str, distiller: Distiller) -> int:
+    if name == "labels":
+        return IGNORED
+    return (distiller.config.pad_token_id or 0) if name == "input_ids" else 0
+
+
+@contextlib.contextmanager
+def _joined(folder: str, world: int, rank: int) -> Iterator[None]:
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank(folder: str, world: int, rank: int) -> None:
+    """What one of the processes does."""
+    distiller, batch = torch.load(f"{folder}/step.pt", weights_only=False)
+    size = -(-len(batch["input_ids"]) // world)
+    rows = slice(rank * size, (rank + 1) * size)
+    distiller.gather = True
+    with _joined(folder, world, rank):
+        model = DistributedDataParallel(distiller, find_unused_parameters=True)
+        model(**{name: x[rows] for name, x in batch.items()}).loss.backward()
+        if rank == 0:
+            partial = Path(folder, "gradients")
+            torch.save(_gradients(distiller), partial)
+            os.replace(partial, f"{folder}/gradients.pt")
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,84 @@
+"""The proof that people run on their own model: what it finds equal, and what it tells."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import METHODS, Distiller, method_by_name, student_from_teacher
+from fastkd.distill.verify import Check, table, verify
+from tests.distill.models import CONFIGS, batch, classifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+
+def distiller_of(teacher, name):
+    torch.manual_seed(1)
+    options = {"layers": "uniform"} if name == "mc3kd" else {}
+    distiller = Distiller(
+        teacher, student_from_teacher(teacher, [2, 4]), method_by_name(name, **options)
+    )
+    distiller.set_progress(1.0)
+    return distiller
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_classifiers_take_the_same_step_in_every_way(name):
+    torch.manual_seed(0)
+    distiller = distiller_of(classifier("bert"), name)
+    before = {key: value.clone() for key, value in distiller.state_dict().items()}
+    checks = {c.name: c for c in verify(distiller, batch(rows=6), ranks=0)}
+    assert all(torch.equal(before[key], value) for key, value in distiller.state_dict().items())
+    assert distiller.training and next(distiller.parameters()).dtype == torch.float32
+    parts = checks.pop("accumulated in a plain loop")
+    compared = {"fcd": "samples", "knn": "knn", "lrc_bert": "cos_nce", "mc3kd": "cca"}
+    if name in compared:
+        assert parts.verdict == "by definition" and parts.why.startswith(compared[name])
+        assert parts.deviation > 1e-6
+    else:
+        assert parts.verdict == "equal"
+    assert checks.pop("packed rows").verdict == checks.pop("left padding").verdict == "not here"
+    for check in checks.values():
+        assert check.verdict == "equal", check
+
+
+@pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd"])
+def test_language_models_too(name):
+    torch.manual_seed(0)
+    config = CONFIGS["gpt2"](4)
+    config.initializer_range = 0.2
+    distiller = distiller_of(t.GPT2LMHeadModel(config), name)
+    data = batch(rows=4)
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    checks = verify(distiller, data, ranks=0)
+    for check in checks:
+        expected = {"equal"}
+        if check.name == "accumulated in a plain loop" and name == "fcd":
+            expected = {"by definition"}
+        assert check.verdict in expected, check
+
+
+def test_processes():
+    torch.manual_seed(0)
+    checks = verify(distiller_of(classifier("bert"), "fcd"), batch(rows=5), ranks=2)
+    assert checks[-1].name == "2 processes, gather=True" and checks[-1].verdict == "equal"
+
+
+def test_a_fault_is_seen():
+    distiller = distiller_of(classifier("bert"), "lrkd")
+    calls = []
+
+    def differs(module, args, output):
+        calls.append(1)
+        return output * (1 + 1e-3 * len(calls))
+
+    distiller.student.bert.encoder.layer[0].output.dense.register_forward_hook(differs)
+    checks = verify(distiller, batch(rows=4), ranks=0)
+    assert not checks[0].ok and checks[0].verdict == "differs"
+    with pytest.raises(ValueError, match="fewer than two rows"):
+        verify(distiller, batch(rows=1), ranks=0)
+
+
+def test_the_table_is_readable():
+    text = table([Check("wider padding", 1e-15, "equal"), Check("packed", None, "not here", "why")])
+    assert "wider padding   1.0e-15  equal" in text
+    assert "packed                   not here: why" in text
