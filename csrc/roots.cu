@@ -27,17 +27,18 @@ struct BlockLanes {
 // A warp at least for finding rotations and one for applying them; more for more rows.
 inline int lanes_for(int64_t n) { return n <= 16 ? 64 : n <= 32 ? 128 : 512; }
 
-// ``scratch`` (batch, 2, n, n), or null: then the matrices are in shared memory.
+// ``scratch`` (batch, bytes) holds what does not fit into shared memory: nothing, the matrices, all.
 template <typename T>
 __global__ void __launch_bounds__(512, 1)
     eigen_roots_kernel(const T* __restrict__ in, int64_t n, Options options, T* __restrict__ root,
-                       T* __restrict__ values, T* __restrict__ vectors, double* scratch) {
+                       T* __restrict__ values, T* __restrict__ vectors, unsigned char* scratch,
+                       int64_t bytes, bool vectors_in_shared) {
   extern __shared__ __align__(16) unsigned char memory[];
   const int64_t item = blockIdx.x, size = n * n;
   const BlockLanes lanes{int(threadIdx.x), int(blockDim.x)};
-  void* matrices = memory;
-  if (scratch) matrices = scratch + item * 2 * EigenScratch::matrix(n);
-  void* rest = scratch ? memory : memory + EigenScratch::matrices_size(n);
+  unsigned char* matrices = scratch ? scratch + item * bytes : memory;
+  unsigned char* rest = matrices + EigenScratch::matrices_size(n);
+  if (scratch && vectors_in_shared) rest = memory;
   decompose<T>(in + item * size, options, root ? root + item * size : root, values + item * n,
                vectors + item * size, EigenScratch(n, matrices, rest), lanes);
 }
@@ -49,24 +50,25 @@ void launch(const Tensor& a, Sizes sizes, Options options, T* root, const Tensor
   int device = 0, most = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  size_t shared = EigenScratch::matrices_size(n) + EigenScratch::vectors_size(n);
+  const size_t vectors_size = EigenScratch::vectors_size(n);
+  const size_t bytes = EigenScratch::matrices_size(n) + vectors_size;
+  const bool vectors_in_shared = vectors_size <= size_t(most);
+  size_t shared = bytes;
   Tensor memory;
-  double* scratch = nullptr;
-  if (shared > size_t(most)) {
-    shared = EigenScratch::vectors_size(n);
-    const int64_t size[] = {batch, 2, n, n};
-    memory = torch::stable::new_empty(a, {size, 4}, torch::headeronly::ScalarType::Double);
-    scratch = memory.mutable_data_ptr<double>();
+  unsigned char* scratch = nullptr;
+  if (bytes > size_t(most)) {
+    shared = vectors_in_shared ? vectors_size : 0;
+    const int64_t size = batch * int64_t(bytes);
+    memory = torch::stable::new_empty(a, {&size, 1}, torch::headeronly::ScalarType::Byte);
+    scratch = static_cast<unsigned char*>(memory.mutable_data_ptr());
   }
-  STD_TORCH_CHECK(shared <= size_t(most), "n = ", n, " is too large: ", shared,
-                  " bytes of shared memory, and this GPU has ", most);
   STD_CUDA_CHECK(cudaFuncSetAttribute(eigen_roots_kernel<T>,
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   eigen_roots_kernel<T><<<unsigned(batch), lanes_for(n), shared, cudaStream_t(stream)>>>(
       a.const_data_ptr<T>(), n, options, root, values.mutable_data_ptr<T>(),
-      vectors.mutable_data_ptr<T>(), scratch);
+      vectors.mutable_data_ptr<T>(), scratch, int64_t(bytes), vectors_in_shared);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -233,10 +233,10 @@ class _Whitening:
         if self.triangular:
             diagonal = sigma.diagonal(dim1=-2, dim2=-1)
             self.largest = diagonal.amax(-1) + ridge
-            # A ridge lost in the rounding of Σ would let the factorisation break down. The rounding
-            # of each variance counts: one large column must not bury the ridge of all others.
+            # A ridge lost in the rounding of a variance would let the factorisation break down. Of
+            # each its own counts: one large column must not bury the ridge of all others.
             rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
-            diagonal += ridge + rounding * (diagonal + ridge)
+            diagonal += (rounding * diagonal).clamp_min(ridge)
             self.factor, _ = torch.linalg.cholesky_ex(sigma)
         else:
             if method == "extension":
