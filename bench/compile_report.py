@@ -154,7 +154,7 @@ def walked(loss: str) -> dict[str, Any]:
 @functools.cache
 def _sources_key() -> str:
     summary = hashlib.sha256(_versions().encode())
-    folders = (("fastkd", "*.py"), ("kernels", "*.py"), ("tests", "calls.py"))
+    folders = (("fastkd", "*.py"), ("fastkd", "*.so"), ("kernels", "*.py"), ("tests", "calls.py"))
     for folder, pattern in (*folders, ("tests", "dry_cuda.py"), ("bench", "compile_report.py")):
         for path in sorted((ROOT / folder).glob(pattern)):
             summary.update(path.read_bytes())
