@@ -114,7 +114,7 @@ LOSSES = (
         functions={"relation_loss": _features(4, 10, 16, teacher=(4, 10, 24), masked=True)},
         modules=("FCDLoss",),
         kernels={"relation_loss": Kernels(words={"normalize": "l2", "distance": "pearson"})},
-        kernel_files=("relation",),
+        kernel_files=("relation", "relation_rows", "relation_small", "relation_long"),
     ),
     Loss(
         name="knn",

@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from fastkd import _dispatch
-from fastkd.kernels import relation as kernels
+from fastkd.kernels import relation_long as long
+from fastkd.kernels import relation_small as small
+from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.relation import FCDLoss, relation_loss
 from tests.compare import relative_error
 from tests.kernels.launches import count_launches
@@ -20,7 +22,7 @@ def test_six_layers_in_few_launches(device, masked, dtype, monkeypatch):
         B, N, D = 32, 128, 768
     else:
         B, N, D = 3, 4, 16
-        assert max(32, 128) <= kernels.SMALL_GROUP
+        assert max(32, 128) <= small.SMALL_GROUP
     students = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
     teachers = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
     for student in students:
@@ -30,11 +32,11 @@ def test_six_layers_in_few_launches(device, masked, dtype, monkeypatch):
     with count_launches() as launches:
         loss(students, teachers, mask).backward()
     assert len(launches) <= 12, launches
-    assert launches.of_triton().count("small_groups_kernel") == 2
+    assert launches.of_triton().count("relation_small_groups_kernel") == 2
 
 
 def test_more_layers_than_a_launch_takes(device):
-    count = kernels.LAYERS_PER_LAUNCH + 1
+    count = LAYERS_PER_LAUNCH + 1
     students = [torch.randn(2, 4, 8, device=device, requires_grad=True) for _ in range(count)]
     teachers = [torch.randn(2, 4, 8, device=device) for _ in range(count)]
     values, gradients = [], []
@@ -56,9 +58,8 @@ def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monke
         with count_launches() as launches:
             values.append(FCDLoss(backend=backend)(student, teacher, mask))
             gradients.extend(torch.autograd.grad(values[-1], student))
-        small = launches.of_triton().count("small_groups_kernel")
-        assert small == 1  # the samples
-        assert launches.of_triton().count("gradient_kernel") == (backend == "triton")
+        assert launches.of_triton().count("relation_small_groups_kernel") == 1  # the samples
+        assert launches.of_triton().count("relation_gradient_kernel") == (backend == "triton")
     assert relative_error(values[1], values[0].detach()) < 1e-5
     assert relative_error(gradients[1], gradients[0]) < 1e-5
 
@@ -79,7 +80,7 @@ def test_layers_with_different_layouts(device):
 def test_chunks_of_long_groups(device, over, monkeypatch):
     """More groups than the workspace holds at once, and a last chunk that is smaller."""
     groups, members = 3, 130
-    monkeypatch.setattr(kernels, "CHUNK_ENTRIES", 2 * 256 * 256)
+    monkeypatch.setattr(long, "CHUNK_ENTRIES", 2 * 256 * 256)
     shape = (groups, members) if over == "tokens" else (members, groups)
     student = torch.randn(*shape, 8, device=device, requires_grad=True)
     teacher = torch.randn(*shape, 8, device=device)
@@ -94,7 +95,7 @@ def test_chunks_of_long_groups(device, over, monkeypatch):
 
 def test_no_relation_outlives_its_chunk():
     """The workspace of long groups does not grow with the batch."""
-    entries = kernels.CHUNK_ENTRIES
+    entries = long.CHUNK_ENTRIES
     assert entries * (2 * 4 + 2) <= 2**28  # two float32 relations and A in float16
 
 

@@ -1,0 +1,596 @@
+"""Relations of more than 128 rows, a chunk of groups at a time.
+
+Centred rows (`relation_centre_kernel`), lower-triangle tiles of both relations
+(`relation_tiles_kernel`) and their sums, A (`relation_difference_kernel`), then one product with
+the centred rows (`relation_gradient_kernel`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd.kernels.relation_rows import (
+    LARGEST_SCALE,
+    OPERAND_SCALE,
+    Blocks,
+    Layers,
+    Term,
+    aligned_size,
+    centring_offset,
+    derivative_scale,
+    gradient_dtype,
+    high_part,
+    low_part,
+)
+
+# Rows and columns of a tile of a long relation.
+TILE = 128
+# Entries of the relations that are worked on at once; bounds the workspace of long groups.
+CHUNK_ENTRIES = 2**24
+
+
+@triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
+def relation_mean_kernel(
+    x_ptr,  # (groups, N, D)
+    scale_ptr,  # rows
+    mean_ptr,  # (groups, D): mean of the unit rows
+    size_ptr,  # (groups,): real rows
+    N,
+    D,
+    stride_x_group,
+    stride_x_n,
+    stride_group,
+    stride_n,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    size = tl.zeros((BLOCK_N,), tl.int32)
+    for first in range(0, N, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N).to(tl.int64)
+        row = group * stride_group + n * stride_n
+        scale = tl.load(scale_ptr + row, mask=n < N, other=0.0)
+        x = tl.load(
+            x_ptr + group * stride_x_group + n[:, None] * stride_x_n + d[None, :],
+            mask=(scale != 0)[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        total += tl.sum(x * scale[:, None], axis=0)
+        size += (scale != 0).to(tl.int32)
+    count = tl.sum(size, axis=0)
+    tl.store(mean_ptr + group * D + d, total / tl.maximum(count, 1), mask=d < D)
+    if tl.program_id(1) == 0:
+        tl.store(size_ptr + group, count)
+
+
+@triton.jit(do_not_specialize=["first_group", "first_slot", "N", "stride_group", "stride_n"])
+def relation_centre_kernel(
+    x_ptr,  # (groups, N, D)
+    scale_ptr,
+    mean_ptr,
+    size_ptr,
+    centred_ptr,  # (parts, chunk, N, D): high parts, then with SPLIT low ones
+    offset_ptr,  # from first_slot on (chunk, 2, N): h, then |s_i|²
+    first_group,
+    first_slot,
+    N,
+    D,
+    stride_x_group,
+    stride_x_n,
+    stride_group,
+    stride_n,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    slot = tl.program_id(1).to(tl.int64)
+    group = first_group + slot
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    scale = tl.load(scale_ptr + group * stride_group + n * stride_n, mask=n < N, other=0.0)
+    valid = (scale != 0) & (tl.load(size_ptr + group) >= 2)
+    along = tl.zeros((BLOCK_N,), tl.float32)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    length = 0.0
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        x = tl.load(
+            x_ptr + group * stride_x_group + n[:, None] * stride_x_n + d[None, :],
+            mask=valid[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        mean = tl.load(mean_ptr + group * D + d, mask=d < D, other=0.0)
+        centred = tl.where(valid[:, None], x * scale[:, None] - mean[None, :], 0.0)
+        along += tl.sum(centred * mean[None, :], axis=1)
+        squares += tl.sum(centred * centred, axis=1)
+        length += tl.sum(mean * mean, axis=0)
+        centred *= OPERAND_SCALE
+        target = centred_ptr + (slot * N + n)[:, None] * D + d[None, :]
+        inside = (n < N)[:, None] & (d < D)[None, :]
+        tl.store(target, high_part(centred), mask=inside)
+        if SPLIT:
+            tl.store(target + tl.num_programs(1) * N * D, low_part(centred), mask=inside)
+    h = centring_offset(along, squares, length, scale, valid)
+    offset_ptr += 2 * (first_slot + slot) * N
+    tl.store(offset_ptr + n, h, mask=n < N)
+    tl.store(offset_ptr + N + n, squares, mask=n < N)
+
+
+@triton.jit(
+    do_not_specialize=["first_group", "N", "stride_side", "stride_size", "stride_group", "stride_n"]
+)
+def relation_offsets_kernel(
+    offset_ptr,  # (2·chunk, 2, N): h and |s_i|² become u and R̃_ii
+    scale_ptr,  # of this layer: (2, stride_side)
+    size_ptr,  # (2, stride_size)
+    first_group,
+    N,
+    stride_side,
+    stride_size,
+    stride_group,
+    stride_n,
+    BLOCK_N: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    side = tl.program_id(1).to(tl.int64)
+    group = first_group + slot
+    offset_ptr += 2 * (side * tl.num_programs(0) + slot) * N
+    size = tl.load(size_ptr + side * stride_size + group)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, N, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        total += tl.load(offset_ptr + n, mask=n < N, other=0.0)
+    mean = tl.sum(total, axis=0) / tl.maximum(size, 1)
+    for first in range(0, N, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        row = side * stride_side + group * stride_group + n.to(tl.int64) * stride_n
+        scale = tl.load(scale_ptr + row, mask=n < N, other=0.0)
+        u = tl.load(offset_ptr + n, mask=n < N, other=0.0) - mean
+        u = tl.where((scale != 0) & (size >= 2), u, 0.0)
+        diagonal = tl.load(offset_ptr + N + n, mask=n < N, other=0.0) + 2 * u
+        tl.store(offset_ptr + n, u, mask=n < N)
+        tl.store(offset_ptr + N + n, diagonal, mask=n < N)
+
+
+@triton.jit
+def _triangle(tile):
+    """(i, j) with j ≤ i of the tile-th tile of a lower triangle, row by row."""
+    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
+    return i, tile - i * (i + 1) // 2
+
+
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
+def relation_tiles_kernel(
+    centred_s_ptr,  # (parts, chunk, N, Ds)
+    centred_t_ptr,  # (parts, chunk, N, Dt)
+    offset_ptr,  # (2, chunk, 2, N)
+    scale_ptr,
+    size_ptr,
+    tiles_ptr,  # (2, chunk, tiles, TILE, TILE): R̃_s, R̃_t, lower triangle of tiles
+    first_group,
+    N,
+    Ds,
+    Dt,
+    stride_group,
+    stride_n,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    slot = tl.program_id(1).to(tl.int64)
+    teacher = tl.program_id(2) == 1
+    tiles, chunk = tl.num_programs(0), tl.num_programs(1)
+    entry = tl.where(teacher, chunk + slot, slot)
+    D = tl.where(teacher, Dt, Ds)
+    centred_ptr = tl.where(teacher, centred_t_ptr, centred_s_ptr) + slot * N * D
+    offset_ptr += 2 * entry * N
+    block_i, block_j = _triangle(tile)
+    i = block_i * TILE + tl.arange(0, TILE)
+    j = block_j * TILE + tl.arange(0, TILE)
+
+    R = tl.zeros((TILE, TILE), tl.float32)
+    rows_i = centred_ptr + i.to(tl.int64)[:, None] * D
+    rows_j = centred_ptr + j.to(tl.int64)[:, None] * D
+    low_parts = chunk.to(tl.int64) * N * D
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)[None, :]
+        inside_i, inside_j = (i < N)[:, None] & (d < D), (j < N)[:, None] & (d < D)
+        left = tl.load(rows_i + d, mask=inside_i, other=0.0)
+        right = tl.load(rows_j + d, mask=inside_j, other=0.0)
+        R = tl.dot(left, tl.trans(right), R)
+        if SPLIT:
+            low = tl.load(rows_j + low_parts + d, mask=inside_j, other=0.0)
+            R = tl.dot(left, tl.trans(low), R)
+            low = tl.load(rows_i + low_parts + d, mask=inside_i, other=0.0)
+            R = tl.dot(low, tl.trans(right), R)
+
+    group = first_group + slot
+    usable = tl.load(size_ptr + group) >= 2
+    scale_ptr += group * stride_group
+    scale_i = tl.load(scale_ptr + i.to(tl.int64) * stride_n, mask=i < N, other=0.0)
+    scale_j = tl.load(scale_ptr + j.to(tl.int64) * stride_n, mask=j < N, other=0.0)
+    valid_i, valid_j = (scale_i != 0) & usable, (scale_j != 0) & usable
+    u_i = tl.load(offset_ptr + i, mask=i < N, other=0.0)
+    u_j = tl.load(offset_ptr + j, mask=j < N, other=0.0)
+    own = tl.load(offset_ptr + N + i, mask=i < N, other=0.0)
+    R = R / (OPERAND_SCALE * OPERAND_SCALE) + u_i[:, None] + u_j[None, :]
+    R = tl.where(i[:, None] == j[None, :], own[:, None], R)
+    R = tl.where(valid_i[:, None] & valid_j[None, :], R, 0.0)
+    cell = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(tiles_ptr + (entry * tiles + tile) * TILE * TILE + cell, R)
+
+
+@triton.jit(do_not_specialize=["N"])
+def relation_sums_kernel(
+    tiles_ptr,  # (2, chunk, tiles, TILE, TILE)
+    partial_ptr,  # (chunk, blocks, 3, N): row sums of R̃_sR̃_t, R̃_s², R̃_t²
+    N,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    slot = tl.program_id(1).to(tl.int64)
+    tiles, chunk = tl.num_programs(0), tl.num_programs(1)
+    block_i, block_j = _triangle(tile)
+    j = tl.arange(0, TILE)
+    tiles_s = tiles_ptr + (slot * tiles + tile) * TILE * TILE
+    tiles_t = tiles_s + chunk.to(tl.int64) * tiles * TILE * TILE
+    # Rows of block i get this tile's sums in place j, and rows of block j theirs in place i.
+    blocks = tl.cdiv(N, TILE)
+    sums_i = partial_ptr + (slot * blocks + block_j) * 3 * N
+    product_j = tl.zeros((TILE,), tl.float32)
+    square_s_j = tl.zeros((TILE,), tl.float32)
+    square_t_j = tl.zeros((TILE,), tl.float32)
+    for first in range(0, TILE, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        R_s = tl.load(tiles_s + i[:, None] * TILE + j[None, :])
+        R_t = tl.load(tiles_t + i[:, None] * TILE + j[None, :])
+        row = block_i * TILE + i
+        product, square_s, square_t = R_s * R_t, R_s * R_s, R_t * R_t
+        tl.store(sums_i + row, tl.sum(product, axis=1), mask=row < N)
+        tl.store(sums_i + N + row, tl.sum(square_s, axis=1), mask=row < N)
+        tl.store(sums_i + 2 * N + row, tl.sum(square_t, axis=1), mask=row < N)
+        product_j += tl.sum(product, axis=0)
+        square_s_j += tl.sum(square_s, axis=0)
+        square_t_j += tl.sum(square_t, axis=0)
+    if block_i != block_j:
+        row = block_j * TILE + j
+        sums_j = partial_ptr + (slot * blocks + block_i) * 3 * N + row
+        tl.store(sums_j, product_j, mask=row < N)
+        tl.store(sums_j + N, square_s_j, mask=row < N)
+        tl.store(sums_j + 2 * N, square_t_j, mask=row < N)
+
+
+@triton.jit(
+    do_not_specialize=["first_group", "first_loss", "groups", "N", "stride_group", "stride_n"]
+)
+def relation_coefficients_kernel(
+    sums_ptr,  # (chunk, 3, N): row sums of R̃_sR̃_t, R̃_s², R̃_t²
+    offset_ptr,  # (2·chunk, 2, N)
+    scale_ptr,  # of the student
+    size_ptr,
+    counts_ptr,
+    mix_ptr,  # (chunk, 2): A = mix_t·R̃_t + mix_s·R̃_s
+    coefficient_ptr,  # (chunk, 3, N): what multiplies A·s, s and x̂ of each row
+    loss_ptr,  # from first_loss on (groups,)
+    first_group,
+    first_loss,
+    groups,
+    N,
+    stride_group,
+    stride_n,
+    weight,
+    eps,
+    HAS_MASK: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    group = first_group + slot
+    size = tl.load(size_ptr + group)
+    usable = size >= 2
+    weight = weight / (tl.maximum(tl.load(counts_ptr), 1.0) if HAS_MASK else groups * 1.0)
+    sums_ptr += slot * 3 * N
+    covariance = tl.zeros((BLOCK_N,), tl.float64)
+    square_s = tl.zeros((BLOCK_N,), tl.float64)
+    square_t = tl.zeros((BLOCK_N,), tl.float64)
+    for first in range(0, N, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        covariance += tl.load(sums_ptr + n, mask=n < N, other=0.0).to(tl.float64)
+        square_s += tl.load(sums_ptr + N + n, mask=n < N, other=0.0).to(tl.float64)
+        square_t += tl.load(sums_ptr + 2 * N + n, mask=n < N, other=0.0).to(tl.float64)
+    # In float64, as 1 − ρ cancels.
+    cov = tl.sum(covariance, axis=0)
+    sigma_s, sigma_t = tl.sqrt(tl.sum(square_s, axis=0)), tl.sqrt(tl.sum(square_t, axis=0))
+    denominator = sigma_s * sigma_t + eps
+    loss = ((denominator - cov) / denominator).to(tl.float32)
+    tl.store(loss_ptr + first_loss + group, tl.where(usable, weight * loss, 0.0))
+
+    if GRADIENT:
+        # A is b − ρa times about n: entries near 1, for float16.
+        spread = tl.minimum(tl.maximum(size, 1), 16384).to(tl.float32)
+        mix_t = tl.where(sigma_t > 0, spread / sigma_t, 0.0).to(tl.float32)
+        mix_s = tl.where(sigma_s > 0, -spread / sigma_s * (cov / denominator), 0.0).to(tl.float32)
+        factor = (-2 * sigma_t / denominator).to(tl.float32) * weight / spread
+        factor = tl.where(usable, factor, 0.0)
+        tl.store(mix_ptr + 2 * slot, mix_s)
+        tl.store(mix_ptr + 2 * slot + 1, mix_t)
+        offset_s = offset_ptr + 2 * slot * N
+        offset_t = offset_ptr + 2 * (tl.num_programs(0) + slot) * N
+        coefficient_ptr += slot * 3 * N
+        for first in range(0, N, BLOCK_N):
+            n = first + tl.arange(0, BLOCK_N)
+            in_group = n < N
+            row = group * stride_group + n.to(tl.int64) * stride_n
+            scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
+            short = scale >= LARGEST_SCALE
+            u = tl.load(offset_s + n, mask=in_group, other=0.0)
+            v = tl.load(offset_t + n, mask=in_group, other=0.0)
+            own_s = tl.load(offset_s + N + n, mask=in_group, other=0.0)
+            own_t = tl.load(offset_t + N + n, mask=in_group, other=0.0)
+            product = tl.load(sums_ptr + n, mask=in_group, other=0.0)
+            square = tl.load(sums_ptr + N + n, mask=in_group, other=0.0)
+            row_sums = size * (mix_t * v + mix_s * u)
+            without = row_sums - (mix_t * own_t + mix_s * own_s)  # less the diagonal
+            parallel = mix_t * (product - own_s * own_t) + mix_s * (square - own_s * own_s)
+            parallel = tl.where(short, -row_sums, parallel - own_s * without)
+            row_sums = tl.where(short, row_sums, without)
+            tl.store(coefficient_ptr + n, factor / OPERAND_SCALE, mask=in_group)
+            tl.store(coefficient_ptr + N + n, factor * row_sums, mask=in_group)
+            tl.store(coefficient_ptr + 2 * N + n, factor * parallel, mask=in_group)
+
+
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
+def relation_difference_kernel(
+    tiles_ptr,  # (2, chunk, tiles, TILE, TILE)
+    mix_ptr,  # (chunk, 2)
+    scale_ptr,  # of the student
+    a_ptr,  # (parts, chunk, side, side): both triangles of A, side a multiple of TILE
+    first_group,
+    N,
+    stride_group,
+    stride_n,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    side = tl.cdiv(N, TILE) * TILE
+    tile = tl.program_id(0)
+    slot = tl.program_id(2).to(tl.int64)
+    block_i, block_j = _triangle(tile)
+    part = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    j = block_j * TILE + tl.arange(0, TILE)
+    i = block_i * TILE + part
+    cell = part[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tiles, chunk = tl.num_programs(0), tl.num_programs(2).to(tl.int64)
+    tiles_ptr += (slot * tiles + tile) * TILE * TILE
+    R_s = tl.load(tiles_ptr + cell)
+    R_t = tl.load(tiles_ptr + chunk * tiles * TILE * TILE + cell)
+    A = tl.load(mix_ptr + 2 * slot) * R_s + tl.load(mix_ptr + 2 * slot + 1) * R_t
+    row = (first_group + slot) * stride_group + i.to(tl.int64) * stride_n
+    scale = tl.load(scale_ptr + row, mask=i < N, other=0.0)
+    A = tl.where((i[:, None] == j[None, :]) & (scale < LARGEST_SCALE)[:, None], 0.0, A)
+    a_ptr += slot * side * side
+    i, j = i.to(tl.int64), j.to(tl.int64)
+    low_parts = tl.num_programs(2).to(tl.int64) * side * side
+    tl.store(a_ptr + i[:, None] * side + j[None, :], high_part(A))
+    if SPLIT:
+        tl.store(a_ptr + low_parts + i[:, None] * side + j[None, :], low_part(A))
+    if block_i != block_j:
+        mirrored = tl.trans(A)
+        tl.store(a_ptr + j[:, None] * side + i[None, :], high_part(mirrored))
+        if SPLIT:
+            tl.store(a_ptr + low_parts + j[:, None] * side + i[None, :], low_part(mirrored))
+
+
+@triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n", "accumulate"])
+def relation_gradient_kernel(
+    a_ptr,  # (parts, chunk, side, side)
+    centred_ptr,  # (parts, chunk, N, D)
+    x_ptr,  # (groups, N, D)
+    scale_ptr,
+    coefficient_ptr,  # (chunk, 3, N)
+    dx_ptr,  # (rows, D)
+    first_group,
+    N,
+    D,
+    stride_x_group,
+    stride_x_n,
+    stride_group,
+    stride_n,
+    accumulate,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    side = tl.cdiv(N, BLOCK_N) * BLOCK_N
+    slot = tl.program_id(2).to(tl.int64)
+    group = first_group + slot
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    k = tl.arange(0, BLOCK_K)
+    centred_ptr += slot * N * D
+    a_rows = a_ptr + slot * side * side + n.to(tl.int64)[:, None] * side + k[None, :]
+    a_low = tl.num_programs(2).to(tl.int64) * side * side
+    centred_low = tl.num_programs(2).to(tl.int64) * N * D
+    inside_d = d < D
+    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for first in range(0, N, BLOCK_K):
+        rows = first + k
+        inside = (rows < N)[:, None] & inside_d[None, :]
+        b_rows = centred_ptr + rows.to(tl.int64)[:, None] * D + d[None, :]
+        a = tl.load(a_rows + first)
+        b = tl.load(b_rows, mask=inside, other=0.0)
+        dx = tl.dot(a, b, dx)
+        if SPLIT:
+            dx = tl.dot(tl.load(a_rows + a_low + first), b, dx)
+            dx = tl.dot(a, tl.load(b_rows + centred_low, mask=inside, other=0.0), dx)
+
+    in_group = n < N
+    inside = in_group[:, None] & inside_d[None, :]
+    row = group * stride_group + n.to(tl.int64) * stride_n
+    scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
+    valid = inside & (scale != 0)[:, None]
+    start = group * stride_x_group + n.to(tl.int64) * stride_x_n
+    unit = tl.load(x_ptr + start[:, None] + d[None, :], mask=valid, other=0.0).to(tl.float32)
+    unit *= scale[:, None]
+    own = centred_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
+    centred = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    if SPLIT:
+        centred += tl.load(own + centred_low, mask=inside, other=0.0).to(tl.float32)
+    centred /= OPERAND_SCALE
+    coefficient_ptr += slot * 3 * N + n
+    dx *= tl.load(coefficient_ptr, mask=in_group, other=0.0)[:, None]
+    dx -= tl.load(coefficient_ptr + N, mask=in_group, other=0.0)[:, None] * centred
+    dx -= tl.load(coefficient_ptr + 2 * N, mask=in_group, other=0.0)[:, None] * unit
+    dx *= derivative_scale(scale, x_ptr.dtype.element_ty)[:, None]
+    dx = tl.where(valid, dx, 0.0)
+    dx_rows = dx_ptr + row[:, None] * D + d[None, :]
+    dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
+    tl.store(dx_rows, dx, mask=inside)
+
+
+def tile_blocks(split: bool) -> Blocks:
+    """One accumulator of TILE × TILE, and twice the operands in flight where they are split."""
+    return Blocks(TILE, 32 if split else 64, 8, 3)
+
+
+def gradient_blocks(dtype: torch.dtype, split: bool) -> tuple[Blocks, int]:
+    """One accumulator and in the end the rows; the last number is the block of the summed rows."""
+    wide = gradient_dtype(dtype) == torch.float32
+    return Blocks(TILE, 64 if wide else 128, 8, 3), 32 if split else 64
+
+
+def launch_long(layers: Layers, term: Term, layer: int) -> None:
+    """The relations of one layer, as many groups at a time as the workspace holds."""
+    work = _Workspace(layers, term, layer)
+    work.take_means()
+    for first in range(0, term.groups, work.chunk):
+        groups = min(work.chunk, term.groups - first)
+        offsets = work.centre(first, groups)
+        coefficients = work.correlate(first, groups, offsets)
+        if work.dx is not None:
+            work.differentiate(first, groups, coefficients)
+
+
+class _Side(NamedTuple):
+    """Student or teacher of one layer."""
+
+    x: Tensor  # (groups, N, D) by its strides
+    D: int
+    strides: list[int]
+    scale: Tensor
+    size: Tensor  # (groups,): real rows
+    mean: Tensor  # (groups, D)
+    centred: Tensor  # (parts, chunk, N, D)
+
+
+class _Workspace:
+    """Buffers for the relations of one layer, and the launches that fill them."""
+
+    def __init__(self, layers: Layers, term: Term, layer: int) -> None:
+        self.layers, self.term = layers, term
+        self.first_loss = term.first_loss + layer * term.groups
+        self.student, self.teacher = layers.students[layer], layers.teachers[layer]
+        self.scale = layers.scale[layer]  # (2, stride_side)
+        self.dx = None if layers.dx is None else layers.dx[layer]
+        self.blocks = triton.cdiv(term.N, TILE)
+        self.tiles = self.blocks * (self.blocks + 1) // 2
+        self.side = self.blocks * TILE
+        self.chunk = min(term.groups, max(1, CHUNK_ENTRIES // (self.side * self.side)))
+        self.sizes = self._empty(2, aligned_size(term.groups), dtype=torch.int32)
+        parts = 2 if layers.split else 1
+        features = (
+            (self.student, layers.Ds, term.strides_s),
+            (self.teacher, layers.Dt, term.strides_t),
+        )
+        self.sides = [
+            _Side(
+                *(x, D, strides, self.scale[i], self.sizes[i]),
+                mean=self._empty(term.groups, D),
+                centred=self._empty(parts, self.chunk, term.N, D, dtype=torch.float16),
+            )
+            for i, (x, D, strides) in enumerate(features)
+        ]
+        self.relations = self._empty(2, self.chunk, self.tiles, TILE, TILE)
+        self.mix = self._empty(self.chunk, 2)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.student.device)
+
+    def take_means(self) -> None:
+        """The mean of the unit rows of every group, and how many rows it has."""
+        for side in self.sides:
+            relation_mean_kernel[(self.term.groups, triton.cdiv(side.D, 64))](
+                side.x, side.scale, side.mean, side.size, self.term.N, side.D,
+                *side.strides, *self.term.strides,
+                BLOCK_N=64, BLOCK_D=64, num_warps=4,
+            )  # fmt: skip
+
+    def centre(self, first: int, groups: int) -> Tensor:
+        """Centred rows of both sides; returns u and R̃_ii of each row, (2, groups, 2, N)."""
+        N, split, strides = self.term.N, self.layers.split, self.term.strides
+        offsets = self._empty(2, groups, 2, N)
+        for i, side in enumerate(self.sides):
+            relation_centre_kernel[(triton.cdiv(N, 32), groups)](
+                side.x, side.scale, side.mean, side.size, side.centred, offsets,
+                first, i * groups, N, side.D, *side.strides, *strides,
+                SPLIT=split, BLOCK_N=32, BLOCK_D=128, num_warps=8,
+            )  # fmt: skip
+        relation_offsets_kernel[(groups, 2)](
+            offsets, self.scale, self.sizes, first, N,
+            self.scale.shape[-1], self.sizes.shape[-1], *strides,
+            BLOCK_N=1024, num_warps=4,
+        )  # fmt: skip
+        return offsets
+
+    def correlate(self, first: int, groups: int, offsets: Tensor) -> Tensor:
+        """Both relations and the losses; returns the gradient's coefficients, (groups, 3, N)."""
+        term, layers, N = self.term, self.layers, self.term.N
+        blocks = tile_blocks(layers.split)
+        relation_tiles_kernel[(self.tiles, groups, 2)](
+            *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
+            self.relations, first, N, layers.Ds, layers.Dt, *term.strides,
+            SPLIT=layers.split, TILE=TILE, BLOCK_D=blocks.d,
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        )  # fmt: skip
+        partial = self._empty(groups, self.blocks, 3, N)
+        relation_sums_kernel[(self.tiles, groups)](
+            self.relations, partial, N, TILE=TILE, BLOCK=32, num_warps=4
+        )
+        coefficients = self._empty(groups, 3, N)
+        relation_coefficients_kernel[(groups,)](
+            partial.sum(1), offsets, self.scale, self.sizes, term.counts,
+            self.mix, coefficients, term.losses,
+            first, self.first_loss, term.groups, N, *term.strides,
+            term.weight, term.eps,
+            HAS_MASK=layers.masked, GRADIENT=self.dx is not None,
+            BLOCK_N=1024, num_warps=4,
+        )  # fmt: skip
+        return coefficients
+
+    def differentiate(self, first: int, groups: int, coefficients: Tensor) -> None:
+        """A from the relations, and the gradient."""
+        term, split, N, Ds = self.term, self.layers.split, self.term.N, self.layers.Ds
+        parts = 2 if split else 1
+        a = self._empty(parts, groups, self.side, self.side, dtype=torch.float16)
+        relation_difference_kernel[(self.tiles, TILE // 32, groups)](
+            self.relations, self.mix, self.scale, a, first, N, *term.strides,
+            SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
+        )  # fmt: skip
+        blocks, block_k = gradient_blocks(self.layers.dtype, split)
+        relation_gradient_kernel[(self.side // blocks.n, triton.cdiv(Ds, blocks.d), groups)](
+            a, self.sides[0].centred, self.student, self.scale, coefficients, self.dx,
+            first, N, Ds, *term.strides_s, *term.strides, int(term.accumulate),
+            SPLIT=split,
+            BLOCK_N=blocks.n, BLOCK_D=blocks.d, BLOCK_K=block_k,
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        )  # fmt: skip

@@ -1,0 +1,223 @@
+"""What relations of small and of long groups share: rows, counts, the description of a launch."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd.kernels.pointers import padded, pick, slots
+
+# Sizes of features and bytes of addresses in multiples of this make wide loads.
+ALIGNMENT = 16
+
+SMALLEST_NORM = tl.constexpr(1e-12)  # of torch.nn.functional.normalize
+LARGEST_SCALE = tl.constexpr(1e12)  # 1/‖x‖ of rows that are too short to normalise
+# Centred rows are multiplied by this as operands, clear of float16's subnormal numbers.
+OPERAND_SCALE = tl.constexpr(4096.0)
+
+
+@triton.jit(do_not_specialize=["rows", "N", "stride_side"])
+def relation_row_scale_kernel(
+    s_ptrs,  # layers of (B, N, Ds)
+    t_ptrs,  # layers of (B, N, Dt)
+    mask_ptr,  # (B, N) bytes
+    scale_ptr,  # (layers, 2, stride_side), B·N used: 1/‖x‖, 0 at padding
+    rows,
+    N,
+    Ds,
+    Dt,
+    stride_s_b,
+    stride_s_n,
+    stride_t_b,
+    stride_t_n,
+    stride_side,
+    SLOTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    layer = tl.program_id(1)
+    side = tl.program_id(2)
+    teacher = side == 1
+    x_ptr = tl.where(teacher, pick(t_ptrs, layer, SLOTS), pick(s_ptrs, layer, SLOTS))
+    D = tl.where(teacher, Dt, Ds)
+    stride_b = tl.where(teacher, stride_t_b, stride_s_b)
+    stride_n = tl.where(teacher, stride_t_n, stride_s_n)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    real = row < rows
+    if HAS_MASK:
+        real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
+    start = (row // N) * stride_b + (row % N) * stride_n
+    squares = tl.zeros((BLOCK_R,), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        x = tl.load(
+            x_ptr + start[:, None] + d[None, :],
+            mask=real[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)  # (BLOCK_R, BLOCK_D)
+        squares += tl.sum(x * x, axis=1)
+    norm = tl.sqrt(squares)
+    scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, 1.0 / tl.maximum(norm, SMALLEST_NORM))
+    scale += norm - norm  # NaN where the norm overflows, as inf must not pass for a short row
+    scale = tl.where(real, scale, 0.0)
+    first = (2 * layer + side).to(tl.int64) * stride_side
+    tl.store(scale_ptr + first + row, scale, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["B", "N"])
+def relation_count_kernel(
+    mask_ptr,  # (B, N) bytes
+    counts_ptr,  # (2, 4): first samples, then positions with at least two real members
+    B,
+    N,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    over_samples = tl.program_id(0) == 1
+    groups = tl.where(over_samples, N, B)
+    members = tl.where(over_samples, B, N)
+    stride_group = tl.where(over_samples, 1, N).to(tl.int64)
+    stride_member = tl.where(over_samples, N, 1).to(tl.int64)
+    counted = tl.zeros((BLOCK_G,), tl.int32)
+    for first_group in range(0, groups, BLOCK_G):
+        g = first_group + tl.arange(0, BLOCK_G)
+        real = tl.zeros((BLOCK_G,), tl.int32)
+        for first in range(0, members, BLOCK_N):
+            n = first + tl.arange(0, BLOCK_N)
+            mask = tl.load(
+                mask_ptr + g[:, None] * stride_group + n[None, :] * stride_member,
+                mask=(g < groups)[:, None] & (n < members)[None, :],
+                other=0,
+            )
+            real += tl.sum((mask != 0).to(tl.int32), axis=1)
+        counted += (real >= 2).to(tl.int32)
+    tl.store(counts_ptr + 4 * tl.program_id(0), tl.sum(counted, axis=0).to(tl.float32))
+
+
+@triton.jit
+def high_part(x):
+    """``x`` as the tensor cores take it; with `low_part`, 22 bits of it."""
+    return x.to(tl.float16)
+
+
+@triton.jit
+def low_part(x):
+    return (x - x.to(tl.float16).to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def centring_offset(along, squares, length, scale, valid):
+    """h with R_ij = s_i·s_j + h_i + h_j + 1, from s_i·mean, |s_i|² and |mean|².
+
+    Of two equal forms for unit rows the first errs with |mean|², the second with |s_i|².
+    """
+    direct = along + (length - 1) / 2
+    h = tl.where(scale >= LARGEST_SCALE, direct, tl.where(length < 0.5, direct, -squares / 2))
+    return tl.where(valid, h, 0.0)
+
+
+@triton.jit
+def derivative_scale(scale, dtype: tl.constexpr):
+    """What the gradient of a normalised row is multiplied by: ``scale``.
+
+    float16 could not hold 1e12: there a row too short to normalise keeps that gradient.
+    """
+    return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if dtype == tl.float16 else scale
+
+
+class Blocks(NamedTuple):
+    """Block sizes and launch options of one kernel."""
+
+    n: int
+    d: int
+    num_warps: int
+    num_stages: int
+
+
+def splits(dtype: torch.dtype) -> bool:
+    """float32 in two float16 parts, unless torch.set_float32_matmul_precision asks for less."""
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the gradient before the upstream one is known: float16 would underflow."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def aligned_size(entries: int) -> int:
+    """``entries`` of four bytes, rounded up so that what follows them is aligned."""
+    return triton.cdiv(entries, 4) * 4
+
+
+class Layers:
+    """Layers of one launch: their features, row scales and gradients."""
+
+    def __init__(self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None):
+        self.students, self.teachers = _same_layout(students), _same_layout(teachers)
+        self.masked = mask is not None
+        self.B, self.N, self.Ds = self.students[0].shape
+        self.Dt = self.teachers[0].shape[-1]
+        self.rows = self.B * self.N
+        self.dtype = students[0].dtype
+        self.split = splits(self.dtype)
+        self.dx: Tensor | None = None
+        self.scale = torch.empty(
+            (len(students), 2, aligned_size(self.rows)),
+            dtype=torch.float32,
+            device=students[0].device,
+        )
+        if self.rows == 0:
+            return
+        block_r, block_d = 16, 128
+        relation_row_scale_kernel[(triton.cdiv(self.rows, block_r), len(students), 2)](
+            padded(self.students),
+            padded(self.teachers),
+            mask,
+            self.scale,
+            self.rows,
+            self.N,
+            self.Ds,
+            self.Dt,
+            *self.students[0].stride()[:2],
+            *self.teachers[0].stride()[:2],
+            self.scale.shape[-1],
+            SLOTS=slots(len(students)),
+            HAS_MASK=self.masked,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            num_warps=8,
+        )
+
+
+def _same_layout(layers: list[Tensor]) -> list[Tensor]:
+    """Equal strides, all sizes multiples of ALIGNMENT; copies only where that isn't so already.
+
+    Features of other sizes are padded with zeros, which change no relation: an address for every
+    element would take more registers than a thread has left.
+    """
+    first = layers[0]
+    sizes = first.shape[-1], *first.stride()[:2], *(x.data_ptr() for x in layers)
+    alike = first.stride(-1) == 1 and all(x.stride() == first.stride() for x in layers)
+    if alike and not any(size % ALIGNMENT for size in sizes):
+        return layers
+    missing = -first.shape[-1] % ALIGNMENT
+    return [torch.nn.functional.pad(x, (0, missing)).contiguous() for x in layers]
+
+
+class Term(NamedTuple):
+    """One kind of relation: its groups and how to step through them."""
+
+    groups: int
+    N: int
+    strides_s: list[int]  # from group to group and from row to row
+    strides_t: list[int]
+    strides: tuple[int, int]  # the same in the (B, N) arrays
+    weight: float
+    counts: Tensor | None  # the number of groups that count comes first
+    eps: float
+    losses: Tensor  # of all terms
+    first_loss: int  # of this term
+    accumulate: bool

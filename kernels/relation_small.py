@@ -1,0 +1,250 @@
+"""Relations of up to 128 rows: a program a group and layer, both relations in registers.
+
+It streams both sides over D, keeps R̃_s and R̃_t, and streams the student again for the gradient;
+tokens write it, samples add to it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkd.kernels.pointers import padded, pick, slots
+from fastkd.kernels.relation_rows import (
+    LARGEST_SCALE,
+    OPERAND_SCALE,
+    Blocks,
+    Layers,
+    Term,
+    centring_offset,
+    derivative_scale,
+    high_part,
+    low_part,
+)
+
+# Groups of up to this many rows keep both their relations in registers.
+SMALL_GROUP = 128
+
+
+@triton.jit
+def _centred_tile(x_ptr, start, scale, valid, count, d, D):
+    """Unit rows, their mean and the centred rows of one block of features."""
+    x = tl.load(
+        x_ptr + start[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
+    ).to(tl.float32)
+    unit = x * scale[:, None]  # (BLOCK_N, BLOCK_D)
+    mean = tl.sum(unit, axis=0) / count  # (BLOCK_D,)
+    return unit, mean, tl.where(valid[:, None], unit - mean[None, :], 0.0)
+
+
+@triton.jit
+def _centred_relation(
+    x_ptr,
+    start,
+    scale,
+    valid,
+    count,
+    D,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """R̃ (BLOCK_N, BLOCK_N), 0 at padding, and its diagonal."""
+    R = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    along = tl.zeros((BLOCK_N,), tl.float32)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    length = 0.0
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        _unit, mean, centred = _centred_tile(x_ptr, start, scale, valid, count, d, D)
+        along += tl.sum(centred * mean[None, :], axis=1)
+        squares += tl.sum(centred * centred, axis=1)
+        length += tl.sum(mean * mean, axis=0)
+        centred *= OPERAND_SCALE
+        high = high_part(centred)
+        R = tl.dot(high, tl.trans(high), R)
+        if SPLIT:
+            low = low_part(centred)
+            R = tl.dot(high, tl.trans(low), R)
+            R = tl.dot(low, tl.trans(high), R)
+    h = centring_offset(along, squares, length, scale, valid)
+    u = tl.where(valid, h - tl.sum(h, axis=0) / count, 0.0)
+    diagonal = squares + 2 * u
+    n = tl.arange(0, BLOCK_N)
+    R = R / (OPERAND_SCALE * OPERAND_SCALE) + u[:, None] + u[None, :]
+    R = tl.where(n[:, None] == n[None, :], diagonal[:, None], R)
+    return tl.where(valid[:, None] & valid[None, :], R, 0.0), diagonal
+
+
+@triton.jit(
+    do_not_specialize=[
+        "N",
+        "rows",
+        "stride_side",
+        "stride_group",
+        "stride_n",
+        "first_loss",
+        "accumulate",
+    ]
+)
+def relation_small_groups_kernel(
+    s_ptrs,  # layers of (groups, N, Ds)
+    t_ptrs,  # layers of (groups, N, Dt)
+    scale_ptr,  # (layers, 2, stride_side)
+    counts_ptr,  # (1,): groups that count in the average
+    dx_ptr,  # (layers, rows, Ds)
+    loss_ptr,  # from first_loss on (layers, groups): weighted losses
+    N,
+    Ds,
+    Dt,
+    rows,
+    stride_s_group,
+    stride_s_n,
+    stride_t_group,
+    stride_t_n,
+    stride_side,
+    stride_group,  # of rows in scale and dx
+    stride_n,
+    first_loss,
+    weight,
+    eps,
+    accumulate,
+    SLOTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    s_ptr = pick(s_ptrs, layer, SLOTS)
+    t_ptr = pick(t_ptrs, layer, SLOTS)
+    n = tl.arange(0, BLOCK_N)
+    in_group = n < N
+    row = group * stride_group + n.to(tl.int64) * stride_n
+    scale_ptr += 2 * layer * stride_side
+    scale_s = tl.load(scale_ptr + row, mask=in_group, other=0.0)
+    scale_t = tl.load(scale_ptr + stride_side + row, mask=in_group, other=0.0)
+    real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
+    valid = (scale_s != 0) & (real >= 2)
+    count = tl.maximum(real, 1).to(tl.float32)
+    if HAS_MASK:
+        weight = weight / tl.maximum(tl.load(counts_ptr), 1.0)
+
+    start_t = group * stride_t_group + n.to(tl.int64) * stride_t_n
+    R_t, own_t = _centred_relation(
+        t_ptr, start_t, scale_t, valid, count, Dt, SPLIT, BLOCK_N, BLOCK_D
+    )
+    # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
+    sigma_t = tl.sqrt(tl.sum(R_t * R_t))
+    b = R_t * tl.where(sigma_t > 0, count / sigma_t, 0.0)
+    sum_b = tl.sum(b, axis=1)
+    if not SPLIT:  # half the registers while the student's relation is made
+        b = b.to(tl.float16)
+    start_s = group * stride_s_group + n.to(tl.int64) * stride_s_n
+    R_s, own_s = _centred_relation(
+        s_ptr, start_s, scale_s, valid, count, Ds, SPLIT, BLOCK_N, BLOCK_D
+    )
+    sigma_s = tl.sqrt(tl.sum(R_s * R_s))
+    a = R_s * tl.where(sigma_s > 0, count / sigma_s, 0.0)
+
+    # 1 − cov/(σ_sσ_t + eps) from the difference b − a: no cancellation.
+    denominator = sigma_s * sigma_t + eps
+    difference = b.to(tl.float32) - a
+    loss = sigma_s * sigma_t * tl.sum(difference * difference) / (2 * count * count)
+    loss = (loss + eps) / denominator
+    weight = tl.where(real >= 2, weight, 0.0)
+    loss_ptr += first_loss + layer * tl.num_programs(0)
+    tl.store(loss_ptr + group, tl.where(real >= 2, weight * loss, 0.0))
+
+    if GRADIENT:
+        # A = b − ρa. Rows that are not of unit length keep its diagonal; nothing is parallel.
+        short = scale_s >= LARGEST_SCALE
+        own_a = own_s * tl.where(sigma_s > 0, count / sigma_s, 0.0)
+        rho = 1 - loss
+        own_A = own_t * tl.where(sigma_t > 0, count / sigma_t, 0.0) - rho * own_a
+        row_sums = sum_b - rho * tl.sum(a, axis=1)
+        A = b.to(tl.float32) - rho * a
+        parallel = sigma_s / count * (tl.sum(A * a, axis=1) - own_A * own_a)
+        parallel -= own_s * (row_sums - own_A)
+        parallel = tl.where(short, -row_sums, parallel)
+        row_sums = tl.where(short, row_sums, row_sums - own_A)
+        A = tl.where((n[:, None] == n[None, :]) & (short == 0)[:, None], 0.0, A)
+        high = high_part(A)
+        if SPLIT:
+            low = low_part(A)
+        derivative = derivative_scale(scale_s, s_ptr.dtype.element_ty)
+        left = (-2 * weight * sigma_t / (denominator * count)) * derivative
+        row_sums *= left
+        parallel *= left
+        left /= OPERAND_SCALE
+        dx_rows = dx_ptr + (layer * rows + row) * Ds
+        for first in range(0, Ds, BLOCK_D):
+            d = first + tl.arange(0, BLOCK_D)
+            unit, _mean, centred = _centred_tile(s_ptr, start_s, scale_s, valid, count, d, Ds)
+            scaled = centred * OPERAND_SCALE
+            dx = tl.dot(high, high_part(scaled))
+            if SPLIT:
+                dx = tl.dot(high, low_part(scaled), dx)
+                dx = tl.dot(low, high_part(scaled), dx)
+            dx = dx * left[:, None] - row_sums[:, None] * centred - parallel[:, None] * unit
+            dx = tl.where(valid[:, None], dx, 0.0)
+            inside = in_group[:, None] & (d < Ds)[None, :]
+            dx_tile = dx_rows[:, None] + d[None, :]
+            dx += tl.load(dx_tile, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
+            tl.store(dx_tile, dx, mask=inside)
+
+
+def small_blocks(
+    N: int, dtype: torch.dtype, split: bool, gradient: bool, blackwell: bool
+) -> Blocks:
+    """Both relations of a group live in registers: 64 floats a thread each at N = 128.
+
+    Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
+    for loads in flight, and split float32 without the gradient just too few.
+    """
+    n = max(16, triton.next_power_of_2(N))
+    if n == 128:
+        stages = 1 if blackwell or (split and not gradient) else 2
+        return Blocks(n, 16 if dtype == torch.float32 else 32, 8, stages)
+    stages = 1 if blackwell else 2
+    return Blocks(n, 32 if split and n > 16 else 64, 4 if n <= 32 else 8, stages)
+
+
+def is_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def launch_small(layers: Layers, term: Term) -> None:
+    """Relations of up to SMALL_GROUP rows, all layers in one launch."""
+    gradient = layers.dx is not None
+    device = layers.students[0].device
+    blocks = small_blocks(term.N, layers.dtype, layers.split, gradient, is_blackwell(device))
+    relation_small_groups_kernel[(term.groups, len(layers.students))](
+        padded(layers.students),
+        padded(layers.teachers),
+        layers.scale,
+        term.counts,
+        layers.dx,
+        term.losses,
+        term.N,
+        layers.Ds,
+        layers.Dt,
+        layers.rows,
+        *term.strides_s,
+        *term.strides_t,
+        layers.scale.shape[-1],
+        *term.strides,
+        term.first_loss,
+        term.weight if layers.masked else term.weight / term.groups,
+        term.eps,
+        int(term.accumulate),
+        SLOTS=slots(len(layers.students)),
+        HAS_MASK=layers.masked,
+        GRADIENT=gradient,
+        SPLIT=layers.split,
+        BLOCK_N=blocks.n,
+        BLOCK_D=blocks.d,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
