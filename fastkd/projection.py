@@ -482,8 +482,8 @@ class _LayerNormMSETriton(torch.autograd.Function):
 
         needs_dx, needs_dy = ctx.needs_input_grad[1:]
         x, y, stats = ctx.saved_tensors
-        divisor = _divisor(x, ctx.options.reduction)
-        grads = layer_norm_mse_backward(x, y, stats, grad, divisor, needs_dx, needs_dy)
+        eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
+        grads = layer_norm_mse_backward(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
         return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
 
 

@@ -7,7 +7,7 @@ normalised rows from the four numbers, and writes dx and dy with the upstream gr
 
 With E = R·D elements of s bytes: forward reads 2Es, backward reads 2Es and writes 2Es (Es when one
 side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192; about 10E
-operations forward and 20E backward. Bound by bandwidth.
+operations forward and 25E backward. Bound by bandwidth.
 """
 
 import torch
@@ -16,6 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import operator
+
+# Variances outside are computed again from scaled rows.
+SMALLEST_VARIANCE = tl.constexpr(1e-25)
+LARGEST_VARIANCE = tl.constexpr(1e25)
 
 # Both gradients come from one launch up to here; beyond, their rows together would spill registers.
 MOST_COLUMNS_OF_BOTH = 8192
@@ -35,10 +39,18 @@ def blocks(D: int) -> dict[str, int]:
 
 @triton.jit
 def _normalise(x, inside, D, eps):
-    """Rows minus mean, over √(var + eps); 0 outside."""
+    """Rows minus mean, over √(var + eps); 0 outside, and in constant rows without eps."""
     mean = tl.sum(x, axis=1) / D
     centred = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / D + eps)
+    var = tl.sum(centred * centred, axis=1) / D + eps
+    rstd = tl.where(var == 0.0, 0.0, 1.0 / tl.sqrt(var))
+    unusual = (var < SMALLEST_VARIANCE) | (var > LARGEST_VARIANCE)
+    if tl.max(unusual.to(tl.int32), axis=0) > 0:
+        peak = tl.max(tl.abs(centred), axis=1)
+        scale = tl.where(unusual & (peak > 0.0), 1.0 / peak, 1.0)
+        scaled = centred * scale[:, None]
+        var = tl.sum(scaled * scaled, axis=1) / D + eps * scale * scale
+        rstd = tl.where(var == 0.0, 0.0, scale / tl.sqrt(var))
     return centred * rstd[:, None], mean, rstd
 
 
@@ -75,6 +87,21 @@ def layer_norm_mse_forward_kernel(
     tl.store(stats_ptr + row * 4 + 3, rstd_y, mask=row < R)
 
 
+@triton.jit
+def _gradient(along, norm, rstd, D, eps):
+    """``along`` minus its mean and its part along ``norm``, but for that part's share of eps.
+
+    The part is divided by norm·norm and not by D, which is larger by eps: where it is all there
+    is, the difference would be rounding, of the size of that share.
+    """
+    # The mean of the difference is 0 but for rounding, which rows of few columns would feel.
+    mean = tl.sum(along, axis=1) / D
+    squares = tl.sum(norm * norm, axis=1)
+    part = tl.sum(along * norm, axis=1) / tl.where(squares == 0.0, 1.0, squares)
+    rest = along - mean[:, None] - norm * part[:, None]
+    return rest + norm * (part * (eps * rstd * rstd))[:, None]
+
+
 @triton.jit(do_not_specialize=["R", "first"])
 def layer_norm_mse_backward_kernel(
     x_ptr,
@@ -87,6 +114,7 @@ def layer_norm_mse_backward_kernel(
     D,
     stride_x,
     stride_y,
+    eps,
     scale,
     first,  # of the statistics of x: 0, or 2 where the sides are swapped
     BOTH: tl.constexpr,  # dy too
@@ -106,16 +134,12 @@ def layer_norm_mse_backward_kernel(
 
     norm_x = tl.where(inside, (x.to(tl.float32) - mean_x[:, None]) * rstd_x[:, None], 0.0)
     norm_y = tl.where(inside, (y.to(tl.float32) - mean_y[:, None]) * rstd_y[:, None], 0.0)
-    # The mean of the difference is 0 but for rounding, which rows of few columns would feel.
-    mean = tl.sum(norm_x - norm_y, axis=1) / D
     dloss = tl.load(dloss_ptr) * scale
     out = row[:, None] * D + column[None, :]
-    along = tl.sum((norm_x - norm_y) * norm_x, axis=1) / D
-    dx = (norm_x - norm_y) - mean[:, None] - norm_x * along[:, None]
+    dx = _gradient(norm_x - norm_y, norm_x, rstd_x, D, eps)
     tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
     if BOTH:
-        along = tl.sum((norm_x - norm_y) * norm_y, axis=1) / D
-        dy = norm_y * along[:, None] + mean[:, None] - (norm_x - norm_y)
+        dy = _gradient(norm_y - norm_x, norm_y, rstd_y, D, eps)
         tl.store(dy_ptr + out, dy * (dloss * rstd_y)[:, None], mask=inside)
 
 
@@ -139,7 +163,7 @@ def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, divisor: int) -> tu
     return partial.sum(), stats
 
 
-def _backward_shapes(x, y, stats, dloss, divisor, needs_dx, needs_dy):
+def _backward_shapes(x, y, stats, dloss, eps, divisor, needs_dx, needs_dy):
     return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
 
 
@@ -149,6 +173,7 @@ def layer_norm_mse_backward(
     y: Tensor,
     stats: Tensor,
     dloss: Tensor,
+    eps: float,
     divisor: int,
     needs_dx: bool,
     needs_dy: bool,
@@ -175,6 +200,7 @@ def layer_norm_mse_backward(
             D,
             a.stride(0),
             b.stride(0),
+            eps,
             1.0 / divisor,
             first,
             BOTH=both,

@@ -254,18 +254,22 @@ def contrastive() -> Calls:
     for dtype, kind, shape, masked, D in itertools.product(
         ALL_TYPES, labels, (None, (5, 3), (6, 5, 3)), BOTH, (8, 16)
     ):
-        if kind and shape:
-            continue
 
-        def option() -> dict[str, Tensor]:
+        def option() -> dict[str, Any]:
+            chosen = {"labels": numbers(6, dtype=kind)} if kind else {}
             if shape:
-                return {"negatives": given(*shape, D, dtype=dtype)}
-            return {"labels": numbers(6, dtype=kind)} if kind else {}
+                chosen["negatives"] = given(*shape, D, dtype=dtype)
+                if masked:
+                    chosen["negatives_mask"] = given(*shape) > 0
+                if kind:
+                    chosen["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
+            return chosen
 
         def layer_option(layers: int) -> dict[str, Any]:
+            chosen = option()
             if shape:
-                return {"negatives": [given(*shape, D, dtype=dtype) for _ in range(layers)]}
-            return option()
+                chosen["negatives"] = [given(*shape, D, dtype=dtype) for _ in range(layers)]
+            return chosen
 
         for reduction in ("mean", "sum", "none"):
             yield Call(

@@ -23,11 +23,19 @@ def relative_error(actual: Tensor, oracle: Tensor, floor: float = 1e-8) -> float
 
 
 def assert_accurate(
-    actual: Tensor, oracle: Tensor, dtype: torch.dtype, reference: Tensor | None = None
+    actual: Tensor,
+    oracle: Tensor,
+    dtype: torch.dtype,
+    reference: Tensor | None = None,
+    floor: float = 1e-8,
 ) -> None:
-    """``actual`` errs no more than ``reference`` (plain PyTorch in ``dtype``) plus TOLERANCE."""
+    """``actual`` errs no more than ``reference`` (plain PyTorch in ``dtype``) plus TOLERANCE.
+
+    ``floor``: the least size that an error is compared with, for what is nothing but the rounding
+    of larger terms that cancel.
+    """
     allowed = TOLERANCE[dtype]
     if reference is not None:
-        allowed += relative_error(reference, oracle)
-    error = relative_error(actual, oracle)
+        allowed += relative_error(reference, oracle, floor)
+    error = relative_error(actual, oracle, floor)
     assert error <= allowed, f"relative error {error:.3g} > {allowed:.3g} in {dtype}"

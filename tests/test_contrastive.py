@@ -44,8 +44,10 @@ def check(backend, student, teacher, upstream=None, **options):
     )
     assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
     assert actual[1].dtype == student.dtype
-    for a, o, p in zip(actual, oracle, plain, strict=True):
-        assert_accurate(a, o, student.dtype, p)
+    assert_accurate(actual[0], oracle[0], student.dtype, plain[0])
+    # A number has only two directions: its gradient is two terms over ‖z‖ that cancel to nothing.
+    floor = (1 / student.double()).norm().item() if student.shape[-1] == 1 else 1e-8
+    assert_accurate(actual[1], oracle[1], student.dtype, plain[1], floor)
 
 
 def explicit(z, t, negatives):
