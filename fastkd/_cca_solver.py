@@ -237,7 +237,7 @@ class _Whitening:
             # each its own counts: one large column must not bury the ridge of all others.
             rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
             diagonal += (rounding * diagonal).clamp_min(ridge)
-            self.factor, _ = torch.linalg.cholesky_ex(sigma)
+            self.factor = _cholesky(sigma)
         else:
             if method == "extension":
                 values, vectors = torch.ops.fastkd.eigh(sigma)
@@ -384,12 +384,18 @@ def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
         a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
         b = (a - 1) ** 2 / 4
         c = a + b - 1
-        factor, _ = torch.linalg.cholesky_ex(eye + c * _gram(x))
+        factor = _cholesky(eye + c * _gram(x))
         half = torch.linalg.solve_triangular(factor, x.mT, upper=False)
         solved = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
         x = (b / c) * x + (a - b / c) * solved
         low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
     return x
+
+
+def _cholesky(x: Tensor) -> Tensor:
+    """Lower factor, nobody being waited for; NaN where x is not positive definite."""
+    factor, failed = torch.linalg.cholesky_ex(x)
+    return factor.masked_fill_((failed != 0)[..., None, None], torch.nan)
 
 
 def _gram(x: Tensor) -> Tensor:

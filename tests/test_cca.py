@@ -315,6 +315,14 @@ def test_polar_factor_by_products(rows, columns):
     assert polar(torch.zeros_like(m)).count_nonzero() == 0
 
 
+def test_a_factorisation_that_fails_gives_nan():
+    """What LAPACK leaves behind looks like a factor, and would be silently wrong."""
+    good, bad = torch.eye(3), torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    factors = _cca_solver._cholesky(torch.stack([good, bad]))
+    assert torch.equal(factors[0], good)
+    assert factors[1].isnan().all()
+
+
 def use_plan(monkeypatch, plan: Plan) -> None:
     """As on a GPU."""
     monkeypatch.setattr(_cca_solver, "make_plan", lambda *_: plan)
