@@ -48,8 +48,9 @@ bench: $(VENV)/peers
 	$(BIN)/fastkd bench --out bench/results --plot runs/bench
 
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
+# ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.
 gpu-check:
-	$(PYTHON) -m bench.gpu_check
+	$(PYTHON) -m bench.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastkd/*.so

@@ -1,24 +1,32 @@
-"""``make gpu-check``: everything that only a GPU can show, in one command.
+"""``make gpu-check``: everything that only a GPU can show, within a given time.
 
-Builds the extension, runs the parity suite and the tests marked ``gpu``, looks for memory errors
-with compute-sanitizer where it is installed, compares the bits of two processes, then measures
-every GPU set and writes ``bench/results/<gpu>.json``. A step that fails doesn't stop the others;
-the exit status says whether all passed. ``--resume`` continues a benchmark that was cut short.
+The stages are `STAGES`, in the order of what they teach; ``--only tests,graphs`` chooses among
+them. All of one call together end after ``--minutes``: each gets a share of what is left, and what
+it does not need goes to the next. Every result is written to ``--out`` as soon as it is there, and
+``--resume`` goes on where a call ended. A stage that fails doesn't stop the others; the exit status
+says whether all passed. ``make gpu-check`` twice, with ``--only build,tests,graphs`` and with
+``--only bench``, is the whole of it.
 """
 
 import argparse
 import hashlib
+import json
 import os
+import queue
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from . import runner, suite
+from . import harness, runner, suite
 from .harness import Case, Provider
 from .passes import PassFailed
 
@@ -31,19 +39,107 @@ PARITY = (
     ),
     "tests/kernels",
 )
+# Compilers need no GPU, and graphs are a stage of their own.
+WITHOUT = "not compil and not graph and not inductor"
+GRAPH_SECONDS = 60.0  # for one capture; a hang ends there
 
 
-def build(options: argparse.Namespace) -> bool:
+@dataclass(frozen=True)
+class Job:
+    """What a stage may do: the command's options, and until when."""
+
+    options: argparse.Namespace
+    seconds: float
+
+    @property
+    def out(self) -> Path:
+        return Path(self.options.out)
+
+
+def build(job: Job) -> bool:
     """The extension in place; without it the package runs on PyTorch code."""
-    return command(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+    return command(job, sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 
 
-def tests(options: argparse.Namespace) -> bool:
-    """Tests marked gpu, and the whole parity suite: its ``device`` fixture takes CUDA here."""
-    return command(sys.executable, "-m", "pytest", *PARITY)
+def tests(job: Job) -> bool:
+    """The parity suite, whose ``device`` fixture takes CUDA here, and tests marked gpu."""
+    results = job.out / "tests.jsonl"
+    if not job.options.resume:
+        results.unlink(missing_ok=True)
+    arguments = ["-m", "pytest", *PARITY, "-k", WITHOUT, "-p", "bench.result_lines"]
+    if job.options.workers > 1:
+        arguments += ["-n", str(job.options.workers)]
+    environment = {"FASTKD_RESULT_LINES": str(results), "OMP_NUM_THREADS": "1"}
+    return command(job, sys.executable, *arguments, environment=environment)
 
 
-def sanitizer(options: argparse.Namespace) -> bool:
+def graphs(job: Job) -> bool:
+    """Every case captured in a CUDA graph; a failed capture takes its process along, no more."""
+    results = job.out / "graphs.jsonl"
+    known = read_lines(results) if job.options.resume else {}
+    if not known:
+        results.unlink(missing_ok=True)
+    names = [
+        f"{case.set} {case.key} {provider.name}"
+        for case in {(c.key, c.title): c for c in step_cases()}.values()
+        for provider in chosen_providers(case)
+    ]
+    command = [sys.executable, "-m", "bench.gpu_check", "--capture"]
+    left = [name for name in names if known.get(name) != ""]
+    answers = ask_children(command, left, job.seconds, min(job.options.workers, 4), GRAPH_SECONDS)
+    failed = 0
+    with results.open("a") as file:
+        for name, problem in answers:
+            print(json.dumps({"name": name, "problem": problem}), file=file, flush=True)
+            if problem:
+                failed += 1
+                print(f"{name}: {problem}", flush=True)
+    done = sum(name in read_lines(results) for name in names)
+    print(f"{done} of {len(names)} captured or tried, {failed} failed")
+    return not failed and done == len(names)
+
+
+def bits(job: Job) -> bool:
+    """Values and gradients of two processes, bit by bit."""
+    arguments = [sys.executable, "-m", "bench.gpu_check", "--digest", "full"]
+    outputs = []
+    for _ in range(2):
+        try:
+            run = subprocess.run(
+                arguments, cwd=ROOT, capture_output=True, text=True, timeout=job.seconds / 2
+            )
+        except subprocess.TimeoutExpired:
+            print(f"not finished after {job.seconds / 2:.0f} s")
+            return False
+        if run.returncode:
+            print(run.stderr[-2000:])
+            return False
+        outputs.append(run.stdout.splitlines())
+    different = [line for line, other in zip(*outputs, strict=True) if line != other]
+    print("\n".join(different) or f"{len(outputs[0])} digests equal")
+    return not different
+
+
+def bench(job: Job) -> bool:
+    """The GPU sets by priority, as many cases as there is time for."""
+    try:
+        results = runner.run(
+            runner.split(job.options.set),
+            device="cuda",
+            out=job.options.out,
+            commit=job.options.commit,
+            resume=job.options.resume,
+            seconds=job.options.seconds,
+            passes=job.options.passes,
+            budget=job.seconds,
+        )
+    except PassFailed as error:
+        print(error)
+        return False
+    return not results.get("left")
+
+
+def sanitizer(job: Job) -> bool:
     """Every Triton kernel under compute-sanitizer's memcheck, at toy sizes."""
     tool = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
@@ -55,53 +151,171 @@ def sanitizer(options: argparse.Namespace) -> bool:
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     memcheck = (tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
     own = (sys.executable, "-m", "bench.gpu_check", "--digest", "toy")
-    return command(*memcheck, *own, environment=environment)
+    return command(job, *memcheck, *own, environment=environment)
 
 
-def bits(options: argparse.Namespace) -> bool:
-    """Values and gradients of two processes, bit by bit."""
-    arguments = [sys.executable, "-m", "bench.gpu_check", "--digest", "full"]
-    runs = [
-        subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-        for _ in range(2)
-    ]
-    if any(run.returncode for run in runs):
-        print(runs[0].stderr[-2000:], runs[1].stderr[-2000:])
-        return False
-    different = [
-        line
-        for line, other in zip(*(run.stdout.splitlines() for run in runs), strict=True)
-        if line != other
-    ]
-    print("\n".join(different) or f"{len(runs[0].stdout.splitlines())} digests equal")
-    return not different
+# Name → what it does and its share of the time.
+STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
+    "build": (build, 1),
+    "tests": (tests, 5),
+    "graphs": (graphs, 3),
+    "bench": (bench, 8),
+    "bits": (bits, 2),
+    "sanitizer": (sanitizer, 2),
+}
 
 
-def bench(options: argparse.Namespace) -> bool:
-    """All GPU sets."""
-    try:
-        runner.run(
-            runner.split(options.set),
-            device="cuda",
-            out=options.out,
-            commit=options.commit,
-            resume=options.resume,
-            seconds=options.seconds,
-            passes=options.passes,
-        )
-    except PassFailed as error:
-        print(error)
-        return False
-    return True
+def run_stages(
+    stages: Mapping[str, tuple[Callable[[Job], bool], float]],
+    options: argparse.Namespace,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[tuple[str, bool, float]]:
+    """Name, whether it passed, and seconds, of every stage; together no longer than allowed."""
+    end = clock() + 60 * options.minutes
+    outcome: list[tuple[str, bool, float]] = []
+    for number, (name, (stage, share)) in enumerate(stages.items()):
+        start = clock()
+        to_come = sum(share for _, share in list(stages.values())[number:])
+        seconds = max(end - start, 0) * share / to_come
+        print(f"\n== {name}, at most {seconds:.0f} s", flush=True)
+        try:
+            passed = seconds > 0 and stage(Job(options, seconds))
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+            passed = False
+        outcome.append((name, passed, clock() - start))
+        save(Path(options.out) / "gpu_check.json", outcome)
+    return outcome
 
 
-STEPS = {step.__name__: step for step in (build, tests, sanitizer, bits, bench)}
+def save(path: Path, outcome: list[tuple[str, bool, float]]) -> None:
+    rows = [{"stage": name, "passed": ok, "seconds": round(s, 1)} for name, ok, s in outcome]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def command(*arguments: str, environment: dict[str, str] | None = None) -> bool:
-    """Run in the repository's root, output straight through; True if it succeeded."""
+def command(job: Job, *arguments: str, environment: dict[str, str] | None = None) -> bool:
+    """Run in the repository's root, output straight through; True if it succeeded in time."""
     variables = {**os.environ, **(environment or {})}
-    return subprocess.run(arguments, cwd=ROOT, env=variables, check=False).returncode == 0
+    with subprocess.Popen(arguments, cwd=ROOT, env=variables, start_new_session=True) as process:
+        try:
+            return process.wait(job.seconds) == 0
+        except subprocess.TimeoutExpired:
+            print(f"not finished after {job.seconds:.0f} s: stopped; --resume goes on")
+            return False
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+
+
+def ask_children(
+    command: list[str], questions: list[str], seconds: float, workers: int, patience: float
+) -> Iterator[tuple[str, str]]:
+    """Each question with its answer, a line from one of several processes that read and answer.
+
+    A process that ends without an answer, or gives none in ``patience`` seconds, is the answer;
+    the next question gets a new one. What is not asked after ``seconds`` is left out.
+    """
+    end = time.monotonic() + seconds
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+    for question in questions:
+        waiting.put(question)
+
+    def work() -> None:
+        child: subprocess.Popen[str] | None = None
+        while time.monotonic() < end:
+            try:
+                question = waiting.get_nowait()
+            except queue.Empty:
+                break
+            if child is None:
+                child = subprocess.Popen(
+                    command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            answer = _answer(child, question, min(patience, end - time.monotonic()))
+            if answer is None:
+                child.kill()
+                answer = f"its process ended ({child.wait()}) or hung"
+                child = None
+            answers.put((question, answer))
+        if child is not None:
+            child.kill()
+            child.wait()
+        answers.put(None)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(max(workers, 1))]
+    for thread in threads:
+        thread.start()
+    working = len(threads)
+    while working:
+        if (answer := answers.get()) is None:
+            working -= 1
+        else:
+            yield answer
+
+
+def _answer(child: "subprocess.Popen[str]", question: str, patience: float) -> str | None:
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        print(question, file=child.stdin, flush=True)
+    except BrokenPipeError:
+        return None
+    ready, _, _ = select.select([child.stdout], [], [], patience)
+    line = child.stdout.readline() if ready else ""
+    return json.loads(line) if line else None
+
+
+def read_lines(path: Path) -> dict[str, str]:
+    """Problem ("" for none) by name, from a file of JSON lines."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["name"]: row["problem"] for row in rows}
+
+
+def step_cases() -> list[Case]:
+    """Toy sizes of every loss, title and dtype, and the BERT sizes."""
+    cases = [suite.toy(case) for case in suite.every_case()] + suite.cases(["bert"])
+    return [case for case in cases if case.loss != "step"]
+
+
+def capture(device: torch.device) -> None:
+    """Answer each line of the standard input: what is wrong with that case in a graph."""
+    cases = {
+        f"{case.set} {case.key} {provider.name}": (case, provider)
+        for case in step_cases()
+        for provider in chosen_providers(case)
+    }
+    for line in sys.stdin:
+        case, provider = cases[line.rstrip("\n")]
+        try:
+            problem = graph_problem(case, provider, device)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {harness.one_line(error)}"
+        print(json.dumps(problem), flush=True)
+        if problem:
+            break  # a failed capture leaves the device unusable
+
+
+def graph_problem(case: Case, provider: Provider, device: torch.device) -> str:
+    """What is wrong with values and gradients of the replayed graph; "" if nothing is."""
+    if provider.why_not(device) is not None:
+        return ""
+    bound = provider.bind(case.make(device=device, dtype=case.dtype, **case.sizes))
+    bound.step()
+    captured = harness.GraphBound(bound)
+    for what in ("", " for other inputs, which it has to read anew"):
+        loss, grads = bound.step()
+        replayed_loss, replayed = captured.step()
+        torch.cuda.synchronize()
+        same = torch.equal(loss, replayed_loss)
+        if not same or not all(map(torch.equal, grads, replayed)):
+            return f"the graph gives other numbers{what}"
+        with torch.no_grad():
+            for leaf in bound.leaves:
+                leaf.mul_(0.5)
+    return ""
 
 
 def chosen_providers(case: Case) -> Iterator[Provider]:
@@ -130,16 +344,19 @@ def digests(size: str, device: torch.device) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the steps and print what passed."""
+    """Run the stages and print what passed."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
-    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STEPS)}")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STAGES)}")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")
+    parser.add_argument("--out", default=str(ROOT / "bench" / "results"), help="folder of results")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
     parser.add_argument("--set", default="", help="size sets of the benchmark; all if empty")
-    parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
     parser.add_argument("--commit", help="recorded where git can't tell")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted benchmark")
+    parser.add_argument("--resume", action="store_true", help="go on where the last call ended")
     parser.add_argument("--seconds", type=float, default=2.0, help="timing budget of one case")
     parser.add_argument("--passes", type=int, help="how often every case is timed")
     parser.add_argument("--digest", choices=("toy", "full"), help="print digests and stop")
+    parser.add_argument("--capture", action="store_true", help="capture the cases asked for")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(f"make gpu-check needs a CUDA device; torch {torch.__version__} sees none")
@@ -148,19 +365,18 @@ def main(arguments: list[str] | None = None) -> int:
         for line in digests(options.digest, torch.device("cuda")):
             print(line, flush=True)
         return 0
-    only = runner.split(options.only) or tuple(STEPS)
-    unknown = [name for name in only if name not in STEPS]
-    if unknown:
-        parser.error(f"no step {', '.join(unknown)}; there are {', '.join(STEPS)}")
-    outcome = []
-    for name in only:
-        print(f"\n== {name}", flush=True)
-        start = time.perf_counter()
-        passed = STEPS[name](options)
-        seconds = time.perf_counter() - start
-        outcome.append((passed, f"{name}: {'passed' if passed else 'FAILED'} ({seconds:.0f} s)"))
-    print("\n" + "\n".join(line for _, line in outcome))
-    return 0 if all(passed for passed, _ in outcome) else 1
+    if options.capture:
+        capture(torch.device("cuda"))
+        return 0
+    only = runner.split(options.only) or tuple(STAGES)
+    if unknown := [name for name in only if name not in STAGES]:
+        parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    outcome = run_stages({name: STAGES[name] for name in STAGES if name in only}, options)
+    print()
+    for name, passed, seconds in outcome:
+        print(f"{name}: {'passed' if passed else 'FAILED'} ({seconds:.0f} s)")
+    return 0 if all(passed for _, passed, _ in outcome) else 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+import fastkd
+
 HERE = Path(__file__).resolve().parent
 PACKAGES = (
     "torch",
@@ -142,4 +144,4 @@ def _commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return f"fastkd {importlib.metadata.version('fastkd')}"
+        return f"fastkd {fastkd.__version__}"

@@ -6,10 +6,11 @@ fastkd's own providers again. The file is complete and valid after every case of
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def run(
     resume: bool = False,
     seconds: float = 1.5,
     passes: int | None = None,
+    budget: float = math.inf,
 ) -> dict[str, Any]:
     """Measure the chosen cases and return the results as written to ``out``.
 
@@ -53,11 +55,19 @@ def run(
         resume: keep what ``out`` already holds from the same code on the same machine.
         seconds: timing budget of one case, all passes together.
         passes: how often every case is timed; None means `PASSES` of the device.
+        budget: seconds after which no case is begun; the rest is listed in the result as "left".
     """
     target, cases = _choose(sets, only, device)
     path = _result_path(out, target)
     results = run_cases(
-        cases, target, path, commit=commit, resume=resume, seconds=seconds, passes=passes
+        cases,
+        target,
+        path,
+        commit=commit,
+        resume=resume,
+        seconds=seconds,
+        passes=passes,
+        budget=budget,
     )
     print(f"\nresults: {path}")
     if plot is not None:
@@ -100,8 +110,11 @@ def run_cases(
     resume: bool = False,
     seconds: float = 1.5,
     passes: int | None = None,
+    budget: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """Measure ``cases``; see `run`. With one pass they need not be the suite's."""
+    end = clock() + budget
     cases = list(cases)
     passes = passes or PASSES[device.type]
     results: dict[str, Any] = {
@@ -125,6 +138,9 @@ def run_cases(
     for number, case in enumerate(cases, start=1):
         start = time.perf_counter()
         row = kept.get(case.key)
+        if row is None and clock() >= end:
+            results.setdefault("left", []).append(case.key)
+            continue
         if row is None:
             row = _measured(case, device, seconds / passes)
             row["floor_ms"] = machine.floor_ms(
@@ -136,7 +152,14 @@ def run_cases(
         results["rows"].append(row)
         _write(path, results)
         print(f"\n[{number}/{len(cases)}] " + "\n".join(table.row_lines(row)), flush=True)
+    if left := results.get("left"):
+        _write(path, results)
+        print(f"\n{len(left)} cases are left, for want of time: {', '.join(left)}")
     for number in range(2, passes + 1):
+        if clock() >= end:
+            results.setdefault("left", []).append(f"pass {number}")
+            _write(path, results)
+            break
         _later_pass(number, results, device, path, seconds / passes)
     return results
 

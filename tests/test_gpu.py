@@ -6,7 +6,7 @@ The cases are the benchmark's: toy sizes for every loss, title and dtype, and th
 import pytest
 import torch
 
-from fastkd.bench import gpu_check, harness, suite
+from fastkd.bench import gpu_check, harness
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,8 +18,7 @@ def pairs():
     """Every case with each of fastkd's backends; none without a GPU, where all would be skipped."""
     if not torch.cuda.is_available():
         return []
-    cases = [suite.toy(case) for case in suite.every_case()] + suite.cases(["bert"])
-    unique = {(c.key, c.title): c for c in cases if c.loss != "step"}
+    unique = {(c.key, c.title): c for c in gpu_check.step_cases()}
     return [
         pytest.param(case, provider, id=f"{case.key}/{provider.name}")
         for case in unique.values()
@@ -63,21 +62,7 @@ def test_never_waits_for_the_device(case, provider, device):
 
 @pytest.mark.parametrize("case, provider", pairs())
 def test_captured_in_a_graph(case, provider, device):
-    bound = bind(case, provider, device)
-    loss, grads = bound.step()
-    captured = harness.GraphBound(bound)
-    replayed_loss, replayed = captured.step()
-    torch.cuda.synchronize()
-    assert torch.equal(replayed_loss, loss)
-    assert all(torch.equal(x, y) for x, y in zip(replayed, grads, strict=True))
-    # The graph reads its inputs anew.
-    with torch.no_grad():
-        for leaf in bound.leaves:
-            leaf.mul_(0.5)
-    again_loss, again = (bound.step(), captured.step())
-    torch.cuda.synchronize()
-    assert torch.equal(again_loss[0], again[0])
-    assert all(torch.equal(x, y) for x, y in zip(again_loss[1], again[1], strict=True))
+    assert gpu_check.graph_problem(case, provider, device) == ""
 
 
 @pytest.mark.parametrize("case, provider", pairs())

@@ -1,0 +1,34 @@
+"""pytest plugin: a JSON line for every test as soon as it ends, and none twice.
+
+The file stands in FASTKD_RESULT_LINES. Tests that passed in it before are left out.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+FILE = Path(os.environ["FASTKD_RESULT_LINES"])
+LINES = FILE.read_text().splitlines() if FILE.exists() else []
+# xdist's workers start while lines are added, and must leave out the same tests.
+BEFORE = int(os.environ.setdefault("FASTKD_RESULT_LINES_BEFORE", str(len(LINES))))
+ROWS = [json.loads(line) for line in LINES[:BEFORE]]
+PASSED = {row["name"] for row in ROWS} - {row["name"] for row in ROWS if row["problem"]}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # xdist's workers report to the process that leads
+        config.pluginmanager.register(Lines())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if item.nodeid not in PASSED]
+
+
+class Lines:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.failed:
+            problem = report.longreprtext[-2000:] if report.failed else ""
+            with FILE.open("a") as file:
+                print(json.dumps({"name": report.nodeid, "problem": problem}), file=file)

@@ -1,0 +1,156 @@
+"""What `make gpu-check` promises about time and failures, shown without a GPU."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastkd.bench import gpu_check, machine, runner, suite
+
+
+class Clock:
+    """Time passes only where something is done."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def options(tmp_path, **others):
+    return argparse.Namespace(minutes=9.5, out=str(tmp_path), resume=False, **others)
+
+
+@pytest.mark.parametrize(
+    "only", ["build,tests,graphs", "tests", "bench", ",".join(gpu_check.STAGES)]
+)
+def test_stages_together_end_in_time(tmp_path, only):
+    """Also when each takes all that it may, and some break."""
+    clock = Clock()
+
+    def stage(job):
+        clock.now += job.seconds
+        if len(given) == 1:
+            raise RuntimeError("a stage that breaks")
+        return True
+
+    given = {name: (stage, gpu_check.STAGES[name][1]) for name in only.split(",")}
+    outcome = gpu_check.run_stages(given, options(tmp_path), clock)
+    assert [name for name, _, _ in outcome] == list(given)
+    assert clock.now - 1000 <= 600
+    saved = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [row["stage"] for row in saved] == list(given)
+
+
+def test_time_that_a_stage_leaves_goes_to_the_next(tmp_path):
+    clock, allowed = Clock(), []
+
+    def stage(job):
+        allowed.append(job.seconds)
+        clock.now += 10
+        return True
+
+    gpu_check.run_stages({"tests": (stage, 1), "bench": (stage, 1)}, options(tmp_path), clock)
+    assert allowed == [285, 560]
+
+
+def test_a_command_is_stopped_in_time(tmp_path):
+    """With the processes that it started."""
+    started = tmp_path / "pid"
+    code = f"""
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path({str(started)!r}).write_text(str(child.pid))
+time.sleep(60)
+"""
+    job = gpu_check.Job(options(tmp_path), seconds=3.0)
+    assert not gpu_check.command(job, sys.executable, "-c", code)
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", started.read_text()], capture_output=True, text=True
+    )
+    assert state.stdout.strip() in ("", "Z") or state.stdout.startswith("Z")
+
+
+CHILD = """
+import json, os, sys, time
+for line in sys.stdin:
+    name = line.strip()
+    if name == "crash":
+        os._exit(7)
+    if name == "hang":
+        time.sleep(60)
+    print(json.dumps("" if name.startswith("good") else "wrong"), flush=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_process_that_dies_or_hangs_does_not_topple_the_rest(workers):
+    names = ["good 1", "crash", "good 2", "hang", "bad", "good 3"]
+    command = [sys.executable, "-c", CHILD]
+    answers = dict(gpu_check.ask_children(command, names, 60, workers, patience=1.0))
+    assert set(answers) == set(names)
+    assert "ended (7)" in answers["crash"] and "hung" in answers["hang"]
+    assert answers["bad"] == "wrong"
+    assert all(answers[name] == "" for name in names if name.startswith("good"))
+
+
+def test_no_question_is_asked_after_its_time():
+    assert not list(gpu_check.ask_children([sys.executable, "-c", CHILD], ["good"], 0, 1, 1.0))
+
+
+def test_every_test_is_noted_and_none_runs_twice(tmp_path):
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('i', range(4))\ndef test_it(i): assert i != 2\n"
+    )
+    lines = tmp_path / "lines.jsonl"
+    environment = os.environ | {"FASTKD_RESULT_LINES": str(lines)}
+    environment["PYTHONPATH"] = os.getcwd()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.result_lines", "test_some.py"]
+    first, second = (
+        subprocess.run([*command, *extra], cwd=tmp_path, env=environment, capture_output=True)
+        for extra in (["-n", "2"], [])
+    )
+    assert first.returncode == second.returncode == 1
+    names = [json.loads(line)["name"] for line in lines.read_text().splitlines()]
+    assert len(names) == 5 and names.count("test_some.py::test_it[2]") == 2
+
+
+def test_cases_end_in_time_and_go_on_later(tmp_path, monkeypatch):
+    """The rows that there was time for are saved; the next call measures the others."""
+    clock = Clock()
+    cases = suite.cases(["cpu"], ["linalg"])[:3]
+
+    def measured(case, device, seconds):
+        clock.now += 10
+        row = {"key": case.key, "providers": {}, "passes": [], "bytes_moved": 1, "operations": 1}
+        return row | {"dtype": "float32", "loss": case.loss, "set": case.set}
+
+    limits = {"copy_bytes_per_s": 1.0, "float32_ops_per_s": 1.0}
+    monkeypatch.setattr(runner, "_measured", measured)
+    monkeypatch.setattr(runner.table, "row_lines", lambda row: [row["key"]])
+    monkeypatch.setattr(machine, "roofline", lambda device, dtypes: limits)
+    path = tmp_path / "results.json"
+
+    def run(**others):
+        device = torch.device("cpu")
+        return runner.run_cases(cases, device, path, passes=1, clock=clock, **others)
+
+    results = run(budget=15)
+    assert [row["key"] for row in results["rows"]] == [case.key for case in cases[:2]]
+    assert json.loads(path.read_text())["left"] == [cases[2].key]
+    results = run(resume=True)
+    assert [row["key"] for row in results["rows"]] == [case.key for case in cases]
+    assert "left" not in results and clock.now == 1030
+
+
+def test_a_machine_without_git_or_an_installed_package_is_described(monkeypatch):
+    def missing(*arguments, **others):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(machine.subprocess, "run", missing)
+    assert machine.describe(torch.device("cpu"))["commit"].startswith("fastkd ")
