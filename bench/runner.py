@@ -195,7 +195,11 @@ def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows of an earlier, unfinished run of the same code, versions and machine, by key."""
     if not path.exists():
         return {}
-    before = json.loads(path.read_text())
+    try:
+        before = json.loads(path.read_text())
+        before["rows"]
+    except (ValueError, TypeError, KeyError):
+        raise WrongChoice(f"{path} is damaged: move it away, or leave out --resume") from None
     same = ("format", "machine", "versions", "commit", "code", "passes")
     if any(before.get(name) != now[name] for name in same):
         return {}

@@ -1,11 +1,21 @@
 """One sentence for an import that an optional extra brings."""
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 
-class MissingExtra(ImportError):
+class MissingExtra(ModuleNotFoundError):
     """A package of an optional extra is not installed; the message says how to get it."""
+
+
+def how_to_get(extra: str) -> str:
+    """The command that brings ``extra``, from a checkout where this is one."""
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file():
+        where = "." if checkout == Path.cwd() else str(checkout)
+        return f"get it with: pip install --no-build-isolation -e '{where}[{extra}]'"
+    return f"get it with: pip install 'fastkd[{extra}]'"
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -15,5 +25,5 @@ def require(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
         raise MissingExtra(
-            f"{missing} is not installed; get it with: pip install 'fastkd[{extra}]'"
+            f"{missing} is not installed; {how_to_get(extra)}", name=missing
         ) from error

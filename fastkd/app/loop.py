@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import shutil
 import signal
 import tempfile
@@ -19,10 +20,11 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations import get_available_reporting_integrations
 
 from fastkd.app.data import Encoded
 from fastkd.app.display import Display, format_scores
-from fastkd.app.errors import Interrupted, Stopped, TrainingFailed
+from fastkd.app.errors import InputError, Interrupted, Stopped, TrainingFailed
 from fastkd.app.plan import Plan
 from fastkd.app.saving import MARKER, damage, read_json, saving, seal
 
@@ -80,7 +82,8 @@ class Watch:
     keep: Callable[[dict[str, Any], list[dict]], None] | None = None
     every: int | None = None
     checkpoints: Checkpoints | None = None
-    report_to: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()
+    logs: Path | None = None
 
     def better(self, new: float, old: float) -> bool:
         return new < old if self.main.startswith("mse") else new > old
@@ -214,6 +217,7 @@ def train(
         else:
             folder = checkpoints.directory
             stack.enter_context(_signals(watcher.ask_to_stop))
+        stack.enter_context(_logging_to(watch.logs))
         trainer = make_trainer(
             args=_arguments(plan, watch, folder, plan.steps(len(examples))[0]),
             train_dataset=examples,
@@ -249,13 +253,36 @@ def _arguments(plan: Plan, watch: Watch, folder: Path, steps: int) -> TrainingAr
         logging_nan_inf_filter=False,
         remove_unused_columns=False,
         disable_tqdm=True,
-        report_to=list(watch.report_to) or "none",
+        report_to=list(watch.trackers) or "none",
         dataloader_pin_memory=plan.device.type == "cuda",
     )
     # One process, one device: replicas of Trainer's DataParallel would each see part of a batch.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
+
+
+def check_trackers(names: str | None) -> None:
+    """Raise unless transformers can report to all of ``names``, separated by commas."""
+    known = get_available_reporting_integrations()
+    for name in filter(None, (names or "").split(",")):
+        if name not in known:
+            have = f"installed: {', '.join(known)}" if known else "none is installed"
+            raise InputError(f"--report-to {name}: not a tracker that is installed; {have}")
+
+
+@contextlib.contextmanager
+def _logging_to(logs: Path | None) -> Iterator[None]:
+    """TensorBoard's files lie there, not among the checkpoints, unless the user says otherwise."""
+    name = "TENSORBOARD_LOGGING_DIR"
+    if logs is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = str(logs)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _guard_saves(trainer: Any, folder: Path) -> None:

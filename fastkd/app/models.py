@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +15,10 @@ from transformers import (
     PreTrainedModel,
     set_seed,
 )
+from transformers.utils import logging as transformers_logging
 
 from fastkd._extras import MissingExtra
-from fastkd.app.data import Corpus, Rows
+from fastkd.app.data import Corpus, Rows, meaning
 from fastkd.app.errors import InputError, nearest
 from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.settings import Settings
@@ -54,13 +54,13 @@ def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
         raise InputError(f"{option} {name}: can't be loaded from {reason}") from error
 
 
-def _loaded(option: str, name: str, auto: Any, settings: Settings, **options: Any) -> Any:
+def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -> Any:
     """``auto.from_pretrained``, which runs no code of the model's own unless that is allowed."""
     path = str(Path(name).expanduser()) if name.startswith("~") else name
     return _load(
         option,
         name,
-        lambda: auto.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **options),
+        lambda: auto.from_pretrained(path, trust_remote_code=remote_code, **options),
     )
 
 
@@ -68,30 +68,64 @@ def load_tokenizer(settings: Settings) -> Any:
     """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
     option = "--teacher" if settings.tokenizer is None else "--tokenizer"
     name = settings.tokenizer or settings.teacher
-    tokenizer = _loaded(option, name, AutoTokenizer, settings)
+    tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
+    _let_pad(tokenizer, option, name)
+    return tokenizer
+
+
+def _let_pad(tokenizer: Any, option: str, name: str) -> None:
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise InputError(f"{option} {name}: its tokenizer has no padding and no end token")
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+
+
+def load_classifier(name: str, remote_code: bool) -> tuple[PreTrainedModel, Any]:
+    """A finished classifier, called --model, and its tokenizer."""
+    tokenizer = load("--model", name, AutoTokenizer, remote_code)
+    _let_pad(tokenizer, "--model", name)
+    model, loaded = load(
+        "--model", name, AutoModelForSequenceClassification, remote_code, output_loading_info=True
+    )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise InputError(
+            f"--model {name}: it has no classification head ({missing[0]} would be random)"
+        )
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def class_names(config: Any) -> list[str] | None:
+    """The classes of a head; None if it predicts a number."""
+    if config.num_labels == 1:
+        return None
+    return [str(config.id2label[i]) for i in range(config.num_labels)]
+
+
+def be_quiet() -> None:
+    """Leave the talking to fastkd's own display."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def load_teacher(
     settings: Settings, name: str, corpus: Corpus, tokenizer: Any
 ) -> tuple[PreTrainedModel, Corpus]:
     """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
-    config = _loaded("--teacher", name, AutoConfig, settings)
+    config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
     names = corpus.names
     fitting = config.num_labels == corpus.num_labels
     if names is not None:
         names = _order(settings, names, config if fitting else None, corpus.numbered)
     _fit(config, names, tokenizer)
     set_seed(settings.seed)
-    teacher, loaded = _loaded(
+    teacher, loaded = load(
         "--teacher",
         name,
         AutoModelForSequenceClassification,
-        settings,
+        settings.trust_remote_code,
         config=config,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
@@ -122,31 +156,6 @@ def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-# Words that mean the same class.
-SYNONYMS = {
-    word: group[0]
-    for group in (
-        ("negative", "neg"),
-        ("positive", "pos"),
-        ("yes", "true"),
-        ("no", "false"),
-        ("entailment", "entail", "entails"),
-        ("contradiction", "contradict", "contradicts"),
-        ("notentailment", "nonentailment"),
-        ("equivalent", "paraphrase"),
-        ("notequivalent", "notparaphrase"),
-        ("acceptable", "grammatical"),
-        ("unacceptable", "ungrammatical"),
-    )
-    for word in group
-}
-
-
-def _meaning(name: str) -> str:
-    word = re.sub(r"[\W_]+", "", name).casefold()
-    return SYNONYMS.get(word, word)
-
-
 def _order(settings: Settings, names: list[str], head: Any | None, numbered: bool) -> list[str]:
     """The data's classes in the order of the teacher's head, by their names.
 
@@ -164,8 +173,8 @@ def _order(settings: Settings, names: list[str], head: Any | None, numbered: boo
     if head is None:
         return names
     theirs = [str(head.id2label[i]) for i in range(head.num_labels)]
-    ours = {_meaning(name): name for name in names}
-    meant = [_meaning(name) for name in theirs]
+    ours = {meaning(name): name for name in names}
+    meant = [meaning(name) for name in theirs]
     if len(ours) == len(names) and sorted(meant) == sorted(ours):
         return [ours[name] for name in meant]
     if numbered or settings.finetune_teacher:
@@ -188,14 +197,20 @@ def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
     return dataclasses.replace(corpus, train=renumber(corpus.train), evals=evals, names=names)
 
 
-def check_length(max_length: int, tokenizer: Any, teacher: PreTrainedModel) -> None:
-    """Raise unless the teacher can read so many tokens."""
+def longest(tokenizer: Any, model: PreTrainedModel) -> int:
+    """How many tokens ``model`` can read."""
     limit = tokenizer.model_max_length
-    positions = getattr(teacher.config, "max_position_embeddings", None)
+    positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and positions > 0:  # XLNet has -1: no limit
         limit = min(limit, positions)
+    return limit
+
+
+def check_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: str) -> None:
+    """Raise unless ``model``, called ``who``, can read so many tokens."""
+    limit = longest(tokenizer, model)
     if max_length > limit:
-        raise InputError(f"--max-length {max_length}: the teacher reads at most {limit}")
+        raise InputError(f"--max-length {max_length}: the {who} reads at most {limit}")
 
 
 def make_student(settings: Settings, teacher: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
@@ -234,7 +249,7 @@ def _chosen_layers(settings: Settings, depth: int) -> list[int]:
 def _student_from_path(
     settings: Settings, name: str, teacher: PreTrainedModel, tokenizer: Any
 ) -> PreTrainedModel:
-    config = _loaded("--student", name, AutoConfig, settings)
+    config = load("--student", name, AutoConfig, settings.trust_remote_code)
     if config.vocab_size != teacher.config.vocab_size:
         raise InputError(
             f"--student {name}: its vocabulary has {config.vocab_size} tokens, the teacher's "
@@ -242,11 +257,11 @@ def _student_from_path(
         )
     names = None if teacher.config.num_labels == 1 else [*(teacher.config.id2label or {}).values()]
     _fit(config, names, tokenizer)
-    return _loaded(
+    return load(
         "--student",
         name,
         AutoModelForSequenceClassification,
-        settings,
+        settings.trust_remote_code,
         config=config,
         ignore_mismatched_sizes=True,
     )

@@ -200,10 +200,15 @@ def rows_fingerprint(rows: Rows) -> str:
 def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
     """Those of all rows, by the name that a message gives them."""
     evals = (rows_fingerprint(rows).encode() for rows in corpus.evals.values())
-    return {
+    prints = {
         "training rows": rows_fingerprint(corpus.train),
         "evaluation rows": fingerprint(evals),
     }
+    if corpus.test is not None:
+        prints["test rows"] = rows_fingerprint(corpus.test)
+    if corpus.unlabelled is not None:
+        prints["unlabelled rows"] = rows_fingerprint(corpus.unlabelled)
+    return prints
 
 
 def model_fingerprint(model: nn.Module) -> str:

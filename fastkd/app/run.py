@@ -6,8 +6,9 @@ What lands in the output directory is told in `fastkd.app.output`.
 import dataclasses
 import functools
 import shutil
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, set_seed
-from transformers.utils import logging as transformers_logging
 
 import fastkd
 from fastkd.app import data
-from fastkd.app.data import Corpus, Encoded
+from fastkd.app.card import write_card
+from fastkd.app.data import Corpus, Encoded, Rows, joined
 from fastkd.app.display import Display, format_scores
 from fastkd.app.errors import InputError
-from fastkd.app.loop import Checkpoints, Watch, stopping_at_once, train
+from fastkd.app.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
 from fastkd.app.models import (
+    be_quiet,
     check_length,
     count,
     load_teacher,
@@ -45,8 +47,9 @@ from fastkd.app.saving import (
     replace_directory,
     reseal,
     saving,
+    seal,
 )
-from fastkd.app.score import evaluate, predict
+from fastkd.app.score import accepted, evaluate, predict
 from fastkd.app.settings import Settings
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.trainer import DistillationTrainer
@@ -64,49 +67,80 @@ class Run:
         max_length: int,
         display: Display,
     ):
-        check_length(max_length, tokenizer, teacher)
+        check_length(max_length, tokenizer, teacher, "teacher")
         self.corpus, self.tokenizer, self.teacher = corpus, tokenizer, teacher
         self.plan, self.display = plan, display
-        self.train_rows = Encoded(corpus.train, tokenizer, max_length)
-        self.eval_rows = {
-            suffix: Encoded(rows, tokenizer, max_length) for suffix, rows in corpus.evals.items()
-        }
+
+        def encoded(rows: Rows) -> Encoded:
+            return Encoded(rows, tokenizer, max_length)
+
+        self.train_rows = encoded(corpus.train)
+        #: What the student learns from: rows without labels as well.
+        self.all_rows = self.train_rows
+        if corpus.unlabelled is not None:
+            self.all_rows = encoded(joined(corpus.train, corpus.unlabelled))
+        self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
+        self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
         self.collate = DataCollatorWithPadding(tokenizer)
 
     @property
     def device(self) -> torch.device:
         return self.plan.device
 
-    def score(self, model: nn.Module) -> dict[str, float]:
-        """Every metric of ``model`` on every set of evaluation rows."""
+    def score(
+        self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
+    ) -> dict[str, float]:
+        """Every metric of ``model`` on every set of rows, by default those to evaluate on."""
         scores = {}
-        for suffix, rows in self.eval_rows.items():
+        for suffix, rows in (self.eval_rows if sets is None else sets).items():
             found = evaluate(self.corpus.metrics, *predict(model, rows, self.collate, self.plan))
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
+
+    def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
+        """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
+        rows = self.eval_rows[""]
+        batch = self.collate([rows[i] for i in range(min(32, len(rows)))])
+        inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
+        models = {"teacher": self.teacher.eval(), "student": student.eval()}
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(1 + rounds):
+            for name, model in models.items():
+                self._synchronize()
+                start = time.perf_counter()
+                with torch.no_grad():
+                    model(**accepted(model, inputs))
+                self._synchronize()
+                seconds[name].append(time.perf_counter() - start)
+        return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
         """Train the teacher on the task, in place; ``watch`` are fields of `loop.Watch`."""
         self.teacher.requires_grad_(True).train()
         trainer = functools.partial(Trainer, model=self.teacher)
-        return self._train(trainer, self.teacher, plan, "teacher", **watch)
+        return self._train(trainer, self.teacher, self.train_rows, plan, "teacher", **watch)
 
     def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
         """Train the student; ``watch`` are fields of `loop.Watch`."""
         trainer = functools.partial(DistillationTrainer, model=distiller.to(self.device))
-        return self._train(trainer, distiller.student, self.plan, title, **watch)
+        return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
 
     def _train(
         self,
         make_trainer: Callable[..., Trainer],
         model: nn.Module,
+        rows: Encoded,
         plan: Plan,
         title: str,
         **watch: Any,
     ) -> list[dict]:
         return train(
             make_trainer,
-            self.train_rows,
+            rows,
             self.collate,
             plan,
             self.display,
@@ -125,6 +159,7 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
     be_quiet()
     plan = _plan(settings)
     make_method(settings.method, settings.options)
+    check_trackers(settings.report_to)
     with stopping_at_once(), locked(settings.out), Display(console, settings.log_json) as display:
         out = Output(settings)
         corpus = data.load(settings)
@@ -140,7 +175,8 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         report = _distil(settings, out, run)
         report["seconds"]["total"] = time.perf_counter() - started
         with saving(settings.out):
-            reseal(out.student, report)
+            write_card(out.student, report)
+            seal(out.student, report)
             out.finish()
         display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
@@ -157,7 +193,7 @@ def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: 
         prints["teacher weights"] = model_fingerprint(teacher)
     run = Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
     prints["tokens (tokenizer)"] = fingerprint(
-        repr(ids).encode() for ids in run.train_rows.inputs["input_ids"]
+        repr(ids).encode() for ids in run.all_rows.inputs["input_ids"]
     )
     # A mistake shows now, not after the teacher's fine-tuning.
     student = cast(PreTrainedModel, _assemble(settings, run).student)
@@ -165,18 +201,10 @@ def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: 
         prints["student weights"] = model_fingerprint(student)
     out.check_room(num_bytes(teacher), num_bytes(student))
     out.begin(prints)
-    display.say(
-        f"{len(run.train_rows)} training rows, "
-        f"{sum(map(len, run.eval_rows.values()))} to evaluate on, device {run.device}"
-    )
+    counts = ", ".join(f"{number} {name} rows" for name, number in _counts(run).items())
+    display.say(f"{counts}, device {run.device}")
     nn.Module.to(teacher, run.device)
     return run
-
-
-def be_quiet() -> None:
-    """Leave the talking to fastkd's own display."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
 
 def _plan(settings: Settings) -> Plan:
@@ -232,19 +260,41 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     report: dict[str, Any] = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
-        "rows": {"train": len(run.train_rows), "eval": sum(map(len, run.eval_rows.values()))},
+        "rows": _counts(run),
         "parameters": {"teacher": count(run.teacher), "student": count(student)},
+        "bytes": {"teacher": num_bytes(run.teacher), "student": num_bytes(student)},
+        "layers": student.config.num_hidden_layers,
+        "labels": run.corpus.names,
         "teacher": teacher_scores,
     }
     watch = _watch(settings, out, run, out.student, student, report)
     history = run.distil(distiller, settings.method, **watch)
+    run.display.say("scoring and timing the best student ...")
+    best: Any = type(student).from_pretrained(out.student)
+    best.to(run.device)
+    if run.test_rows:
+        both = {"teacher": run.teacher, "student": best}
+        report["test"] = {name: run.score(model, run.test_rows) for name, model in both.items()}
     # What the saved student says of itself: that is what people get.
     return {
         **read_json(out.student / MARKER),
+        **report,
+        "seconds_a_batch": run.seconds_a_batch(best),
         "complete": True,
         "history": history,
         "seconds": {"training": history[-1]["seconds"]},
     }
+
+
+def _counts(run: Run) -> dict[str, int]:
+    """How many rows of each kind there are."""
+    counts = {
+        "train": len(run.train_rows),
+        "eval": sum(map(len, run.eval_rows.values())),
+        "test": sum(map(len, run.test_rows.values())),
+        "unlabelled": len(run.all_rows) - len(run.train_rows),
+    }
+    return {name: number for name, number in counts.items() if number}
 
 
 def _watch(
@@ -272,7 +322,9 @@ def _watch(
     checkpoints = Checkpoints(
         directory, {"run": out.identity["run"]}, settings.checkpoint_every, settings.resume
     )
-    return {"keep": keep, "checkpoints": checkpoints}
+    trackers = tuple(filter(None, (settings.report_to or "").split(",")))
+    logs = settings.out / "logs" / target.name
+    return {"keep": keep, "checkpoints": checkpoints, "trackers": trackers, "logs": logs}
 
 
 def _is_complete(directory: Path) -> bool:
@@ -283,15 +335,27 @@ def _is_complete(directory: Path) -> bool:
 
 def show(report: dict[str, Any], out: Path, console: Console) -> None:
     """Print the end of a run: teacher against best student."""
+    sets = {"": report, "test ": report.get("test", {})}
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("", "parameters", *report["student"]):
+    for heading in ("", "parameters", "MiB", "ms a batch"):
         table.add_column(heading, justify="right" if heading else "left")
+    for prefix, scores in sets.items():
+        for name in scores.get("student", {}):
+            table.add_column(prefix + name, justify="right")
     for name in ("teacher", "student"):
-        scores = (f"{value:.4f}" for value in report[name].values())
-        table.add_row(name, f"{report['parameters'][name]:,}", *scores)
+        scores = (f"{x:.4f}" for found in sets.values() for x in found.get(name, {}).values())
+        table.add_row(
+            name,
+            f"{report['parameters'][name]:,}",
+            f"{report['bytes'][name] / 2**20:.1f}",
+            f"{1000 * report['seconds_a_batch'][name]:.1f}",
+            *scores,
+        )
     console.print(table)
-    seconds, best = report["seconds"], report["best"]
+    seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
     console.print(
+        f"the student is {batch['teacher'] / batch['student']:.1f} times faster and "
+        f"{report['bytes']['teacher'] / report['bytes']['student']:.1f} times smaller\n"
         f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",

@@ -210,12 +210,31 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
+def check_new_file(path: Path | None, overwrite: bool) -> None:
+    """Raise if --out, a file, is there and not to be overwritten, or can't be made."""
+    if path is None:
+        return
+    try:
+        if path.exists() and not overwrite:
+            raise InputError(f"--out {path} is there already; pass --overwrite to replace it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path} can't be used: {error.strerror}") from None
+    if path.is_dir():
+        raise InputError(f"--out {path} is a directory")
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, replacing ``path`` only once it is complete and on the disk."""
+    write_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, replacing ``path`` only once it is complete and on the disk."""
     staging = path.with_name(f".{path.name}.new")
     try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
+        with staging.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)

@@ -13,8 +13,43 @@ from fastkd.distill.methods import METHODS
 DATA, MODELS, TRAINING, RUN = "Data", "Teacher and student", "Training", "The run"
 
 
+def device() -> Any:
+    return option("auto", "auto, cpu or cuda.", panel=TRAINING, choices=("auto", "cpu", "cuda"))
+
+
+def seed() -> Any:
+    return option(0, "Seed of everything random.", panel=TRAINING, least=0, most=2**32 - 1)
+
+
+def precision() -> Any:
+    return option("fp32", "fp32, bf16 or fp16.", panel=TRAINING, choices=("fp32", "bf16", "fp16"))
+
+
+def remote_code() -> Any:
+    return option(False, "Run code that comes with a model on the hub.")
+
+
+class Checked:
+    """Options whose bounds are checked as they are made."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ColumnOptions(Checked):
+    """Where text and label stand in a file or data set."""
+
+    text_column: str | None = option(None, "Column of the text.", panel=DATA)
+    text_pair_column: str | None = option(None, "Column of the second text.", panel=DATA)
+    label_column: str | None = option(None, "Column of the label (label).", panel=DATA)
+    no_header: bool = option(
+        False, "The files have no header; columns are 0, 1, 2, ...", panel=DATA
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ColumnOptions):
     """Where the rows come from."""
 
     task: str | None = option(
@@ -28,11 +63,11 @@ class Source:
     evals: Path | None = option(
         None, "Rows to evaluate on: .tsv, .csv or .jsonl.", flag="--eval", panel=DATA
     )
-    text_column: str | None = option(None, "Column of the text.", panel=DATA)
-    text_pair_column: str | None = option(None, "Column of the second text.", panel=DATA)
-    label_column: str | None = option(None, "Column of the label (label).", panel=DATA)
-    no_header: bool = option(
-        False, "The files have no header; columns are 0, 1, 2, ...", panel=DATA
+    test: Path | None = option(
+        None, "Rows scored once, at the end, with the student that --eval chose.", panel=DATA
+    )
+    unlabelled: Path | None = option(
+        None, "Text without labels to distil on as well; .txt: one a line.", panel=DATA
     )
     labels: str = option(
         "auto",
@@ -54,14 +89,14 @@ class Source:
     )
     max_train_rows: int | None = option(None, "Train on a random part.", panel=DATA, least=2)
     max_eval_rows: int | None = option(None, "Evaluate on a random part.", panel=DATA, least=1)
-    seed: int = option(0, "Seed of everything random.", panel=TRAINING, least=0, most=2**32 - 1)
+    seed: int = seed()
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         hub = given(self, "data", "data_config", "train_split", "eval_split")
-        files = given(self, "train", "evals", "no_header")
+        files = given(self, "train", "evals")
         if self.train is None and self.evals is None:
-            if "--no-header" in files:
+            if self.no_header:
                 raise InputError("--no-header is about files; give --train and --eval")
             if self.task is None and self.data is None:
                 raise InputError(
@@ -83,9 +118,7 @@ class Settings(Source):
     out: Path = option(
         Path("runs/distill"), "Directory for the student and its report.", panel=RUN, saved=False
     )
-    trust_remote_code: bool = option(
-        False, "Run code that comes with a model on the hub.", panel=MODELS
-    )
+    trust_remote_code: bool = remote_code()
     tokenizer: str | None = option(None, "Tokenizer, if not the teacher's.", panel=MODELS)
     student: str | None = option(
         None, "Student: a directory or a hub name, instead of teacher layers.", panel=MODELS
@@ -120,18 +153,20 @@ class Settings(Source):
         0.1, "Share of the steps that warms up, 0 to 1.", panel=TRAINING, least=0, most=1
     )
     max_length: int = option(128, "Longest text, in tokens.", panel=TRAINING, least=4)
-    precision: str = option(
-        "fp32", "fp32, bf16 or fp16.", panel=TRAINING, choices=("fp32", "bf16", "fp16")
-    )
-    device: str = option(
-        "auto", "auto, cpu or cuda.", panel=TRAINING, choices=("auto", "cpu", "cuda")
-    )
+    precision: str = precision()
+    device: str = device()
     checkpoint_every: int | None = option(
         None,
         "Checkpoints within an epoch, too.",
         metavar="STEPS",
         panel=RUN,
         least=1,
+        saved=False,
+    )
+    report_to: str | None = option(
+        None,
+        "Trackers that get the losses, such as tensorboard; separated by commas.",
+        panel=RUN,
         saved=False,
     )
     log_json: Path | None = option(
@@ -156,3 +191,91 @@ class Settings(Source):
             raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other")
+        if self.unlabelled is not None and self.method == "labels":
+            raise InputError("--unlabelled and --method labels exclude each other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(Checked):
+    """The options of `fastkd demo`."""
+
+    out: Path = option(Path("runs/demo"), "Directory for the table and the pictures.")
+    steps: int | None = option(None, "Training steps of every student.", least=1)
+    seed: int = seed()
+    device: str = device()
+    fast: bool = option(False, "A few steps on a few rows, as a check.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(Checked):
+    """The options of `fastkd bench`."""
+
+    set: str = option("", "Size sets, separated by commas; by device if empty.")
+    only: str = option("", "Losses, separated by commas; all if empty.")
+    device: str = device()
+    out: Path = option(Path("runs/bench"), "Result file, or a directory for <machine>.json.")
+    plot: Path | None = option(None, "Directory for pictures.")
+    seconds: float = option(1.5, "Timing budget of one case.", above=0)
+    passes: int | None = option(
+        None, "How often every case is timed; by device if not given.", least=1
+    )
+    resume: bool = option(False, "Continue an interrupted run.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeSettings(Checked):
+    """The options of `fastkd analyze`."""
+
+    model: str = option(..., "Model: a directory or a hub name.")
+    text: Path | None = option(None, "Text file, one text a line.")
+    task: str | None = option(None, "GLUE task, its validation split.", choices=tuple(TASKS))
+    out: Path = option(Path("runs/analyze"), "Directory for the numbers and pictures.")
+    rows: int | None = option(None, "Use only the first rows.", least=1)
+    batch_size: int = option(32, "Texts in a batch.", least=1)
+    max_length: int = option(128, "Longest text, in tokens.", least=4)
+    variance: float = option(0.99, "Share of the variance SVCCA keeps.", above=0, most=1)
+    device: str = device()
+    trust_remote_code: bool = remote_code()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.text is None) == (self.task is None):
+            raise InputError("give either --text FILE or --task NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseSettings(ColumnOptions):
+    """The options of `fastkd predict`, and most of `fastkd evaluate`."""
+
+    model: str = option(..., "Model: a student's directory, or a hub name.")
+    data: Path = option(..., "Rows: .tsv, .csv, .jsonl, .json, .parquet, also .gz; or .txt.")
+    onnx: Path | None = option(None, "Run this ONNX export of the model.")
+    task: str | None = option(None, "GLUE task: the columns of its files.", choices=tuple(TASKS))
+    batch_size: int = option(32, "Rows at a time.", least=1)
+    max_length: int | None = option(None, "Longest text, in tokens; as it was trained.", least=4)
+    precision: str = precision()
+    device: str = device()
+    trust_remote_code: bool = remote_code()
+    out: Path | None = option(None, "File for the result: .json, .jsonl or .tsv.")
+    overwrite: bool = option(False, "Replace the file in --out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSettings(UseSettings):
+    """The options of `fastkd evaluate`."""
+
+    metric: str | None = option(
+        None,
+        "Score to compute as well.",
+        choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Checked):
+    """The options of `fastkd export`."""
+
+    model: str = option(..., "Model: a student's directory, or a hub name.")
+    out: Path | None = option(None, "The ONNX file; model.onnx beside the model.")
+    overwrite: bool = option(False, "Replace the file in --out.")
+    trust_remote_code: bool = remote_code()

@@ -9,7 +9,7 @@ class Columns:
 
     text: str | None = None
     pair: str | None = None
-    label: str = "label"
+    label: str | None = "label"
     header: bool = True
 
 

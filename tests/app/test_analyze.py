@@ -66,7 +66,7 @@ def test_numbers_and_pictures(folder, tmp_path):
         (["--model", "{folder}"], "give either --text FILE or --task NAME"),
         (["--model", "{folder}", "--text", "/no/such.txt"], "/no/such.txt: no such file"),
         (["--model", "/no/model", "--text", "{folder}/text.txt"], "/no/model: no such directory"),
-        (["--model", "{folder}", "--task", "sst"], "not a GLUE task"),
+        (["--model", "{folder}", "--task", "sst"], "--task 'sst' is not an option"),
         (["--model", "{folder}", "--text", "{folder}/text.txt", "--variance", "2"], "--variance"),
     ],
 )

@@ -204,8 +204,11 @@ def test_more_mistakes(tmp_path):
     assert "--eval is missing" in message(train=good)
     assert "--train is missing" in message(evals=good)
     assert "no data" in message()
-    odd = write(tmp_path / "x.parquet", "x")
+    odd = write(tmp_path / "x.xls", "x")
     assert "unknown kind of file" in message(train=odd, evals=good)
+    for kind, reason in ((".parquet", "Parquet"), (".tsv.gz", "gzip")):
+        odd = write(tmp_path / f"x{kind}", "x")
+        assert reason in message(train=odd, evals=good)
     unseen = write(tmp_path / "dev.tsv", HEAD + "a\t1\nb\t2\n")
     text = message(train=good, evals=unseen)
     assert "dev.tsv, row 3" in text and "'2'" in text and "training" in text

@@ -1,0 +1,85 @@
+"""The model card of a student: what it is, from whom, its scores, how to load it."""
+
+from pathlib import Path
+from typing import Any
+
+from fastkd._extras import require
+
+CARD = "README.md"
+TEXT = """---
+{data}
+---
+
+# {title}
+
+A student of {layers} layers and {parameters:,} parameters, distilled by
+fastkd {version} with the method `{method}` from the teacher
+`{teacher}`: {smaller:.1f} times smaller, {faster:.1f} times faster on the machine that trained it.
+
+| | {headings} |
+|---|{rules}|
+| teacher | {teacher_scores} |
+| student | {student_scores} |
+
+Trained on {rows}. {labels}
+
+```python
+from transformers import pipeline
+
+classify = pipeline("text-classification", "{directory}")
+print(classify("..."))
+```
+
+Every option, the loss terms of every epoch and fingerprints of the data are in `fastkd.json`.
+"""
+
+
+def write_card(directory: Path, report: dict[str, Any]) -> None:
+    """Write README.md for the student in ``directory``."""
+    hub: Any = require("huggingface_hub", "train")
+    settings = report["settings"]
+    sets = {"evaluation": report, "test": report.get("test", {})}
+    columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
+    dataset = settings["task"] or settings["data"] or Path(settings["train"]).name
+    data = hub.ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification",
+        tags=["fastkd", "knowledge-distillation"],
+        base_model=None if Path(settings["teacher"]).exists() else settings["teacher"],
+        model_name=f"{settings['method']} student",
+        eval_results=[
+            hub.EvalResult(
+                task_type="text-classification",
+                dataset_type=dataset,
+                dataset_name=dataset,
+                dataset_split=kind,
+                metric_type=name,
+                metric_value=sets[kind]["student"][name],
+            )
+            for kind, name in columns
+        ],
+    )
+    scores = {
+        who: " | ".join(f"{sets[kind][who][name]:.4f}" for kind, name in columns)
+        for who in ("teacher", "student")
+    }
+    seconds, size, names = report["seconds_a_batch"], report["bytes"], report["labels"]
+    text = TEXT.format(
+        data=data.to_yaml(),
+        title=f"{settings['method']} student of {Path(settings['teacher']).name}",
+        layers=report["layers"],
+        parameters=report["parameters"]["student"],
+        version=report["fastkd"],
+        method=settings["method"],
+        teacher=settings["teacher"],
+        smaller=size["teacher"] / size["student"],
+        faster=seconds["teacher"] / seconds["student"],
+        headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
+        rules="---:|" * (len(columns) - 1) + "---:",
+        teacher_scores=scores["teacher"],
+        student_scores=scores["student"],
+        rows=", ".join(f"{number} {kind} rows" for kind, number in report["rows"].items()),
+        labels=f"Classes: {', '.join(names)}." if names else "It predicts a number.",
+        directory=Path(directory).name,
+    )
+    (directory / CARD).write_text(text, encoding="utf-8")

@@ -1,0 +1,159 @@
+"""`fastkd evaluate` and `fastkd predict`: a finished model on a file."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import DataCollatorWithPadding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from fastkd._extras import require
+from fastkd.app.data import UNLABELLED, Encoded, Rows, file_columns, read_file, to_classes, to_reals
+from fastkd.app.display import format_scores
+from fastkd.app.errors import InputError, nearest
+from fastkd.app.models import be_quiet, class_names, load_classifier, longest
+from fastkd.app.plan import Plan, choose_device
+from fastkd.app.saving import MARKER, check_new_file, read_json, write_file
+from fastkd.app.score import evaluate as score
+from fastkd.app.score import predict as logits_of
+from fastkd.app.settings import EvaluateSettings, UseSettings
+from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
+
+
+class Use:
+    """A model and how its rows are to be read."""
+
+    def __init__(self, settings: UseSettings):
+        be_quiet()
+        check_new_file(settings.out, settings.overwrite)
+        if settings.out is not None and settings.out.suffix not in FORMATS:
+            raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
+        self.settings = settings
+        # What --max-length and the columns were, if fastkd has trained it.
+        self.trained = (read_json(Path(settings.model) / MARKER) or {}).get("settings", {})
+        device = choose_device(settings.device, settings.precision)
+        self.plan = Plan(
+            batch_size=settings.batch_size, precision=settings.precision, device=device
+        )
+        self.model, self.tokenizer = load_classifier(settings.model, settings.trust_remote_code)
+        self.names = class_names(self.model.config)
+        torch.nn.Module.to(self.model, device).eval()
+
+    def read(self, labelled: bool) -> Rows:
+        """The rows of --data."""
+        settings = self.settings
+        task = TASKS[settings.task] if settings.task else None
+        columns = file_columns(settings, task, settings.data)
+        if not labelled:
+            columns = dataclasses.replace(columns, label=None)
+        rows = read_file(settings.data, columns, "--data")
+        return rows if labelled else dataclasses.replace(rows, labels=[UNLABELLED] * len(rows))
+
+    def logits(self, rows: Rows) -> np.ndarray:
+        """(rows, classes), or (rows, 1) of a model that predicts a number."""
+        limit = longest(self.tokenizer, self.model)
+        length = self.settings.max_length or min(limit, self.trained.get("max_length", limit))
+        if length > limit:
+            raise InputError(f"--max-length {length}: the model reads at most {limit}")
+        encoded = Encoded(rows, self.tokenizer, length)
+        model: Any = self.model
+        if self.settings.onnx is not None:
+            model = OnnxModel(self.settings.onnx)
+        return logits_of(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)[0]
+
+
+class OnnxModel(torch.nn.Module):
+    """An ONNX export in the place of the model it was made from."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        runtime = require("onnxruntime", "onnx")
+        if not path.is_file():
+            raise InputError(f"--onnx {path}: no such file")
+        try:
+            self.session = runtime.InferenceSession(str(path))
+        except Exception as error:  # its own types, one for each status
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"--onnx {path}: can't be loaded ({reason})") from None
+        self.inputs = [entry.name for entry in self.session.get_inputs()]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": torch.zeros_like(input_ids)
+            if token_type_ids is None
+            else token_type_ids,
+        }
+        given = {name: inputs[name].cpu().numpy() for name in self.inputs}
+        (logits,) = self.session.run(None, given)
+        return SequenceClassifierOutput(logits=torch.from_numpy(logits))
+
+
+def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
+    """Print the scores on labelled rows, and write them to --out."""
+    use = Use(settings)
+    regression = use.names is None
+    possible: tuple[str, ...] = REGRESSION_METRICS if regression else CLASSIFICATION_METRICS
+    metrics = possible[:2] if regression else possible[:1]
+    if settings.metric is not None:
+        if settings.metric not in possible:
+            known = nearest(settings.metric, possible)
+            raise InputError(f"--metric {settings.metric} doesn't score this model; {known}")
+        metrics = tuple(dict.fromkeys((settings.metric, *metrics)))
+    rows = use.read(labelled=True)
+    rows = to_reals(rows) if use.names is None else to_classes(rows, use.names)
+    scores = score(metrics, use.logits(rows), np.asarray(rows.labels))
+    console.print(f"{len(rows)} rows:  {format_scores(scores)}", highlight=False, markup=False)
+    if settings.out is not None:
+        write_file(settings.out, json.dumps({"rows": len(rows), **scores}, indent=2) + "\n")
+    return scores
+
+
+def predict(settings: UseSettings, console: Console) -> None:
+    """Print a line for each row, or write them to --out."""
+    use = Use(settings)
+    rows = use.read(labelled=False)
+    logits = use.logits(rows)
+    if use.names is None:
+        found: list[dict[str, Any]] = [{"value": float(value)} for value in logits[:, 0]]
+    else:
+        shares = torch.from_numpy(logits).double().softmax(-1)
+        found = [
+            {"label": use.names[int(row.argmax())], "probability": round(float(row.max()), 6)}
+            for row in shares
+        ]
+    kind = ".tsv" if settings.out is None else settings.out.suffix
+    text = FORMATS[kind](found)
+    if settings.out is None:
+        console.file.write(text)
+    else:
+        write_file(settings.out, text)
+        console.print(f"{len(rows)} rows: {settings.out}", highlight=False, markup=False)
+
+
+def _tsv(found: list[dict[str, Any]]) -> str:
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, list(found[0]), delimiter="\t", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return lines.getvalue()
+
+
+FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    ".tsv": _tsv,
+    ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
+    ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
+}

@@ -1,0 +1,238 @@
+"""What a student is good for: card, pipeline(), evaluate, predict, ONNX, files of every kind."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from typer.testing import CliRunner
+
+from fastkd.app.cli import app
+from fastkd.distill import METHODS
+from tests.tiny import make_teacher, sentences, write_tsv
+
+CLASSES = ("neg", "pos")
+
+
+def run(*words, expect=0):
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+    if result.exit_code != expect:
+        raise AssertionError(result.output) from result.exception
+    if expect:
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+    return result.stderr if expect else result.output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a trained student, its files, and the output of its training."""
+    path = tmp_path_factory.mktemp("use")
+    make_teacher(path / "teacher")
+    for name, rows, seed in (("train", 40, 0), ("dev", 20, 1), ("test", 30, 2)):
+        write_tsv(path / f"{name}.tsv", rows, seed, label=lambda y: CLASSES[y])
+    (path / "more.txt").write_text("\n".join(text for text, _ in sentences(24, 3)) + "\n")
+    (path / "output.txt").write_text(distill(path, "--method", "soft_targets"))
+    return path
+
+
+def distill(path, *words, out="out"):
+    return run(
+        "distill", "--teacher", path / "teacher", "--train", path / "train.tsv",
+        "--eval", path / "dev.tsv", "--test", path / "test.tsv", "--unlabelled", path / "more.txt",
+        "--finetune-teacher", "4", "--teacher-learning-rate", "5e-3", "--epochs", "4",
+        "--learning-rate", "5e-3", "--batch-size", "8", "--max-length", "16", "--device", "cpu",
+        "--log-json", path / out / "log.jsonl", "--report-to", "tensorboard",
+        "--out", path / out, *words,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report(folder):
+    return json.loads((folder / "out" / "student" / "fastkd.json").read_text())
+
+
+def rows_of(path):
+    return [line.split("\t") for line in path.read_text().splitlines()[1:]]
+
+
+def test_the_student_scores_the_same_everywhere(folder, report):
+    student, rows = folder / "out" / "student", rows_of(folder / "test.tsv")
+    texts, labels = zip(*rows, strict=True)
+    assert report["test"]["student"]["accuracy"] > 0.8
+    expected = report["test"]["student"]["accuracy"]
+
+    classify = pipeline("text-classification", str(student), device="cpu")
+    guesses = [found["label"] for found in classify(list(texts))]
+    assert sum(g == y for g, y in zip(guesses, labels, strict=True)) / len(texts) == expected
+
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    model = AutoModelForSequenceClassification.from_pretrained(student)
+    logits = model(**tokenizer(list(texts), padding=True, return_tensors="pt")).logits
+    assert [model.config.id2label[int(i)] for i in logits.argmax(-1)] == guesses
+
+    words = ("--model", student, "--data", folder / "test.tsv")
+    assert f"30 rows:  accuracy {expected:.4g}" in run("evaluate", *words)
+    assert "f1" in run("evaluate", *words, "--metric", "f1", "--out", folder / "scores.json")
+    assert json.loads((folder / "scores.json").read_text())["accuracy"] == expected
+    assert "is there already" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
+
+    output = run("predict", "--model", student, "--data", folder / "test.tsv")
+    assert [line.split("\t")[0] for line in output.splitlines()[1:]] == guesses
+    run("predict", *words, "--out", folder / "labels.jsonl")
+    found = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in found] == guesses
+    torch.testing.assert_close(
+        torch.tensor([row["probability"] for row in found]),
+        logits.softmax(-1).amax(-1).detach(),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+def test_onnx_gives_the_same_score(folder, report):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    student = folder / "out" / "student"
+    output = run("export", "--model", student, "--out", folder / "student.onnx")
+    assert "outputs agree with ONNX Runtime's" in output
+    words = ("evaluate", "--model", student, "--data", folder / "test.tsv")
+    score = report["test"]["student"]["accuracy"]
+    assert f"accuracy {score:.4g}" in run(*words, "--onnx", folder / "student.onnx")
+    assert "is there already" in run(
+        "export", "--model", student, "--out", folder / "student.onnx", expect=2
+    )
+    (folder / "broken.onnx").write_bytes(b"x")
+    assert "--onnx" in run(*words, "--onnx", folder / "broken.onnx", expect=2)
+    assert "no such file" in run(*words, "--onnx", folder / "none.onnx", expect=2)
+
+
+def test_card_and_report(folder, report):
+    card = ModelCard.load(folder / "out" / "student" / "README.md")
+    assert card.data.library_name == "transformers"
+    values = {(r.dataset_split, r.metric_type): r.metric_value for r in card.data.eval_results}
+    assert values["evaluation", "accuracy"] == report["student"]["accuracy"]
+    assert values["test", "accuracy"] == report["test"]["student"]["accuracy"]
+    for part in ("soft_targets", "teacher", "40 train rows, 20 eval rows", "neg, pos", "pipeline("):
+        assert part in card.text, part
+    assert report["rows"] == {"train": 40, "eval": 20, "test": 30, "unlabelled": 24}
+    output = (folder / "output.txt").read_text()
+    assert "24 rows without labels" in output and "times faster and" in output
+    assert f"{report['test']['student']['accuracy']:.4f}" in output
+    assert "README.md" in report["files"]
+
+
+def test_progress_for_programs(folder, report):
+    events = [json.loads(x) for x in (folder / "out" / "log.jsonl").read_text().splitlines()]
+    steps = [e for e in events if e["event"] == "step" and e["title"] == "soft_targets"]
+    assert steps[-1]["step"] == steps[-1]["steps"] == 4 * 8  # 64 rows in batches of 8
+    assert {"task", "soft"} <= set(steps[0]["losses"])
+    scores = [e["scores"] for e in events if e["event"] == "evaluation" and "soft" in e["title"]]
+    assert scores == [entry["scores"] for entry in report["history"]]
+    assert events[-1]["event"] == "complete" and events[-1]["student"] == report["student"]
+    logs = folder / "out" / "logs"
+    assert list((logs / "student").glob("events*")) and list((logs / "teacher").glob("events*"))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "labels"])
+def test_every_method_learns_from_text_without_labels(folder, method):
+    distill(folder, "--method", method, out=method)
+    found = json.loads((folder / method / "student" / "fastkd.json").read_text())
+    assert found["rows"]["unlabelled"] == 24
+    for entry in found["history"]:
+        assert all(torch.tensor(list(entry["losses"].values())).isfinite())
+
+
+def test_unlabelled_text_needs_a_teacher_and_classes(folder, tmp_path):
+    common = (
+        "distill", "--teacher", folder / "teacher", "--unlabelled", folder / "more.txt",
+        "--out", tmp_path / "x",
+    )  # fmt: skip
+    data = ("--train", folder / "train.tsv", "--eval", folder / "dev.tsv")
+    assert "--method labels" in run(*common, *data, "--method", "labels", expect=2)
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    assert "--unlabelled" in run(*common, "--train", real, "--eval", real, expect=2)
+
+
+def formats(path):
+    """The same rows in every format."""
+    rows = [{"text": text, "label": CLASSES[y]} for text, y in sentences(10, 5)]
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def lines(separator):
+        return "".join(f"{row['text']}{separator}{row['label']}\n" for row in rows)
+
+    texts = {
+        "a.tsv": "text\tlabel\n" + lines("\t"),
+        "a.csv": "text,label\n" + lines(","),
+        "b.csv": "text;label\n" + lines(";"),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "a.json": json.dumps(rows, indent=1),
+        "b.json": "".join(json.dumps(row) + "\n" for row in rows),
+    }
+    for name, text in texts.items():
+        (path / name).write_text(text)
+        (path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        yield path / name
+        yield path / f"{name}.gz"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path / "a.parquet")
+    yield path / "a.parquet"
+
+
+def test_every_format_holds_the_same_rows(folder, tmp_path):
+    student = folder / "out" / "student"
+    outputs = {run("evaluate", "--model", student, "--data", path) for path in formats(tmp_path)}
+    assert len(outputs) == 1 and outputs.pop().startswith("10 rows:  accuracy")
+    output = run("predict", "--model", student, "--data", folder / "more.txt")
+    assert len(output.splitlines()) == 25
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "row"),
+    [
+        ("x.json", '[{"text": "a", "label": "neg"},\n\n {"text": 5, "label": "neg"}]', 3),
+        ("x.json", '[{"text": "a", "label": "neg"},\n {"text": "a" "label"}]', 2),
+        ("x.json", '[{"text": "a", "label": "neg"},\n', 2),
+        ("x.csv", "text;label\na;neg\n\nb;c;neg\n", 4),
+        ("x.csv", "text;label\na;neg\nb;bad\n", 3),
+        ("x.jsonl", "[" * 100_000, 1),
+    ],
+)
+def test_row_numbers_are_those_of_an_editor(folder, tmp_path, name, text, row):
+    (tmp_path / name).write_text(text)
+    words = ("evaluate", "--model", folder / "out" / "student", "--data", tmp_path / name)
+    assert f"{name}, row {row}: " in run(*words, expect=2)
+
+
+def test_mistakes_of_evaluate_and_predict(folder, teacher_without_head, tmp_path):
+    student, dev = folder / "out" / "student", folder / "dev.tsv"
+    for words, part in (
+        (("--model", "./none", "--data", dev), "--model ./none: no such directory"),
+        (("--model", student, "--data", "none.tsv"), "--data none.tsv: no such file"),
+        (("--model", teacher_without_head, "--data", dev), "no classification head"),
+        (("--model", student, "--data", dev, "--max-length", 99), "--max-length 99"),
+        (("--model", student, "--data", dev, "--metric", "mse"), "--metric mse"),
+        (("--model", student, "--data", dev, "--out", "x.doc"), "--out x.doc"),
+        (("--model", student, "--data", dev, "--out", dev / "x.tsv"), "--out"),
+    ):
+        assert part in run("evaluate", *words, expect=2)
+
+
+@pytest.fixture
+def teacher_without_head(tmp_path):
+    return make_teacher(tmp_path / "bare", head=False)
+
+
+def test_a_student_that_predicts_numbers(tmp_path):
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    one = make_teacher(tmp_path / "one", labels=1)
+    run("distill", "--teacher", one, "--train", real, "--eval", real, "--epochs", "1",
+        "--method", "soft_targets", "--out", tmp_path / "out", "--max-length", 16)  # fmt: skip
+    student = tmp_path / "out" / "student"
+    report = json.loads((student / "fastkd.json").read_text())
+    output = run("evaluate", "--model", student, "--data", real)
+    assert f"pearson {report['student']['pearson']:.4g}" in output
+    lines = run("predict", "--model", student, "--data", real).splitlines()
+    assert lines[0] == "value" and len(lines) == 41
