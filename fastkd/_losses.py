@@ -155,6 +155,7 @@ LOSSES = (
         modules=("DualProjectionLoss", "OrthogonalProjection"),
         kernels={
             "layer_norm_mse": Kernels(at_most={"columns": 16384}),
+            "cayley": Kernels(),
             "OrthogonalProjection": Kernels(dtypes=(torch.float32,)),
         },
         kernel_files=("projection", "cayley"),

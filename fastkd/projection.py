@@ -36,16 +36,18 @@ def cayley_ref(skew: Tensor) -> Tensor:
     return ((identity + q) @ torch.linalg.inv(identity - q)).to(skew.dtype)
 
 
-def cayley(skew: Tensor) -> Tensor:
+def cayley(skew: Tensor, *, backend: str = "auto") -> Tensor:
     """Orthogonal matrix of a skew-symmetric one by the Cayley map.
 
     W = (I + Q)(I − Q)⁻¹  (LRKD, section 3.2)
 
     That Q is skew-symmetric (Qᵀ = −Q) is up to the caller: then I − Q can always be inverted and
-    WᵀW = I. For any other Q the formula and its gradient hold, but W is not orthogonal.
+    WᵀW = I. For any other Q the formula and its gradient hold, but W is not orthogonal, and the
+    kernels may give NaN, as they may where the Frobenius norm of Q is beyond about 1e5.
 
     Args:
         skew: (*, n, n), bfloat16, float16, float32 or float64; half types are computed in float32.
+        backend: "auto", "torch" (by factorisation) or "triton" (by products alone).
 
     Returns:
         W (*, n, n) in the dtype of ``skew``.
@@ -62,7 +64,19 @@ def cayley(skew: Tensor) -> Tensor:
     check_floating("skew", skew, min_ndim=2)
     if skew.shape[-1] != skew.shape[-2]:
         raise ValueError(f"skew must be square in its last two dimensions, got {tuple(skew.shape)}")
-    return _Cayley.apply(skew, None)
+    inverse = None
+    if use_triton(backend, "cayley", skew) and skew.numel() > 0:
+        with torch.no_grad():
+            inverse = _inverse_by_products(upcast(skew), None)
+    return _Cayley.apply(skew, inverse)
+
+
+def _inverse_by_products(skew: Tensor, guess: Tensor | None) -> Tensor:
+    """(I − Q)⁻¹ of (*, n, n) from a guess (B, n, n), or from I."""
+    from fastkd.kernels.cayley import cayley_inverse
+
+    with autocast_off(skew):
+        return cayley_inverse(skew.reshape(-1, *skew.shape[-2:]), guess).view(skew.shape)
 
 
 class _Cayley(torch.autograd.Function):
@@ -344,12 +358,9 @@ def _refined_inverse(projections: list[OrthogonalProjection], raw: Tensor) -> Te
     """
     if not use_triton(projections[0].backend, "OrthogonalProjection", raw):
         return None
-    from fastkd.kernels import cayley as kernels
-
-    run = kernels.cayley_inverse_op if torch.compiler.is_compiling() else kernels.cayley_inverse
-    with torch.no_grad(), autocast_off(raw):
+    with torch.no_grad():
         last = [projection._last(raw) for projection in projections]
-        inverse = run(_skew_part(raw).flatten(0, 1), torch.cat(last)).view_as(raw)
+        inverse = _inverse_by_products(_skew_part(raw), torch.cat(last))
         # Into the same memory, which a CUDA graph reads and writes when it is replayed.
         for state, new in zip(last, inverse, strict=True):
             state.copy_(new)

@@ -7,16 +7,16 @@ itself, from the sums of squares that the programs of the launch before have lef
 the same launches every time, waits for nothing, and those of a finished matrix return at once.
 
 Start. From a guess with ‖R‖₂ ≥ 1 the steps would diverge, so they go on only if one of them leaves
-‖R'‖ below 0.9 (all norms here are Frobenius norms unless marked). Else `start_kernel` begins again
-at S = (I − Q)ᵀ/b², b² = 1 + ‖Q‖²/2 >= ‖I − Q‖₂² since the eigenvalues of Q come in pairs ±iq. The
-eigenvalues of (I − Q)S then lie in [1/b², 1]: steps from there always converge. While the bound on
-the lowest one is small, a factor in front of S' makes a step worth two (the scaled iteration of Pan
-and Schreiber, SIAM J. Sci. Stat. Comput. 12, 1991), about log₄ b² + 5 steps in all.
+‖R'‖ below 0.9 (all norms here are Frobenius norms unless marked). Else `cayley_start_kernel` begins
+again at S = (I − Q)ᵀ/b², b² = 1 + ‖Q‖²/2 >= ‖I − Q‖₂² since the eigenvalues of Q come in pairs ±iq.
+The eigenvalues of (I − Q)S then lie in [1/b², 1]: steps from there always converge. While the bound
+on the lowest one is small, a factor in front of S' makes a step worth two (the scaled iteration of
+Pan and Schreiber, SIAM J. Sci. Stat. Comput. 12, 1991), about log₄ b² + 5 steps in all.
 
 Rounding. R' = R R drifts away from the residual of S', by no more than rounding where R was below
-½ when it was measured, by a factor up to b² after a start. So `residual_kernel` measures it anew
-after every few steps, and a matrix is finished only by a step that follows a measured ‖R‖ < ½, or
-with a measured residual that is rounding itself: S then stays as it is, bit for bit, and a call
+½ when it was measured, by a factor up to b² after a start. So `cayley_residual_kernel` measures it
+anew after every few steps, and a matrix is finished only by a step that follows a measured ‖R‖ < ½,
+or with a measured residual that is rounding itself: S then stays as it is, bit for bit, and a call
 with unchanged Q gives back its guess. Products are exact to about 2^-22 (tf32x3).
 
 What has not converged after all launches is NaN: a Q with NaN or inf, or one with ‖Q‖ beyond about
@@ -33,6 +33,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fastkd.kernels.launch import operator
 
 # Steps after a measured residual, and how often it is measured: enough for ‖Q‖ up to 1e5. Each
 # further step in a row would let the drift grow by a factor of 2.
@@ -90,10 +92,10 @@ def _inside(n, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     Addresses are 64-bit at the tile's corner and 32-bit within it, which saves registers.
     """
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    at = row.to(tl.int64) * n + column + (i[:, None] * n + j[None, :])
-    there = (i < n - row)[:, None] & (j < n - column)[None, :]
+    offsets = row.to(tl.int64) * n + column + (i[:, None] * n + j[None, :])
+    inside = (i < n - row)[:, None] & (j < n - column)[None, :]
     identity = ((row - column) + i[:, None] == j[None, :]).to(tl.float32)
-    return at, there, identity
+    return offsets, inside, identity
 
 
 @triton.jit
@@ -129,8 +131,8 @@ def _product(
 
 
 @triton.jit
-def _sum_of_squares(x, there):
-    return tl.sum(tl.sum(tl.where(there, x * x, 0.0), axis=1), axis=0)
+def _sum_of_squares(x, inside):
+    return tl.sum(tl.sum(tl.where(inside, x * x, 0.0), axis=1), axis=0)
 
 
 @triton.jit
@@ -160,7 +162,7 @@ def _write(state_ptr, phase, where, lowest, q_squares, steps):
 
 
 @triton.jit(do_not_specialize=["reads"])
-def residual_kernel(
+def cayley_residual_kernel(
     q_ptr,  # (B, n, n)
     guess_ptr,  # (B, n, n)
     x_ptr,  # (2, 2, B, n, n): two buffers of S and R
@@ -197,22 +199,22 @@ def residual_kernel(
         phase = tl.full((), UNSURE, tl.int32)
         row, column = _tile(n, tile, BLOCK_M, BLOCK_N)
         product = _product(q_ptr, s, row, column, n, n, BLOCK_M, BLOCK_N, BLOCK_K)
-        at, there, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
-        s_tile = tl.load(s + at, mask=there, other=0.0)
-        q_tile = tl.load(q_ptr + at, mask=there, other=0.0)
+        offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
+        s_tile = tl.load(s + offsets, mask=inside, other=0.0)
+        q_tile = tl.load(q_ptr + offsets, mask=inside, other=0.0)
         r = identity - s_tile + product
-        tl.store(x_ptr + ((where * 2 + 1) * B + matrix) * area + at, r, mask=there)
+        tl.store(x_ptr + ((where * 2 + 1) * B + matrix) * area + offsets, r, mask=inside)
         if FIRST:
-            tl.store(x_ptr + matrix * area + at, s_tile, mask=there)
-        tl.store(partial_ptr, _sum_of_squares(r, there))
-        tl.store(partial_ptr + tiles, _sum_of_squares(s_tile, there))
-        tl.store(partial_ptr + 2 * tiles, _sum_of_squares(q_tile, there))
+            tl.store(x_ptr + matrix * area + offsets, s_tile, mask=inside)
+        tl.store(partial_ptr, _sum_of_squares(r, inside))
+        tl.store(partial_ptr + tiles, _sum_of_squares(s_tile, inside))
+        tl.store(partial_ptr + 2 * tiles, _sum_of_squares(q_tile, inside))
     if tile == 0:
         _write(new_state, phase, where, lowest, q_squares, steps)
 
 
 @triton.jit(do_not_specialize=["reads"])
-def start_kernel(
+def cayley_start_kernel(
     q_ptr,  # (B, n, n)
     x_ptr,  # (2, 2, B, n, n)
     state_ptr,  # (2, B, STATE)
@@ -241,20 +243,20 @@ def start_kernel(
             lowest = 1.0 / (1.0 + 0.5 * q_squares)
             row, column = _tile(n, tile, BLOCK_M, BLOCK_N)
             product = _product(q_ptr, q_ptr, row, column, n, n, BLOCK_M, BLOCK_N, BLOCK_K)
-            at, there, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
-            q_tile = tl.load(q_ptr + at, mask=there, other=0.0)
+            offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
+            q_tile = tl.load(q_ptr + offsets, mask=inside, other=0.0)
             r = (1.0 - lowest) * identity + lowest * product
             s = x_ptr + (where * 2 * B + matrix) * area
-            tl.store(s + at, lowest * (identity + q_tile), mask=there)
-            tl.store(s + B * area + at, r, mask=there)
-            tl.store(new_partial, _sum_of_squares(r, there))
+            tl.store(s + offsets, lowest * (identity + q_tile), mask=inside)
+            tl.store(s + B * area + offsets, r, mask=inside)
+            tl.store(new_partial, _sum_of_squares(r, inside))
     if tile == 0:
         new_state = state_ptr + ((1 - reads) * B + matrix) * STATE
         _write(new_state, phase, where, lowest, q_squares, steps)
 
 
 @triton.jit(do_not_specialize=["reads"])
-def step_kernel(
+def cayley_step_kernel(
     x_ptr,  # (2, 2, B, n, n)
     out_ptr,  # (B, n, n)
     state_ptr,  # (2, B, STATE)
@@ -268,7 +270,7 @@ def step_kernel(
 ):
     """S' = f(S + S R) in one half of the programs, R' = (1 − f)I + f R R in the other.
 
-    The last step, with f = 1 and no R', writes ``out``. MEASURED: R comes from `residual_kernel`.
+    The last step, with f = 1 and no R', writes ``out``. MEASURED: R was measured.
     """
     tiles = tl.num_programs(0) // 2
     tile = tl.program_id(0) % tiles
@@ -307,15 +309,15 @@ def step_kernel(
             left = s + tl.where(for_r, B * area, 0)
             row, column = _tile(n, tile, BLOCK_M, BLOCK_N)
             product = _product(left, r, row, column, n, depth, BLOCK_M, BLOCK_N, BLOCK_K)
-            at, there, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
-            s_tile = tl.load(s + at, mask=there & (for_r == 0), other=0.0)
+            offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
+            s_tile = tl.load(s + offsets, mask=inside & (for_r == 0), other=0.0)
             x = factor * (s_tile + product) + tl.where(for_r, 1.0 - factor, 0.0) * identity
             if is_done:
-                tl.store(out_ptr + matrix * area + at, x, mask=there)
+                tl.store(out_ptr + matrix * area + offsets, x, mask=inside)
             else:
                 to = x_ptr + (((1 - where) * 2 + for_r.to(tl.int64)) * B + matrix) * area
-                tl.store(to + at, x, mask=there)
-            tl.store(new_partial, _sum_of_squares(x, there), mask=for_r)
+                tl.store(to + offsets, x, mask=inside)
+            tl.store(new_partial, _sum_of_squares(x, inside), mask=for_r)
     elif tl.program_id(0) == 0:
         _write(new_state, phase, where, lowest, q_squares, steps)
 
@@ -342,33 +344,29 @@ def refine(skew: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
 
     shared = (state, partial, n)
     reads = 0
-    with torch.cuda.device_of(skew):
-        for name in SCHEDULE:
-            if name in ("first", "residual"):
-                residual_kernel[(tiles, B)](
-                    skew, guess, x, *shared, reads, FIRST=name == "first", **config
-                )
-            elif name == "start":
-                start_kernel[(tiles, B)](skew, x, *shared, reads, **config)
-            else:
-                step_kernel[(2 * tiles, B)](
-                    x, out, *shared, reads, MEASURED=name == "measured", **config
-                )
-            reads = 1 - reads
+    for name in SCHEDULE:
+        if name in ("first", "residual"):
+            cayley_residual_kernel[(tiles, B)](
+                skew, guess, x, *shared, reads, FIRST=name == "first", **config
+            )
+        elif name == "start":
+            cayley_start_kernel[(tiles, B)](skew, x, *shared, reads, **config)
+        else:
+            cayley_step_kernel[(2 * tiles, B)](
+                x, out, *shared, reads, MEASURED=name == "measured", **config
+            )
+        reads = 1 - reads
     return out[:, :size, :size].contiguous(), state[reads, :, 4]
 
 
-def cayley_inverse(skew: Tensor, guess: Tensor) -> Tensor:
-    """(I − Q)⁻¹ (B, n, n), see `refine`."""
-    return refine(skew, guess)[0]
-
-
-# A custom operator costs more than the launches behind it: for torch.compile only.
-cayley_inverse_op = torch.library.custom_op(
-    "fastkd::cayley_inverse", cayley_inverse, mutates_args=()
-)
-
-
-@cayley_inverse_op.register_fake
-def _(skew, guess):
+def _inverse_shapes(skew, guess):
     return torch.empty_like(skew, memory_format=torch.contiguous_format)
+
+
+@operator(_inverse_shapes)
+def cayley_inverse(skew: Tensor, guess: Tensor | None) -> Tensor:
+    """(I − Q)⁻¹ (B, n, n), see `refine`; without a guess from I."""
+    if guess is None:
+        n = skew.shape[-1]
+        guess = torch.eye(n, dtype=skew.dtype, device=skew.device).expand_as(skew)
+    return refine(skew, guess)[0]

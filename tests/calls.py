@@ -407,6 +407,8 @@ def linalg() -> Calls:
 def projection() -> Calls:
     for dtype in ALL_TYPES:
         yield Call(F.cayley, lambda: {"skew": learns(3, 20, 20, dtype=dtype)}, {})
+    for backend in ("torch", "triton"):
+        yield Call(F.cayley, lambda: {"skew": learns(48, 48)}, {"backend": backend})
     columns = [1, 15, 16, 17, 48, 770, 9000, 20000]
     columns += [size for log in range(5, 15) for size in (2**log - 1, 2**log)]
     for dtype, D, (x, y) in itertools.product(

@@ -6,11 +6,12 @@ import pickle
 import pytest
 import torch
 
-from fastkd.projection import DualProjectionLoss, OrthogonalProjection
+from fastkd.projection import DualProjectionLoss, OrthogonalProjection, cayley, cayley_ref
 
 pytest.importorskip("triton")
 
 from fastkd.kernels import cayley as kernels
+from tests.compare import assert_accurate
 from tests.kernels.launches import count_launches
 
 EPS = torch.finfo(torch.float32).eps
@@ -120,6 +121,47 @@ def test_strided_input(device):
     wide[:, ::2, ::2] = skew
     inverse = kernels.cayley_inverse(wide[:, ::2, ::2], identities(skew).mT)
     assert torch.equal(inverse, kernels.cayley_inverse(skew, identities(skew)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 5), (2, 1, 3, 3), (0, 4, 4)])
+def test_cayley_takes_the_products(device, shape, dtype):
+    raw = torch.randn(shape, device=device).to(dtype)
+    skew = (raw - raw.mT).requires_grad_()
+    results = []
+    for function in (lambda x: cayley(x, backend="triton"), lambda x: cayley_ref(x.double())):
+        weight = function(skew)
+        results.append((weight, *torch.autograd.grad(weight.double().cos().sum(), skew)))
+    for actual, exact in zip(*results, strict=True):
+        assert actual.dtype == dtype
+        assert_accurate(actual, exact, dtype)
+    with count_launches() as launches:
+        cayley(skew, backend="triton")
+    assert ("cayley_step_kernel" in launches) == (skew.numel() > 0)
+
+
+def test_cayley_of_any_size_in_two_graphs(device):
+    graphs = []
+    compiled = torch.compile(
+        lambda x: cayley(x, backend="triton"),
+        fullgraph=True,
+        backend=lambda graph, _: graphs.append(graph) or graph,
+    )
+    for n, size in ((2, 3), (3, 4), (4, 5), (5, 6)):
+        skew = torch.randn(n, size, size, device=device)
+        skew = (skew - skew.mT).requires_grad_()
+        assert_same(compiled(skew), cayley_ref(skew))
+        compiled(skew).sum().backward()
+    assert len(graphs) <= 2
+
+
+def test_what_is_not_skew_is_right_or_nan(device):
+    for scale in (0.1, 1.0, 10.0):
+        matrices = scale * torch.randn(4, 3, 3, device=device)
+        results = cayley(matrices, backend="triton"), cayley_ref(matrices.double())
+        for actual, exact in zip(*results, strict=True):
+            if not actual.isnan().any():
+                torch.testing.assert_close(actual.double(), exact, rtol=1e-3, atol=1e-4)
 
 
 # OrthogonalProjection on this path
