@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,15 +293,7 @@ class _Step:
                 (copy.deepcopy(self.distiller).cpu(), {k: v.cpu() for k, v in self.batch.items()}),
                 f"{folder}/step.pt",
             )
-            command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(ranks)]
-            started = [
-                subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
-                for rank in range(ranks)
-            ]
-            errors = [process.communicate()[1] for process in started]
-            for process, error in zip(started, errors, strict=True):
-                if process.returncode:
-                    raise RuntimeError(f"a process of the check failed:\n{error}")
+            _run_processes(folder, ranks)
             gradients: Gradients = torch.load(f"{folder}/gradients.pt")
             return gradients
 
@@ -329,14 +322,24 @@ def _padding_of(name: str, distiller: Distiller) -> int:
     return (distiller.config.pad_token_id or 0) if name == "input_ids" else 0
 
 
-@contextlib.contextmanager
-def _joined(folder: str, world: int, rank: int) -> Iterator[None]:
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _run_processes(folder: str, world: int) -> None:
+    """Start them and wait; where one fails the others would wait for it in vain."""
+    command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(world)]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(world):
+            errors = stack.enter_context(open(f"{folder}/{rank}.txt", "w"))
+            processes.append(subprocess.Popen([*command, str(rank)], stderr=errors))
+            stack.callback(processes[-1].wait)
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                for process in processes:
+                    process.kill()
+            time.sleep(0.05)
+    failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
+    if failed:
+        text = Path(folder, f"{failed[0]}.txt").read_text()
+        raise RuntimeError(f"a process of the check failed:\n{text}")
 
 
 def _rank(folder: str, world: int, rank: int) -> None:
@@ -345,13 +348,17 @@ def _rank(folder: str, world: int, rank: int) -> None:
     size = -(-len(batch["input_ids"]) // world)
     rows = slice(rank * size, (rank + 1) * size)
     distiller.gather = True
-    with _joined(folder, world, rank):
-        model = DistributedDataParallel(distiller, find_unused_parameters=True)
-        model(**{name: x[rows] for name, x in batch.items()}).loss.backward()
-        if rank == 0:
-            partial = Path(folder, "gradients")
-            torch.save(_gradients(distiller), partial)
-            os.replace(partial, f"{folder}/gradients.pt")
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    model = DistributedDataParallel(distiller, find_unused_parameters=True)
+    model(**{name: x[rows] for name, x in batch.items()}).loss.backward()
+    if rank == 0:
+        partial = Path(folder, "gradients")
+        torch.save(_gradients(distiller), partial)
+        os.replace(partial, f"{folder}/gradients.pt")
+    dist.barrier()
+    # Taking the group down has hung, with nothing left to do.
+    os._exit(0)
 
 
 if __name__ == "__main__":

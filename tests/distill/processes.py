@@ -1,5 +1,6 @@
 """Functions run by several processes that gloo connects."""
 
+import datetime
 import multiprocessing
 import os
 import traceback
@@ -43,10 +44,13 @@ def _rank(function, rank, world, directory, arguments):
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
     store = dist.FileStore(f"{directory}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    patience = datetime.timedelta(seconds=90)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
     try:
         result = True, function(rank, *arguments)
+        dist.barrier()
     except Exception:
         result = False, f"rank {rank}\n{traceback.format_exc()}"
     torch.save(result, f"{directory}/{rank}.pt")
-    dist.destroy_process_group()
+    # Taking the group down has hung, with nothing left to do.
+    os._exit(0)

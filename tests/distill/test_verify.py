@@ -5,7 +5,7 @@ import torch
 import transformers as t
 
 from fastkd.distill import METHODS, Distiller, method_by_name, student_from_teacher
-from fastkd.distill.verify import Check, table, verify
+from fastkd.distill.verify import Check, _Step, table, verify
 from tests.distill.models import CONFIGS, batch, classifier
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -61,6 +61,14 @@ def test_processes():
     torch.manual_seed(0)
     checks = verify(distiller_of(classifier("bert"), "fcd"), batch(rows=5), ranks=2)
     assert checks[-1].name == "2 processes, gather=True" and checks[-1].verdict == "equal"
+
+
+def test_a_process_that_fails_ends_the_others():
+    distiller = distiller_of(classifier("bert"), "fcd")
+    step = _Step(distiller, batch(rows=4))
+    step.batch["unknown"] = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="takes no input 'unknown'"):
+        step.processes(2)
 
 
 def test_a_fault_is_seen():
