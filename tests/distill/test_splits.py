@@ -175,3 +175,33 @@ def test_knn_does_not_shrink_with_the_number_of_processes(tmp_path):
     alone = [knn_loss(rank, ends) for rank in (0, 1)]
     spread = run_ranks(knn_loss, 2, tmp_path, ends)
     assert sum(spread) / 2 == pytest.approx(sum(alone), rel=1e-6)
+
+
+def sharded(rank, names, ends):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    results = {}
+    for name in names:
+        distiller = distiller_of(name, gather=True)
+        for block in distiller.student.bert.encoder.layer:
+            fully_shard(block, mesh=mesh)
+        fully_shard(distiller.student, mesh=mesh)
+        if list(distiller.method.parameters()):
+            fully_shard(distiller.method, mesh=mesh)
+        out = distiller(**part(data_of(), *ends[rank]))
+        out.loss.backward()
+        gradients = {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
+        results[name] = out.terms, {n: g.full_tensor() for n, g in gradients.items()}
+    return results
+
+
+def test_sharded_processes_that_gather_are_one_process(tmp_path):
+    """FSDP2 around the student, its blocks and the method."""
+    names = list(METHODS)
+    ranks = run_ranks(sharded, 2, tmp_path, names, [(0, 6), (6, 9)])
+    for name in names:
+        expected = whole_batch(name, "classifier")
+        for rank in ranks:
+            assert_equal(expected, *rank[name])
