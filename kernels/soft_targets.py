@@ -4,8 +4,7 @@ Data path. Forward: a program walks along its rows in blocks of the vocabulary. 
 running maxima, sums of exponentials and the Kullback-Leibler sum of the logits that it sees itself
 (shifted along whenever its maximum grows), and they meet once at the end of the row: one read of
 both logits gives either KL. Jensen-Shannon needs the normalisers first and reads both logits twice;
-so does adaptive KL, and selects its head between by the bits of the teacher's logits, two bits a
-read, of the teacher alone.
+so does adaptive KL, and finds its head between by two histograms of the teacher's logits.
 Each row leaves its loss and the six numbers that its gradient needs; one program adds the losses.
 Backward: one read of both logits, one write of the gradient with the upstream gradient applied.
 Nothing else is of the size of the logits. Logits that nobody else needs, such as those made from
@@ -18,13 +17,14 @@ Reads of the logits, forward + backward:
 
     forward_kl, reverse_kl    1 + 1 of both sides
     js                        2 + 1 of both sides
-    adaptive_kl               2 + 1 of both sides, and 8 (16 in float32) of the teacher
+    adaptive_kl               2 + 1 of both sides, and 2 of the teacher
 
 The third of js and adaptive_kl can't be saved: their losses need the normalisers, and their
 gradients the losses. With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl
-(7 + 4s)Es. About 20E operations for a KL, 40E for js, (80 + 30s)E for adaptive_kl. Bound by
-bandwidth.
+9Es. About 20E operations for a KL, 40E for js. Bound by bandwidth, but for adaptive_kl's counting.
 """
+
+import math
 
 import torch
 import triton
@@ -37,6 +37,9 @@ STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
+BINS = tl.constexpr(256)  # of a histogram: one a thread
+# Further than sums of rounded masses are apart from each other.
+SLACK = tl.constexpr(1e-5)
 
 
 def blocks(V: int, divergence: str) -> dict[str, int]:
@@ -44,23 +47,26 @@ def blocks(V: int, divergence: str) -> dict[str, int]:
 
     Two shapes only, to keep the compiled forms few. Long rows stream 4096 logits of each side at
     a time, 16 a thread: enough loads in flight, and few enough registers for several programs on
-    a multiprocessor; js has more intermediate values, and half the logits. Up to 1024 words, 16
-    rows share a program; adaptive_kl, with more numbers a row, spreads them over more warps.
+    a multiprocessor; js and adaptive_kl have more intermediate values, and half the logits. Up to
+    1024 words, 16 rows share a program.
     """
     if V > 1024:
-        return {"BLOCK_R": 1, "BLOCK_V": 2048 if divergence == "js" else 4096, "num_warps": 8}
-    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 16 if divergence == "adaptive_kl" else 8}
+        block_v = 2048 if divergence in ("js", "adaptive_kl") else 4096
+        return {"BLOCK_R": 1, "BLOCK_V": block_v, "num_warps": 8}
+    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8}
 
 
-def forward_blocks(V: int, divergence: str, element_size: int) -> dict[str, int]:
-    """The same and what a thread sees: WIDTH logits of 16 bytes at a time, the same of LANES in
-    every part of a block. Short rows have one part, and fill 256 lanes between them."""
+def forward_blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[str, int]:
+    """The same and what a thread sees: WIDTH logits at a time, the same of LANES in every part of
+    a block. A thread loads 16 bytes where rows are aligned, else one logit beside its neighbour's;
+    in short rows 4, for want of registers. These have one part, and fill 256 lanes between them;
+    adaptive_kl counts one row a program."""
     config = blocks(V, divergence)
-    width = 16 // element_size
-    lanes = min(config["BLOCK_V"] // width, 256)
-    if V <= 1024:
-        config["BLOCK_R"] = 256 // lanes
-    return config | {"LANES": lanes, "WIDTH": width, "KEY_BITS": 8 * element_size}
+    if V > 1024:
+        return config | {"LANES": 256, "WIDTH": 16 // element_size if aligned else 1}
+    if divergence == "adaptive_kl":
+        return config | {"BLOCK_R": 1, "BLOCK_V": 1024, "LANES": 256, "WIDTH": 4 if aligned else 1}
+    return config | {"BLOCK_R": 8, "LANES": 32, "WIDTH": 4 if aligned else 1}
 
 
 @triton.jit
@@ -69,13 +75,6 @@ def _load(row_ptr, column, V, is_real):
     inside = is_real[:, None, None, None] & (column < V)
     z = tl.load(row_ptr[:, None, None, None] + column, mask=inside, other=-float("inf"))
     return z.to(tl.float32)
-
-
-@triton.jit
-def _load_rows(row_ptr, column, V, is_real):
-    """Logits (BLOCK_R, BLOCK_V) in their own dtype, −inf beyond the vocabulary."""
-    inside = is_real[:, None] & (column < V)[None, :]
-    return tl.load(row_ptr[:, None] + column[None, :], mask=inside, other=-float("inf"))
 
 
 @triton.jit
@@ -134,33 +133,23 @@ def _excess(p, q, r):
 
 
 @triton.jit
-def _sort_key(z, KEY_BITS: tl.constexpr):
-    """Unsigned integers in the order of the logits, exact in their own dtype."""
-    z = tl.where(z == 0.0, tl.zeros_like(z), z)  # −0 equals 0
-    if KEY_BITS == 16:
-        bits = z.to(tl.uint16, bitcast=True).to(tl.uint32)
-    else:
-        bits = z.to(tl.uint32, bitcast=True)
-    sign = 1 << (KEY_BITS - 1)
-    every = (1 << KEY_BITS) - 1
-    return tl.where((bits & sign) != 0, bits ^ every, bits ^ sign)
+def _depth(row_ptr, column, V, is_real, base, slope):
+    """How many powers of 2 the logits (BLOCK_V,) of a row lie below its maximum."""
+    z = tl.load(row_ptr + column, mask=is_real & (column < V), other=-float("inf"))
+    return (base - z.to(tl.float32)) * slope
 
 
 @triton.jit
-def _from_sort_key(key, dtype: tl.constexpr, KEY_BITS: tl.constexpr):
-    """The logits that have these keys."""
-    sign = 1 << (KEY_BITS - 1)
-    every = (1 << KEY_BITS) - 1
-    bits = tl.where((key & sign) != 0, key ^ sign, key ^ every)
-    if KEY_BITS == 16:
-        bits = bits.to(tl.uint16)
-    return bits.to(dtype, bitcast=True)
+def _bin(depth, start, width):
+    """Which of BINS from ``start`` on, the last for all that lies deeper."""
+    return tl.minimum(tl.maximum(depth - start, 0.0) / width, BINS - 1).to(tl.int32)
 
 
 @triton.jit
 def _adaptive(
     student_row,
     teacher_row,
+    members_ptr,  # (2, BINS): depth and gap of the entries that may be the head's end
     is_real,
     V,
     base_s,
@@ -168,76 +157,111 @@ def _adaptive(
     base_t,
     sum_t,
     slope,
-    KEY_BITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    width,  # of a bin
     BLOCK_V: tl.constexpr,
 ):
-    """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of every row (BLOCK_R,).
+    """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of one row.
 
     The head is the longest prefix of the teacher's descending order that holds at most half of
-    its mass. Let the boundary be the largest key whose mass from there upwards exceeds one half:
-    everything above it is in the head, nothing below, and of the entries that equal it the
-    first few by index.
+    its mass. It is found by counting: a histogram over the depth below the maximum bounds the
+    mass of every prefix, which leaves few bins for its end; a second one divides these by BINS
+    again. The entries that then may be the end, a thousandth apart, are few and ranked among
+    each other; more than BINS of them go by index, as equal ones do.
     """
     half = sum_t * HEAD_MASS
-    boundary = tl.zeros([BLOCK_R], dtype=tl.uint32)
-    above = tl.zeros([BLOCK_R], dtype=tl.float32)  # mass of the keys above all that it may become
-    for step in range(KEY_BITS // 2):
-        shift = KEY_BITS - 2 - 2 * step
-        one = tl.full([BLOCK_R], 1, tl.uint32) << shift
-        mass_1 = tl.zeros([BLOCK_R], dtype=tl.float32)
-        mass_2 = tl.zeros([BLOCK_R], dtype=tl.float32)
-        mass_3 = tl.zeros([BLOCK_R], dtype=tl.float32)
-        for start in range(0, V, BLOCK_V):
-            z_t = _load_rows(teacher_row, start + tl.arange(0, BLOCK_V), V, is_real)
-            key = _sort_key(z_t, KEY_BITS)
-            w_t = tl.exp2((z_t.to(tl.float32) - base_t[:, None]) * slope)
-            mass_1 += tl.sum(tl.where(key >= (boundary + one)[:, None], w_t, 0.0), axis=1)
-            mass_2 += tl.sum(tl.where(key >= (boundary + 2 * one)[:, None], w_t, 0.0), axis=1)
-            mass_3 += tl.sum(tl.where(key >= (boundary + 3 * one)[:, None], w_t, 0.0), axis=1)
-        digit = (
-            (mass_1 > half).to(tl.uint32)
-            + (mass_2 > half).to(tl.uint32)
-            + (mass_3 > half).to(tl.uint32)
-        )
-        boundary += digit * one
-        above = tl.where(digit == 2, mass_3, above)
-        above = tl.where(digit == 1, mass_2, above)
-        above = tl.where(digit == 0, mass_1, above)
-
-    limit = _from_sort_key(boundary, teacher_row.dtype.element_ty, KEY_BITS).to(tl.float32)
-    weight = tl.exp2((limit - base_t) * slope)  # of one entry on the boundary
-    room = tl.floor((half - above) / weight)
-    room = tl.where(above == 0.0, tl.maximum(room, 1.0), room)
-
-    g_head = tl.zeros([BLOCK_R], dtype=tl.float32)
-    g_all = tl.zeros([BLOCK_R], dtype=tl.float32)
-    forward_kl = tl.zeros([BLOCK_R], dtype=tl.float32)
-    reverse_kl = tl.zeros([BLOCK_R], dtype=tl.float32)
-    taken = tl.zeros([BLOCK_R], dtype=tl.int32)
-    log_ratio = tl.log2(sum_t / sum_s)[:, None]
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], dtype=tl.int32)
     for start in range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)
-        z_s = _load_rows(student_row, column, V, is_real)
-        z_t = _load_rows(teacher_row, column, V, is_real)
-        key = _sort_key(z_t, KEY_BITS)
-        x_s = (z_s.to(tl.float32) - base_s[:, None]) * slope
-        x_t = (z_t.to(tl.float32) - base_t[:, None]) * slope
-        p_s = tl.exp2(x_s) / sum_s[:, None]
-        p_t = tl.exp2(x_t) / sum_t[:, None]
+        depth = _depth(teacher_row, column, V, is_real, base_t, slope)
+        inside = depth < BINS * width
+        counts += tl.histogram(_bin(tl.where(inside, depth, 0.0), 0.0, width), BINS, inside)
+    most = tl.cumsum(counts * tl.exp2(-bins * width), axis=0)
+    least = tl.cumsum(counts * tl.exp2(-(bins + 1) * width), axis=0)
+    first = tl.sum((most * (1.0 + SLACK) <= half).to(tl.int32), axis=0)
+    last = tl.sum((least * (1.0 - SLACK) <= half).to(tl.int32), axis=0)
+    first, last = tl.minimum(first, BINS - 1), tl.minimum(last, BINS - 1)
+
+    from_depth = first * width
+    narrow = (last + 1 - first) * width / BINS
+    counts = tl.zeros([BINS], dtype=tl.int32)
+    above = tl.zeros([BLOCK_V], dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)
+        depth = _depth(teacher_row, column, V, is_real, base_t, slope)
+        inside = depth < BINS * width
+        depth = tl.where(inside, depth, 0.0)
+        bin = _bin(depth, 0.0, width)
+        above += tl.where(inside & (bin < first), tl.exp2(-depth), 0.0)
+        between = inside & (bin >= first) & (bin <= last)
+        counts += tl.histogram(_bin(depth, from_depth, narrow), BINS, between)
+    surely = tl.sum(above, axis=0)
+    lightest = counts * tl.exp2(-(from_depth + (bins + 1) * narrow))
+    most = surely + tl.cumsum(counts * tl.exp2(-(from_depth + bins * narrow)), axis=0)
+    least = surely + tl.cumsum(lightest, axis=0)
+    low = tl.minimum(tl.sum((most * (1.0 + SLACK) <= half).to(tl.int32), axis=0), BINS - 1)
+    high = tl.minimum(tl.sum((least * (1.0 - SLACK) <= half).to(tl.int32), axis=0), BINS - 1)
+    members = tl.sum(tl.where((bins >= low) & (bins <= high), counts, 0), axis=0)
+    above_members = surely + tl.sum(tl.where(bins < low, lightest, 0.0), axis=0)
+    # The first of all is in the head, however much it holds.
+    always = tl.where(above_members == 0.0, 1, 0)
+
+    log_ratio = tl.log2(sum_t / sum_s)
+    w_head = tl.zeros([BLOCK_V], dtype=tl.float32)
+    g_head = tl.zeros([BLOCK_V], dtype=tl.float32)
+    g_all = tl.zeros([BLOCK_V], dtype=tl.float32)
+    forward_kl = tl.zeros([BLOCK_V], dtype=tl.float32)
+    reverse_kl = tl.zeros([BLOCK_V], dtype=tl.float32)
+    taken = 0
+    for start in range(0, V, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)
+        depth_s = _depth(student_row, column, V, is_real, base_s, slope)
+        depth_t = _depth(teacher_row, column, V, is_real, base_t, slope)
+        w_t = tl.exp2(-depth_t)
+        p_s, p_t = tl.exp2(-depth_s) / sum_s, w_t / sum_t
         gap = tl.abs(p_t - p_s)
-        is_equal = (key == boundary[:, None]).to(tl.int32)
-        place = taken[:, None] + tl.cumsum(is_equal, axis=1)  # counts from 1
-        in_head = (key > boundary[:, None]) | (
-            (is_equal == 1) & (place.to(tl.float32) <= room[:, None])
-        )
-        g_head += tl.sum(tl.where(in_head, gap, 0.0), axis=1)
-        g_all += tl.sum(gap, axis=1)
-        taken += tl.sum(is_equal, axis=1)
-        r = ((x_s - x_t) + log_ratio) * LOG_2
-        forward_kl += tl.sum(_excess(p_t, p_s, r), axis=1)
-        reverse_kl += tl.sum(_excess(p_s, p_t, -r), axis=1)
-    return tl.where(g_all > 0.0, g_head / g_all, 0.5), forward_kl, reverse_kl
+        g_all += gap
+        r = ((depth_t - depth_s) + log_ratio) * LOG_2
+        forward_kl += _excess(p_t, p_s, r)
+        reverse_kl += _excess(p_s, p_t, -r)
+
+        inside = depth_t < BINS * width
+        depth = tl.where(inside, depth_t, 0.0)
+        bin, part = _bin(depth, 0.0, width), _bin(depth, from_depth, narrow)
+        between = inside & (bin >= first) & (bin <= last)
+        shares = between & (part >= low) & (part <= high)
+        place = taken + tl.cumsum(shares.to(tl.int32), axis=0)  # counts from 1
+        taken += tl.sum(shares.to(tl.int32), axis=0)
+        few = shares & (members <= BINS)
+        tl.store(members_ptr + place - 1, depth, mask=few)
+        tl.store(members_ptr + BINS + place - 1, gap, mask=few)
+        fits = (place * w_t <= half - above_members) | (place == always)
+        in_head = (inside & (bin < first)) | (between & (part < low))
+        w_head += tl.where(in_head, w_t, 0.0)
+        in_head = in_head | (shares & (members > BINS) & fits)
+        g_head += tl.where(in_head, gap, 0.0)
+
+    tl.debug_barrier()  # the members come from all threads
+    is_member = (bins < members) & (members <= BINS)
+    depth = tl.load(members_ptr + bins, mask=is_member, other=float("inf"))
+    gap = tl.load(members_ptr + BINS + bins, mask=is_member, other=0.0)
+    before = tl.zeros([BINS], dtype=tl.float32)  # mass of the members that rank before each
+    rank = tl.zeros([BINS], dtype=tl.int32)
+    for start in range(0, tl.minimum(members, BINS), 16):
+        other = start + tl.arange(0, 16)
+        others = (other < members) & (members <= BINS)
+        other_depth = tl.load(members_ptr + other, mask=others, other=float("inf"))
+        precedes = other_depth[None, :] < depth[:, None]
+        equal = other_depth[None, :] == depth[:, None]
+        precedes = (precedes | (equal & (other[None, :] < bins[:, None]))) & others[None, :]
+        before += tl.sum(tl.where(precedes, tl.exp2(-other_depth)[None, :], 0.0), axis=1)
+        rank += tl.sum(precedes.to(tl.int32), axis=1)
+    room = half - tl.sum(w_head, axis=0)
+    fits = (before + tl.exp2(-depth) <= room) | (rank + 1 == always)
+    head = tl.sum(g_head, axis=0) + tl.sum(tl.where(is_member & fits, gap, 0.0), axis=0)
+    every = tl.sum(g_all, axis=0)
+    share = tl.where(every > 0.0, tl.minimum(head / every, 1.0), 0.5)
+    return share, tl.sum(forward_kl, axis=0), tl.sum(reverse_kl, axis=0)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -247,15 +271,16 @@ def soft_target_forward_kernel(
     mask_ptr,
     loss_ptr,  # (R,)
     stats_ptr,  # (R, STATS): maximum and sum of both sides, expectation, share of the head
+    members_ptr,  # (R, 2, BINS), for adaptive_kl to put aside
     R,
     V,
     stride_student,
     stride_teacher,
     slope,  # log2(e)/τ: all exponentials are powers of 2
     scale,
+    width,  # of a bin of adaptive_kl
     DIVERGENCE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    KEY_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
@@ -315,20 +340,21 @@ def soft_target_forward_kernel(
         loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
         expectation = loss
     elif DIVERGENCE == "adaptive_kl":
-        share, forward_kl, expectation = _adaptive(
-            student_row,
-            teacher_row,
-            is_real,
+        share_of_row, forward_kl, reverse_kl = _adaptive(
+            student_ptr + tl.program_id(0).to(tl.int64) * stride_student,
+            teacher_ptr + tl.program_id(0).to(tl.int64) * stride_teacher,
+            members_ptr + tl.program_id(0).to(tl.int64) * 2 * BINS,
+            tl.sum(is_real.to(tl.int32), axis=0) != 0,
             V,
-            base_s,
-            total_s,
-            base_t,
-            total_t,
+            tl.sum(base_s, axis=0),
+            tl.sum(total_s, axis=0),
+            tl.sum(base_t, axis=0),
+            tl.sum(total_t, axis=0),
             slope,
-            KEY_BITS,
-            BLOCK_R,
+            width,
             BLOCK_V,
         )
+        share, expectation = share + share_of_row, expectation + reverse_kl
         loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
     else:
         to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
@@ -492,9 +518,13 @@ def _launch_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     R, V = student.shape
-    config = forward_blocks(V, divergence, student.element_size())
+    aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
+    config = forward_blocks(V, divergence, student.element_size(), aligned)
     loss = torch.empty(R, dtype=torch.float32, device=student.device)
     stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
+    members = None
+    if divergence == "adaptive_kl":
+        members = torch.empty(R, 2, BINS.value, dtype=torch.float32, device=student.device)
     if R:
         soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
             student,
@@ -502,12 +532,15 @@ def _launch_forward(
             _bytes(mask),
             loss,
             stats,
+            members,
             R,
             V,
             student.stride(0),
             teacher.stride(0),
             LOG2_E / temperature,
             scale,
+            # At most V entries hold half the mass: the largest of them is no less than 1/2V.
+            (math.log2(V) + 1.5) / BINS.value,
             DIVERGENCE=divergence,
             HAS_MASK=mask is not None,
             **config,
