@@ -51,6 +51,14 @@ def files(tmp_path_factory):
     return write_tsv(folder / "train.tsv"), write_tsv(folder / "dev.tsv", 20, seed=1)
 
 
+@pytest.fixture(autouse=True)
+def _heed_ctrl_c():
+    """A shell starts background jobs with SIGINT ignored, which fastkd respects."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def distill(teacher, files, tmp_path):
     """Run `fastkd distill` on the tiny data; options given here replace the usual ones."""
