@@ -13,9 +13,17 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError
+
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    # Older ones stop at the licence field of pyproject.toml, and say nothing of themselves.
+    raise SystemExit(
+        f"fastkd needs setuptools 77 or later, this is {setuptools.__version__}: "
+        'pip install --upgrade "setuptools>=77"'
+    )
 
 # One binary for every torch from 2.10 and every Python from 3.10 on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]

@@ -164,3 +164,13 @@ def test_without_a_compiler(source, python, tmp_path):
             CXX="/nowhere/c++",
         )
     assert "FASTKD_NO_EXT=1 installs fastkd without the extension" in str(failure.value)
+
+
+def test_an_old_setuptools_is_named():
+    code = "import runpy, setuptools; setuptools.__version__ = '75.8.0'; runpy.run_path('setup.py')"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.strip() == (
+        "fastkd needs setuptools 77 or later, this is 75.8.0: "
+        'pip install --upgrade "setuptools>=77"'
+    )
