@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from fastkd._dispatch import Backend
 from fastkd.projection import (
     DualProjectionLoss,
     cayley,
@@ -138,7 +139,7 @@ def dual_ref(student: Tensor, teacher: Tensor, student_raw: Tensor, teacher_raw:
     )
 
 
-def dual(backend: str) -> Provider:
+def dual(backend: Backend) -> Provider:
     """`DualProjectionLoss` with the inputs' matrices."""
 
     def bind(inputs: dict[str, Any]) -> Bound:

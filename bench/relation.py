@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkd._dispatch import Backend
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
 
 from .features import features
@@ -25,7 +26,7 @@ def layers_ref(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum() / len(student)
 
 
-def layers(student: list[Tensor], teacher: list[Tensor], backend: str) -> Tensor:
+def layers(student: list[Tensor], teacher: list[Tensor], backend: Backend) -> Tensor:
     """The same through `FCDLoss`."""
     return FCDLoss(backend=backend)(student, teacher)
 
@@ -54,7 +55,7 @@ def operations(groups: int, members: int, Ds: int, Dt: int) -> int:
 
 def case(
     set: str,
-    over: str,
+    over: Any,
     dtype: torch.dtype = torch.float32,
     *,
     compile: bool = True,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd.soft_targets import (
+    Divergence,
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
     soft_target_loss,
@@ -46,7 +47,7 @@ def why_no_liger(device: torch.device) -> str | None:
     return None
 
 
-def liger(divergence: str) -> list[Provider]:
+def liger(divergence: Divergence) -> list[Provider]:
     """Liger's KL and JSD; both take log-probabilities, so the softmax before them counts."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
@@ -74,7 +75,7 @@ def case(
     set: str,
     dtype: torch.dtype = torch.float32,
     *,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     compile: bool = True,
     sweep: str = "",
     headline: bool = False,
@@ -133,7 +134,7 @@ def linear_case(
     set: str,
     dtype: torch.dtype = torch.float32,
     *,
-    divergence: str = "js",
+    divergence: Divergence = "js",
     compile: bool = False,
     check_sizes: dict[str, int] | None = None,
     **sizes: int,
@@ -177,10 +178,12 @@ def cases() -> Iterator[Case]:
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):
         yield case("vocab", half, headline=v == 152064, rows=8192, V=v, check_sizes=fewer)
-    for divergence in ("reverse_kl", "js", "adaptive_kl"):
+    others: tuple[Divergence, ...] = ("reverse_kl", "js", "adaptive_kl")
+    for divergence in others:
         sizes: dict[str, Any] = {"rows": 8192, "V": 152064}
         yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
-    for divergence in ("forward_kl", "js"):
+    two: tuple[Divergence, ...] = ("forward_kl", "js")
+    for divergence in two:
         sizes = {"rows": 8192, "Ds": 2048, "Dt": 4096, "V": 128256}
         yield linear_case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
     for v in (4096, 16384, 65536, 262144):

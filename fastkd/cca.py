@@ -7,6 +7,7 @@ in `_cca_solver`.
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,15 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import use_triton
+from fastkd._dispatch import Backend, use_triton
 from fastkd._numerics import autocast_off, once_differentiable, values_readable, working_dtype
 from fastkd._pooling import pool_tokens
 from fastkd.linalg import inv_sqrtm_ref
 
-REDUCTIONS = ("sum", "mean", "none")
-POOLS = ("tokens", "cls", "mean")
+Reduction = Literal["sum", "mean", "none"]
+REDUCTIONS = get_args(Reduction)
+Pool = Literal["tokens", "cls", "mean"]
+POOLS = get_args(Pool)
 
 Ridge = float | tuple[float, float]
 
@@ -43,7 +46,7 @@ def cca_loss_ref(
     *,
     ridge: Ridge = 1e-4,
     top_k: int | None = None,
-    reduction: str = "sum",
+    reduction: Reduction = "sum",
 ) -> Tensor:
     """Eqs. 4-7 as written; see `cca_loss`. Rows are observations: the paper's X̄X̄ᵀ is X̄ᵀX̄."""
     r_s, r_t = _ridge_pair(ridge)
@@ -72,8 +75,8 @@ def cca_loss(
     *,
     ridge: Ridge = 1e-4,
     top_k: int | None = None,
-    reduction: str = "sum",
-    backend: str = "auto",
+    reduction: Reduction = "sum",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Negative sum of the canonical correlations between student and teacher features.
 
@@ -183,7 +186,9 @@ class CCALoss(nn.Module):
         torch.Size([8, 16, 4])
     """
 
-    def __init__(self, ridge: Ridge = 1e-4, top_k: int | None = None, pool: str = "tokens") -> None:
+    def __init__(
+        self, ridge: Ridge = 1e-4, top_k: int | None = None, pool: Pool = "tokens"
+    ) -> None:
         super().__init__()
         _ridge_pair(ridge)
         if top_k is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import use_triton
+from fastkd._dispatch import Backend, use_triton
 from fastkd._labels import add_by_class, label_segments
 from fastkd._numerics import (
     apply,
@@ -36,8 +37,10 @@ from fastkd._pooling import pool_tokens
 
 __all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]
 
-REDUCTIONS = ("mean", "sum", "none")
-POOLS = ("tokens", "cls", "mean")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
+Pool = Literal["tokens", "cls", "mean"]
+POOLS = get_args(Pool)
 
 # Elements of one block of samples: 2 MB in fp32, so that what is made of a block stays in cache.
 BLOCK_ELEMENTS = 2**19
@@ -55,7 +58,7 @@ def cos_nce_loss_ref(
     mask: Tensor | None = None,
     negatives_mask: Tensor | None = None,
     negatives_labels: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """Eqs. 1-2 of LRC-BERT in plain PyTorch; see `cos_nce_loss`."""
     z_s, z_t = upcast(student), upcast(teacher)  # (B, ..., D)
@@ -111,8 +114,8 @@ def cos_nce_loss(
     mask: Tensor | None = None,
     negatives_mask: Tensor | None = None,
     negatives_labels: Tensor | None = None,
-    reduction: str = "mean",
-    backend: str = "auto",
+    reduction: Reduction = "mean",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Pull each position to the teacher's by angle and push it from the teacher's negatives.
 
@@ -254,10 +257,10 @@ class CosNCELoss(nn.Module):
         self,
         student_dim: int,
         teacher_dim: int,
-        pool: str = "tokens",
+        pool: Pool = "tokens",
         *,
-        reduction: str = "mean",
-        backend: str = "auto",
+        reduction: Literal["mean", "sum"] = "mean",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         check_positive_int("student_dim", student_dim)

@@ -1,6 +1,7 @@
 """Intra-class KNN distillation (Saadi et al.): the nearest teacher rows of the same label."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from fastkd._checks import (
     check_pair,
     check_positive_int,
 )
-from fastkd._dispatch import use_triton
+from fastkd._dispatch import Backend, use_triton
 from fastkd._labels import add_by_class, label_segments
 from fastkd._numerics import (
     autocast_off,
@@ -34,8 +35,10 @@ __all__ = [
     "knn_feature_loss_ref",
 ]
 
-REDUCTIONS = ("sum", "mean", "none")
-POOLS = ("cls", "mean", "tokens")
+Reduction = Literal["sum", "mean", "none"]
+REDUCTIONS = get_args(Reduction)
+Pool = Literal["cls", "mean", "tokens"]
+POOLS = get_args(Pool)
 
 # Elements of one block of rows: about 4 MB in fp32, so that a block and its distances stay in
 # the cache, and the working memory is small beside the (N, M) matrix that is never made.
@@ -68,7 +71,7 @@ def knn_feature_loss_ref(
     *,
     k: int = 1,
     tolerance: float | None = None,
-    reduction: str = "sum",
+    reduction: Reduction = "sum",
 ) -> Tensor:
     """The paper's equations (section 2) in plain PyTorch; see `knn_feature_loss`."""
     if teacher_labels is None:
@@ -102,8 +105,8 @@ def knn_feature_loss(
     *,
     k: int = 1,
     tolerance: float | None = None,
-    reduction: str = "sum",
-    backend: str = "auto",
+    reduction: Reduction = "sum",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Squared distance of each student row to its k nearest teacher rows of the same label.
 
@@ -194,11 +197,11 @@ class IntraClassKNNLoss(nn.Module):
         k: int = 1,
         student_dim: int | None = None,
         teacher_dim: int | None = None,
-        pool: str = "cls",
+        pool: Pool = "cls",
         *,
         tolerance: float | None = None,
-        reduction: str = "sum",
-        backend: str = "auto",
+        reduction: Reduction = "sum",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         check_positive_int("k", k)

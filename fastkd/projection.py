@@ -1,6 +1,7 @@
 """Dual orthogonal projection of LRKD (Learnable Relational Knowledge Distillation), eqs. 3-10."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._dispatch import BACKENDS, use_triton
+from fastkd._dispatch import BACKENDS, Backend, use_triton
 from fastkd._numerics import (
     apply,
     autocast_off,
@@ -26,7 +27,8 @@ from fastkd._numerics import (
     working_dtype,
 )
 
-REDUCTIONS = ("mean", "batchmean", "sum")
+Reduction = Literal["mean", "batchmean", "sum"]
+REDUCTIONS = get_args(Reduction)
 
 
 def cayley_ref(skew: Tensor) -> Tensor:
@@ -246,7 +248,7 @@ class OrthogonalProjection(nn.Module):
         out_dim: int,
         layers: int = 2,
         orthogonal: bool = True,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ):
         super().__init__()
         check_choice("backend", backend, BACKENDS)
@@ -367,7 +369,9 @@ def _refined_inverse(projections: list[OrthogonalProjection], raw: Tensor) -> Te
     return inverse
 
 
-def layer_norm_mse_ref(x: Tensor, y: Tensor, eps: float = 1e-5, reduction: str = "mean") -> Tensor:
+def layer_norm_mse_ref(
+    x: Tensor, y: Tensor, eps: float = 1e-5, reduction: Reduction = "mean"
+) -> Tensor:
     """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖². See `layer_norm_mse`."""
     norm_x = F.layer_norm(upcast(x), x.shape[-1:], eps=eps)
     norm_y = F.layer_norm(upcast(y), y.shape[-1:], eps=eps)
@@ -378,8 +382,8 @@ def layer_norm_mse(
     x: Tensor,
     y: Tensor,
     eps: float = 1e-5,
-    reduction: str = "mean",
-    backend: str = "auto",
+    reduction: Reduction = "mean",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Half squared distance of two layer-normalised tensors, with gradients to both.
 
@@ -536,8 +540,8 @@ class DualProjectionLoss(nn.Module):
         layers: int = 2,
         gamma: float = 0.3,
         orthogonal: bool = True,
-        reduction: str = "mean",
-        backend: str = "auto",
+        reduction: Reduction = "mean",
+        backend: Backend = "auto",
     ):
         super().__init__()
         check_positive_int("student_dim", student_dim)

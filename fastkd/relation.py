@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import use_triton
+from fastkd._dispatch import Backend, use_triton
 from fastkd._numerics import (
     apply,
     autocast_off,
@@ -27,9 +28,12 @@ from fastkd._numerics import (
     zero_padding,
 )
 
-OVER = ("tokens", "samples")
-NORMALIZE = ("l2", "layer_norm", "softmax", "none")
-DISTANCE = ("pearson", "mse", "kl")
+Over = Literal["tokens", "samples"]
+OVER = get_args(Over)
+Normalize = Literal["l2", "layer_norm", "softmax", "none"]
+NORMALIZE = get_args(Normalize)
+Distance = Literal["pearson", "mse", "kl"]
+DISTANCE = get_args(Distance)
 
 # Up to this many rows a relation is never replaced by products of its features under
 # torch.compile, nor in the kernels: one graph serves all these sizes.
@@ -46,9 +50,9 @@ def relation_loss_ref(
     teacher: Tensor,
     mask: Tensor | None = None,
     *,
-    over: str = "tokens",
-    normalize: str = "l2",
-    distance: str = "pearson",
+    over: Over = "tokens",
+    normalize: Normalize = "l2",
+    distance: Distance = "pearson",
     temperature: float = 10.0,
     eps: float = 1e-8,
     segments: Tensor | None = None,
@@ -98,13 +102,13 @@ def relation_loss(
     teacher: Tensor,
     mask: Tensor | None = None,
     *,
-    over: str = "tokens",
-    normalize: str = "l2",
-    distance: str = "pearson",
+    over: Over = "tokens",
+    normalize: Normalize = "l2",
+    distance: Distance = "pearson",
     temperature: float = 10.0,
     eps: float = 1e-8,
     segments: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Distance between the relation matrices of student and teacher (FCD, eqs. 3-9).
 
@@ -173,12 +177,12 @@ class FCDLoss(nn.Module):
         self,
         alpha: float = 1.0,
         beta: float = 1.0,
-        normalize: str = "l2",
-        distance: str = "pearson",
+        normalize: Normalize = "l2",
+        distance: Distance = "pearson",
         *,
         temperature: float = 10.0,
         eps: float = 1e-8,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         check_number("alpha", alpha, at_least=0)

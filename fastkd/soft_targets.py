@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fastkd._checks import (
     check_number,
     check_shape,
 )
-from fastkd._dispatch import use_triton
+from fastkd._dispatch import Backend, use_triton
 from fastkd._numerics import (
     apply,
     autocast_off,
@@ -29,8 +29,10 @@ from fastkd._numerics import (
 )
 from fastkd.kernels.launch import operator
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
-REDUCTIONS = ("batchmean", "sum", "none")
+Divergence = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
+DIVERGENCES = get_args(Divergence)
+Reduction = Literal["batchmean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 
 # Teacher probability that the head of adaptive_kl may hold (Wu et al. 2024, μ).
 HEAD_MASS = 0.5
@@ -49,9 +51,9 @@ def soft_target_loss_ref(
     teacher_logits: Tensor,
     *,
     temperature: float = 1.0,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     mask: Tensor | None = None,
-    reduction: str = "batchmean",
+    reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
 ) -> Tensor:
@@ -106,12 +108,12 @@ def soft_target_loss(
     teacher_logits: Tensor,
     *,
     temperature: float = 1.0,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     mask: Tensor | None = None,
-    reduction: str = "batchmean",
+    reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Divergence between the softened output distributions of teacher and student.
 
@@ -455,12 +457,12 @@ def linear_soft_target_loss(
     teacher_weight: Tensor,
     *,
     temperature: float = 1.0,
-    divergence: str = "forward_kl",
+    divergence: Divergence = "forward_kl",
     mask: Tensor | None = None,
-    reduction: str = "batchmean",
+    reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """`soft_target_loss` from hidden states and vocabulary heads, without all the logits.
 
@@ -693,10 +695,10 @@ class SoftTargetLoss(nn.Module):
     def __init__(
         self,
         temperature: float = 1.0,
-        divergence: str = "forward_kl",
-        reduction: str = "batchmean",
+        divergence: Divergence = "forward_kl",
+        reduction: Reduction = "batchmean",
         scale_by_t2: bool = True,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ):
         super().__init__()
         _check_options(temperature, divergence, reduction, None)

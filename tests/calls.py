@@ -143,6 +143,15 @@ def relation() -> Calls:
     for backend in ("torch", "triton"):
         inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
         yield Call(fastkd.FCDLoss, inputs, {"backend": backend})
+    yield Call(
+        F.relation_loss,
+        lambda: {
+            "student": learns(4, 16, 48),
+            "teacher": given(4, 16, 48),
+            "segments": numbers(4, 16),
+        },
+        {},
+    )
     # Sizes that Triton sees as 1, more than 2^31 elements, more blocks than a grid's second
     # dimension takes.
     for over, shape in itertools.product(

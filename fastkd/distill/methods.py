@@ -15,26 +15,24 @@ process of its own:
 
 import inspect
 import pkgutil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastkd import cca, knn
 from fastkd._checks import check_choice, check_number, check_positive_int
 from fastkd.analysis.layers import Batches
-from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.step import Step
 from fastkd.distributed import world_size
-from fastkd.knn import IntraClassKNNLoss
 from fastkd.projection import DualProjectionLoss
-from fastkd.relation import FCDLoss
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
+from fastkd.relation import Distance, FCDLoss, Normalize
+from fastkd.soft_targets import DIVERGENCES, Divergence
 
 
 class FCD(Method):
@@ -65,8 +63,8 @@ class FCD(Method):
         beta: float = 1.0,
         task_weight: float = 1.0,
         layers: Layers = "uniform",
-        normalize: str = "l2",
-        distance: str = "pearson",
+        normalize: Normalize = "l2",
+        distance: Distance = "pearson",
     ) -> None:
         super().__init__()
         _check_weights(alpha=alpha, beta=beta, task_weight=task_weight)
@@ -98,10 +96,10 @@ class _Soft(Method):
     """A method with soft targets."""
 
     temperature: float
-    divergence: str
+    divergence: Divergence
     scale_by_t2: bool
 
-    def _set_soft(self, temperature: float, divergence: str, scale_by_t2: bool) -> None:
+    def _set_soft(self, temperature: float, divergence: Divergence, scale_by_t2: bool) -> None:
         check_number("temperature", temperature, above=0)
         check_choice("divergence", divergence, DIVERGENCES)
         self.temperature, self.divergence = temperature, divergence
@@ -143,7 +141,7 @@ class SoftTargets(_Soft):
         *,
         alpha: float = 0.5,
         temperature: float = 2.0,
-        divergence: str = "forward_kl",
+        divergence: Divergence = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -191,9 +189,9 @@ class IntraClassKNN(_Soft):
         k: int = 1,
         temperature: float = 5.0,
         tolerance: float = 0.5,
-        pool: str = "cls",
-        reduction: str = "sum",
-        divergence: str = "forward_kl",
+        pool: knn.Pool = "cls",
+        reduction: Literal["sum", "mean"] = "sum",
+        divergence: Divergence = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -211,7 +209,7 @@ class IntraClassKNN(_Soft):
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
-        self.loss = IntraClassKNNLoss(
+        self.loss = knn.IntraClassKNNLoss(
             self.k,
             student.hidden_size,
             teacher.hidden_size,
@@ -268,7 +266,7 @@ class LRCBERT(_Soft):
         first_stage: float = 0.8,
         perturb: bool = True,
         layers: Layers = "uniform",
-        divergence: str = "forward_kl",
+        divergence: Divergence = "forward_kl",
         scale_by_t2: bool = False,
     ) -> None:
         super().__init__()
@@ -339,8 +337,8 @@ class MC3KD(_Soft):
         layers: Layers | None = None,
         ridge: float = 1e-4,
         top_k: int | None = None,
-        pool: str = "tokens",
-        divergence: str = "forward_kl",
+        pool: cca.Pool = "tokens",
+        divergence: Divergence = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -352,7 +350,7 @@ class MC3KD(_Soft):
         self.ridge, self.top_k, self.pool = ridge, top_k, pool
         self.teacher_pool = pool
         self._set_soft(temperature, divergence, scale_by_t2)
-        self.loss = CCALoss(ridge=ridge, top_k=top_k, pool=pool)
+        self.loss = cca.CCALoss(ridge=ridge, top_k=top_k, pool=pool)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         # Checks that there are enough layers also when they are chosen later.
@@ -430,7 +428,7 @@ class LRKD(_Soft):
         temperature: float = 2.0,
         projection_layers: int = 2,
         orthogonal: bool = True,
-        divergence: str = "forward_kl",
+        divergence: Divergence = "forward_kl",
         scale_by_t2: bool = False,
     ) -> None:
         super().__init__()

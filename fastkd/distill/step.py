@@ -14,7 +14,7 @@ from fastkd._numerics import upcast, working_dtype
 from fastkd._pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept, Model
 from fastkd.distributed import Ranks
-from fastkd.soft_targets import soft_target_loss
+from fastkd.soft_targets import Divergence, soft_target_loss
 
 IGNORED = -100  # transformers' label of a position that doesn't count
 
@@ -304,7 +304,7 @@ class Step:
         q = math.exp(-1 / temperature)
         return self._hard_loss(method, smoothing=V * q / (1 + (V - 1) * q))
 
-    def soft_loss(self, temperature: float, divergence: str, scale_by_t2: bool) -> Tensor:
+    def soft_loss(self, temperature: float, divergence: Divergence, scale_by_t2: bool) -> Tensor:
         """Divergence between softened output distributions, or MSE for regression.
 
         Of spans it is the mean over start and end, each a distribution over the real tokens; of
