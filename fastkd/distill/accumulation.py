@@ -84,12 +84,14 @@ class Whole:
     def __init__(self, distiller: "Distiller", parts: list[MicroBatch]) -> None:
         self.distiller, self.parts = distiller, parts
         ranks = distiller._ranks()
-        steps, counts = [], []
+        steps: list[Step] = []
+        counts: list[list[Tensor]] = []
         with torch.no_grad():
             for part in parts:
-                step = part.run(Items())
+                seen: list[Tensor] = []
+                step = part.run(Items(seen=seen))
                 distiller._terms(step, on_logits=True)  # for the numbers of items alone
-                counts.append(step.items.seen)
+                counts.append(seen)
                 step.student = dataclasses.replace(step.student, logits=None)
                 step.teacher = dataclasses.replace(step.teacher, logits=None)
                 steps.append(step)

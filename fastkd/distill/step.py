@@ -91,20 +91,25 @@ class Items:
     """How many items sums are divided by, where a batch is a part of the one that counts.
 
     Every division asks for the number of its items in the order of the terms. Over ``ranks`` the
-    numbers add up; ``known`` are those of earlier passes over all parts.
+    numbers add up. Passes over parts write theirs into ``seen``, and ``known`` are those of all.
     """
 
-    def __init__(self, ranks: Ranks | None = None, known: Sequence[Tensor] | None = None) -> None:
-        self.ranks, self.known = ranks, known
-        self.seen: list[Tensor] = []
+    def __init__(
+        self,
+        ranks: Ranks | None = None,
+        *,
+        seen: list[Tensor] | None = None,
+        known: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.ranks, self.seen = ranks, seen
+        self.known = None if known is None else iter(known)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """``total`` over the number of items: this part's share of the mean."""
         count = torch.as_tensor(count, device=total.device)
-        self.seen.append(count)
-        if self.known is not None:
-            return total / self.known[len(self.seen) - 1]
-        return total / everyones(count, self.ranks)
+        if self.seen is not None:
+            self.seen.append(count)
+        return total / (everyones(count, self.ranks) if self.known is None else next(self.known))
 
 
 def everyones(count: Tensor, ranks: Ranks | None) -> Tensor:

@@ -125,3 +125,12 @@ def test_a_teacher_with_adapters_has_to_be_merged_first():
     teacher.peft_config = {}
     with pytest.raises(ValueError, match="merge_and_unload"):
         student_from_teacher(teacher, [1])
+
+
+def test_a_compiled_distiller_is_the_plain_one():
+    """Hooks and closures of one call must not serve the next."""
+    distiller = Distiller(*pair(), FCD()).eval()
+    compiled = torch.compile(distiller, backend="eager")
+    for rows in (4, 6, 5):
+        data = batch(rows=rows)
+        torch.testing.assert_close(compiled(**data).loss, distiller(**data).loss)
