@@ -1,0 +1,114 @@
+"""The house's own rules: who may import whom, and how long a function gets."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# From the lowest up; a module imports from its own floor and those below.
+FLOORS = ("kernels", "", "analysis", "distill", "bench", "app")
+FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS}
+# What kernels need of the floor above: it imports none of them.
+KERNELS_NEED = {"fastkd._dispatch"}
+MOST_LINES = 60
+MOST_PARAMETERS = 12
+
+
+def sources() -> dict[str, Path]:
+    found = {}
+    for floor, folder in FOLDERS.items():
+        for path in sorted(folder.glob("*.py")):
+            name = ".".join(("fastkd", *filter(None, (floor, path.stem.replace("__init__", "")))))
+            found[name] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def floor(module: str) -> int:
+    if module == "fastkd.__main__":
+        return FLOORS.index("app")
+    parts = module.split(".")
+    return FLOORS.index(parts[1] if len(parts) > 1 and parts[1] in FLOORS else "")
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules of fastkd that run when ``module`` does, wherever its imports stand."""
+    path = SOURCES[module]
+    tree = ast.parse(path.read_text())
+    types_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in types_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module if path.stem == "__init__" else module.rpartition(".")[0]
+                for _ in range(node.level - 1):
+                    package = package.rpartition(".")[0]
+                base = f"{package}.{base}".strip(".")
+            below = [f"{base}.{alias.name}" for alias in node.names]
+            # ``from fastkd import cca`` needs the package's names only where it asks for one.
+            yield from (name if name in SOURCES else base for name in below)
+
+
+ARROWS = {
+    module: {name for name in imported(module) if name in SOURCES and name != module}
+    for module in SOURCES
+}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_down(module):
+    upwards = {other for other in ARROWS[module] if floor(other) > floor(module)}
+    if floor(module) == 0:
+        upwards -= KERNELS_NEED
+    assert not upwards, f"{module} imports {', '.join(upwards)} from a floor above"
+
+
+def test_what_kernels_need_does_not_need_kernels():
+    reached, waiting = set(), list(KERNELS_NEED)
+    while waiting:
+        if (module := waiting.pop()) not in reached:
+            reached.add(module)
+            waiting += ARROWS[module]
+    assert not {module for module in reached if floor(module) == 0}
+
+
+def test_imports_form_no_circle():
+    left = dict(ARROWS)
+    while free := [module for module, needs in left.items() if not needs & set(left)]:
+        for module in free:
+            del left[module]
+    circle = {module: sorted(needs & set(left)) for module, needs in left.items()}
+    assert not left, f"these import each other, or depend on some that do: {circle}"
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if floor(module)])
+def test_functions_are_short(module):
+    """Kernels may be longer, and their launchers take what they launch."""
+    for function in functions(SOURCES[module]):
+        first, *rest = function.body
+        if ast.get_docstring(function):
+            first = rest[0] if rest else first
+        lines = function.body[-1].end_lineno - first.lineno + 1
+        assert lines <= MOST_LINES, f"{function.name} has {lines} lines"
+        given = function.args
+        parameters = len(given.posonlyargs + given.args + given.kwonlyargs)
+        assert parameters <= MOST_PARAMETERS, f"{function.name} has {parameters} parameters"
