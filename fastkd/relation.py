@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -692,20 +692,19 @@ def _reciprocal(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 / x, 0)
 
 
-def _distance_by_relations(
-    s: _Centred,
-    t: _Centred,
-    weight: Tensor,
-    options: _Options,
-    dx: Tensor | None,
-) -> Tensor:
-    """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
+class _Distances(NamedTuple):
+    """Losses of a chunk of relations, and their derivative ∂/∂R_s = k·A."""
 
-    Each distance leaves its derivative ∂/∂R_s in A, up to a factor k per relation. Then
-    ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i): alike rows
-    lose no digits, as Σ_j A_ij y_j would.
-    """
+    losses: Tensor  # (G,)
+    A: Tensor  # (G, N, N), 0 at padding
+    k: Tensor  # (G,)
+    R: Tensor  # (G, N, N), R_s less a constant, over ``scale``
+    scale: Tensor  # (G,)
+
+
+def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _Distances:
     pearson, temperature = options.distance == "pearson", options.temperature
+    padding = None if s.mask is None else ~(s.mask[:, :, None] & s.mask[:, None, :])
     R_s, R_t = s.relations(pearson), t.relations(pearson)
     if pearson:
         # With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
@@ -717,43 +716,48 @@ def _distance_by_relations(
         A = b.sub_(a)
         losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / 2
         losses = (sigma_s * sigma_t * losses + options.eps) / denominator
-        if dx is None:
-            return losses
-        A.addcmul_(a, losses[:, None, None])  # b − ρ·a
-        k = -sigma_t / denominator
-        scale_of_R = sigma_s
-    elif options.distance == "mse":
+        if gradient:
+            A.addcmul_(a, losses[:, None, None])  # b − ρ·a
+        return _Distances(losses, A, -sigma_t / denominator, a, sigma_s)
+    one = R_s.new_ones(R_s.shape[0])
+    if options.distance == "mse":
         M = s.count.square().squeeze(1)
         constant = s.size - t.size
         if isinstance(constant, Tensor):
             constant = constant.to(R_s.dtype)[..., None]
         A = R_s - R_t + constant
-        if s.mask is not None:
-            A = A.masked_fill_(~(s.mask[:, :, None] & s.mask[:, None, :]), 0)
+        if padding is not None:
+            A = A.masked_fill_(padding, 0)
         losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / (2 * M)
-        k = torch.ones_like(losses) / M
-        scale_of_R = torch.ones_like(losses)
-    else:
-        # Softened relations differ by little, and KL by its square: float32 would cancel.
-        log_p_s = _log_softmax(R_s.double() / temperature, s.mask)
-        log_p_t = _log_softmax(R_t.double() / temperature, s.mask)
-        kl = (log_p_t.exp() * (log_p_t - log_p_s)).sum((1, 2))
-        losses = (temperature**2 * kl).to(R_s.dtype)
-        A = (log_p_s.exp() - log_p_t.exp()).to(R_s.dtype)
-        if s.mask is not None:
-            A = A.masked_fill_(~(s.mask[:, :, None] & s.mask[:, None, :]), 0)
-        k = torch.full_like(losses, temperature)
-        scale_of_R = torch.ones_like(losses)
+        return _Distances(losses, A, one / M, R_s, one)
+    # Softened relations differ by little, and KL by its square: float32 would cancel.
+    log_p_s = _log_softmax(R_s.double() / temperature, padding)
+    log_p_t = _log_softmax(R_t.double() / temperature, padding)
+    kl = (log_p_t.exp() * (log_p_t - log_p_s)).sum((1, 2))
+    A = (log_p_s.exp() - log_p_t.exp()).to(R_s.dtype)
+    if padding is not None:
+        A = A.masked_fill_(padding, 0)
+    return _Distances((temperature**2 * kl).to(R_s.dtype), A, one * temperature, R_s, one)
+
+
+def _distance_by_relations(
+    s: _Centred, t: _Centred, weight: Tensor, options: _Options, dx: Tensor | None
+) -> Tensor:
+    """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
+
+    ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i): alike rows
+    lose no digits, as Σ_j A_ij y_j would.
+    """
+    losses, A, k, R, scale = _distances(s, t, options, dx is not None)
     if dx is None:
         return losses
-
     row_sums = A.sum(-1)  # (G, N)
     left = 2 * weight * k[:, None] * s.derivative
     along = row_sums
     if s.normalized:
-        # H_i·y_i = Σ_j A_ij (R_ij − R_ii): constants that R_s lacks drop out.
-        own = scale_of_R[:, None] * R_s.diagonal(dim1=1, dim2=2)
-        across = scale_of_R[:, None] * (A * R_s).sum(-1) - own * row_sums
+        # H_i·y_i = Σ_j A_ij (R_ij − R_ii): constants that R lacks drop out.
+        diagonal = scale[:, None] * R.diagonal(dim1=1, dim2=2)
+        across = scale[:, None] * (A * R).sum(-1) - diagonal * row_sums
         along = s.along_rows(across, row_sums)
     A.diagonal(dim1=1, dim2=2).sub_(row_sums)
     A.mul_(left[..., None])
@@ -765,11 +769,10 @@ def _distance_by_relations(
     return losses
 
 
-def _log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+def _log_softmax(logits: Tensor, padding: Tensor | None) -> Tensor:
     """Log-probabilities of all (N, N) entries of a relation as one distribution; 0 at padding."""
-    if mask is None:
+    if padding is None:
         return logits.flatten(1).log_softmax(1).view_as(logits)
-    padding = ~(mask[:, :, None] & mask[:, None, :])
     logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
     return logits.flatten(1).log_softmax(1).view_as(logits).masked_fill(padding, 0)
 
