@@ -115,7 +115,7 @@ class Distiller(nn.Module):
         self._progress: float | None = None
         method.build(self._teacher_backbone, self._student_backbone)
         if isinstance(teacher, TeacherCache):
-            teacher.serve(method)
+            teacher.to(next(student.parameters()).device).serve(method)
         teacher.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
         method.to(device=next(student.parameters()).device, dtype=self._student_backbone.dtype)
