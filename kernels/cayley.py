@@ -2,24 +2,27 @@
 
 Newton's step S' = S + S R with R = I − (I − Q)S squares the residual, R' = R R, so one launch does
 both products, which don't depend on each other. A training step changes Q a little, and the last S
-is then a few steps away. What a matrix needs is decided on the device, by every program for
-itself, from the sums of squares that the programs of the launch before have left: the host starts
-the same launches every time, waits for nothing, and those of a finished matrix return at once.
+is then a few steps away. What a launch does with a matrix is decided on the device, by every
+program for itself, from the sums of squares that the programs of the launch before have left: the
+host starts the same launches every time and waits for nothing, and those of a finished matrix
+return at once. `cayley_step_kernel` is started often enough for a warm guess, and then
+`cayley_finish_kernel` once: a single program a matrix, which goes on in the same way until it is
+finished. Its time is that of one multiprocessor, and only a call whose Q has jumped takes it.
 
 Start. From a guess with ‖R‖₂ ≥ 1 the steps would diverge, so they go on only if one of them leaves
-‖R'‖ below 0.9 (all norms here are Frobenius norms unless marked). Else `cayley_start_kernel` begins
-again at S = (I − Q)ᵀ/b², b² = 1 + ‖Q‖²/2 >= ‖I − Q‖₂² since the eigenvalues of Q come in pairs ±iq.
-The eigenvalues of (I − Q)S then lie in [1/b², 1]: steps from there always converge. While the bound
-on the lowest one is small, a factor in front of S' makes a step worth two (the scaled iteration of
+‖R'‖ below 0.9 (all norms here are Frobenius norms unless marked). Else they begin again at
+S = (I − Q)ᵀ/b², b² = 1 + ‖Q‖²/2 >= ‖I − Q‖₂² since the eigenvalues of Q come in pairs ±iq. The
+eigenvalues of (I − Q)S then lie in [1/b², 1]: steps from there always converge. While the bound on
+the lowest one is small, a factor in front of S' makes a step worth two (the scaled iteration of
 Pan and Schreiber, SIAM J. Sci. Stat. Comput. 12, 1991), about log₄ b² + 5 steps in all.
 
 Rounding. R' = R R drifts away from the residual of S', by no more than rounding where R was below
-½ when it was measured, by a factor up to b² after a start. So `cayley_residual_kernel` measures it
-anew after every few steps, and a matrix is finished only by a step that follows a measured ‖R‖ < ½,
-or with a measured residual that is rounding itself: S then stays as it is, bit for bit, and a call
-with unchanged Q gives back its guess. Products are exact to about 2^-22 (tf32x3).
+½ when it was measured, by a factor up to b² after a start. So it is measured anew after every few
+steps, and a matrix is finished only by a step that follows a measured ‖R‖ < ½, or with a measured
+residual that is rounding itself: S then stays as it is, bit for bit, and a call with unchanged Q
+gives back its guess. Products are exact to about 2^-22 (tf32x3).
 
-What has not converged after all launches is NaN: a Q with NaN or inf, or one with ‖Q‖ beyond about
+What has not converged after all steps is NaN: a Q with NaN or inf, or one with ‖Q‖ beyond about
 1e5, where float32 has few digits of the inverse left.
 
 With n rows a matrix: 2t products of 2n³ operations for t steps, at least two products or 4n³
@@ -36,27 +39,36 @@ from torch import Tensor
 
 from fastkd.kernels.launch import operator
 
-# Steps after a measured residual, and how often it is measured: enough for ‖Q‖ up to 1e5. Each
-# further step in a row would let the drift grow by a factor of 2.
-STEPS = 6
-CYCLES = 4
+# Steps after a measured residual: each further one would let the drift grow by a factor of 2.
+STEPS = tl.constexpr(6)
 
-# The launches of a call; "measured" is a step that follows a measured residual.
-SCHEDULE = (
-    *("first", "measured", "start", *("step",) * (STEPS - 1)),
-    *("residual", "measured", *("step",) * (STEPS - 1)) * (CYCLES - 1),
-    *("residual", "measured"),
-)
+# Launches before the single program: a guess with ‖R‖ < 0.9 takes no more. Those of a matrix so
+# large that they cost nothing beside their products, or without a guess, are for ‖Q‖ up to 1e5.
+WARM_LAUNCHES = 11
+COLD_LAUNCHES = 31
+MANY_ROWS = 2048
+# Rounds of the single program.
+MOST_ROUNDS = tl.constexpr(40)
 
-# A matrix's state between launches: its phase, which of the two buffers holds S and R, a lower
-# bound on the eigenvalues of (I − Q)S (1 switches the factor off), ‖Q‖², the number of steps.
-STATE = tl.constexpr(5)
-UNSURE = tl.constexpr(0)  # the residual that is tracked may have drifted
-SURE = tl.constexpr(1)  # it was measured below ½
-RESTING = tl.constexpr(2)  # it is tiny if it has not drifted; to be measured
-DONE = tl.constexpr(3)
+# A matrix's state between launches, at first zeros: its phase, which of the two buffers holds S and
+# R, a lower bound on the eigenvalues of (I − Q)S, ‖Q‖², the steps taken, those since R was
+# measured, and whether S comes from a start and not from the guess.
+STATE = tl.constexpr(7)
+MEASURE = tl.constexpr(0)  # R is to be measured
+MEASURED = tl.constexpr(1)
+TRIED = tl.constexpr(2)  # a step has been taken from a guess with ‖R‖ of ½ or more
+UNSURE = tl.constexpr(3)  # the residual that is tracked may have drifted
+SURE = tl.constexpr(4)  # it was measured below ½
+DONE = tl.constexpr(5)
 
-# Sums of squares that a launch leaves for the next: of R, S and Q.
+# What a round does.
+NOTHING = tl.constexpr(0)
+RESIDUAL = tl.constexpr(1)
+START = tl.constexpr(2)
+STEP = tl.constexpr(3)
+LAST_STEP = tl.constexpr(4)
+
+# Sums of squares that a round leaves for the next: of R, S and Q.
 SUMS = tl.constexpr(3)
 # Rounding of a measured residual relative to ‖I − Q‖·‖S‖: several times what was seen, so that a
 # finished S is found to be finished again.
@@ -76,13 +88,6 @@ def blocks(n: int) -> dict[str, int]:
         "BLOCK_K": 32,
         "num_warps": 8 if block_m == 128 else 4,
     }
-
-
-@triton.jit
-def _tile(n, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row and column of a tile."""
-    across = tl.cdiv(n, BLOCK_N)
-    return tile // across * BLOCK_M, tile % across * BLOCK_N
 
 
 @triton.jit
@@ -149,214 +154,228 @@ def _total(partial_ptr, tiles):
 def _read(state_ptr):
     phase = tl.load(state_ptr).to(tl.int32)
     where = tl.load(state_ptr + 1).to(tl.int64)
-    return phase, where, tl.load(state_ptr + 2), tl.load(state_ptr + 3), tl.load(state_ptr + 4)
+    lowest, q_squares = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+    steps, since = tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    return phase, where, lowest, q_squares, steps, since, tl.load(state_ptr + 6)
 
 
 @triton.jit
-def _write(state_ptr, phase, where, lowest, q_squares, steps):
+def _write(state_ptr, state):
+    phase, where, lowest, q_squares, steps, since, started = state
     tl.store(state_ptr, phase.to(tl.float32))
     tl.store(state_ptr + 1, where.to(tl.float32))
     tl.store(state_ptr + 2, lowest)
     tl.store(state_ptr + 3, q_squares)
     tl.store(state_ptr + 4, steps)
+    tl.store(state_ptr + 5, since)
+    tl.store(state_ptr + 6, started)
 
 
-@triton.jit(do_not_specialize=["reads"])
-def cayley_residual_kernel(
-    q_ptr,  # (B, n, n)
-    guess_ptr,  # (B, n, n)
-    x_ptr,  # (2, 2, B, n, n): two buffers of S and R
-    state_ptr,  # (2, B, STATE): this launch reads one half and writes the other
-    partial_ptr,  # (2, B, SUMS, tiles): likewise
+@triton.jit
+def _decide(state, partial_ptr, tiles, n):
+    """What the round does, where S is, its factor and depth of product, and the state after it."""
+    phase, where, lowest, q_squares, steps, since, started = state
+    measured = phase == MEASURED
+    r_squares = tl.full((), 0.0, tl.float32)
+    s_squares = tl.full((), 0.0, tl.float32)
+    if (phase != DONE) & (phase != MEASURE):
+        r_squares = _total(partial_ptr, tiles)
+    if measured:
+        s_squares = _total(partial_ptr + tiles, tiles)
+        q_squares = _total(partial_ptr + 2 * tiles, tiles)
+
+    is_sure = (phase == SURE) | (measured & (r_squares < 0.25))
+    lowest = tl.where(is_sure | (started == 0.0), 1.0, lowest)  # 1 switches the factor off
+    rounding = (n + q_squares) * s_squares * ROUNDING * ROUNDING
+    stays = measured & is_sure & (r_squares <= rounding)
+    is_last = stays | (r_squares <= tl.sqrt(n + q_squares) * ROUNDING)
+    is_done = is_last & is_sure
+    starts = (phase == TRIED) & ~(r_squares < 0.81)  # NaN too
+    action = tl.where(is_last, LAST_STEP, STEP)
+    action = tl.where(starts, START, action)
+    action = tl.where(phase == MEASURE, RESIDUAL, action)
+    action = tl.where(phase == DONE, NOTHING, action)
+
+    lowest = tl.where(starts, 1.0 / (1.0 + 0.5 * q_squares), lowest)
+    after = lowest * (2.0 - lowest)
+    factor = tl.where(is_last, 1.0, 2.0 / (1.0 + tl.maximum(after, MARGIN)))
+    factor = tl.where(starts, lowest, factor)
+    depth = tl.where(stays, 0, n)
+
+    steps_on = action >= STEP
+    since = tl.where(steps_on & ~measured, since + 1.0, tl.where(action == NOTHING, since, 1.0))
+    tries = measured & ~is_sure & (started == 0.0)
+    next_phase = tl.where(is_sure, SURE, UNSURE)
+    next_phase = tl.where(tries, TRIED, next_phase)
+    next_phase = tl.where(~is_sure & ~tries & (since >= STEPS), MEASURE, next_phase)
+    next_phase = tl.where(is_last, tl.where(is_done, DONE, MEASURE), next_phase)
+    next_phase = tl.where(starts, UNSURE, next_phase)
+    next_phase = tl.where(phase == MEASURE, MEASURED, next_phase)
+    next_phase = tl.where(phase == DONE, DONE, next_phase)
+    to = tl.where(steps_on, 1 - where, where)
+    lowest = tl.where(steps_on, factor * after, lowest)
+    steps = steps + tl.where(steps_on & ~stays, 1.0, 0.0)
+    started = tl.where(starts, 1.0, started)
+    state = (next_phase, to, lowest, q_squares, steps, since, started)
+    return action, where, factor, depth, is_done, state
+
+
+@triton.jit
+def _round(
+    q_ptr,  # (n, n)
+    s_ptr,  # S of the buffer that holds it, with R ``to_r`` further on
+    next_ptr,  # S of the buffer that a step writes
+    out_ptr,  # (n, n)
+    partial_ptr,  # of this tile
+    to_r,
+    action,
+    factor,
+    depth,
+    is_done,
+    tile,
+    tiles,
     n,
-    reads,
-    FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """R = I − (I − Q)S. The first time S is the guess, which goes into a buffer too."""
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
-    matrix, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    area = tl.cast(n, tl.int64) * n
-    old_state = state_ptr + (reads * B + matrix) * STATE
-    new_state = state_ptr + ((1 - reads) * B + matrix) * STATE
-    partial_ptr += ((1 - reads) * B + matrix) * SUMS * tiles + tile
-    q_ptr += matrix * area
+    """One tile: of S if ``tile`` is below ``tiles``, else of R.
 
-    if FIRST:
-        phase = tl.full((), UNSURE, tl.int32)
-        where = tl.full((), 0, tl.int64)
-        lowest = tl.full((), 1.0, tl.float32)
-        q_squares = tl.full((), 0.0, tl.float32)
-        steps = tl.full((), 0.0, tl.float32)
-        s = guess_ptr + matrix * area
-    else:
-        phase, where, lowest, q_squares, steps = _read(old_state)
-        s = x_ptr + (where * 2 * B + matrix) * area
-
-    if phase != DONE:
-        phase = tl.full((), UNSURE, tl.int32)
-        row, column = _tile(n, tile, BLOCK_M, BLOCK_N)
-        product = _product(q_ptr, s, row, column, n, n, BLOCK_M, BLOCK_N, BLOCK_K)
-        offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
-        s_tile = tl.load(s + offsets, mask=inside, other=0.0)
+    RESIDUAL: R = I − S + Q S.  START, with f = 1/b²: S = f(I + Q), R = (1 − f)I + f Q Q.
+    STEP: S' = f(S + S R), R' = (1 − f)I + f R R.  LAST_STEP: S' alone, into ``out`` when done.
+    """
+    for_r = tile >= tiles
+    tile = tile % tiles
+    across = tl.cdiv(n, BLOCK_N)
+    row, column = tile // across * BLOCK_M, tile % across * BLOCK_N
+    offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
+    r_ptr = s_ptr + to_r
+    steps = action >= STEP
+    if (action == RESIDUAL) & (for_r == 0):
+        s_tile = tl.load(s_ptr + offsets, mask=inside, other=0.0)
         q_tile = tl.load(q_ptr + offsets, mask=inside, other=0.0)
-        r = identity - s_tile + product
-        tl.store(x_ptr + ((where * 2 + 1) * B + matrix) * area + offsets, r, mask=inside)
-        if FIRST:
-            tl.store(x_ptr + matrix * area + offsets, s_tile, mask=inside)
-        tl.store(partial_ptr, _sum_of_squares(r, inside))
-        tl.store(partial_ptr + tiles, _sum_of_squares(s_tile, inside))
-        tl.store(partial_ptr + 2 * tiles, _sum_of_squares(q_tile, inside))
-    if tile == 0:
-        _write(new_state, phase, where, lowest, q_squares, steps)
-
-
-@triton.jit(do_not_specialize=["reads"])
-def cayley_start_kernel(
-    q_ptr,  # (B, n, n)
-    x_ptr,  # (2, 2, B, n, n)
-    state_ptr,  # (2, B, STATE)
-    partial_ptr,  # (2, B, SUMS, tiles)
-    n,
-    reads,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Where the step from the guess has not left ‖R‖ < 0.9: S = (I + Q)/b² and its residual."""
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
-    matrix, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    area = tl.cast(n, tl.int64) * n
-    old_partial = partial_ptr + (reads * B + matrix) * SUMS * tiles
-    new_partial = partial_ptr + ((1 - reads) * B + matrix) * SUMS * tiles + tile
-    q_ptr += matrix * area
-
-    phase, where, lowest, q_squares, steps = _read(state_ptr + (reads * B + matrix) * STATE)
-    if phase <= SURE:
-        r_squares = _total(old_partial, tiles)
-        if r_squares < 0.81:
-            tl.store(new_partial, tl.load(old_partial + tile))
-        else:  # NaN too
-            phase = tl.full((), UNSURE, tl.int32)
-            lowest = 1.0 / (1.0 + 0.5 * q_squares)
-            row, column = _tile(n, tile, BLOCK_M, BLOCK_N)
-            product = _product(q_ptr, q_ptr, row, column, n, n, BLOCK_M, BLOCK_N, BLOCK_K)
-            offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
-            q_tile = tl.load(q_ptr + offsets, mask=inside, other=0.0)
-            r = (1.0 - lowest) * identity + lowest * product
-            s = x_ptr + (where * 2 * B + matrix) * area
-            tl.store(s + offsets, lowest * (identity + q_tile), mask=inside)
-            tl.store(s + B * area + offsets, r, mask=inside)
-            tl.store(new_partial, _sum_of_squares(r, inside))
-    if tile == 0:
-        new_state = state_ptr + ((1 - reads) * B + matrix) * STATE
-        _write(new_state, phase, where, lowest, q_squares, steps)
+        tl.store(partial_ptr + tiles + tile, _sum_of_squares(s_tile, inside))
+        tl.store(partial_ptr + 2 * tiles + tile, _sum_of_squares(q_tile, inside))
+    elif ~(for_r & (action == LAST_STEP)):
+        left = tl.where(steps, tl.where(for_r, r_ptr, s_ptr), q_ptr)
+        right = tl.where(steps, r_ptr, tl.where(action == RESIDUAL, s_ptr, q_ptr))
+        depth = tl.where((action == START) & (for_r == 0), 0, depth)
+        product = _product(left, right, row, column, n, depth, BLOCK_M, BLOCK_N, BLOCK_K)
+        # What is added to it: S or Q, and I.
+        added_ptr = tl.where(action == START, q_ptr, s_ptr)
+        added = tl.load(added_ptr + offsets, inside & ((for_r == 0) | (action == RESIDUAL)), 0.0)
+        ones = tl.where(for_r, 1.0 - factor, tl.where(action == START, factor, 0.0))
+        x = factor * (added + product) + ones * identity
+        if action == RESIDUAL:
+            x = identity - added + product
+        to = tl.where(steps, next_ptr, s_ptr) + tl.where(for_r, to_r, 0)
+        to = tl.where(is_done, out_ptr, to)
+        tl.store(to + offsets, x, mask=inside)
+        tl.store(partial_ptr + tile, _sum_of_squares(x, inside), mask=for_r)
 
 
 @triton.jit(do_not_specialize=["reads"])
 def cayley_step_kernel(
+    q_ptr,  # (B, n, n)
+    x_ptr,  # (2, 2, B, n, n): two buffers of S and R
+    out_ptr,  # (B, n, n)
+    state_ptr,  # (2, B, STATE): this launch reads one half and writes the other
+    partial_ptr,  # (2, B, SUMS, tiles): likewise
+    n,
+    reads,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One round: a program a tile, the first half of them for S and the second for R."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0) // 2
+    matrix, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    area = tl.cast(n, tl.int64) * n
+    old_partial = partial_ptr + (reads * B + matrix) * SUMS * tiles
+    new_partial = partial_ptr + ((1 - reads) * B + matrix) * SUMS * tiles
+    state = _read(state_ptr + (reads * B + matrix) * STATE)
+    action, where, factor, depth, is_done, state = _decide(state, old_partial, tiles, n)
+    if action != NOTHING:
+        s_ptr = x_ptr + (where * 2 * B + matrix) * area
+        next_ptr = x_ptr + ((1 - where) * 2 * B + matrix) * area
+        _round(
+            q_ptr + matrix * area, s_ptr, next_ptr, out_ptr + matrix * area, new_partial, B * area,
+            action, factor, depth, is_done, tile, tiles, n, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if tile == 0:
+        _write(state_ptr + ((1 - reads) * B + matrix) * STATE, state)
+
+
+@triton.jit(do_not_specialize=["tiles", "reads"])
+def cayley_finish_kernel(
+    q_ptr,  # (B, n, n)
     x_ptr,  # (2, 2, B, n, n)
     out_ptr,  # (B, n, n)
     state_ptr,  # (2, B, STATE)
     partial_ptr,  # (2, B, SUMS, tiles)
     n,
+    tiles,
     reads,
-    MEASURED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """S' = f(S + S R) in one half of the programs, R' = (1 − f)I + f R R in the other.
-
-    The last step, with f = 1 and no R', writes ``out``. MEASURED: R was measured.
-    """
-    tiles = tl.num_programs(0) // 2
-    tile = tl.program_id(0) % tiles
-    for_r = tl.program_id(0) >= tiles
-    matrix, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    """The rounds that are left, all tiles of a matrix in one program."""
+    matrix, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     area = tl.cast(n, tl.int64) * n
-    old_partial = partial_ptr + (reads * B + matrix) * SUMS * tiles
-    new_partial = partial_ptr + ((1 - reads) * B + matrix) * SUMS * tiles + tile
-    new_state = state_ptr + ((1 - reads) * B + matrix) * STATE
-
-    phase, where, lowest, q_squares, steps = _read(state_ptr + (reads * B + matrix) * STATE)
-    if phase <= SURE:
-        r_squares = _total(old_partial, tiles)
-        depth = n
-        if MEASURED:
-            s_squares = _total(old_partial + tiles, tiles)
-            q_squares = _total(old_partial + 2 * tiles, tiles)
-            is_sure = r_squares < 0.25
-            phase = tl.where(is_sure, SURE, UNSURE)
-            lowest = tl.where(is_sure, 1.0, lowest)
-            rounding = (n + q_squares) * s_squares * ROUNDING * ROUNDING
-            # S stays as it is.
-            depth = tl.where(is_sure & (r_squares <= rounding), 0, n)
-        is_last = (depth == 0) | (r_squares <= tl.sqrt(n + q_squares) * ROUNDING)
-        is_done = is_last & (phase == SURE)
-        after = lowest * (2.0 - lowest)
-        factor = tl.where(is_last, 1.0, 2.0 / (1.0 + tl.maximum(after, MARGIN)))
-        if tl.program_id(0) == 0:
-            phase = tl.where(is_done, DONE, tl.where(is_last, RESTING, phase))
-            steps += tl.where(depth == 0, 0.0, 1.0)
-            _write(new_state, phase, 1 - where, factor * after, q_squares, steps)
-
-        if not (for_r & is_last):
-            s = x_ptr + (where * 2 * B + matrix) * area
-            r = s + B * area
-            left = s + tl.where(for_r, B * area, 0)
-            row, column = _tile(n, tile, BLOCK_M, BLOCK_N)
-            product = _product(left, r, row, column, n, depth, BLOCK_M, BLOCK_N, BLOCK_K)
-            offsets, inside, identity = _inside(n, row, column, BLOCK_M, BLOCK_N)
-            s_tile = tl.load(s + offsets, mask=inside & (for_r == 0), other=0.0)
-            x = factor * (s_tile + product) + tl.where(for_r, 1.0 - factor, 0.0) * identity
-            if is_done:
-                tl.store(out_ptr + matrix * area + offsets, x, mask=inside)
-            else:
-                to = x_ptr + (((1 - where) * 2 + for_r.to(tl.int64)) * B + matrix) * area
-                tl.store(to + offsets, x, mask=inside)
-            tl.store(new_partial, _sum_of_squares(x, inside), mask=for_r)
-    elif tl.program_id(0) == 0:
-        _write(new_state, phase, where, lowest, q_squares, steps)
+    phase, where, lowest, q_squares, steps, since, started = _read(
+        state_ptr + (reads * B + matrix) * STATE
+    )
+    rounds = tl.full((), 0, tl.int32)
+    while (phase != DONE) & (rounds < MOST_ROUNDS):
+        old_partial = partial_ptr + (reads * B + matrix) * SUMS * tiles
+        new_partial = partial_ptr + ((1 - reads) * B + matrix) * SUMS * tiles
+        state = (phase, where, lowest, q_squares, steps, since, started)
+        action, now, factor, depth, is_done, state = _decide(state, old_partial, tiles, n)
+        s_ptr = x_ptr + (now * 2 * B + matrix) * area
+        next_ptr = x_ptr + ((1 - now) * 2 * B + matrix) * area
+        for tile in range(0, 2 * tiles):
+            _round(
+                q_ptr + matrix * area, s_ptr, next_ptr, out_ptr + matrix * area, new_partial,
+                B * area, action, factor, depth, is_done, tile, tiles, n,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        phase, where, lowest, q_squares, steps, since, started = state
+        reads = 1 - reads
+        rounds += 1
+        tl.debug_barrier()  # what some threads have written others read in the next round
+    _write(
+        state_ptr + (2 * B + matrix) * STATE,
+        (phase, where, lowest, q_squares, steps, since, started),
+    )
 
 
-def refine(skew: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+def refine(skew: Tensor, guess: Tensor, launches: int) -> tuple[Tensor, Tensor]:
     """(I − Q)⁻¹ (B, n, n) of skew-symmetric Q, and how many steps each took (B,), in float32.
 
     The guess (B, n, n) may be anything. NaN for a matrix that has NaN or inf in it or did not
-    converge. Sizes are filled up with rows of I to multiples of 16, for wide loads.
+    converge. Sizes are filled up with rows of I to multiples of 16, for wide loads. ``launches``
+    of many programs come before the single one.
     """
     B, size, _ = skew.shape
     missing = -size % 16
     if missing:
         skew, guess = (F.pad(matrix, (0, missing, 0, missing)) for matrix in (skew, guess))
         guess.diagonal(dim1=1, dim2=2)[:, size:] = 1
-    skew, guess = skew.contiguous(), guess.contiguous()
+    skew = skew.contiguous()
     n = size + missing
     config = blocks(n)
     tiles = triton.cdiv(n, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
     out = torch.full_like(skew, float("nan"))
     x = torch.empty(2, 2, B, n, n, dtype=torch.float32, device=skew.device)
-    state = torch.empty(2, B, STATE.value, dtype=torch.float32, device=skew.device)
+    x[0, 0] = guess
+    state = torch.zeros(3, B, STATE.value, dtype=torch.float32, device=skew.device)
     partial = torch.empty(2, B, SUMS.value, tiles, dtype=torch.float32, device=skew.device)
-
-    shared = (state, partial, n)
-    reads = 0
-    for name in SCHEDULE:
-        if name in ("first", "residual"):
-            cayley_residual_kernel[(tiles, B)](
-                skew, guess, x, *shared, reads, FIRST=name == "first", **config
-            )
-        elif name == "start":
-            cayley_start_kernel[(tiles, B)](skew, x, *shared, reads, **config)
-        else:
-            cayley_step_kernel[(2 * tiles, B)](
-                x, out, *shared, reads, MEASURED=name == "measured", **config
-            )
-        reads = 1 - reads
-    return out[:, :size, :size].contiguous(), state[reads, :, 4]
+    shared = (skew, x, out, state, partial, n)
+    for i in range(launches):
+        cayley_step_kernel[(2 * tiles, B)](*shared, i % 2, **config)
+    cayley_finish_kernel[(B,)](*shared, tiles, launches % 2, **config)
+    return out[:, :size, :size].contiguous(), state[2, :, 4]
 
 
 def _inverse_shapes(skew, guess):
@@ -366,7 +385,8 @@ def _inverse_shapes(skew, guess):
 @operator(_inverse_shapes)
 def cayley_inverse(skew: Tensor, guess: Tensor | None) -> Tensor:
     """(I − Q)⁻¹ (B, n, n), see `refine`; without a guess from I."""
+    n = skew.shape[-1]
+    is_cold = guess is None or n >= MANY_ROWS
     if guess is None:
-        n = skew.shape[-1]
         guess = torch.eye(n, dtype=skew.dtype, device=skew.device).expand_as(skew)
-    return refine(skew, guess)[0]
+    return refine(skew, guess, COLD_LAUNCHES if is_cold else WARM_LAUNCHES)[0]
