@@ -109,10 +109,15 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
 
-def check_positive_int(name: str, value: int) -> None:
-    """Raise unless ``value`` is an int of at least 1."""
+def check_int(name: str, value: int) -> None:
+    """Raise unless ``value`` is an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def check_positive_int(name: str, value: int) -> None:
+    """Raise unless ``value`` is an int of at least 1."""
+    check_int(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 

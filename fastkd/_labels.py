@@ -1,4 +1,6 @@
-"""Sums over the samples of a class, without asking the device how many classes there are."""
+"""Labels: which ones match, and sums over the samples of a class."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -23,3 +25,48 @@ def add_by_class(sums: Tensor, segments: Tensor, x: Tensor) -> Tensor:
     if x.is_cuda:
         return sums.index_put_((segments,), x, accumulate=True)
     return sums.index_add_(0, segments, x)
+
+
+def comparable(*labels: Tensor) -> list[Tensor]:
+    """Contiguous labels of one dtype, int64 or float64: comparing them neither rounds nor wraps."""
+    real = any(some.is_floating_point() for some in labels)
+    return [some.to(torch.float64 if real else torch.int64).contiguous() for some in labels]
+
+
+def label_ranges(
+    student: Tensor, teacher: Tensor, tolerance: float | None, ignore_index: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``low``, ``high`` (N,) and ``labels`` (M,): row i matches low_i <= labels_j <= high_i.
+
+    Without a tolerance ``high`` is None and stands for ``low``. A bank's label ``ignore_index``
+    matches nothing though it is in a range, and so does a NaN.
+    """
+    student, teacher = comparable(student, teacher)
+    if tolerance is None:
+        return student, None, teacher
+    low, high = (_real_range if student.is_floating_point() else _whole_range)(student, tolerance)
+    ignored = student == ignore_index  # a range that only holds what matches nothing
+    return low.masked_fill(ignored, ignore_index), high.masked_fill(ignored, ignore_index), teacher
+
+
+def _whole_range(labels: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The int64 within ``tolerance``, in three steps because it may be larger than any of them."""
+    least, greatest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    whole = min(math.floor(tolerance), greatest - least)
+    low = high = labels
+    for step in (whole // 3, whole // 3, whole - 2 * (whole // 3)):
+        low = torch.where(low < least + step, least, low - step)
+        high = torch.where(high > greatest - step, greatest, high + step)
+    return low, high
+
+
+def _real_range(labels: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The first and last float64 whose difference, as it is computed, is within ``tolerance``."""
+    ends = []
+    for sign in (-1, 1):
+        end = labels + sign * tolerance
+        outer = end.nextafter(torch.full_like(end, sign * torch.inf))
+        inner = end.nextafter(torch.full_like(end, -sign * torch.inf))
+        end = torch.where((end - labels).abs() <= tolerance, end, inner)
+        ends.append(torch.where((outer - labels).abs() <= tolerance, outer, end))
+    return ends[0], ends[1]

@@ -1,19 +1,19 @@
 """Intra-class KNN: search, loss and gradient without a matrix of all distances.
 
-Data path. `search_kernel` multiplies a tile of student rows with tile after tile of the bank and
-keeps, in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: the k it is asked
-for and at least seven more. With both sides sorted by label it finds by bisection where its labels
-begin and end in the bank, so that tiles of other labels cost nothing. Few rows against a large bank
-split the bank among programs. Rows so long and so few that one program would have all the work
-split the features instead: `product_kernel` then leaves partial products of at most 2^18 pairs.
-`settle_kernel` merges what the programs of one row found, compares the candidates by direct
+Data path. `knn_search_kernel` multiplies a tile of student rows with tile after tile of the bank
+and keeps, in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: the k it is
+asked for and at least seven more. Many rows against a large bank are sorted by label, both sides,
+so that tiles of other labels cost nothing; `knn_norm_kernel` then makes ‖t‖² once for all tiles.
+What a tile has to read is split among programs, whatever its labels leave of the bank. Rows so long
+and so few that one program would have all the work split the features instead: `knn_product_kernel`
+then leaves partial products of at most 2^18 pairs.
+`knn_settle_kernel` merges what the programs of one row found, compares the candidates by direct
 difference in float64, which neither underflows nor overflows, and leaves the loss, the neighbours
-and the factor of the gradient. The worst candidate's score bounds whatever the search rejected: if
-it is out of reach by more than rounding, as almost always, the choice is proven. Else the program
-compares whatever is within reach, and in a part of the bank where that fills the list of
+and the factor of the gradient. The proof in `fastkd._neighbours` says when that choice is exact, as
+almost always; else the program compares whatever is within reach, and where that fills a list of
 candidates, all rows of the label.
-`gradient_kernel` reads the row and its neighbours again and writes the gradient with the upstream
-gradient applied.
+`knn_gradient_kernel` reads the row and its neighbours again and writes the gradient with the
+upstream gradient applied.
 
 With s bytes an element: the bank is read once a tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
 most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
@@ -21,20 +21,20 @@ most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gr
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
 """
 
-import math
-
-import numpy
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastkd._dispatch import triton_interpreted
+from fastkd.kernels.launch import operator
 
-# Rows of the bank from which sorting by label (two launches) pays.
-ROWS_TO_SORT = 1024
-# Programs of the search that keep a large GPU busy: the bank or the features are split for them.
-PROGRAMS = 512
+# Rows of the student and of the bank from which sorting by label and norms beforehand pay.
+ROWS_TO_SORT = 65
+BANK_TO_SORT = 1024
+# Programs of the search that keep a large GPU busy, two for each of its 132 processors: the bank or
+# the features are split for them.
+PROGRAMS = 264
 # Most pairs whose products may lie in memory, and the features from which on that pays.
 PAIRS_IN_MEMORY = 2**18
 FEATURES_TO_SPLIT = 4096
@@ -57,33 +57,19 @@ def is_aligned(*sizes: int) -> bool:
     return not any(size % 16 for size in sizes)
 
 
-def blocks(
-    N: int,
-    k: int,
-    itemsize: int,
-    is_sorted: bool,
-    aligned: bool,
-    labels: torch.dtype,
-    has_tolerance: bool,
-) -> dict[str, int]:
+def search_blocks(k: int, itemsize: int, is_sorted: bool, aligned: bool) -> dict[str, int]:
     """Block sizes and warps of the search.
 
-    With up to 64 rows the bank's bandwidth decides, a bank that is not sorted is small: small tiles
-    make more programs. Beyond that tiles are as large as registers hold together with the
-    candidates: float32's products in three parts need most of them; labels of float64, differences
-    of int64 and addresses of rows that are not ``aligned`` are as bad. 128 bytes of features a
-    step, three steps in flight.
+    Sorted, tiles are as large as registers hold together with the candidates: float32's products in
+    three parts need most of them, addresses of rows that are not ``aligned`` even more. Else the
+    bandwidth of the bank decides: 32 rows read it once. 128 bytes of features a step, three steps
+    in flight.
     """
     many = keep(k) > 16
-    wide_labels = labels == torch.float64 or (labels == torch.int64 and has_tolerance)
-    if not is_sorted and itemsize == 2 and not many and not wide_labels:
-        block_n, block_m = 16, 64
-    elif N <= 64 or not (is_sorted and aligned) or wide_labels or (itemsize == 4 and many):
-        block_n, block_m = 32, 32
-    elif itemsize == 4:
-        block_n, block_m = 64 if has_tolerance else 128, 32
+    if is_sorted and aligned and not (many and itemsize == 4):
+        block_n, block_m = 64 if many else 128, 32 if itemsize == 4 else 64
     else:
-        block_n, block_m = 64 if many else 128, 64
+        block_n, block_m = 32, 32
     return {
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
@@ -100,7 +86,7 @@ def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
 
 def from_product_blocks() -> dict[str, int]:
     """Of the search among such products: small tiles, so that there are more programs."""
-    return {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 4}
+    return {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 8}
 
 
 @triton.jit
@@ -127,50 +113,10 @@ def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr)
 
 
 @triton.jit
-def _tolerance(labels, tolerance, rest):
-    """The tolerance in the type of the labels, from two numbers of 32 bits."""
-    if labels.dtype == tl.float64:
-        return tl.full((), tolerance, tl.float64) + tl.full((), rest, tl.float64)
-    elif labels.dtype == tl.int64:
-        return (tl.full((), tolerance, tl.int64) << 31) + rest
-    else:
-        return tolerance
-
-
-@triton.jit
-def _range(labels_ptr, lowest, highest, tolerance, start, stop, HAS_TOLERANCE: tl.constexpr):
-    """The part of start..stop of the sorted bank whose labels may match lowest..highest."""
-    first, last = start, stop
-    while first < last:
-        middle = (first + last) // 2
-        at = tl.load(labels_ptr + middle)
-        below = lowest - at > tolerance if HAS_TOLERANCE else at < lowest
-        first = tl.where(below, middle + 1, first)
-        last = tl.where(below, last, middle)
-    begin, last = first, stop
-    while first < last:
-        middle = (first + last) // 2
-        at = tl.load(labels_ptr + middle)
-        inside = at - highest <= tolerance if HAS_TOLERANCE else at <= highest
-        first = tl.where(inside, middle + 1, first)
-        last = tl.where(inside, last, middle)
-    return begin, first
-
-
-@triton.jit
-def _same(s_labels, t_labels, tolerance, HAS_TOLERANCE: tl.constexpr):
-    """Which labels match."""
-    if HAS_TOLERANCE:
-        return tl.abs(s_labels - t_labels) <= tolerance
-    else:
-        return s_labels == t_labels
-
-
-@triton.jit
-def _rows(order_ptr, position, there, SORTED: tl.constexpr):
+def _rows(order_ptr, position, mask, SORTED: tl.constexpr):
     """Row numbers of positions in the order of the labels."""
     if SORTED:
-        return tl.load(order_ptr + position, mask=there, other=0)
+        return tl.load(order_ptr + position, mask=mask, other=0)
     else:
         return position.to(tl.int64)
 
@@ -181,8 +127,8 @@ def _product(
     t_ptr,
     s_row,
     t_row,
-    s_there,
-    t_there,
+    s_mask,
+    t_mask,
     first,
     last,
     stride_s,
@@ -190,21 +136,22 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SQUARES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """s·t (BLOCK_N, BLOCK_M) and ‖t‖² (BLOCK_M,) over features first..last."""
+    """s·t (BLOCK_N, BLOCK_M) and, if SQUARES, ‖t‖² (BLOCK_M,) over features first..last."""
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(first, last, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         s = tl.load(
             s_ptr + s_row[:, None] * stride_s + d[None, :],
-            mask=s_there[:, None] & (d < last)[None, :],
+            mask=s_mask[:, None] & (d < last)[None, :],
             other=0.0,
         )
         t = tl.load(
             t_ptr + t_row[:, None] * stride_t + d[None, :],
-            mask=t_there[:, None] & (d < last)[None, :],
+            mask=t_mask[:, None] & (d < last)[None, :],
             other=0.0,
         )
         wide = t.to(tl.float32)
@@ -212,12 +159,36 @@ def _product(
             s, t = s.to(tl.float32), wide
         # A difference, as a sum would become the tensor core's own, which rounds more.
         product -= tl.dot(s, tl.trans(t), input_precision="tf32x3")
-        squares += tl.sum(wide * wide, axis=1)
+        if SQUARES:
+            squares += tl.sum(wide * wide, axis=1)
     return -product, squares
 
 
+@triton.jit(do_not_specialize=["M"])
+def knn_norm_kernel(
+    t_ptr,  # (M, D)
+    squares_ptr,  # (M,)
+    M,
+    D,
+    stride_t,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    j = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        t = tl.load(
+            t_ptr + j.to(tl.int64)[:, None] * stride_t + d[None, :],
+            mask=(j < M)[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        squares += tl.sum(t * t, axis=1)
+    tl.store(squares_ptr + j, squares, mask=j < M)
+
+
 @triton.jit(do_not_specialize=["N", "M"])
-def product_kernel(
+def knn_product_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
     product_ptr,  # (splits, N, M)
@@ -240,24 +211,25 @@ def product_kernel(
     last = tl.minimum(first + features, D)
     product, squares = _product(
         s_ptr, t_ptr, i.to(tl.int64), j.to(tl.int64), i < N, j < M, first, last,
-        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
+        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, True, WIDEN,
     )  # fmt: skip
-    out = (split * N + i[:, None]) * M + j[None, :]
-    tl.store(product_ptr + out, product, mask=(i < N)[:, None] & (j < M)[None, :])
+    offsets = (split * N + i[:, None]) * M + j[None, :]
+    tl.store(product_ptr + offsets, product, mask=(i < N)[:, None] & (j < M)[None, :])
     if tl.program_id(0) == 0:
         tl.store(squares_ptr + split * M + j, squares, mask=j < M)
 
 
-@triton.jit(do_not_specialize=["N", "M", "rows", "product_splits", "tolerance", "tolerance_rest"])
-def search_kernel(
+@triton.jit(do_not_specialize=["N", "M", "product_splits", "ignore_index"])
+def knn_search_kernel(
     s_ptr,  # (N, D), unless FROM_PRODUCTS
     t_ptr,  # (M, D)
-    s_labels_ptr,  # (N,), sorted if SORTED
-    t_labels_ptr,  # (M,)
+    low_ptr,  # (N,): the first label that a row compares with, or position if SORTED
+    high_ptr,  # (N,): the last label, or the position after the last
+    labels_ptr,  # (M,), sorted if SORTED
     s_order_ptr,  # (N,): row of each position, if SORTED
     t_order_ptr,  # (M,)
     product_ptr,  # (product_splits, N, M), if FROM_PRODUCTS
-    squares_ptr,  # (product_splits, M)
+    squares_ptr,  # (product_splits, M), or (M,) if SORTED
     score_ptr,  # (N, splits, KEEP): inf where there is no candidate
     candidate_ptr,  # (N, splits, KEEP): rows of the bank
     N,
@@ -265,11 +237,8 @@ def search_kernel(
     D,
     stride_s,
     stride_t,
-    rows,  # of the bank, for one split
     product_splits,
-    tolerance,
-    tolerance_rest,
-    HAS_TOLERANCE: tl.constexpr,
+    ignore_index,
     SORTED: tl.constexpr,
     FROM_PRODUCTS: tl.constexpr,
     KEEP: tl.constexpr,
@@ -279,63 +248,69 @@ def search_kernel(
     WIDEN: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    s_there = i < N
-    s_labels = tl.load(s_labels_ptr + i, mask=s_there, other=0)
-    s_row = _rows(s_order_ptr, i, s_there, SORTED)
-    slack = _tolerance(s_labels, tolerance, tolerance_rest)
+    s_mask = i < N
+    s_row = _rows(s_order_ptr, i, s_mask, SORTED)
+    low = tl.load(low_ptr + s_row, mask=s_mask, other=0)
+    high = tl.load(high_ptr + s_row, mask=s_mask, other=0)
 
-    start = tl.program_id(1) * rows
-    stop = tl.minimum(start + rows, M)
+    # The part of the bank for these rows, shared out among the splits.
+    begin, end = 0, M
     if SORTED:
-        # NaNs come last and match nothing.
-        real = s_there & (s_labels == s_labels)
-        anything = tl.max(s_labels, axis=0)
-        lowest = tl.min(tl.where(real, s_labels, anything), axis=0)
-        least = tl.min(s_labels, axis=0)
-        highest = tl.max(tl.where(real, s_labels, least), axis=0)
-        start, stop = _range(t_labels_ptr, lowest, highest, slack, start, stop, HAS_TOLERANCE)
+        compares = s_mask & (low < high)
+        begin = tl.min(tl.where(compares, low, M), axis=0)
+        end = tl.max(tl.where(compares, high, 0), axis=0)
+    share = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCK_M) * BLOCK_M
+    start = begin + tl.program_id(1) * share
+    stop = tl.minimum(start + share, end)
 
     best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
     for first in range(start, stop, BLOCK_M):
         j = first + tl.arange(0, BLOCK_M)
-        t_there = j < stop
+        t_mask = j < stop
         if FROM_PRODUCTS:
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             squares = tl.zeros((BLOCK_M,), tl.float32)
             for split in range(0, product_splits):
-                at = (split * N + i[:, None]) * M + j[None, :]
+                offsets = (split * N + i[:, None]) * M + j[None, :]
                 product += tl.load(
-                    product_ptr + at, mask=s_there[:, None] & t_there[None, :], other=0.0
+                    product_ptr + offsets, mask=s_mask[:, None] & t_mask[None, :], other=0.0
                 )
-                squares += tl.load(squares_ptr + split * M + j, mask=t_there, other=0.0)
+                squares += tl.load(squares_ptr + split * M + j, mask=t_mask, other=0.0)
         else:
-            t_row = _rows(t_order_ptr, j, t_there, SORTED)
+            t_row = _rows(t_order_ptr, j, t_mask, SORTED)
             product, squares = _product(
-                s_ptr, t_ptr, s_row, t_row, s_there, t_there, 0, D, stride_s, stride_t,
-                BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
+                s_ptr, t_ptr, s_row, t_row, s_mask, t_mask, 0, D, stride_s, stride_t,
+                BLOCK_N, BLOCK_M, BLOCK_D, not SORTED, WIDEN,
             )  # fmt: skip
+            if SORTED:
+                squares = tl.load(squares_ptr + t_row, mask=t_mask, other=0.0)
         score = squares[None, :] - 2.0 * product  # (BLOCK_N, BLOCK_M)
         # What overflows stays a candidate; a row of the bank with a NaN or inf becomes the first,
         # so that it can't hide. Direct differences tell which is which.
         score = tl.where(score < FAR, score, FAR)
         score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
-        t_labels = tl.load(t_labels_ptr + j, mask=t_there, other=0)
-        same = _same(s_labels[:, None], t_labels[None, :], slack, HAS_TOLERANCE)
-        same = same & s_there[:, None] & t_there[None, :]
+        labels = tl.load(labels_ptr + j, mask=t_mask, other=0)
+        t_mask = t_mask & (labels != ignore_index)
+        if SORTED:
+            t_mask = t_mask & (labels == labels)  # NaNs come last, behind inf
+            same = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+        else:
+            same = (labels[None, :] >= low[:, None]) & (labels[None, :] <= high[:, None])
+            same = same & s_mask[:, None]
+        same = same & t_mask[None, :]
         score = tl.where(same, score, float("inf"))
         best, chosen = _insert(score, first, best, chosen, BLOCK_M, KEEP)
 
-    found = (best < float("inf")) & s_there[:, None]
-    candidate = _rows(t_order_ptr, chosen, found, SORTED)
+    candidate = _rows(t_order_ptr, chosen, (best < float("inf")) & s_mask[:, None], SORTED)
     slot = tl.arange(0, KEEP)[None, :]
-    out = (s_row[:, None] * tl.num_programs(1) + tl.program_id(1)) * KEEP + slot
-    tl.store(score_ptr + out, best, mask=s_there[:, None])
-    tl.store(candidate_ptr + out, candidate.to(tl.int32), mask=s_there[:, None])
+    offsets = (s_row[:, None] * tl.num_programs(1) + tl.program_id(1)) * KEEP + slot
+    tl.store(score_ptr + offsets, best, mask=s_mask[:, None])
+    tl.store(candidate_ptr + offsets, candidate.to(tl.int32), mask=s_mask[:, None])
 
 
 @triton.jit
-def _distances(s_ptr, t_ptr, t_row, there, D, stride_t, BLOCK_D: tl.constexpr):
+def _distances(s_ptr, t_ptr, t_row, mask, D, stride_t, BLOCK_D: tl.constexpr):
     """‖s - t‖² of some rows of the bank: finite, as float64 holds any, unless s or t are not.
 
     Equal rows get equal bits.
@@ -346,7 +321,7 @@ def _distances(s_ptr, t_ptr, t_row, there, D, stride_t, BLOCK_D: tl.constexpr):
         d = first + tl.arange(0, BLOCK_D)
         s = tl.load(s_ptr + d, mask=d < D, other=0.0).to(tl.float64)
         t = tl.load(
-            t_ptr + t_start[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+            t_ptr + t_start[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0
         )  # (rows, BLOCK_D)
         difference = s[None, :] - t.to(tl.float64)
         distance += tl.sum(difference * difference, axis=1)
@@ -398,15 +373,17 @@ def _choose(distance, chosen, nearest_ptr, row, k):
     return total, least
 
 
-@triton.jit(do_not_specialize=["M", "k", "rows", "splits", "tolerance", "tolerance_rest"])
-def settle_kernel(
+@triton.jit(do_not_specialize=["M", "k", "splits", "ignore_index"])
+def knn_settle_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
-    s_labels_ptr,  # (N,), as the student's rows lie
-    t_labels_ptr,  # (M,), sorted if SORTED
-    t_order_ptr,  # (M,): row of each position, if SORTED
+    low_ptr,  # (N,), as in `knn_search_kernel`
+    high_ptr,  # (N,)
+    labels_ptr,  # (M,)
+    t_order_ptr,  # (M,)
     score_ptr,  # (N, splits, KEEP)
     candidate_ptr,  # (N, splits, KEEP)
+    count_ptr,  # (): the losses are divided by it, if at least one; or None
     loss_ptr,  # (N,)
     factor_ptr,  # (N,): of Σ_k (student - neighbour_k) in the gradient
     nearest_ptr,  # (N, k): rows of the bank, -1 where there is none
@@ -415,13 +392,10 @@ def settle_kernel(
     k,
     stride_s,
     stride_t,
-    rows,  # of the bank, for one split
     splits,
-    tolerance,
-    tolerance_rest,
+    ignore_index,
     rounding,  # see `score_rounding`
-    scale,
-    HAS_TOLERANCE: tl.constexpr,
+    scale,  # 1 / D
     SORTED: tl.constexpr,
     KEEP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -435,23 +409,21 @@ def settle_kernel(
     best = tl.full((1, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((1, KEEP), tl.int32)
     for first in range(0, candidates, WIDTH):
-        at = first + tl.arange(0, WIDTH)
-        score = tl.load(score_ptr + at, mask=at < candidates, other=float("inf"))
+        offsets = first + tl.arange(0, WIDTH)
+        score = tl.load(score_ptr + offsets, mask=offsets < candidates, other=float("inf"))
         best, chosen = _insert(score[None, :], first, best, chosen, WIDTH, KEEP)
     best = tl.reshape(best, (KEEP,))
-    found = best < float("inf")
-    chosen = tl.reshape(chosen, (KEEP,))
-    chosen = tl.load(candidate_ptr + chosen, mask=found, other=0)
+    mask = best < float("inf")
+    chosen = tl.load(candidate_ptr + tl.reshape(chosen, (KEEP,)), mask=mask, other=0)
 
     s_ptr += row * stride_s
-    distance = _distances(s_ptr, t_ptr, chosen, found, D, stride_t, BLOCK_D)
+    distance = _distances(s_ptr, t_ptr, chosen, mask, D, stride_t, BLOCK_D)
     finite = distance < float("inf")
-    broken = tl.max((found & ~finite).to(tl.int32), axis=0)
-    distance = tl.where(found & finite, distance, float("inf"))
+    broken = tl.max((mask & ~finite).to(tl.int32), axis=0)
+    distance = tl.where(mask & finite, distance, float("inf"))
     total, kth = _choose(distance, chosen, nearest_ptr, row, k)
 
-    # A row at least as near as the k-th has ‖t‖ ≤ reach, and so no score above the limit; underflow
-    # costs each feature less than 2^-122. What overflows proves nothing.
+    # The proof of `fastkd._neighbours`; what overflows proves nothing.
     square = _squared_norm(s_ptr, D, BLOCK_D)
     norm = tl.sqrt(square.to(tl.float32))
     reach = norm + tl.sqrt(kth.to(tl.float32))
@@ -460,46 +432,46 @@ def settle_kernel(
     limit = tl.where(size < FAR, limit, float("inf"))
     rejected = tl.max(best, axis=0)  # nothing that is not among the candidates scores less
     if (broken == 0) & (rejected < float("inf")) & (rejected <= limit):
-        s_label = tl.load(s_labels_ptr + row)
-        slack = _tolerance(s_label, tolerance, tolerance_rest)
-        nearest = tl.full((KEEP,), float("inf"), tl.float64)
-        chosen = LAST - slot  # distinct, and higher than any row
+        # What is within reach is in the splits' lists, unless one is full of it.
+        full = 0
         for split in range(0, splits):
             score = tl.load(score_ptr + split * KEEP + slot)
-            start = split * rows
-            stop = tl.minimum(start + rows, M)
-            # What is in reach is in the list of the split, unless the list is full of it.
-            is_listed = tl.max(score, axis=0) > limit
-            if is_listed:
-                stop = tl.where(tl.min(score, axis=0) <= limit, start + 1, start)
-            elif SORTED:
-                start, stop = _range(
-                    t_labels_ptr, s_label, s_label, slack, start, stop, HAS_TOLERANCE
-                )
-            for first in range(start, stop, KEEP):
-                j = first + slot
-                there = j < stop
+            full = tl.maximum(full, (tl.max(score, axis=0) <= limit).to(tl.int32))
+        low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
+        begin, end = 0, M
+        if SORTED:
+            begin, end = low, high
+        nearest = tl.full((KEEP,), float("inf"), tl.float64)
+        chosen = LAST - slot  # distinct, and higher than any row
+        steps = tl.where(full > 0, tl.cdiv(end - begin, KEEP), splits)
+        for step in range(0, steps):
+            if full > 0:
+                j = begin + step * KEEP + slot
+                labels = tl.load(labels_ptr + j, mask=j < end, other=0)
+                mask = (j < end) & (labels != ignore_index) & (labels == labels)
                 if not SORTED:
-                    t_labels = tl.load(t_labels_ptr + j, mask=there, other=0)
-                    there = there & _same(s_label, t_labels, slack, HAS_TOLERANCE)
-                t_row = _rows(t_order_ptr, j, there, SORTED).to(tl.int32)
-                if is_listed:
-                    there = score <= limit
-                    t_row = tl.load(candidate_ptr + split * KEEP + slot, mask=there, other=0)
-                distance = _distances(s_ptr, t_ptr, t_row, there, D, stride_t, BLOCK_D)
-                finite = distance < float("inf")
-                broken = tl.maximum(broken, tl.max((there & ~finite).to(tl.int32), axis=0))
-                distance = tl.where(there & finite, distance, float("inf"))
-                nearest, chosen = _insert_exact(distance, t_row, nearest, chosen)
+                    mask = mask & (labels >= low) & (labels <= high)
+                t_row = _rows(t_order_ptr, j, mask, SORTED).to(tl.int32)
+            else:
+                mask = tl.load(score_ptr + step * KEEP + slot) <= limit
+                t_row = tl.load(candidate_ptr + step * KEEP + slot, mask=mask, other=0)
+            distance = _distances(s_ptr, t_ptr, t_row, mask, D, stride_t, BLOCK_D)
+            finite = distance < float("inf")
+            broken = tl.maximum(broken, tl.max((mask & ~finite).to(tl.int32), axis=0))
+            distance = tl.where(mask & finite, distance, float("inf"))
+            nearest, chosen = _insert_exact(distance, t_row, nearest, chosen)
         total, kth = _choose(nearest, chosen, nearest_ptr, row, k)
 
+    if count_ptr is not None:
+        scale /= tl.maximum(tl.load(count_ptr), 1).to(tl.float32)
     nan = tl.where(broken > 0, float("nan"), 0.0)
-    tl.store(loss_ptr + row, (total * (scale / D)).to(tl.float32) + nan)
-    tl.store(factor_ptr + row, 2.0 * scale / D + nan)
+    # Not divided in float64: that is a function call, with registers kept in memory.
+    tl.store(loss_ptr + row, (total * scale).to(tl.float32) + nan)
+    tl.store(factor_ptr + row, 2.0 * scale + nan)
 
 
 @triton.jit(do_not_specialize=["k", "stride_dloss"])
-def gradient_kernel(
+def knn_gradient_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
     nearest_ptr,  # (N, k)
@@ -519,152 +491,174 @@ def gradient_kernel(
     total = tl.zeros((BLOCK_D,), tl.float32)
     for n in range(0, k):
         neighbour = tl.load(nearest_ptr + row * k + n).to(tl.int64)
-        there = (d < D) & (neighbour >= 0)
-        t = tl.load(t_ptr + neighbour * stride_t + d, mask=there, other=0.0).to(tl.float32)
+        mask = (d < D) & (neighbour >= 0)
+        t = tl.load(t_ptr + neighbour * stride_t + d, mask=mask, other=0.0).to(tl.float32)
         total += tl.where(neighbour >= 0, s - t, 0.0)
     scale = tl.load(factor_ptr + row) * tl.load(dloss_ptr + row * stride_dloss)
     tl.store(dx_ptr + row * D + d, total * scale, mask=d < D)
 
 
-def knn(
+def _forward_shapes(student, teacher, low, high, labels, count, k, ignore_index):
+    losses = student.new_empty(student.shape[0], dtype=torch.float32)
+    nearest = losses.new_empty(student.shape[0], k, dtype=torch.int32)
+    return losses, torch.empty_like(losses), nearest
+
+
+@operator(_forward_shapes)
+def knn_forward(
     student: Tensor,
     teacher: Tensor,
-    student_labels: Tensor,
-    teacher_labels: Tensor | None,
+    low: Tensor,
+    high: Tensor | None,
+    labels: Tensor,
+    count: Tensor | None,
     k: int,
-    tolerance: float | None,
-    scale: float,
+    ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """scale · loss of each row (N,), the gradient's factors (N,) and the neighbours (N, k).
+    """Loss of each row (N,), the gradient's factors (N,) and the neighbours (N, k).
 
-    Rows (N, D) and (M, D) with stride 1 along D; labels of one type (float16 and bool have
-    become others), ``teacher_labels`` None where they are the student's.
+    Rows (N, D) and (M, D) with stride 1 along D. ``low``, ``high``, ``labels`` as
+    `fastkd._labels.label_ranges` makes them; losses and factors are divided by ``count``, if given.
     """
-    student_labels = _comparable(student_labels, tolerance)
-    teacher_labels = None if teacher_labels is None else _comparable(teacher_labels, tolerance)
     N, D = student.shape
     M = teacher.shape[0]
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
-    is_sorted = M >= ROWS_TO_SORT and not from_products
-    labels = student_labels
-    student_order = teacher_order = None
+    is_sorted = N >= ROWS_TO_SORT and M >= BANK_TO_SORT and not from_products
+    high = low if high is None else high
+    s_order = t_order = product = squares = None
+    features, product_splits = D, 0
     if is_sorted:
-        student_labels, student_order = labels.sort(stable=True)
-        if teacher_labels is None:
-            teacher_order = student_order
-        else:
-            teacher_labels, teacher_order = teacher_labels.sort(stable=True)
-    if teacher_labels is None:
-        teacher_labels = student_labels
+        low, high, labels, s_order, t_order = _sort(low, high, labels)
+        squares = _norms(teacher)
+    elif from_products:
+        product, squares, features = _products(student, teacher)
+        product_splits = len(product)
+    ranges = low, high, labels
+    score, candidate = _search(
+        student, teacher, ranges, s_order, t_order, product, squares, k, ignore_index
+    )
 
-    itemsize = student.element_size()
-    sizes = (D, student.stride(0), teacher.stride(0))
-    aligned = is_aligned(*sizes)
-    if from_products:
-        config = from_product_blocks() | {"WIDEN": False}
-    else:
-        config = blocks(N, k, itemsize, is_sorted, aligned, labels.dtype, tolerance is not None)
-        config |= {"WIDEN": _widens(student.dtype)}
-    tiles = triton.cdiv(N, config["BLOCK_N"])
     new = {"dtype": torch.float32, "device": student.device}
-    with torch.cuda.device_of(student):
-        product = squares = None
-        product_splits, features = 0, D
-        if from_products:
-            product_config = product_blocks(itemsize, aligned)
-            grid = (
-                triton.cdiv(N, product_config["BLOCK_N"]),
-                triton.cdiv(M, product_config["BLOCK_M"]),
-            )
-            features = max(1024, triton.cdiv(D * grid[0] * grid[1], 64 * PROGRAMS) * 64)
-            product_splits = triton.cdiv(D, features)
-            product = torch.empty(product_splits, N, M, **new)
-            squares = torch.empty(product_splits, M, **new)
-            product_kernel[(*grid, product_splits)](
-                student,
-                teacher,
-                product,
-                squares,
-                N,
-                M,
-                *sizes,
-                features,
-                WIDEN=_widens(student.dtype),
-                **product_config,
-            )
-
-        splits = max(min(PROGRAMS // tiles, triton.cdiv(M, config["BLOCK_M"])), 1)
-        rows = triton.cdiv(M, splits * config["BLOCK_M"]) * config["BLOCK_M"]
-        splits = triton.cdiv(M, rows)
-        label_tolerance = _tolerance_parts(tolerance, labels)
-        score = torch.empty(N, splits, keep(k), **new)
-        candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
-        search_kernel[(tiles, splits)](
-            *((None, None) if from_products else (student, teacher)),
-            student_labels,
-            teacher_labels,
-            student_order,
-            teacher_order,
-            product,
-            squares,
-            score,
-            candidate,
-            N,
-            M,
-            *((None, None, None) if from_products else sizes),
-            rows,
-            product_splits,
-            *label_tolerance,
-            HAS_TOLERANCE=tolerance is not None,
-            SORTED=is_sorted,
-            FROM_PRODUCTS=from_products,
-            KEEP=keep(k),
-            **config,
-        )
-
-        loss, factor = torch.empty(N, **new), torch.empty(N, **new)
-        nearest = torch.empty(N, k, dtype=torch.int32, device=student.device)
-        settle_kernel[(N,)](
-            student,
-            teacher,
-            labels,
-            teacher_labels,
-            teacher_order,
-            score,
-            candidate,
-            loss,
-            factor,
-            nearest,
-            M,
-            D,
-            k,
-            student.stride(0),
-            teacher.stride(0),
-            rows,
-            splits,
-            *label_tolerance,
-            score_rounding(features, product_splits, itemsize),
-            scale,
-            HAS_TOLERANCE=tolerance is not None,
-            SORTED=is_sorted,
-            **settle_blocks(k, aligned),
-        )
+    loss, factor = torch.empty(N, **new), torch.empty(N, **new)
+    nearest = torch.empty(N, k, dtype=torch.int32, device=student.device)
+    sizes = (D, student.stride(0), teacher.stride(0))
+    knn_settle_kernel[(N,)](
+        student,
+        teacher,
+        *ranges,
+        t_order,
+        score,
+        candidate,
+        count,
+        loss,
+        factor,
+        nearest,
+        M,
+        D,
+        k,
+        *sizes[1:],
+        score.shape[1],
+        ignore_index,
+        score_rounding(features, product_splits, student.element_size()),
+        1 / D,
+        SORTED=is_sorted,
+        **settle_blocks(k, is_aligned(*sizes)),
+    )
     return loss, factor, nearest
 
 
-def _comparable(labels: Tensor, tolerance: float | None) -> Tensor:
-    """Labels in few types, for few compiled forms; differences of float32 stay in it."""
-    if not labels.is_floating_point():
-        return labels.to(torch.int64)
-    return labels.to(torch.float64) if tolerance is None else labels
+def _sort(low: Tensor, high: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Positions in the sorted bank that each row compares with, its labels, and both orders."""
+    ordered, t_order = labels.sort(stable=True)
+    bounds = ordered
+    if ordered.is_floating_point():  # a search among NaNs would go astray
+        bounds = ordered.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    first = torch.searchsorted(bounds, low, out_int32=True)
+    last = torch.searchsorted(bounds, high, right=True, out_int32=True)
+    return first, last, ordered, first.argsort(stable=True), t_order
 
 
-def _tolerance_parts(tolerance: float | None, labels: Tensor) -> tuple[float, float]:
-    """A tolerance in two numbers of 32 bits: two integers for integer labels, or two float32."""
-    if not labels.is_floating_point():
-        return divmod(0 if tolerance is None else min(math.floor(tolerance), 2**62 - 1), 2**31)
-    high = 0.0 if tolerance is None else float(numpy.float32(tolerance))
-    return high, 0.0 if tolerance is None else tolerance - high
+def _norms(teacher: Tensor) -> Tensor:
+    """‖t‖² of each row (M,)."""
+    M, D = teacher.shape
+    squares = torch.empty(M, dtype=torch.float32, device=teacher.device)
+    config = norm_blocks(teacher.element_size())
+    knn_norm_kernel[(triton.cdiv(M, config["BLOCK_M"]),)](
+        teacher, squares, M, D, teacher.stride(0), **config
+    )
+    return squares
+
+
+def _products(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, int]:
+    """s·t (splits, N, M) and ‖t‖² (splits, M) over parts of the features, and the parts' size."""
+    (N, D), M = student.shape, teacher.shape[0]
+    sizes = (D, student.stride(0), teacher.stride(0))
+    config = product_blocks(student.element_size(), is_aligned(*sizes))
+    tiles = triton.cdiv(N, config["BLOCK_N"]), triton.cdiv(M, config["BLOCK_M"])
+    features = max(1024, triton.cdiv(D * tiles[0] * tiles[1], 64 * PROGRAMS) * 64)
+    splits = triton.cdiv(D, features)
+    product = torch.empty(splits, N, M, dtype=torch.float32, device=student.device)
+    squares = torch.empty(splits, M, dtype=torch.float32, device=student.device)
+    knn_product_kernel[(*tiles, splits)](
+        student,
+        teacher,
+        product,
+        squares,
+        N,
+        M,
+        *sizes,
+        features,
+        WIDEN=_widens(student.dtype),
+        **config,
+    )
+    return product, squares, features
+
+
+def _search(
+    student: Tensor,
+    teacher: Tensor,
+    ranges: tuple[Tensor, Tensor, Tensor],
+    s_order: Tensor | None,
+    t_order: Tensor | None,
+    product: Tensor | None,
+    squares: Tensor | None,
+    k: int,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """Scores and rows of the candidates (N, splits, KEEP)."""
+    (N, D), M = student.shape, teacher.shape[0]
+    from_products, is_sorted = product is not None, s_order is not None
+    sizes = (D, student.stride(0), teacher.stride(0))
+    if from_products:
+        config = from_product_blocks() | {"WIDEN": False}
+    else:
+        config = search_blocks(k, student.element_size(), is_sorted, is_aligned(*sizes))
+        config |= {"WIDEN": _widens(student.dtype)}
+    tiles = triton.cdiv(N, config["BLOCK_N"])
+    splits = max(min(triton.cdiv(PROGRAMS, tiles), triton.cdiv(M, config["BLOCK_M"])), 1)
+    score = torch.empty(N, splits, keep(k), dtype=torch.float32, device=student.device)
+    candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
+    rows = (None, None) if from_products else (student, teacher)
+    knn_search_kernel[(tiles, splits)](
+        *rows,
+        *ranges,
+        s_order,
+        t_order,
+        product,
+        squares,
+        score,
+        candidate,
+        N,
+        M,
+        *((None, None, None) if from_products else sizes),
+        0 if product is None else len(product),
+        ignore_index,
+        SORTED=is_sorted,
+        FROM_PRODUCTS=from_products,
+        KEEP=keep(k),
+        **config,
+    )
+    return score, candidate
 
 
 def _widens(dtype: torch.dtype) -> bool:
@@ -673,7 +667,7 @@ def _widens(dtype: torch.dtype) -> bool:
 
 
 def score_rounding(features: int, splits: int, itemsize: int) -> float:
-    """c such that a computed ‖t‖² - 2 s·t errs by no more than c·‖t‖·(2‖s‖ + ‖t‖).
+    """ρ of the proof in `fastkd._neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
 
     Every step of at most 64 features is added up from zero. For 2-byte inputs products are exact,
     and the tensor cores (sm_80 and later) add 4 to 16 of them to the sum, each cut at 2^-24 of the
@@ -687,55 +681,49 @@ def score_rounding(features: int, splits: int, itemsize: int) -> float:
     return (terms + splits + 8) * 2.0**-23
 
 
+def norm_blocks(itemsize: int) -> dict[str, int]:
+    """Of ‖t‖²: 16 bytes a thread, eight rows a program."""
+    return {"BLOCK_M": 8, "BLOCK_D": 256 * 2 // itemsize, "num_warps": 4}
+
+
 def settle_blocks(k: int, aligned: bool) -> dict[str, int]:
-    """Candidates merged at a time, and features of a tile: 16 differences a thread.
+    """Candidates merged at a time, and features of a tile: 8 or 16 differences a thread.
 
-    In float64 each is two registers, and these sizes spill none; four where each has an address.
+    In float64 each is two registers, more where each has an address; these sizes spill none.
     """
-    tile = 8192 if aligned else 2048
-    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 16}
+    tile = 2048 if aligned and keep(k) <= 16 else 1024
+    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 4}
 
 
-def knn_gradient(
+def _backward_shapes(student, teacher, nearest, factor, dloss):
+    return student.new_empty(student.shape)
+
+
+@operator(_backward_shapes)
+def knn_backward(
     student: Tensor, teacher: Tensor, nearest: Tensor, factor: Tensor, dloss: Tensor
 ) -> Tensor:
     """Gradient (N, D) for the upstream gradient of the losses (N,)."""
     N, D = student.shape
     dx = torch.empty(N, D, dtype=student.dtype, device=student.device)
     config = gradient_blocks()
-    with torch.cuda.device_of(student):
-        gradient_kernel[(N, triton.cdiv(D, config["BLOCK_D"]))](
-            student,
-            teacher,
-            nearest,
-            factor,
-            dloss,
-            dx,
-            D,
-            nearest.shape[1],
-            student.stride(0),
-            teacher.stride(0),
-            dloss.stride(0),
-            **config,
-        )
+    knn_gradient_kernel[(N, triton.cdiv(D, config["BLOCK_D"]))](
+        student,
+        teacher,
+        nearest,
+        factor,
+        dloss,
+        dx,
+        D,
+        nearest.shape[1],
+        student.stride(0),
+        teacher.stride(0),
+        dloss.stride(0),
+        **config,
+    )
     return dx
 
 
 def gradient_blocks() -> dict[str, int]:
     """Eight elements a thread: a row of 768 or 1024 is one program's."""
     return {"BLOCK_D": 1024, "num_warps": 4}
-
-
-knn_op = torch.library.custom_op("fastkd::knn", knn, mutates_args=())
-knn_gradient_op = torch.library.custom_op("fastkd::knn_gradient", knn_gradient, mutates_args=())
-
-
-@knn_op.register_fake
-def _(student, teacher, student_labels, teacher_labels, k, tolerance, scale):
-    rows = student.new_empty(student.shape[0], dtype=torch.float32)
-    return rows, torch.empty_like(rows), rows.new_empty(student.shape[0], k, dtype=torch.int32)
-
-
-@knn_gradient_op.register_fake
-def _(student, teacher, nearest, factor, dloss):
-    return student.new_empty(student.shape)

@@ -190,11 +190,12 @@ def knn() -> Calls:
     sizes = [(N, M, D) for N in (32, 65) for M in (32, 1024) for D in (8, 16)]
     sizes += [(N, 32, D) for N in (1, 65) for D in (4096, 4097)]
     kinds = (torch.int64, torch.float32, torch.float64)
-    for dtype, kind, (N, M, D), tolerance, k in itertools.product(
-        HALF_AND_FULL, kinds, sizes, (None, 0.5), (1, 8, 32)
+    for dtype, kind, (N, M, D), tolerance, k, reduction in itertools.product(
+        HALF_AND_FULL, kinds, sizes, (None, 0.5), (1, 8, 32), ("sum", "mean")
     ):
         inputs = lambda: rows(N, M, D, kind, dtype)  # noqa: E731
-        yield Call(F.knn_feature_loss, inputs, {"k": k, "tolerance": tolerance})
+        options = {"k": k, "tolerance": tolerance, "reduction": reduction}
+        yield Call(F.knn_feature_loss, inputs, options)
     sizes = [(1, 32, 8), (4096, 4096, 64), (17, 300, 70_000), (32, 65536, 768)]
     for dtype, kind, (N, M, D), tolerance, k in itertools.product(
         ALL_TYPES, (torch.int64, torch.float32), sizes, (None, 2.0**40), (1, 8)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd.knn import (
     IntraClassKNNLoss,
@@ -98,9 +99,9 @@ def searches(request, monkeypatch):
         return
     if "backend" in request.fixturenames and request.getfixturevalue("backend") == "triton":
         pytest.skip("the kernels have one search")
-    monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", 0)
+    monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", 0)
     if request.param == "without looking":
-        monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+        monkeypatch.setattr("fastkd._neighbours.values_readable", lambda x: False)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -125,7 +126,7 @@ def test_matches_reference(backend, size, dtype, monkeypatch):
         pytest.skip("float64 runs on PyTorch")
     *shape, k = size
     if backend == "torch":
-        monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", 0)
+        monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", 0)
     student, teacher, *labels = batch(*shape, dtype=dtype, mean=0.5)
     upstream = torch.randn(len(student))
     check(backend, student, teacher, *labels, k=k)
@@ -148,9 +149,76 @@ def test_real_valued_labels(backend):
     for tolerance in (0.0, 0.3, 10.0):
         check(backend, student, teacher, *labels, k=3, tolerance=tolerance)
     # The difference is the labels' own: 0.3 - 0.2 in float32 is a little more than 0.1.
-    for labels in ((0.3, 0.2), (0.2, 0.1), (-0.1, 0.0), (2.5, 2.25)):
-        labels = [torch.tensor([label]) for label in labels]
-        check(backend, student[:1], teacher[:1], *labels, tolerance=0.1)
+    for labels in ((0.3, 0.2), (0.2, 0.1), (-0.1, 0.0), (2.5, 2.25), (1.1, 1.0)):
+        for dtype in (torch.float32, torch.float64):
+            some = [torch.tensor([label], dtype=dtype) for label in labels]
+            check(backend, student[:1], teacher[:1], *some, tolerance=0.1)
+    values = torch.arange(20, dtype=torch.float64) / 10
+    check(backend, student, teacher[:20], values, values.flip(0), k=20, tolerance=0.3)
+
+
+def matched(student_labels, teacher_labels, **options):
+    """Which of up to eight rows of the bank each row of the student compares with."""
+    teacher = (4.0 ** torch.arange(len(teacher_labels))).sqrt()[:, None]
+    losses = knn_feature_loss(
+        torch.zeros(len(student_labels), 1),
+        teacher,
+        torch.tensor(student_labels),
+        torch.tensor(teacher_labels),
+        k=len(teacher_labels),
+        reduction="none",
+        **options,
+    )
+    return [[j for j in range(len(teacher)) if int(loss) >> 2 * j & 1] for loss in losses]
+
+
+def test_labels_that_float64_does_not_tell_apart(backend):
+    big, least, greatest = 2**53, -(2**63), 2**63 - 1
+    for tolerance, expected in ((None, []), (0, []), (0.9, []), (1, [0, 2]), (2, [0, 1, 2])):
+        options = {"tolerance": tolerance, "backend": backend}
+        assert matched([big + 1], [big, big + 3, big + 2], **options) == [expected]
+        assert matched([-big - 1], [-big, -big - 3, -big - 2], **options) == [expected]
+    ends = [greatest, least, 0]
+    for tolerance, expected in (
+        (1, [[1], [0]]),
+        (2**63, [[1, 2], [0, 2]]),
+        (1e30, [[0, 1, 2], [0, 1, 2]]),
+    ):
+        assert matched([least, greatest], ends, tolerance=tolerance, backend=backend) == expected
+
+
+def test_ignored_rows_compare_with_nothing(backend):
+    labels, bank = [-100, 1, -101, 2], [1, -100, -100, -101, 2]
+    assert matched(labels, bank, backend=backend) == [[], [0], [3], [4]]
+    assert matched(labels, bank, tolerance=1, backend=backend) == [[], [0, 4], [3], [0, 4]]
+    expected = [[1, 2, 3], [], [1, 2, 3], [4]]
+    assert matched(labels, bank, tolerance=1, ignore_index=1, backend=backend) == expected
+    floats = [float(label) for label in labels], [float(label) for label in bank]
+    assert matched(*floats, backend=backend) == [[], [0], [3], [4]]
+
+    student, teacher, *_ = batch(4, 5, 6, 1, dtype=torch.float32)
+    student[0], teacher[1] = torch.nan, torch.inf
+    labels = torch.tensor(labels), torch.tensor(bank)
+    for reduction in ("sum", "mean"):
+        options = {"k": 2, "reduction": reduction}
+        check(backend, student, teacher, *labels, **options)
+        loss, grad = value_and_grad(
+            knn_feature_loss, student, teacher, *labels, backend=backend, **options
+        )
+        kept = [part[1:] for part in (student, labels[0])]
+        expected = value_and_grad(
+            knn_feature_loss, kept[0], teacher, kept[1], labels[1], backend=backend, **options
+        )
+        assert torch.equal(loss, expected[0])
+        assert torch.equal(grad[1:], expected[1])
+        assert (grad[0] == 0).all()
+        nothing = knn_feature_loss(
+            student, teacher, torch.full((4,), -100), labels[1], backend=backend, **options
+        )
+        assert nothing == 0
+    # 156 is -100 in eight bits, and no reason to leave anything out.
+    labels = torch.full((4,), 156, dtype=torch.uint8)
+    check(backend, student[1:], teacher[2:], labels[1:], labels[1:], reduction="mean")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool, torch.float32])
@@ -229,7 +297,7 @@ def test_near_duplicates_in_halves(backend):
 
 @pytest.mark.parametrize("small_problem", [0, 2**20])
 def test_near_duplicates_in_float64(monkeypatch, small_problem):
-    monkeypatch.setattr("fastkd.knn.SMALL_PROBLEM", small_problem)
+    monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", small_problem)
     check_against_loop(knn_feature_loss, *near_duplicates(30, torch.float64, spread=1e-10), k=2)
 
 
@@ -261,6 +329,22 @@ def test_extreme_scales(backend, scale):
         knn_feature_loss, student * scale, teacher * scale, *labels, k=2, backend=backend
     )
     assert_accurate(grad.double() / scale, expected, torch.float32)
+
+
+def test_squares_beyond_float32(backend):
+    teacher = torch.full((2, 400), 1.5e18)
+    teacher[1] = 1e19
+    student, labels = torch.zeros(2, 400), torch.arange(2)
+    for reduction in ("none", "mean"):
+        expected = knn_feature_loss_ref(
+            student.double(), teacher.double(), labels, reduction=reduction
+        )
+        loss = knn_feature_loss(student, teacher, labels, reduction=reduction, backend=backend)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    # Two losses whose sum is beyond float32, and their mean, which is not.
+    teacher[:] = 1.7e19
+    loss = knn_feature_loss(student, teacher, labels, reduction="mean", backend=backend)
+    assert loss.item() == pytest.approx(1.7e19**2, rel=1e-6)
 
 
 def test_rows_of_all_scales_in_one_bank(backend):
@@ -296,8 +380,10 @@ def test_nothing_to_compare_is_zero(backend):
         (student, teacher, torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7, 8])),
         (student, teacher[:0], torch.tensor([0, 1, 2]), torch.zeros(0)),
         (student[:0], teacher, torch.zeros(0), torch.zeros(4)),
+        (student[:, :0], teacher[:, :0], torch.zeros(3), torch.zeros(4)),
     ]
     for arguments in cases:
+        assert knn_feature_loss_ref(*arguments, k=3) == 0
         for reduction in ("sum", "mean"):
             loss, grad = value_and_grad(
                 knn_feature_loss, *arguments, k=3, reduction=reduction, backend=backend
@@ -374,6 +460,7 @@ def test_autocast_changes_nothing(backend):
 
 def test_compiles_without_graph_breaks(backend):
     # With PyTorch also the path that a GPU without Triton takes: nothing depends on the data.
+    torch._dynamo.reset()
     compiled = torch.compile(knn_feature_loss, fullgraph=True, backend="aot_eager")
     student, teacher, *labels = batch(20, 70, 6, 3, dtype=torch.float32, mean=2.0)
     teacher[3, 1] = torch.nan
@@ -393,17 +480,56 @@ def test_compiles_without_graph_breaks(backend):
         torch.testing.assert_close(a, b)
 
 
+def test_two_graphs_serve_all_sizes(backend):
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(knn_feature_loss, fullgraph=True, backend=graphs)
+    for n in (4, 5, 8, 17, 33, 64):
+        student, teacher, *labels = batch(n, n + 1, n + 2, 3, dtype=torch.float32)
+        options = {"k": 2, "reduction": "mean", "backend": backend}
+        actual = value_and_grad(compiled, student, teacher, *labels, **options)
+        expected = value_and_grad(knn_feature_loss, student, teacher, *labels, **options)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e)
+    assert graphs.frame_count <= 2
+
+
+def test_compiles_with_a_tensor_given_twice(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(knn_feature_loss, fullgraph=True, backend="aot_eager")
+    student, labels = torch.randn(6, 5), torch.arange(6) % 3
+    for others in ((student.flip(0), labels, labels), (student, labels)):
+        actual = value_and_grad(compiled, student, *others, k=2, backend=backend)
+        expected = value_and_grad(knn_feature_loss, student, *others, k=2, backend=backend)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_teacher_made_in_inference_mode(backend):
+    student, teacher, *labels = batch(6, 9, 5, 2, dtype=torch.float32)
+    expected = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend)
+    with torch.inference_mode():
+        teacher, *labels = (x.clone() for x in (teacher, *labels))
+    actual = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    with torch.inference_mode():
+        loss = knn_feature_loss(student, teacher, *labels, backend=backend)
+    assert torch.equal(loss, expected[0])
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_many_blocks(monkeypatch, k):
     # Blocks of 64 rows: chunks that begin and end within a label, banks in several parts.
-    monkeypatch.setattr("fastkd.knn.MAX_BLOCK_ROWS", 64)
-    monkeypatch.setattr("fastkd.knn.PAIR_ELEMENTS", 100)
+    monkeypatch.setattr("fastkd._neighbours.MAX_BLOCK_ROWS", 64)
+    monkeypatch.setattr("fastkd._neighbours.PAIR_ELEMENTS", 100)
     student, teacher, *labels = batch(300, 700, 6, 4)
     labels[1][labels[1] == 2] = 1  # a label that the bank does not have
     check("torch", student, teacher, *labels, k=k)
     check("torch", student, teacher, *labels, k=k, tolerance=1)
     reals = torch.rand(300, dtype=torch.float64), torch.rand(700)
     reals[0][5], reals[1][9], reals[1][10] = torch.nan, torch.nan, torch.inf
+    reals[1][100:500] = torch.nan  # most of what a search among the sorted labels meets
     check("torch", student, teacher, *reals, k=k, tolerance=0.05)
 
 
@@ -524,6 +650,8 @@ def test_module_without_tokens_or_samples_is_zero(pool, shape):
 def test_meta_device():
     x = torch.randn(4, 3, device="meta", requires_grad=True)
     labels = torch.zeros(4, device="meta")
+    with pytest.raises(ValueError, match="student is on meta"):
+        knn_feature_loss(x, x.detach(), labels, backend="triton")
     loss = knn_feature_loss(x, torch.randn(4, 3, device="meta"), labels, k=2)
     loss.backward()
     assert (loss.shape, x.grad.shape) == ((), (4, 3))
@@ -565,6 +693,7 @@ def test_intra_class_similarity():
         ({"k": 0}, ValueError, "k must be at least 1"),
         ({"k": 1.5}, TypeError, "k must be an int"),
         ({"tolerance": -1.0}, ValueError, "tolerance must be at least 0"),
+        ({"ignore_index": 0.5}, TypeError, "ignore_index must be an int"),
         ({"reduction": "maen"}, ValueError, "did you mean 'mean'"),
         ({"student": torch.zeros(4, 8, dtype=torch.long)}, TypeError, "student must be bfloat16"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from fastkd.kernels import knn as kernels
 from fastkd.knn import knn_feature_loss
 from tests.kernels.launches import count_launches
 from tests.test_knn import batch, check, check_against_loop, near_duplicates
@@ -14,6 +15,11 @@ from tests.test_knn import batch, check, check_against_loop, near_duplicates
 def _tensors_on_device(device):
     with device:
         yield
+
+
+def sort_always(monkeypatch):
+    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    monkeypatch.setattr("fastkd.kernels.knn.BANK_TO_SORT", 1)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ def test_block_edges(rows, bank, size):
 
 @pytest.mark.parametrize(("classes", "programs"), [(1, 1), (3, 8), (40, 2)])
 def test_sorted_by_label(monkeypatch, classes, programs):
-    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    sort_always(monkeypatch)
     monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", programs)
     student, teacher, *labels = batch(34, 100, 5, classes, dtype=torch.float32)
     labels[0][3] = classes  # a label that the bank does not have
@@ -46,13 +52,61 @@ def test_sorted_by_label(monkeypatch, classes, programs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sorted_real_labels(monkeypatch, dtype):
-    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    sort_always(monkeypatch)
     student, teacher, *_ = batch(10, 100, 5, 1, dtype=torch.float32)
     labels = 5 * torch.rand(10, dtype=dtype), 5 * torch.rand(100, dtype=dtype)
     labels[0][2], labels[1][7], labels[1][9] = torch.nan, torch.nan, torch.inf
     check("triton", student, teacher, *labels, k=2, tolerance=0.3)
     student, teacher = torch.randn(40, 5), torch.randn(40, 5)
     check("triton", student, teacher, torch.randint(0, 3, (40,)), None, k=2)
+
+
+def test_sorted_ignored_labels(monkeypatch):
+    sort_always(monkeypatch)
+    student, teacher, *labels = batch(40, 100, 5, 3, dtype=torch.float32)
+    labels[0][::4], labels[1][::3] = 1, 1
+    teacher[::3], student[::4] = torch.nan, torch.inf
+    for tolerance in (None, 1, 5):
+        options = {"tolerance": tolerance, "ignore_index": 1, "reduction": "mean"}
+        check("triton", student, teacher, *labels, k=2, **options)
+
+
+def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
+    # What a tile compares with is shared out, not the whole bank.
+    sort_always(monkeypatch)
+    student, teacher, *_ = batch(5, 400, 4, 1, dtype=torch.float32)
+    labels = torch.full((5,), 7), torch.arange(400) // 40
+    check("triton", student, teacher, *labels, k=3)
+    scores = []
+    monkeypatch.setattr(
+        "fastkd.kernels.knn._search",
+        lambda *arguments, search=kernels._search: scores.append(search(*arguments)) or scores[-1],
+    )
+    knn_feature_loss(student, teacher, *labels, backend="triton")
+    busy = scores[0][0].isfinite().any(2).any(0)  # of the splits
+    assert busy.sum() == -(-40 // kernels.search_blocks(1, 4, True, False)["BLOCK_M"])
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_few_rows_start_no_sort(monkeypatch, rows):
+    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
+    student, teacher, *labels = batch(rows, 1500, 4, 2, dtype=torch.float32)
+    for options in ({}, {"tolerance": 1}):
+        with count_launches() as launches:
+            knn_feature_loss(student, teacher, *labels, backend="triton", **options)
+        assert not [name for name in launches if "sort" in name], launches
+        assert launches.of_triton() == ["knn_search_kernel", "knn_settle_kernel"]
+
+
+def test_slices_that_are_not_aligned():
+    student, teacher, *labels = batch(9, 33, 16, 2, dtype=torch.float32)
+    aligned = knn_feature_loss(student[1:], teacher[1:], labels[0][1:], labels[1][1:].clone())
+    shifted = torch.zeros(34 * 16 + 1)[1:].view(34, 16)
+    shifted[:33] = teacher
+    loss = knn_feature_loss(
+        student[1:], shifted[1:33], labels[0][1:], labels[1][1:], backend="triton"
+    )
+    torch.testing.assert_close(loss, aligned)
 
 
 def test_features_split_among_programs(monkeypatch):
@@ -73,7 +127,7 @@ def test_near_duplicates(monkeypatch, way):
     if way == "from products":
         monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", 1)
     else:
-        monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+        sort_always(monkeypatch)
         monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 2 if way == "sorted and split" else 1)
     for tolerance in (None, 0.5):
         check_against_loop(
@@ -109,7 +163,7 @@ def test_launches(monkeypatch):
     student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
     student.requires_grad_()
     for rows_to_sort, features_to_split in ((1000, 1000), (1, 1000), (1, 1)):
-        monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", rows_to_sort)
+        monkeypatch.setattr("fastkd.kernels.knn.BANK_TO_SORT", rows_to_sort)
         monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", features_to_split)
         for reduction in ("sum", "mean"):
             student.grad = None
@@ -132,7 +186,7 @@ def test_limits():
 
 
 def test_same_bits_on_every_run(monkeypatch):
-    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
+    sort_always(monkeypatch)
     student, teacher, *labels = batch(20, 90, 8, 2, dtype=torch.float32)
     results = []
     for _ in range(2):
