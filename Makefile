@@ -23,7 +23,7 @@ lint: $(VENV)/installed
 
 # One thread a process: the test processes share the cores already.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test

@@ -41,6 +41,11 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("backend", backends)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first, so that no process waits for another's at the end."""
+    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_dry_cuda.py"))
+
+
 def pytest_runtest_setup(item):
     """A test marked gpu runs on a CUDA machine only."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
