@@ -176,11 +176,12 @@ def doctor() -> None:
 @command(BenchSettings)
 def bench(settings: BenchSettings) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
-    from fastkd.app.saving import locked
+    from fastkd.app.saving import check_directory, locked
     from fastkd.bench import runner
 
     if settings.plot is not None:
         require("matplotlib", "train")
+        check_directory("--plot", settings.plot)
     out = settings.out
     try:
         with locked(out.parent if out.suffix == ".json" else out):

@@ -40,6 +40,8 @@ class Option:
             raise InputError(f"{self.flag} {value!r} is not an option; {nearest(value, known)}")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise InputError(f"{self.flag} {str(value)[:20]}... is beyond all bounds")
         if self.above is not None and not self.above < value < math.inf:
             raise InputError(f"{self.flag} must be greater than {self.above}, got {value}")
         if self.least is not None and not self.least <= value < math.inf:

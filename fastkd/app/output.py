@@ -70,7 +70,9 @@ class Output:
             return None
         path = self.work / MARKER
         marker = read_json(path)
-        if marker is None and not path.exists() and any(self.work.iterdir()):
+        half = f".{MARKER}.new"  # the run was killed as it began
+        others = [entry for entry in self.work.iterdir() if entry.name != half]
+        if marker is None and not path.exists() and others:
             raise InputError(
                 f"--out {self.path}: {self.work} is not fastkd's; give another --out, or move it"
             )

@@ -224,6 +224,15 @@ def check_new_file(path: Path | None, overwrite: bool) -> None:
         raise InputError(f"--out {path} is a directory")
 
 
+def check_directory(flag: str, path: Path) -> None:
+    """Raise if the directory given with ``flag`` can't be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{flag} {path} can't be used: {reason}") from None
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, replacing ``path`` only once it is complete and on the disk."""
     write_file(path, json.dumps(content, indent=2) + "\n")
