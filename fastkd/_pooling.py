@@ -3,23 +3,24 @@
 import torch
 from torch import Tensor
 
-from fastkd._numerics import zero_padding
+from fastkd._numerics import working_dtype, zero_padding
 
 
 def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
     """Pool (B, N, D) to (B, D): ``"cls"`` the first real token, ``"mean"`` their average.
 
-    ``mask`` (B, N) is bool. A sample without a real token gives zeros.
+    ``mask`` (B, N) is bool. A sample without a real token gives zeros. An average comes in the
+    working dtype: rounded to a half type it would lose what its sum has kept.
     """
+    dtype = working_dtype(x) if how == "mean" else x.dtype
     if x.shape[1] == 0:
-        return x.sum(1)
+        return x.sum(1, dtype=dtype)
     if mask is None:
-        return x[:, 0] if how == "cls" else x.mean(1)
+        return x[:, 0] if how == "cls" else x.mean(1, dtype=dtype)
     if how == "cls":
         # Not position 0: decoders' tokenizers pad on the left.
         first = mask.to(torch.uint8).argmax(1)  # (B,)
         rows = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
         return torch.where(mask.any(1, keepdim=True), rows, 0)
     count = mask.sum(1, keepdim=True).clamp_min(1)  # (B, 1)
-    total = zero_padding(x, mask).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (total / count).to(x.dtype)
+    return zero_padding(x, mask).sum(1, dtype=dtype) / count

@@ -698,8 +698,6 @@ class _Distances(NamedTuple):
     losses: Tensor  # (G,)
     A: Tensor  # (G, N, N), 0 at padding
     k: Tensor  # (G,)
-    R: Tensor  # (G, N, N), R_s less a constant, over ``scale``
-    scale: Tensor  # (G,)
 
 
 def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _Distances:
@@ -718,7 +716,7 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
         losses = (sigma_s * sigma_t * losses + options.eps) / denominator
         if gradient:
             A.addcmul_(a, losses[:, None, None])  # b − ρ·a
-        return _Distances(losses, A, -sigma_t / denominator, a, sigma_s)
+        return _Distances(losses, A, -sigma_t / denominator)
     one = R_s.new_ones(R_s.shape[0])
     if options.distance == "mse":
         M = s.count.square().squeeze(1)
@@ -729,7 +727,7 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
         if padding is not None:
             A = A.masked_fill_(padding, 0)
         losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / (2 * M)
-        return _Distances(losses, A, one / M, R_s, one)
+        return _Distances(losses, A, one / M)
     # Softened relations differ by little, and KL by its square: float32 would cancel.
     log_p_s = _log_softmax(R_s.double() / temperature, padding)
     log_p_t = _log_softmax(R_t.double() / temperature, padding)
@@ -737,7 +735,7 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
     A = (log_p_s.exp() - log_p_t.exp()).to(R_s.dtype)
     if padding is not None:
         A = A.masked_fill_(padding, 0)
-    return _Distances((temperature**2 * kl).to(R_s.dtype), A, one * temperature, R_s, one)
+    return _Distances((temperature**2 * kl).to(R_s.dtype), A, one * temperature)
 
 
 def _distance_by_relations(
@@ -748,24 +746,18 @@ def _distance_by_relations(
     ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i): alike rows
     lose no digits, as Σ_j A_ij y_j would.
     """
-    losses, A, k, R, scale = _distances(s, t, options, dx is not None)
+    losses, A, k = _distances(s, t, options, dx is not None)
     if dx is None:
         return losses
     row_sums = A.sum(-1)  # (G, N)
-    left = 2 * weight * k[:, None] * s.derivative
+    A.diagonal(dim1=1, dim2=2).sub_(row_sums)
+    h = torch.bmm(A, s.rows)
     along = row_sums
     if s.normalized:
-        # H_i·y_i = Σ_j A_ij (R_ij − R_ii): constants that R lacks drop out.
-        diagonal = scale[:, None] * R.diagonal(dim1=1, dim2=2)
-        across = scale[:, None] * (A * R).sum(-1) - diagonal * row_sums
-        along = s.along_rows(across, row_sums)
-    A.diagonal(dim1=1, dim2=2).sub_(row_sums)
-    A.mul_(left[..., None])
-    if dx.is_contiguous():
-        dx.baddbmm_(A, s.rows)
-    else:  # baddbmm_ would go relation by relation
-        dx.add_(torch.bmm(A, s.rows))
-    dx.addcmul_(s.x, (left * along * s.scale)[..., None])
+        # H_i·y_i from the rows themselves: what rounding left along them goes out with it.
+        along = s.along_rows((h * s.x).sum(-1) * s.scale, row_sums)
+    h.addcmul_(s.x, (along * s.scale)[..., None])
+    dx.addcmul_(h, (2 * weight * k[:, None] * s.derivative)[..., None])
     return losses
 
 

@@ -880,3 +880,18 @@ class TestBadInput:
     def test_triton_says_why_not(self):
         with pytest.raises(BackendUnavailable, match="backend='triton' can't run relation_loss"):
             relation_loss(self.student.double(), self.teacher.double(), backend="triton")
+
+
+@pytest.mark.parametrize("over", ("tokens", "samples"))
+@pytest.mark.parametrize("D", (1, 3))
+def test_parallel_rows_of_any_length_have_no_gradient_along_them(over, D):
+    """Rows of one direction differ by their rounding only, which 1/eps would make large."""
+    lengths = torch.rand(2, 8, 1, dtype=torch.float64) + 0.5
+    student = (lengths * torch.randn(D, dtype=torch.float64)).float()
+    teacher = torch.randn(2, 8, 2)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        x = student.to(dtype, copy=True).requires_grad_()
+        relation_loss(x, teacher.to(dtype), over=over, backend="torch").backward()
+        gradients.append(x.grad.double())
+    assert (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[1].norm() + 1e-5
