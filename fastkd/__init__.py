@@ -6,6 +6,7 @@ from fastkd.contrastive import CosNCELoss
 from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
 from fastkd.knn import IntraClassKNNLoss
 from fastkd.projection import DualProjectionLoss, OrthogonalProjection
+from fastkd.queue import FeatureQueue
 from fastkd.relation import FCDLoss
 from fastkd.soft_targets import SoftTargetLoss
 
@@ -16,6 +17,7 @@ __all__ = [
     "CosNCELoss",
     "DualProjectionLoss",
     "FCDLoss",
+    "FeatureQueue",
     "IntraClassKNNLoss",
     "OrthogonalProjection",
     "SoftTargetLoss",

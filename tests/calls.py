@@ -253,6 +253,15 @@ def knn() -> Calls:
     )
     for dtype in ALL_TYPES:
         yield Call(
+            fastkd.FeatureQueue,
+            lambda: {
+                "features": given(8, 16, dtype=dtype),
+                "labels": numbers(8),
+                "mask": numbers(8),
+            },
+            {"size": 32, "dim": 16, "dtype": dtype, "label_dtype": torch.int64},
+        )
+        yield Call(
             F.intra_class_similarity,
             lambda: {"features": learns(8, 16, dtype=dtype), "labels": numbers(8)},
             {},

@@ -14,6 +14,7 @@ from tests.calls import CALLS
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
 SHARED_KERNEL_FILES = {"launch", "pointers"}
+HELPERS = {"FeatureQueue"}  # public, and no loss
 
 
 def referred(loss) -> list[str]:
@@ -23,7 +24,9 @@ def referred(loss) -> list[str]:
 @pytest.mark.parametrize("name", [n for n in fastkd.__all__ if callable(getattr(fastkd, n))])
 def test_every_public_name_has_a_row(name):
     rows = [{*loss.compared, *referred(loss), *loss.modules, *loss.measures} for loss in LOSSES]
-    assert any(name in row for row in rows), f"{name} stands in no row of fastkd/_losses.py"
+    assert name in HELPERS or any(name in row for row in rows), (
+        f"{name} stands in no row of fastkd/_losses.py"
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)

@@ -1,0 +1,123 @@
+"""A memory bank of earlier rows, for the losses that compare samples."""
+
+import torch
+from torch import Tensor, nn
+
+from fastkd._checks import (
+    check_floating,
+    check_int,
+    check_labels,
+    check_mask,
+    check_positive_int,
+    check_shape,
+)
+
+__all__ = ["FeatureQueue"]
+
+
+class FeatureQueue(nn.Module):
+    """The last ``size`` rows of features with their labels: a bank larger than a batch.
+
+    A micro-batch shows a loss that compares samples only its own rows. The rows of earlier ones
+    stand beside them as neighbours (`knn_feature_loss`) or negatives (`cos_nce_loss`). The bank is
+    part of the state_dict and learns nothing; each process has its own.
+
+    Args:
+        size: rows of the bank.
+        dim: features of a row, an int or a shape.
+        dtype: of the features; the losses want that of the student.
+        label_dtype: of the labels; a floating one for real-valued labels.
+        ignore_index: label of rows that hold nothing yet, as the losses know it.
+
+    ``enqueue(features, labels=None, mask=None)``, or a call, puts rows (B, ...) in the place of the
+    oldest, detached; labels (B,), 0 where not given; mask (B,), 1 for rows to keep. It writes in
+    place: call it after the backward of a loss on the bank.
+
+    Attributes:
+        features: (size, ...); zeros where nothing is yet.
+        labels: (size,); ``ignore_index`` where nothing is yet.
+        mask: (size,) bool, True where a row is.
+
+    >>> from fastkd import cos_nce_loss, knn_feature_loss
+    >>> queue = FeatureQueue(size=4, dim=2)
+    >>> queue.enqueue(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]))
+    >>> queue.mask
+    tensor([ True,  True, False, False])
+    >>> student, labels = torch.tensor([[1.0, 1.0]]), torch.tensor([1])
+    >>> knn_feature_loss(student, queue.features, labels, queue.labels)
+    tensor(0.5000)
+    >>> bank = {"negatives": queue.features, "negatives_mask": queue.mask}
+    >>> cos_nce_loss(student, torch.tensor([[0.0, 1.0]]), **bank).shape
+    torch.Size([])
+    """
+
+    # One row more than the bank has: rows that are not kept are written there, as zeros.
+    _features: Tensor
+    _labels: Tensor
+    _mask: Tensor
+    _next: Tensor  # the place of the next row
+
+    def __init__(
+        self,
+        size: int,
+        dim: int | tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.float32,
+        label_dtype: torch.dtype = torch.int64,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__()
+        check_positive_int("size", size)
+        check_int("ignore_index", ignore_index)
+        shape = (dim,) if isinstance(dim, int) else tuple(dim)
+        self.size, self.ignore_index = size, ignore_index
+        self.register_buffer("_features", torch.zeros(size + 1, *shape, dtype=dtype))
+        self.register_buffer("_labels", torch.full((size + 1,), ignore_index, dtype=label_dtype))
+        self.register_buffer("_mask", torch.zeros(size + 1, dtype=torch.bool))
+        self.register_buffer("_next", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def features(self) -> Tensor:
+        return self._features[: self.size]
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels[: self.size]
+
+    @property
+    def mask(self) -> Tensor:
+        return self._mask[: self.size]
+
+    @torch.no_grad()
+    def enqueue(self, features: Tensor, labels: Tensor | None = None, mask: Tensor | None = None):
+        check_floating("features", features)
+        rows = features.shape[0]
+        check_shape("features", features, (rows, *self._features.shape[1:]), "rows of the bank")
+        if labels is None:
+            labels = self._labels.new_zeros(rows)
+        check_labels("labels", labels, rows, features.device)
+        if labels.is_floating_point() and not self._labels.is_floating_point():
+            raise TypeError(
+                f"labels are {labels.dtype} but the bank's are {self._labels.dtype}; "
+                "make it with label_dtype=torch.float32"
+            )
+        kept = check_mask(mask, (rows,), features.device)
+        if kept is None:
+            kept = torch.ones(rows, dtype=torch.bool, device=features.device)
+
+        order = kept.cumsum(0)  # 1 for the first row that is kept
+        total = kept.sum()
+        kept = kept & (order > total - self.size)  # of more than the bank holds, the last
+        place = torch.where(kept, (self._next + order - 1) % self.size, self.size)
+        spread = kept.view(-1, *[1] * (features.dim() - 1))
+        features = torch.where(spread, features, 0).to(self._features.dtype)
+        labels = torch.where(kept, labels.to(self._labels.dtype), self.ignore_index)
+        self._features.index_copy_(0, place, features)
+        self._labels.index_copy_(0, place, labels.to(self._labels.dtype))
+        self._mask.index_copy_(0, place, kept)
+        self._next.copy_((self._next + total) % self.size)
+
+    forward = enqueue
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, ignore_index={self.ignore_index}"

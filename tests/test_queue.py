@@ -1,0 +1,121 @@
+"""The memory bank: ring order against a list, masks, checkpoints, compile, with the losses."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastkd import FeatureQueue, cos_nce_loss, knn_feature_loss
+
+
+def expected(size, dim, batches):
+    """The bank after ``batches`` of (features, labels, mask), by Python lists."""
+    features, labels = torch.zeros(size, dim), torch.full((size,), -100)
+    mask, place = torch.zeros(size, dtype=torch.bool), 0
+    for rows, row_labels, kept in batches:
+        for i in range(len(rows)):
+            if kept is None or kept[i]:
+                features[place], labels[place], mask[place] = rows[i], row_labels[i], True
+                place = (place + 1) % size
+    return features, labels, mask
+
+
+def random_batches(sizes, dim, masked):
+    for n in sizes:
+        rows, labels = torch.randn(n, dim), torch.randint(0, 5, (n,))
+        kept = torch.rand(n) < 0.6 if masked else None
+        if kept is not None:
+            rows[~kept] = torch.nan
+        yield rows, labels, kept
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 0, 3, 3, 3), (7,), (8, 1), (20, 5, 16), (1,) * 9])
+def test_ring_order(sizes, masked):
+    queue = FeatureQueue(7, 3)
+    assert not list(queue.parameters())
+    batches = list(random_batches(sizes, 3, masked))
+    for rows, labels, kept in batches:
+        queue.enqueue(rows.requires_grad_(), labels, kept)
+    for actual, wanted in zip(
+        (queue.features, queue.labels, queue.mask), expected(7, 3, batches), strict=True
+    ):
+        assert torch.equal(actual, wanted)
+    assert not queue.features.requires_grad
+
+
+def test_checkpoint():
+    batches = list(random_batches((3, 4, 5), 2, True))
+    queue, fresh = FeatureQueue(5, 2), FeatureQueue(5, 2)
+    for part in batches[:2]:
+        queue.enqueue(*part)
+    fresh.load_state_dict(queue.state_dict())
+    for bank in (queue, fresh):
+        bank.enqueue(*batches[2])
+    assert torch.equal(queue.features, fresh.features)
+    assert torch.equal(fresh.labels, expected(5, 2, batches)[1])
+
+
+def test_compiles_for_all_sizes():
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    queue = FeatureQueue(6, 3)
+
+    def step(student, teacher, labels):
+        loss = knn_feature_loss(student, queue.features, labels, queue.labels, reduction="none")
+        queue.enqueue(teacher, labels)
+        return loss
+
+    compiled = torch.compile(step, fullgraph=True, backend=graphs)
+    batches = list(random_batches((4, 5, 8, 17), 3, False))
+    for i, (rows, labels, _) in enumerate(batches):
+        features, bank_labels, _ = expected(6, 3, batches[:i])
+        losses = knn_feature_loss(rows, features, labels, bank_labels, reduction="none")
+        assert torch.equal(compiled(rows, rows, labels), losses)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("filled", [0, 4])
+def test_empty_rows_are_no_neighbours_and_no_negatives(filled):
+    queue = FeatureQueue(9, 3)
+    teacher, labels = torch.randn(filled, 3), torch.arange(filled) % 2
+    queue.enqueue(teacher, labels)
+    student, own = torch.randn(2, 3), torch.tensor([0, 1])
+    loss = knn_feature_loss(student, queue.features, own, queue.labels, k=3, tolerance=1000)
+    assert loss == knn_feature_loss(student, teacher, own, labels, k=3, tolerance=1000)
+
+    positive = torch.randn(2, 3)
+    bank = {"negatives": queue.features, "negatives_mask": queue.mask}
+    loss = cos_nce_loss(student, positive, **bank)
+    assert torch.allclose(loss, cos_nce_loss(student, positive, negatives=teacher))
+    given = {"labels": own, "negatives_labels": queue.labels}
+    loss = cos_nce_loss(student, positive, **bank, **given)
+    given["negatives_labels"] = labels
+    assert torch.allclose(loss, cos_nce_loss(student, positive, negatives=teacher, **given))
+
+
+def test_shapes_and_dtypes():
+    queue = FeatureQueue(3, (2, 4), dtype=torch.bfloat16, label_dtype=torch.float32)
+    with torch.inference_mode():
+        teacher = torch.ones(2, 2, 4)
+    queue.enqueue(teacher, torch.tensor([0.5, 1.5]))
+    assert (queue.features.shape, queue.features.dtype) == ((3, 2, 4), torch.bfloat16)
+    assert queue.labels.tolist() == [0.5, 1.5, -100]
+    queue.enqueue(teacher[:1])
+    assert queue.labels.tolist() == [0.5, 1.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2, 4),), ValueError, r"features must have shape \(2, 3\)"),
+        ((torch.zeros(2, 3).long(),), TypeError, "features must be bfloat16"),
+        ((torch.zeros(2, 3), torch.zeros(3)), ValueError, r"labels must have shape \(2,\)"),
+        ((torch.zeros(2, 3), torch.zeros(2)), TypeError, "label_dtype"),
+        ((torch.zeros(2, 3), None, torch.ones(3)), ValueError, r"mask must have shape \(2,\)"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        FeatureQueue(5, 3).enqueue(*arguments)
+    with pytest.raises(ValueError, match="size must be at least 1"):
+        FeatureQueue(0, 3)
