@@ -286,15 +286,15 @@ def cos_nce_loss_kernel(
     real = _real(mask_ptr, i, p, B, P, HAS_MASK)
     z_ptr = pick(student_ptrs, layer, SLOTS)
     t_ptr = pick(teacher_ptrs, layer, SLOTS)
-    at = (layer * B + i) * P + p
-    z_inverse = tl.load(inverse_ptr + at, mask=real, other=0.0)
-    t_inverse = tl.load(inverse_ptr + tl.num_programs(1) * B * P + at, mask=real, other=0.0)
+    offsets = (layer * B + i) * P + p
+    z_inverse = tl.load(inverse_ptr + offsets, mask=real, other=0.0)
+    t_inverse = tl.load(inverse_ptr + tl.num_programs(1) * B * P + offsets, mask=real, other=0.0)
     sums = layer * P
     if EACH:
         sums = sums * B
     sum_ptr += sums * D
     if EACH:
-        count = tl.load(count_ptr + at, mask=real, other=0.0) - own
+        count = tl.load(count_ptr + offsets, mask=real, other=0.0) - own
     else:
         count = tl.load(count_ptr + sums + p + i * 0) - own
     compared = real & ~(count <= 0.0)
@@ -314,9 +314,9 @@ def cos_nce_loss_kernel(
     inside = i < B
     if layer == 0:
         tl.store(counted_ptr + program, tl.sum(compared.to(tl.float32), axis=0))
-    tl.store(weight_ptr + at, w, mask=inside)
-    tl.store(pull_ptr + at, pull, mask=inside)
-    tl.store(losses_ptr + at, losses, mask=inside)
+    tl.store(weight_ptr + offsets, w, mask=inside)
+    tl.store(pull_ptr + offsets, pull, mask=inside)
+    tl.store(losses_ptr + offsets, losses, mask=inside)
     tl.store(partial_ptr + layer * tl.num_programs(0) + program, tl.sum(losses, axis=0))
 
 
@@ -382,12 +382,12 @@ def cos_nce_gradient_kernel(
     real = _real(mask_ptr, i, p, B, P, HAS_MASK)
     z_ptr = pick(student_ptrs, layer, SLOTS)
     t_ptr = pick(teacher_ptrs, layer, SLOTS)
-    at = (layer * B + i) * P + p
-    z_inverse = tl.load(inverse_ptr + at, mask=real, other=0.0)
-    t_inverse = tl.load(inverse_ptr + tl.num_programs(1) * B * P + at, mask=real, other=0.0)
-    w = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    offsets = (layer * B + i) * P + p
+    z_inverse = tl.load(inverse_ptr + offsets, mask=real, other=0.0)
+    t_inverse = tl.load(inverse_ptr + tl.num_programs(1) * B * P + offsets, mask=real, other=0.0)
+    w = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
     v = 1.5 + w * own
-    pull = tl.load(pull_ptr + at, mask=inside, other=0.0)
+    pull = tl.load(pull_ptr + offsets, mask=inside, other=0.0)
     if PER_POSITION:
         dloss = tl.load(dloss_ptr + i * P + p, mask=inside, other=0.0)
     else:
@@ -406,7 +406,7 @@ def cos_nce_gradient_kernel(
         s = _negative_sum(sum_ptr, i, p, d, real, P, D, EACH)
         dx = (w[:, None] * s - v[:, None] * t - pull[:, None] * z) * outer[:, None]
         dx = tl.where(compared[:, None], dx, 0.0)
-        tl.store(dx_ptr + at[:, None] * D + d[None, :], dx, inside[:, None] & (d < D)[None, :])
+        tl.store(dx_ptr + offsets[:, None] * D + d[None, :], dx, inside[:, None] & (d < D)[None, :])
 
 
 def _cos_nce_shapes(
