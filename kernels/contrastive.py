@@ -90,14 +90,16 @@ def cos_nce_norm_kernel(
     if HAS_MASK:
         inside = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
     start = (row // P) * stride_r + (row % P) * stride_p
-    squares = tl.zeros((BLOCK_R,), tl.float32)
-    peak = tl.zeros((BLOCK_R,), tl.float32)
+    products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    peaks = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         where = inside[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + start[:, None] + d[None, :], mask=where, other=0.0).to(tl.float32)
-        squares += tl.sum(x * x, axis=1)
-        peak = tl.maximum(peak, tl.max(tl.abs(x), axis=1))
+        products += x * x
+        peaks = tl.maximum(peaks, tl.abs(x))
+    squares = tl.sum(products, axis=1)
+    peak = tl.max(peaks, axis=1)
     peak = tl.where(peak == 0.0, 1.0, peak)
     unusual = (squares < SMALLEST_SQUARE) | (squares > LARGEST_SQUARE)
     scale = tl.where(unusual, 1.0 / peak, 1.0)
@@ -300,16 +302,16 @@ def cos_nce_loss_kernel(
     compared = real & ~(count <= 0.0)
     w = tl.where(compared, 0.5 / tl.where(count <= 0.0, 1.0, count), 0.0)
 
-    cos_t = tl.zeros((BLOCK_I,), tl.float32)
-    cos_n = tl.zeros((BLOCK_I,), tl.float32)  # summed over the negatives
+    cos_t = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)  # added up across columns after the loop
+    cos_n = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         z = _direction(z_ptr, z_inverse, i, p, d, real, D, stride_s_b, stride_s_p)
         t = _direction(t_ptr, t_inverse, i, p, d, real, D, stride_t_b, stride_t_p)
         s = _negative_sum(sum_ptr, i, p, d, real, P, D, EACH)
-        cos_t += tl.sum(z * t, axis=1)
-        cos_n += tl.sum(z * s, axis=1)
-    pull = w * cos_n - (1.5 + w * own) * cos_t
+        cos_t += z * t
+        cos_n += z * s
+    pull = w * tl.sum(cos_n, axis=1) - (1.5 + w * own) * tl.sum(cos_t, axis=1)
     losses = tl.where(compared, 2.0 + pull, 0.0)
     inside = i < B
     if layer == 0:
