@@ -1,6 +1,8 @@
 """Progress for people (bars on a terminal, lines in a file) and for programs (JSON lines)."""
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -35,7 +37,7 @@ class Steadfast:
             try:
                 return self._stream.write(text)
             except (OSError, ValueError):
-                self._gone = True
+                self._lose()
         return len(text)
 
     def flush(self) -> None:
@@ -43,7 +45,13 @@ class Steadfast:
             try:
                 self._stream.flush()
             except (OSError, ValueError):
-                self._gone = True
+                self._lose()
+
+    def _lose(self) -> None:
+        """Nobody reads any more; what Python still holds goes nowhere when it ends."""
+        self._gone = True
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

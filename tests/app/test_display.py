@@ -1,0 +1,103 @@
+"""Progress on a terminal, in a file, for a reader who goes away; the commands of the docs."""
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fastkd.app import display
+from fastkd.app.cli import app
+from fastkd.app.display import Display, Steadfast
+from fastkd.app.errors import RunFailed
+from tests.tiny import make_teacher, write_tsv
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
+
+
+def test_a_log_file_gets_lines(monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    file = io.StringIO()
+    with Display(Console(file=file, width=80)) as shown:
+        track = shown.track("fcd")
+        track.start(10, 100)
+        track.advance(20)
+        track.losses(20, TERMS)
+        track.stop()
+    (line,) = file.getvalue().splitlines()
+    assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
+
+
+def test_eighty_columns_keep_count_and_time():
+    file = io.StringIO()
+    with Display(Console(file=file, width=80, force_terminal=True)) as shown:
+        track = shown.track("soft_targets")
+        track.start(0, 15000)
+        track.advance(1234)
+        track.losses(1234, TERMS)
+        shown.progress.refresh()
+        bar = shown.progress.get_renderable()
+        text = Console(width=80, file=io.StringIO())
+        text.print(bar)
+        (line,) = text.file.getvalue().rstrip().splitlines()
+        assert (
+            "soft_targets" in line and "1234/15000" in line and re.search(r"-:--:--|\d:\d\d", line)
+        )
+        assert "loss 1.2" in line
+        track.stop()
+
+
+def test_a_reader_may_go_away(tmp_path):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    console = Console(file=Steadfast(Closed()))
+    with Display(console) as shown:
+        shown.say("nobody reads this")
+        shown.track("x").losses(1, TERMS)
+
+    teacher, train = make_teacher(tmp_path / "teacher"), write_tsv(tmp_path / "train.tsv")
+    words = ["distill", "--teacher", teacher, "--train", train, "--eval", train, "--epochs", "1",
+             "--max-length", "16", "--device", "cpu", "--out", tmp_path / "out"]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastkd", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait() == 0, errors
+    assert "BrokenPipe" not in errors
+    assert json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())["complete"]
+
+
+def documented():
+    """The fastkd commands in README and docs."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["fastkd"] and "doctor" not in words:
+                    yield pytest.param(words[1:], id=f"{path.stem}: {' '.join(words[1:3])}")
+
+
+@pytest.mark.parametrize("words", documented())
+def test_every_command_of_the_docs_is_one(words, monkeypatch):
+    """The options are there and go together; the work itself other tests do."""
+
+    def stop(*args, **kwargs):
+        raise RunFailed("reached the work")
+
+    for place in ("run.distill", "demo.run_demo", "use.evaluate", "use.predict", "export.export",
+                  "analyze.run"):  # fmt: skip
+        monkeypatch.setattr(f"fastkd.app.{place}", stop)
+    monkeypatch.setattr("fastkd.bench.runner.run", stop)
+    result = CliRunner().invoke(app, words)
+    assert "reached the work" in result.stderr, result.output
