@@ -4,10 +4,10 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from . import cca, contrastive, knn, linalg, projection, relation, soft_targets, step
+from . import attention, cca, contrastive, knn, linalg, projection, relation, soft_targets, step
 from .harness import Case
 
-MODULES = (relation, knn, contrastive, cca, projection, soft_targets, linalg, step)
+MODULES = (relation, knn, contrastive, cca, projection, attention, soft_targets, linalg, step)
 LOSSES = tuple(module.LOSS for module in MODULES)
 
 # cpu takes under five minutes on two cores; bert is B32 N128 D768; long, bank and vocab are what

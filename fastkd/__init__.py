@@ -1,6 +1,7 @@
 """Distillation losses of five papers as fused, exact, drop-in PyTorch functions."""
 
 from fastkd import functional
+from fastkd.attention import AttentionLoss
 from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss
 from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
@@ -13,6 +14,7 @@ from fastkd.soft_targets import SoftTargetLoss
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionLoss",
     "CCALoss",
     "CosNCELoss",
     "DualProjectionLoss",

@@ -79,6 +79,15 @@ def _features(
     return make
 
 
+def _maps(B: int, H: int, N: int) -> Inputs:
+    def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        student, teacher = (_random(generator, B, H, N, N) for _ in range(2))
+        mask = torch.arange(N) < torch.arange(B)[:, None] + N - B
+        return [student], [teacher], {"mask": mask}
+
+    return make
+
+
 def _two(*shape: int) -> Inputs:
     return lambda generator: ([_random(generator, *shape) for _ in range(2)], [], {})
 
@@ -159,6 +168,15 @@ LOSSES = (
             "OrthogonalProjection": Kernels(dtypes=(torch.float32,)),
         },
         kernel_files=("projection", "cayley"),
+    ),
+    Loss(
+        name="attention",
+        title="Attention maps, mean squared difference",
+        paper="Jiao et al., *TinyBERT: Distilling BERT for Natural Language Understanding*, 2020",
+        functions={"attention_loss": _maps(3, 4, 6)},
+        modules=("AttentionLoss",),
+        kernels={"attention_loss": Kernels()},
+        kernel_files=("attention",),
     ),
     Loss(
         name="soft_targets",

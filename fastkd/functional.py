@@ -1,5 +1,6 @@
 """The stateless functions under one roof, like torch.nn.functional."""
 
+from fastkd.attention import attention_loss, attention_loss_ref
 from fastkd.cca import canonical_correlations, cca_loss, cca_loss_ref
 from fastkd.contrastive import cos_nce_loss, cos_nce_loss_ref
 from fastkd.knn import intra_class_similarity, knn_feature_loss, knn_feature_loss_ref
@@ -14,6 +15,8 @@ from fastkd.soft_targets import (
 )
 
 __all__ = [
+    "attention_loss",
+    "attention_loss_ref",
     "canonical_correlations",
     "cayley",
     "cayley_ref",

@@ -480,6 +480,42 @@ def projection() -> Calls:
     )
 
 
+def attention() -> Calls:
+    # Tokens: few and many, multiples of 16 or not.
+    sizes = (1, 17, 32, 33, 128)
+    for dtype, N, masked, layers, heads, learning in itertools.product(
+        ALL_TYPES, sizes, BOTH, (*LAYERS, MANY_LAYERS), ("match", "mean"), BOTH
+    ):
+        student = learns if learning else given
+        H_t = 4 if heads == "match" else 3
+        yield Call(
+            fastkd.AttentionLoss,
+            lambda: {
+                "student": [student(2, 4, N, N, dtype=dtype) for _ in range(layers)],
+                "teacher": [given(2, H_t, N, N, dtype=dtype) for _ in range(layers)],
+                **mask_of(2, N, masked=masked),
+            },
+            {"heads": heads},
+        )
+    for heads, reduction, backend in itertools.product(
+        ("match", "mean"), ("mean", "sum", "none"), ("auto", "torch", "triton")
+    ):
+        inputs = lambda: {  # noqa: E731
+            "student": learns(3, 4, 20, 20),
+            "teacher": given(3, 4, 20, 20),
+            "mask": numbers(3, 20),
+        }
+        options = {"heads": heads, "reduction": reduction, "backend": backend}
+        for of in (fastkd.AttentionLoss, F.attention_loss):
+            yield Call(of, inputs, options)
+    # More than 2^31 elements.
+    yield Call(
+        F.attention_loss,
+        lambda: {"student": learns(64, 32, 4096, 4096), "teacher": given(64, 32, 4096, 4096)},
+        {},
+    )
+
+
 def soft_targets() -> Calls:
     divergences = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
     kinds = (torch.int8, torch.int64, *ALL_TYPES)
@@ -563,5 +599,5 @@ def soft_targets() -> Calls:
 
 CALLS: dict[str, Callable[[], Calls]] = {
     subject.__name__: subject
-    for subject in (relation, knn, contrastive, cca, linalg, projection, soft_targets)
+    for subject in (relation, knn, contrastive, cca, linalg, projection, attention, soft_targets)
 }

@@ -419,6 +419,37 @@ def layer_norm(draw: Draw) -> Case:
     )
 
 
+def attention(draw: Draw) -> Case:
+    B, H, N, layers = draw.size(zero=True), draw.pick([1, 2, 3]), draw.size(), draw.pick([1, 2])
+    heads, reduction = draw.pick(["match", "mean"]), draw.pick(["mean", "sum", "none"])
+    H_t = H if heads == "match" else draw.pick([1, 2, 5])
+    options = {"heads": heads, "reduction": reduction, "backend": draw.backend}
+    mask = draw.mask(B, N)
+    argument = draw.mask_argument(mask)
+    pair = mask[:, None, :, None] & mask[:, None, None, :]
+
+    def side(h: int) -> Tensor:
+        x = draw.features(B, h, N, N)
+        # Padded rows alone are poisoned by `failure`; a padded key stands in the rows of others.
+        return draw.laid_out(torch.where(pair, x, torch.tensor(float("nan"), dtype=x.dtype)))
+
+    students = {f"s{i}": side(H) for i in range(layers)}
+    teachers = {f"t{i}": side(H_t) for i in range(layers)}
+
+    def call(**x: Tensor) -> Tensor:
+        if layers == 1:
+            return fastkd.attention_loss(x["s0"], x["t0"], argument, **options)
+        sides = [x[n] for n in students], [x[n] for n in teachers]
+        return fastkd.AttentionLoss(**options)(*sides, argument)
+
+    def oracle(**x: Tensor) -> Tensor:
+        pairs = zip(students, teachers, strict=True)
+        losses = [oracles.attention(x[s], x[t], mask, heads) for s, t in pairs]
+        return _reduced(torch.stack(losses).mean(0), mask.any(1), reduction)
+
+    return Case(call, oracle, students, teachers, scale=0.0)
+
+
 def dual_projection(draw: Draw) -> Case:
     B, N, D_s, D_t = (draw.size() for _ in range(4))
     module = fastkd.DualProjectionLoss(
@@ -593,6 +624,7 @@ FUNCTIONS: dict[str, Callable[[Draw], Case]] = {
     "roots": roots,
     "cayley": cayley,
     "layer_norm": layer_norm,
+    "attention": attention,
     "dual_projection": dual_projection,
     "soft_targets": soft_targets,
     "linear_soft_targets": linear_soft_targets,

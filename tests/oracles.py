@@ -160,6 +160,21 @@ def layer_norm_mse(x: Tensor, y: Tensor, eps: float) -> Tensor:
     return (x - y).square().sum(-1) / 2
 
 
+def attention(student: Tensor, teacher: Tensor, mask: Tensor, heads: str) -> Tensor:
+    """TinyBERT, eq. 7, of each sample: the mean over heads of the MSE of the real tokens' pairs."""
+    losses = []
+    for A_s, A_t, real in zip(student, teacher, mask, strict=True):
+        A_s, A_t = A_s[:, real][:, :, real], A_t[:, real][:, :, real]
+        if not real.any():
+            losses.append(A_s.sum())
+        elif heads == "mean":
+            losses.append((A_s.mean(0) - A_t.mean(0)).square().mean())
+        else:
+            pairs = zip(A_s, A_t, strict=True)
+            losses.append(torch.stack([(s - t).square().mean() for s, t in pairs]).mean())
+    return torch.stack(losses) if losses else student.sum((1, 2, 3))
+
+
 def soft_targets(student, teacher, temperature, divergence) -> Tensor:
     """The divergence of each row of logits, without τ²."""
     log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))

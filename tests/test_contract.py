@@ -28,6 +28,7 @@ SIGNATURES = {
     "inv_sqrtm": "a ridge",
     "cayley": "skew",
     "layer_norm_mse": "x y eps reduction backend",
+    "attention_loss": "student teacher mask * heads reduction backend",
     "soft_target_loss": "student_logits teacher_logits * temperature divergence mask reduction "
     "scale_by_t2 denominator backend",
     "linear_soft_target_loss": "student_hidden student_weight teacher_hidden teacher_weight *",
@@ -47,6 +48,7 @@ DEFAULTS = {
     "canonical_correlations": {"ridge": 0.0, "mask": None},
     "inv_sqrtm": {"ridge": 0.0},
     "layer_norm_mse": {"eps": 1e-5, "reduction": "mean"},
+    "attention_loss": {"heads": "match", "reduction": "mean"},
     "soft_target_loss": {
         "temperature": 1.0,
         "divergence": "forward_kl",
@@ -65,8 +67,17 @@ MODULES = {
     "CCALoss": {"top_k": None},
     "OrthogonalProjection": {"layers": 2, "orthogonal": True},
     "DualProjectionLoss": {"layers": 2, "gamma": 0.3, "orthogonal": True},
+    "AttentionLoss": {"heads": "match", "reduction": "mean"},
     "SoftTargetLoss": {},
 }
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_every_signature_is_written_down(loss):
+    for name in (*loss.compared, *loss.measures):
+        assert name in SIGNATURES, f"SIGNATURES lacks {name}"
+    for name in loss.modules:
+        assert name in MODULES, f"MODULES lacks {name}"
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -3,8 +3,8 @@
 What a micro-batch means for each term, be it a part of the batch in gradient accumulation or in a
 process of its own:
 
-- task, soft, FCD's tokens, LRKD's projection: each sample stands for itself, and equal parts give
-  the whole batch's gradient.
+- task, soft, FCD's tokens, LRKD's projection, AttentionMSE's maps and states: each sample stands
+  for itself, and equal parts give the whole batch's gradient.
 - FCD's samples, LRCBERT's cos_nce: samples are compared with those of their own part only.
 - MC3KD's cca: the correlations are those over the part's tokens.
 - IntraClassKNN's knn: neighbours are sought in the own part only. Its sum over the part shrinks
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from fastkd import cca, knn
 from fastkd._checks import check_choice, check_number, check_positive_int
+from fastkd._numerics import project, upcast, zero_padding
 from fastkd.analysis.layers import Batches
+from fastkd.attention import AttentionLoss, Heads
 from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.layers import select_layers
@@ -467,6 +469,83 @@ class LRKD(_Soft):
         else:
             loss = self.loss(student, teacher, step.mask)
         return step.mean(loss * there.sum(), there.sum())
+
+
+class AttentionMSE(_Soft):
+    """TinyBERT's distillation of the transformer layers (Jiao et al. 2020).
+
+    L = task_weight·L_CE + soft_weight·L_pred + Σ_layers (attention·L_attn + hidden·L_hidn), with
+    L_attn = (1/h) Σ_i MSE(A_i^S, A_i^T) of the attention maps (eq. 7; `fastkd.AttentionLoss`) and
+    L_hidn = MSE(H^S W_h, H^T) of the hidden states (eq. 8), one W_h for all layers. L_pred are
+    soft targets (eq. 10). The paper trains in two stages: layers first (``soft_weight=0``), then
+    the output (``attention=0, hidden=0``).
+
+    Both models need ``attn_implementation="eager"``, and A are probabilities, not the paper's
+    scores: that is what models return. So the command line doesn't know it by a name of its own.
+
+    Args:
+        attention: weight of L_attn.
+        hidden: weight of L_hidn.
+        soft_weight: weight of L_pred.
+        task_weight: weight of the task loss; 0 in the paper.
+        heads: "match" compares head by head, "mean" the averages over the heads, for models with
+            different numbers of them.
+        layers: as in `FCD`; "uniform" in the paper.
+        temperature: t of eq. 10; 1 in the paper.
+        divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, maps, states.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: float = 1.0,
+        hidden: float = 1.0,
+        soft_weight: float = 1.0,
+        task_weight: float = 0.0,
+        heads: Heads = "match",
+        layers: Layers = "uniform",
+        temperature: float = 1.0,
+        divergence: Divergence = "forward_kl",
+        scale_by_t2: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_weights(
+            attention=attention, hidden=hidden, soft_weight=soft_weight, task_weight=task_weight
+        )
+        self.attention, self.hidden = attention, hidden
+        self.soft_weight, self.task_weight = soft_weight, task_weight
+        self.heads, self.layers = heads, layers
+        self._set_soft(temperature, divergence, scale_by_t2)
+        self.map_loss = AttentionLoss(heads)
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        self.pair_layers(self.layers, teacher, student)
+        self.student_attentions, self.teacher_attentions = self.student_layers, self.teacher_layers
+
+    def make_parts(self, teacher: Model, student: Backbone) -> None:
+        self.W = nn.Linear(student.hidden_size, teacher.hidden_size, bias=False)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        layers = {"maps": self.attention, "states": self.hidden}
+        return {"task": self.task_weight, "soft": self.soft_weight, **layers}
+
+    def maps(self, step: Step) -> Tensor:
+        """Σ over layers of L_attn, eq. 7."""
+        students, teachers = step.attentions(self.student_attentions, self.teacher_attentions)
+        there = step.real.any(1).sum()
+        loss = len(students) * self.map_loss(students, teachers, step.mask)  # which averages
+        return step.mean(loss * there, there)
+
+    def states(self, step: Step) -> Tensor:
+        """Σ over layers of L_hidn, eq. 8, a mean over the real tokens."""
+        totals = []
+        layers = step.layers(self.student_layers, self.teacher_layers)
+        for student, teacher in zip(*layers, strict=True):
+            d = project(self.W, student, step.mask) - zero_padding(teacher, step.mask)
+            totals.append(upcast(d).square().mean(-1).sum())
+        return step.mean(torch.stack(totals).sum(), step.real.sum())
 
 
 METHODS: dict[str, type[Method]] = {

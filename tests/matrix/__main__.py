@@ -32,6 +32,7 @@ CORE = [
     "tests/test_cca.py",
     "tests/test_linalg.py",
     "tests/test_projection.py",
+    "tests/test_attention.py",
     "tests/test_soft_targets.py",
     "tests/test_extension.py",
     "tests/test_numerics.py",

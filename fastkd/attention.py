@@ -1,0 +1,281 @@
+"""Attention maps of student and teacher, pair by pair (TinyBERT, eq. 7)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastkd._checks import check_choice, check_mask, check_pair, check_shape, layer_pairs
+from fastkd._dispatch import BACKENDS, Backend, use_triton
+from fastkd._numerics import (
+    apply,
+    autocast_off,
+    once_differentiable,
+    saveable,
+    upcast,
+    working_dtype,
+)
+
+Heads = Literal["match", "mean"]
+Reduction = Literal["mean", "sum", "none"]
+HEADS, REDUCTIONS = get_args(Heads), get_args(Reduction)
+
+
+def attention_loss_ref(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None = None,
+    *,
+    heads: Heads = "match",
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Eq. 7 of TinyBERT in plain PyTorch; see `attention_loss`."""
+    A_s, A_t = upcast(student), upcast(teacher)  # (B, H, N, N)
+    if heads == "mean":
+        A_s, A_t = A_s.mean(1, keepdim=True), A_t.mean(1, keepdim=True)
+    B, h, N, _ = A_s.shape
+    real = A_s.new_ones(B, N, dtype=torch.bool) if mask is None else mask.bool()
+    pair = real[:, None, :, None] & real[:, None, None, :]
+    squares = torch.where(pair, A_s - A_t, 0).square()
+    mse = squares.sum((2, 3)) / pair.sum((2, 3)).clamp(min=1)  # (B, h), of each head
+    return _reduce(mse.sum(1) / h, real.any(1), reduction)
+
+
+def attention_loss(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None = None,
+    *,
+    heads: Heads = "match",
+    reduction: Reduction = "mean",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Mean squared difference of two attention maps.
+
+    L = (1/h) Σ_i MSE(A_i^S, A_i^T)  (Jiao et al., *TinyBERT*, 2020, eq. 7)
+
+    A are the scores before the softmax in the paper and the probabilities in many
+    implementations; any (B, H, N, N) will do. A pair with a padded query or key does not count,
+    whatever stands there. A sample without a real token gives zero.
+
+    Args:
+        student: (B, H, N, N): heads, queries, keys.
+        teacher: (B, H_t, N, N), same dtype and device, without grad.
+        mask: (B, N) bool or 0/1, 1 = real token.
+        heads: "match" compares head by head and needs H = H_t; "mean" compares the averages over
+            the heads of each side, for any numbers of heads.
+        reduction: over the samples' losses: "mean" over those with a real token, "sum", or "none"
+            for (B,).
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        Scalar, or (B,), in float32 (float64 for float64).
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices don't fit, an unknown option, or a
+            teacher that requires grad.
+
+    >>> student, teacher = torch.zeros(2, 4, 2, 2), torch.full((2, 4, 2, 2), 0.5)
+    >>> attention_loss(student, teacher).item()
+    0.25
+    """
+    return _attention_layers([(student, teacher)], mask, heads, reduction, backend)
+
+
+class AttentionLoss(nn.Module):
+    """See `attention_loss`; the losses of several layers are averaged.
+
+    Args:
+        heads, reduction, backend: as in `attention_loss`.
+
+    ``forward(student, teacher, mask=None)`` takes attention maps (B, H, N, N), or lists of layers.
+
+    >>> maps = [torch.rand(2, 4, 3, 3, requires_grad=True) for _ in range(3)]
+    >>> AttentionLoss(heads="mean")(maps, [torch.rand(2, 12, 3, 3)] * 3).shape
+    torch.Size([])
+    """
+
+    def __init__(
+        self,
+        heads: Heads = "match",
+        *,
+        reduction: Reduction = "mean",
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        check_choice("heads", heads, HEADS)
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_choice("backend", backend, BACKENDS)
+        self.heads, self.reduction, self.backend = heads, reduction, backend
+
+    def forward(
+        self,
+        student: Tensor | Sequence[Tensor],
+        teacher: Tensor | Sequence[Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss as a scalar, or (B,)."""
+        pairs = layer_pairs(student, teacher)
+        return _attention_layers(pairs, mask, self.heads, self.reduction, self.backend)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads!r}, reduction={self.reduction!r}"
+
+
+def _attention_layers(
+    pairs: list[tuple[Tensor, Tensor]],
+    mask: Tensor | None,
+    heads: Heads,
+    reduction: Reduction,
+    backend: Backend,
+) -> Tensor:
+    check_choice("heads", heads, HEADS)
+    check_choice("reduction", reduction, REDUCTIONS)
+    for student, teacher in pairs:
+        _check_maps(student, teacher, pairs[0][0], heads)
+    first = pairs[0][0]
+    real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
+    pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
+    kernels = [use_triton(backend, "attention_loss", student) for student, _ in pairs]
+    parts = []
+    for group in _alike(pairs) if all(kernels) else [[pair] for pair in pairs]:
+        students, teachers = zip(*group, strict=True)
+        options = _Options(heads == "mean", len(pairs))
+        function = _AttentionTriton if all(kernels) else _Attention
+        parts.append(apply(function, options, real, *students, *teachers))
+    losses = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    if real is None:
+        real = torch.ones((), dtype=torch.bool, device=first.device)
+        real = real.expand(first.shape[0], first.shape[2])
+    return _reduce(losses, real.any(1), reduction)
+
+
+def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -> None:
+    check_pair(student, teacher, ndim=4)
+    B, H, N, _ = student.shape
+    check_shape("student", student, (B, H, N, N), "queries and keys of the same tokens")
+    if (first.shape[0], first.shape[2]) != (B, N):
+        raise ValueError(
+            f"student has layers of shapes {tuple(first.shape)} and {tuple(student.shape)}; "
+            "all must be of the same samples and tokens"
+        )
+    H_t = teacher.shape[1]
+    check_shape("teacher", teacher, (B, H_t, N, N), "student's samples and tokens")
+    if H == 0 or H_t == 0:
+        raise ValueError(f"student and teacher must have a head, got {H} and {H_t} heads")
+    if heads == "match" and H_t != H:
+        raise ValueError(
+            f"student has {H} heads but teacher has {H_t}; heads='mean' compares their averages"
+        )
+
+
+def _reduce(losses: Tensor, real: Tensor, reduction: Reduction) -> Tensor:
+    """Of the samples' losses (B,), zero where a sample is not ``real``."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / real.sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class _Options:
+    mean: bool  # over the heads
+    layers: int  # in all: a group's losses are its share of their average
+
+
+class _Attention(torch.autograd.Function):
+    """Losses of the samples (B,), of one layer; the difference is made again in the backward."""
+
+    @staticmethod
+    def forward(ctx, options, mask, student, teacher):
+        with autocast_off(student):
+            d = _difference(student, teacher, mask, options)
+            # Rows are divided before they are added: the sum over a whole map may overflow.
+            rows = d.square_().sum(-1) / _divisor(d, mask, options)[:, None, None]
+            losses = rows.sum((1, 2))
+        ctx.save_for_backward(mask, student, teacher)
+        ctx.options = options
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        mask, student, teacher = ctx.saved_tensors
+        with autocast_off(student):
+            d = _difference(student, teacher, mask, ctx.options)
+            factor = 2 * grad / _divisor(d, mask, ctx.options)
+            if ctx.options.mean:
+                factor = factor / student.shape[1]
+            dx = d.mul_(factor[:, None, None, None]).to(student.dtype).expand_as(student)
+        return None, None, dx, None
+
+
+def _difference(student: Tensor, teacher: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
+    """A^S − A^T of the heads, or (B, 1, N, N) of their means; 0 at padding."""
+    dtype = working_dtype(student)
+    if options.mean:
+        d = student.mean(1, True, dtype=dtype) - teacher.mean(1, True, dtype=dtype)
+    else:
+        d = upcast(student) - upcast(teacher)
+    if mask is None:
+        return d
+    padded = ~(mask[:, None, :, None] & mask[:, None, None, :])
+    return d.masked_fill_(padded, 0)
+
+
+def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
+    """How many squares a sample's loss (B,) is the mean of."""
+    B, h, N, _ = d.shape
+    tokens = d.new_full((B,), N) if mask is None else mask.sum(1).to(d.dtype)
+    return tokens.clamp(min=1).square() * (h * options.layers)
+
+
+def _alike(pairs: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The layers that can share a launch."""
+    from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
+
+    def fits(pair, group):  # by comparison: a hash would fix the sizes in a compiled graph
+        same = all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(pair, group[0], strict=True)
+        )
+        return same and len(group) < LAYERS_PER_LAUNCH
+
+    groups: list[list[tuple[Tensor, Tensor]]] = []
+    for pair in pairs:
+        group = next((g for g in groups if fits(pair, g)), None)
+        if group is None:
+            groups.append([pair])
+        else:
+            group.append(pair)
+    return groups
+
+
+class _AttentionTriton(torch.autograd.Function):
+    """The same of layers of one shape by `fastkd.kernels.attention`."""
+
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        from fastkd.kernels.attention import attention_forward
+
+        mask, *maps = tensors
+        mask = None if mask is None else mask.contiguous()
+        maps = [x.contiguous() for x in maps]
+        n = len(maps) // 2
+        losses, tokens = attention_forward(maps[:n], maps[n:], mask, options.mean, options.layers)
+        ctx.save_for_backward(mask, tokens, *maps)
+        ctx.options = options
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels.attention import attention_backward
+
+        mask, tokens, *maps = ctx.saved_tensors
+        n = len(maps) // 2
+        dx = attention_backward(
+            maps[:n], maps[n:], mask, tokens, grad, ctx.options.mean, ctx.options.layers
+        )
+        return (None, None, *dx.unbind(), *[None] * n)

@@ -1,0 +1,226 @@
+"""Squared differences of attention maps (B, H, N, N), and their gradient.
+
+Data path. A program takes BLOCK_Q queries of one map, or of one sample where the heads are averaged
+first, and goes over the keys: it reads both sides once, skips padding, and writes one partial loss.
+One PyTorch sum adds the partials of a sample. Backward: the same once more, writing the gradient
+with the upstream one applied, so that no difference is kept.
+
+With E = B·H·N² elements of s bytes on each side: forward reads 2Es, backward reads 2Es and writes
+Es, 5Es bytes in all; about 3E operations forward and 3E backward. Bound by bandwidth.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd.kernels.launch import operator
+from fastkd.kernels.pointers import padded, pick, slots
+
+
+def blocks(N: int) -> dict[str, int]:
+    """Tiles of 1024 pairs, 8 a thread; narrow ones for short sequences, for few compiled forms."""
+    block_k = 32 if N <= 32 else 128
+    return {"BLOCK_Q": 1024 // block_k, "BLOCK_K": block_k, "num_warps": 4}
+
+
+@triton.jit
+def _real(mask_ptr, sample, token, N, HAS_MASK: tl.constexpr):
+    """Which tokens of a sample are there, and real."""
+    real = token < N
+    if HAS_MASK:
+        real = real & (tl.load(mask_ptr + sample * N + token, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit
+def _map(x_ptr, heads, q, k, N, inside, MEAN: tl.constexpr):
+    """A tile of one map, or of the mean over so many that follow each other; 0 outside."""
+    at = q[:, None] * N + k[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if MEAN:
+        for _ in range(1, heads):
+            x_ptr += tl.cast(N, tl.int64) * N
+            x += tl.load(x_ptr + at, mask=inside, other=0.0)
+        x = x / heads
+    return x
+
+
+@triton.jit(do_not_specialize=["groups", "heads_s", "heads_t", "layers"])
+def attention_forward_kernel(
+    student_ptrs,  # layers of (B, groups·heads_s, N, N)
+    teacher_ptrs,
+    mask_ptr,  # (B, N) bytes
+    partial_ptr,  # (B, launched layers, groups, blocks of queries)
+    tokens_ptr,  # (B,): real ones
+    groups,  # of heads: each head by itself, or one where their mean is compared
+    heads_s,  # in a group
+    heads_t,
+    layers,  # that the loss is the average of
+    N,
+    SLOTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    query_blocks = tl.cdiv(N, BLOCK_Q)
+    group = program // query_blocks
+    sample = group // groups
+    student_ptr = pick(student_ptrs, layer, SLOTS) + group * heads_s * N * N
+    teacher_ptr = pick(teacher_ptrs, layer, SLOTS) + group * heads_t * N * N
+    q = (program % query_blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real_q = _real(mask_ptr, sample, q, N, HAS_MASK)
+    squares = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
+    counts = tl.zeros((BLOCK_K,), tl.int32)
+    for first in range(0, N, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        real_k = _real(mask_ptr, sample, k, N, HAS_MASK)
+        counts += real_k.to(tl.int32)
+        inside = real_q[:, None] & real_k[None, :]
+        d = _map(student_ptr, heads_s, q, k, N, inside, MEAN)
+        d -= _map(teacher_ptr, heads_t, q, k, N, inside, MEAN)
+        squares += d * d
+    tokens = tl.sum(counts, axis=0)
+    # Divided before all are added: the sum over a whole map may overflow.
+    n = tl.maximum(tokens, 1).to(tl.float32)
+    rows = tl.sum(squares, axis=1) / (n * n * groups * layers)
+    programs = groups * query_blocks
+    out = (sample * tl.num_programs(1) + layer) * programs + program % programs
+    tl.store(partial_ptr + out, tl.sum(rows, axis=0))
+    if (layer == 0) & (program % programs == 0):
+        tl.store(tokens_ptr + sample, tokens)
+
+
+@triton.jit(do_not_specialize=["groups", "heads_s", "heads_t", "layers", "stride_dloss"])
+def attention_backward_kernel(
+    student_ptrs,  # layers of (B, groups·heads_s, N, N)
+    teacher_ptrs,
+    mask_ptr,  # (B, N) bytes
+    tokens_ptr,  # (B,)
+    dloss_ptr,  # (B,)
+    dx_ptr,  # (launched layers, B, groups·heads_s, N, N)
+    groups,
+    heads_s,
+    heads_t,
+    layers,
+    stride_dloss,
+    N,
+    SLOTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    query_blocks = tl.cdiv(N, BLOCK_Q)
+    group = program // query_blocks
+    sample = group // groups
+    student_ptr = pick(student_ptrs, layer, SLOTS) + group * heads_s * N * N
+    teacher_ptr = pick(teacher_ptrs, layer, SLOTS) + group * heads_t * N * N
+    in_layer = tl.num_programs(0) // query_blocks  # groups of all samples
+    dx_ptr += (layer * in_layer + group) * heads_s * N * N
+    q = (program % query_blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real_q = _real(mask_ptr, sample, q, N, HAS_MASK)
+    n = tl.maximum(tl.load(tokens_ptr + sample), 1).to(tl.float32)
+    dloss = tl.load(dloss_ptr + sample * stride_dloss)
+    factor = 2.0 * dloss / (n * n * groups * layers * heads_s)
+    for first in range(0, N, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = real_q[:, None] & _real(mask_ptr, sample, k, N, HAS_MASK)[None, :]
+        d = _map(student_ptr, heads_s, q, k, N, inside, MEAN)
+        d -= _map(teacher_ptr, heads_t, q, k, N, inside, MEAN)
+        dx = tl.where(inside, d * factor, 0.0)
+        there = (q < N)[:, None] & (k < N)[None, :]
+        at = q[:, None] * N + k[None, :]
+        if MEAN:
+            for head in range(0, heads_s):
+                tl.store(dx_ptr + tl.cast(head, tl.int64) * N * N + at, dx, mask=there)
+        else:
+            tl.store(dx_ptr + at, dx, mask=there)
+
+
+def _grid(student: Tensor, mean: bool, layers: int) -> tuple[tuple[int, int], dict[str, int]]:
+    B, H, N, _ = student.shape
+    config = blocks(N)
+    return (B * (1 if mean else H) * triton.cdiv(N, config["BLOCK_Q"]), layers), config
+
+
+def _heads(student: Tensor, teacher: Tensor, mean: bool) -> tuple[int, int, int]:
+    """Groups of heads, and how many of each side are in one."""
+    return (1, student.shape[1], teacher.shape[1]) if mean else (student.shape[1], 1, 1)
+
+
+def _forward_shapes(students, teachers, mask, mean, layers):
+    B = students[0].shape[0]
+    x = students[0]
+    return x.new_empty(B, dtype=torch.float32), x.new_empty(B, dtype=torch.int32)
+
+
+@operator(_forward_shapes)
+def attention_forward(
+    students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, mean: bool, layers: int
+) -> tuple[Tensor, Tensor]:
+    """The samples' losses (B,), these layers' share of ``layers``; and their real tokens."""
+    x = students[0]
+    B, N = x.shape[0], x.shape[2]
+    grid, config = _grid(x, mean, len(students))
+    partial = torch.empty(B, grid[0] // max(B, 1) * grid[1], dtype=torch.float32, device=x.device)
+    tokens = torch.empty(B, dtype=torch.int32, device=x.device)
+    if grid[0]:
+        attention_forward_kernel[grid](
+            padded(students),
+            padded(teachers),
+            mask,
+            partial,
+            tokens,
+            *_heads(x, teachers[0], mean),
+            layers,
+            N,
+            SLOTS=slots(len(students)),
+            MEAN=mean,
+            HAS_MASK=mask is not None,
+            **config,
+        )
+    return partial.sum(1), tokens
+
+
+def _backward_shapes(students, teachers, mask, tokens, dloss, mean, layers):
+    return students[0].new_empty(len(students), *students[0].shape)
+
+
+@operator(_backward_shapes)
+def attention_backward(
+    students: list[Tensor],
+    teachers: list[Tensor],
+    mask: Tensor | None,
+    tokens: Tensor,
+    dloss: Tensor,
+    mean: bool,
+    layers: int,
+) -> Tensor:
+    """The students' gradients, stacked, in their dtype."""
+    x = students[0]
+    dx = torch.empty(len(students), *x.shape, dtype=x.dtype, device=x.device)
+    grid, config = _grid(x, mean, len(students))
+    if grid[0]:
+        attention_backward_kernel[grid](
+            padded(students),
+            padded(teachers),
+            mask,
+            tokens,
+            dloss,
+            dx,
+            *_heads(x, teachers[0], mean),
+            layers,
+            dloss.stride(0),
+            x.shape[2],
+            SLOTS=slots(len(students)),
+            MEAN=mean,
+            HAS_MASK=mask is not None,
+            **config,
+        )
+    return dx

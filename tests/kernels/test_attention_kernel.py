@@ -1,0 +1,36 @@
+"""What only the Triton kernels of the attention maps promise."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fastkd.attention import AttentionLoss
+from tests.kernels.launches import count_launches
+
+KERNELS = ["attention_forward_kernel", "attention_backward_kernel"]
+
+
+@pytest.mark.parametrize(("layers", "launches_each"), [(1, 1), (8, 1), (9, 2)])
+@pytest.mark.parametrize("heads", ["match", "mean"])
+def test_few_launches(device, layers, launches_each, heads):
+    student = [torch.rand(2, 3, 7, 7, device=device, requires_grad=True) for _ in range(layers)]
+    teacher = [torch.rand(2, 3, 7, 7, device=device) for _ in range(layers)]
+    mask = torch.ones(2, 7, dtype=torch.bool, device=device)
+    with count_launches() as launches:
+        AttentionLoss(heads, backend="triton")(student, teacher, mask).backward()
+    ours = launches.of_triton()
+    assert sorted(ours) == sorted(KERNELS * launches_each)
+    if layers == 1:
+        assert len(launches) <= 13, launches
+
+
+def test_only_the_students_gradient_is_made(device):
+    """Neither side is copied, and no difference is kept for the backward."""
+    student = torch.rand(2, 3, 40, 40, device=device, requires_grad=True)
+    teacher = torch.rand(2, 3, 40, 40, device=device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        AttentionLoss(backend="triton")(student, teacher)
+    own = {x.data_ptr() for x in (student, teacher)}
+    assert sum(x.numel() for x in kept if x.data_ptr() not in own) <= 2 * student.shape[0]
