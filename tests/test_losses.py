@@ -1,6 +1,7 @@
 """A loss is announced once, in `fastkd._losses`; what it lacks elsewhere is named here."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import fastkd
 from bench import suite
 from fastkd import functional
 from fastkd._losses import LOSSES
+from tests import fuzz
 from tests.calls import CALLS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,14 +45,29 @@ class TestRow:
     def test_it_has_tests_and_calls(self, loss):
         assert (ROOT / f"tests/test_{loss.name}.py").exists()
         assert loss.name in CALLS, f"tests/calls.py has no {loss.name}"
+        if loss.kernels:
+            file = ROOT / f"tests/kernels/test_{loss.name}_kernel.py"
+            assert file.exists(), f"there is no {file.name}"
+        core = (ROOT / "tests/matrix/__main__.py").read_text()
+        assert f"tests/test_{loss.name}.py" in core, f"tests/matrix leaves {loss.name} out"
 
     def test_it_has_a_benchmark(self, loss):
         assert loss.name in suite.LOSSES, f"bench/suite.py has no {loss.name}"
 
     def test_it_is_documented(self, loss):
-        docs = (ROOT / "docs/losses.md").read_text() + (ROOT / "README.md").read_text()
+        readme, choice, contract = (
+            (ROOT / file).read_text() for file in ("README.md", "docs/losses.md", "docs/design.md")
+        )
         for name in (*loss.compared, *loss.modules, *loss.measures):
-            assert f"`{name}`" in docs, f"neither README.md nor docs/losses.md mentions {name}"
+            assert f"`{name}`" in choice + readme, f"README.md and docs/losses.md have no {name}"
+            assert f"`{name}(" in contract, f"the contract in docs/design.md has no {name}"
+        for name in (*loss.functions, *(n for n in loss.modules if n.endswith("Loss"))):
+            assert f"`{name}`" in choice, f"docs/losses.md has no {name}"
+
+    def test_it_is_called_at_random(self, loss):
+        source = "".join(inspect.getsource(call) for call in fuzz.FUNCTIONS.values())
+        for name in loss.compared:
+            assert re.search(rf"fastkd\.{name}\b", source), f"tests/fuzz.py has no call of {name}"
 
     def test_its_kernels_are_files(self, loss):
         for file in loss.kernel_files:
