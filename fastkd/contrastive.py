@@ -328,6 +328,12 @@ class CosNCELoss(nn.Module):
         self, student: Tensor, teacher: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Both sides of a layer and the mask, one row per sample unless the pool is "tokens"."""
+        check_shape(
+            "teacher",
+            teacher,
+            (*student.shape[:-1], teacher.shape[-1]),
+            "student's but for the size",
+        )
         if student.dim() < 3 or self.pool == "tokens":
             return student, teacher, check_mask(mask, student.shape[:-1], student.device)
         mask = check_mask(mask, student.shape[:2], student.device)

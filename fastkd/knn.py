@@ -232,6 +232,7 @@ class IntraClassKNNLoss(nn.Module):
         mask: Tensor | None = None,
         teacher_mask: Tensor | None = None,
     ) -> Tensor:
+        check_pair(student, teacher, min_ndim=2)
         if teacher_mask is None and teacher.shape[:2] == student.shape[:2]:
             teacher_mask = mask
         student = self._rows("student", student, mask)
@@ -252,7 +253,6 @@ class IntraClassKNNLoss(nn.Module):
 
     def _rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
         """One row per sample, in the teacher's feature space."""
-        check_floating(name, x, min_ndim=2)
         if x.dim() > 3:
             raise ValueError(f"{name} must be (B, D) or (B, N, D), got shape {tuple(x.shape)}")
         if x.dim() == 3:

@@ -1,0 +1,27 @@
+"""A few of the random calls of `tests/fuzz.py` in every run; `make fuzz` makes as many as asked."""
+
+import pytest
+
+from fastkd._dispatch import TRITON_INSTALLED
+from tests import fuzz
+
+SEEDS = {"torch": 8, "triton": 4}  # the interpreter is slow
+
+
+CASES = [
+    pytest.param(
+        name,
+        backend,
+        marks=pytest.mark.skipif(
+            backend == "triton" and not TRITON_INSTALLED, reason="no triton installed"
+        ),
+    )
+    for name in fuzz.FUNCTIONS
+    for backend in fuzz.backends(name)
+]
+
+
+@pytest.mark.parametrize(("name", "runs_on"), CASES)
+def test_random_calls_agree_with_the_oracles(name, runs_on):
+    found = {seed: fuzz.checked(name, runs_on, seed) for seed in range(SEEDS[runs_on])}
+    assert not any(found.values()), "\n".join(f"{s}: {f}" for s, f in found.items() if f)

@@ -1,0 +1,406 @@
+"""README's "What every loss keeps", sentence by sentence, over every loss and Module."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastkd
+from fastkd._dispatch import TRITON_INSTALLED
+from tests.compare import TOLERANCE, relative_error
+
+B, N, D_S, D_T = 6, 5, 8, 12
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Subject(nn.Module):
+    """A loss as ``(student (B, N, Ds), teacher (B, N, Dt), mask (B, N)) -> scalar``.
+
+    ``masked``: it takes a mask. ``same_size``: Ds must equal Dt. ``kernels``: it runs on Triton.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Loss,
+        module: nn.Module | None = None,
+        *,
+        masked: bool = True,
+        same_size: bool = False,
+        kernels: bool = True,
+    ) -> None:
+        super().__init__()
+        self.name, self.call, self.module = name, call, module
+        self.masked, self.same_size, self.kernels = masked, same_size, kernels
+
+    def forward(self, student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.same_size and isinstance(student, Tensor):
+            teacher = teacher[..., : student.shape[-1]]
+        return self.call(student, teacher, mask if self.masked else None)
+
+
+def labels(x: Tensor) -> Tensor:
+    return torch.arange(len(x)) % 2
+
+
+def of_module(name: str, module: nn.Module, labelled: bool = False, **options: bool) -> Subject:
+    def call(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
+        given = {"labels": labels(student)} if labelled else {}
+        return module(student, teacher, mask=mask, **given)
+
+    return Subject(name, call, module, **options)
+
+
+def subjects(backend: str) -> Iterator[Subject]:
+    for over in ("tokens", "samples"):
+        yield Subject(
+            f"relation_loss over {over}",
+            lambda s, t, m, over=over: fastkd.relation_loss(s, t, m, over=over, backend=backend),
+        )
+    yield of_module("FCDLoss", fastkd.FCDLoss(backend=backend))
+    yield Subject(
+        "knn_feature_loss",
+        lambda s, t, m: fastkd.knn_feature_loss(s, t, labels(s), backend=backend),
+        masked=False,
+        same_size=True,
+    )
+    for pool in ("cls", "mean", "tokens"):
+        yield of_module(
+            f"IntraClassKNNLoss {pool}",
+            fastkd.IntraClassKNNLoss(2, D_S, D_T, pool=pool, backend=backend),
+            labelled=True,
+        )
+    yield Subject(
+        "cos_nce_loss",
+        lambda s, t, m: fastkd.cos_nce_loss(s, t, mask=m, backend=backend),
+        same_size=True,
+    )
+    yield Subject(
+        "cos_nce_loss with labels",
+        lambda s, t, m: fastkd.cos_nce_loss(s, t, mask=m, labels=labels(s), backend=backend),
+        same_size=True,
+    )
+    for pool in ("tokens", "cls", "mean"):
+        yield of_module(
+            f"CosNCELoss {pool}", fastkd.CosNCELoss(D_S, D_T, pool=pool, backend=backend)
+        )
+    yield Subject(
+        "layer_norm_mse",
+        lambda s, t, m: fastkd.layer_norm_mse(s, t, backend=backend),
+        masked=False,
+        same_size=True,
+    )
+    yield of_module("DualProjectionLoss", fastkd.DualProjectionLoss(D_S, D_T, backend=backend))
+    for divergence in ("forward_kl", "reverse_kl", "adaptive_kl", "js"):
+        yield Subject(
+            f"soft_target_loss {divergence}",
+            lambda s, t, m, d=divergence: fastkd.soft_target_loss(
+                s, t, mask=m, divergence=d, backend=backend
+            ),
+            same_size=True,
+        )
+    yield of_module("SoftTargetLoss", fastkd.SoftTargetLoss(backend=backend), same_size=True)
+    heads = torch.randn(20, D_S), torch.randn(20, D_T)
+    yield Subject(
+        "linear_soft_target_loss",
+        lambda s, t, m: fastkd.linear_soft_target_loss(
+            s, heads[0].to(s), t, heads[1].to(t), mask=m, backend=backend
+        ),
+    )
+    if backend == "torch":
+        yield Subject("cca_loss", lambda s, t, m: fastkd.cca_loss(s, t, m), kernels=False)
+        for pool in ("tokens", "mean"):
+            module = fastkd.CCALoss(ridge=0.1, pool=pool)
+            yield of_module(f"CCALoss {pool}", module, kernels=False)
+
+
+def _parameters(backend: str) -> list:
+    missing = pytest.mark.skipif(
+        backend == "triton" and not TRITON_INSTALLED, reason="no triton installed"
+    )
+    return [
+        pytest.param((backend, s.name), marks=missing, id=f"{backend}: {s.name}")
+        for s in subjects(backend)
+        if s.kernels or backend == "torch"
+    ]
+
+
+every_loss = pytest.mark.parametrize(
+    "loss", [*_parameters("torch"), *_parameters("triton")], indirect=True
+)
+
+
+@pytest.fixture
+def loss(request) -> Subject:
+    backend, name = request.param
+    torch.manual_seed(0)
+    return next(s for s in subjects(backend) if s.name == name)
+
+
+def features(dtype: torch.dtype = torch.float32, batch: int = B) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    student = torch.randn(batch, N, D_S, generator=generator, dtype=torch.float64)
+    teacher = torch.randn(batch, N, D_T, generator=generator, dtype=torch.float64)
+    return student.to(dtype).requires_grad_(), teacher.to(dtype)
+
+
+def padding(batch: int = B) -> Tensor:
+    """The tokenizer's: 1 at real tokens, on the left of the row."""
+    lengths = torch.arange(batch) % (N - 1) + 2
+    return (torch.arange(N) < lengths[:, None]).long()
+
+
+def value_and_gradient(
+    loss: Subject, student: Tensor, teacher: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    student = student.detach().requires_grad_()
+    value = loss(student, teacher, mask)
+    value.backward()
+    return value.detach(), student.grad
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_dtypes(loss, request, dtype):
+    """bf16, fp16, fp32 and fp64 in, sums in fp32 or better"""
+    if "triton" in request.node.callspec.id and dtype == torch.float64:
+        pytest.skip("float64 is left to PyTorch")
+    if dtype == torch.float64:
+        loss.double()
+    value, gradient = value_and_gradient(loss, *features(dtype), padding())
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert gradient.dtype == dtype
+    assert value.isfinite() and gradient.isfinite().all()
+
+
+@every_loss
+def test_padding(loss):
+    """padding (even NaN) never counts"""
+    if not loss.masked:
+        pytest.skip("it takes no mask")
+    mask = padding()
+    student, teacher = features()
+    wanted = value_and_gradient(loss, student, teacher, mask)
+    parameters = [p.grad.clone() for p in loss.parameters()]
+    loss.zero_grad()
+    student, teacher = (x.detach().masked_fill(mask[..., None] == 0, torch.nan) for x in features())
+    value, gradient = value_and_gradient(loss, student, teacher, mask)
+    assert torch.equal(value, wanted[0]) and torch.equal(gradient, wanted[1])
+    assert (gradient[mask == 0] == 0).all()
+    for p, wanted_gradient in zip(loss.parameters(), parameters, strict=True):
+        assert torch.equal(p.grad, wanted_gradient)
+
+
+DEGENERATE = {
+    "one sample": lambda x: x[:1],
+    "one token": lambda x: x[:, :1],
+    "zeros": torch.zeros_like,
+    "constant": lambda x: torch.full_like(x, 0.7),
+    "equal samples": lambda x: x[:1].expand_as(x).contiguous(),
+    "equal tokens": lambda x: x[:, :1].expand_as(x).contiguous(),
+    "no sample": lambda x: x[:0],
+}
+
+
+@every_loss
+@pytest.mark.parametrize("kind", DEGENERATE)
+def test_degenerate_batches(loss, kind):
+    """no NaN gradients from degenerate batches"""
+    student, teacher = (DEGENERATE[kind](x.detach()) for x in features())
+    mask = padding(len(student))[:, : student.shape[1]]
+    for given in (mask, torch.zeros_like(mask)):
+        value, gradient = value_and_gradient(loss, student, teacher, given)
+        assert value.isfinite() and gradient.isfinite().all()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in loss.parameters())
+
+
+@every_loss
+@pytest.mark.parametrize("side", ("student", "teacher"))
+def test_nan_in_real_data(loss, side):
+    """no NaN of yours hidden"""
+    student, teacher = (x.detach().clone() for x in features())
+    (student if side == "student" else teacher)[1, 0, 0] = torch.nan
+    assert loss(student, teacher, padding()).isnan()
+
+
+@every_loss
+def test_autocast(loss):
+    """autocast"""
+    wanted = value_and_gradient(loss, *features(), padding())
+    student, teacher = features()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(student, teacher, padding())
+    value.backward()  # outside, as PyTorch asks for
+    assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
+
+
+@every_loss
+def test_compile(loss):
+    """torch.compile(fullgraph=True)"""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    for batch in (13, 16, 21):  # more samples than features: CCA's cheaper side is one
+        student, teacher = features(batch=batch)
+        mask = padding(batch)
+        wanted = value_and_gradient(loss, student, teacher, mask)
+        value = compiled(student, teacher, mask)
+        (gradient,) = torch.autograd.grad(value, student)
+        assert relative_error(value, wanted[0]) <= 1e-5
+        assert relative_error(gradient, wanted[1]) <= 1e-5
+    assert len(graphs) <= 2, f"{len(graphs)} graphs for three sizes"
+
+
+@every_loss
+def test_accumulation(loss):
+    """gradient accumulation"""
+    student, teacher = features()
+    value = loss(student, teacher, padding())
+    value.backward(retain_graph=True)
+    once = student.grad.clone()
+    value.backward()
+    assert torch.equal(student.grad, 2 * once)
+
+
+@every_loss
+def test_same_bits(loss):
+    """the same bits on every run"""
+    first, second = (value_and_gradient(loss, *features(), padding()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_loss
+def test_strides(loss):
+    """contiguous or not"""
+    student, teacher = (x.detach() for x in features())
+    wanted = value_and_gradient(loss, student, teacher, padding())
+    value, gradient = value_and_gradient(
+        loss,
+        student.mT.contiguous().mT,
+        teacher.transpose(0, 1).contiguous().transpose(0, 1),
+        padding().mT.contiguous().mT,
+    )
+    assert relative_error(value, wanted[0]) <= 1e-6
+    assert relative_error(gradient, wanted[1]) <= 1e-5
+
+
+@every_loss
+def test_teacher_of_inference_mode(loss):
+    """teachers made under inference_mode"""
+    wanted = value_and_gradient(loss, *features(), padding())
+    with torch.inference_mode():
+        teacher = features()[1].clone()
+    found = value_and_gradient(loss, features()[0], teacher, padding())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+WRONG = {
+    "a teacher that requires grad": (lambda s, t, m: (s, t.requires_grad_(), m), "detach"),
+    "another number of samples": (lambda s, t, m: (s, t[:-1], m), "teacher|y must"),
+    "integers": (lambda s, t, m: (s.detach().long(), t.long(), m), "float"),
+    "two dtypes": (lambda s, t, m: (s, t.double(), m), "dtype|float64"),
+    "a list of numbers": (lambda s, t, m: (s.tolist(), t, m), "Tensor|tensor"),
+    "a mask of another shape": (lambda s, t, m: (s, t, m[:, :-1]), "mask"),
+    "a mask of other numbers": (lambda s, t, m: (s, t, m * 2), "mask"),
+    "the meta device for one": (lambda s, t, m: (s, t.to("meta"), m), "meta"),
+}
+
+
+@every_loss
+@pytest.mark.parametrize("mistake", WRONG)
+def test_wrong_input(loss, mistake):
+    """wrong input raises one sentence that names the argument"""
+    change, words = WRONG[mistake]
+    if "mask" in mistake and not loss.masked:
+        pytest.skip("it takes no mask")
+    if mistake == "a teacher that requires grad" and loss.name == "layer_norm_mse":
+        pytest.skip("both sides may learn")
+    if mistake == "a list of numbers" and loss.name == "linear_soft_target_loss":
+        pytest.skip("the test itself asks the list for its dtype")
+    with pytest.raises((ValueError, TypeError), match=words) as raised:
+        loss(*change(*features(), padding()))
+    assert "\n" not in str(raised.value)
+
+
+@every_loss
+def test_second_derivatives(loss):
+    """Only first derivatives"""
+    student, teacher = features()
+    (gradient,) = torch.autograd.grad(loss(student, teacher, padding()), student, create_graph=True)
+    if gradient.requires_grad:
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            gradient.square().sum().backward()
+
+
+def test_ddp():
+    """DDP"""
+    mp.spawn(_ddp_process, args=(_free_port(),), nprocs=2)
+
+
+def _free_port() -> int:
+    import socket
+
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _ddp_process(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    for subject in subjects("torch"):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"body": nn.Linear(D_S, D_S), "loss": subject})
+        wrapped = DistributedDataParallel(_Step(model))
+        halves = [x.detach().chunk(2) for x in (*features(), padding())]
+        wrapped(*(half[rank] for half in halves)).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for other in range(2):
+            (_Step(model)(*(half[other] for half in halves)) / 2).backward()
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            assert relative_error(gradient, parameter.grad) <= 1e-5, subject.name
+    torch.distributed.destroy_process_group()
+
+
+class _Step(nn.Module):
+    """A student of one layer, and its loss."""
+
+    def __init__(self, model: nn.ModuleDict) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        return self.model["loss"](self.model["body"](x), teacher, mask)
+
+
+def test_no_sentence_of_the_readme_is_without_a_test():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    paragraph = readme.split("What every loss keeps:")[1].split("\n\n")[0]
+    promised = re.sub(r"\s+", " ", paragraph).strip().rstrip(".")
+    kept = {
+        function.__doc__
+        for name, function in globals().items()
+        if name.startswith("test_") and function.__doc__
+    } | ELSEWHERE.keys()
+    left = promised.replace("`", "")
+    for sentence in sorted(kept, key=len, reverse=True):
+        left = left.replace(sentence, "")
+    assert re.fullmatch(r"[\s;,]*(works under|and)?[\s;,]*(works under|and)?[\s;,]*", left), left
+
+
+# Sentences whose test stands in another file.
+ELSEWHERE = {"no synchronisation with the host on a GPU": "tests/test_dry_cuda.py"}
