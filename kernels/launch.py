@@ -14,8 +14,9 @@ kernels. `operator` makes it what an autograd.Function calls:
 
     apply(_Scaled, Options(factor), x)  # `fastkd._numerics.apply`: a tensor may come twice
 
-Options are one frozen dataclass, so that ``backward`` returns one None for them. What is made of
-sizes travels as int, for the launcher to divide by: a float made of them is a new graph a size.
+Options are one frozen dataclass, so that ``backward`` returns one None for them. They hold no
+number made of sizes: a float of those is a new graph a size, and ``backward`` can't see an int of
+them in a graph. It takes sizes from its tensors again, and the launcher divides.
 """
 
 import functools

@@ -4,7 +4,9 @@
 
 Each case is drawn from its seed alone: sizes 0, 1, primes and powers of two, all dtypes, both
 backends, masks with NaN behind them, strided and repeated features, huge, tiny, constant and
-nearly parallel ones, autocast. Value and every gradient are compared in float64.
+nearly parallel ones, autocast. Value and every gradient are compared in float64. The last three
+functions are uses of every loss: under torch.compile with changing sizes, with inputs of inference
+mode and the meta device, with a gradient that overflows.
 
 An error is allowed up to the table of `tests/compare.py`, relative to the larger of the value and
 of the terms it is made of, plus ten times what rounding the inputs once would change.
@@ -26,7 +28,8 @@ from torch import Tensor
 
 import fastkd
 from tests import oracles
-from tests.compare import TOLERANCE
+from tests import test_promises as promises
+from tests.compare import TOLERANCE, relative_error
 
 SIZES = (1, 2, 2, 3, 5, 7, 8, 13, 16, 17, 31)
 KINDS = ("normal", "normal", "parallel", "scaled", "sparse", "few", "constant")
@@ -613,7 +616,70 @@ def class_similarity(draw: Draw) -> Case:
     )
 
 
-FUNCTIONS: dict[str, Callable[[Draw], Case]] = {
+def compiled(draw: Draw) -> str | None:
+    """One graph, or two, for changing sizes, with eager's numbers; a repeated tensor is welcome."""
+    subject, graphs = _subject(draw), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    call = torch.compile(subject, fullgraph=True, backend=backend)
+    repeated = subject.same_size and draw.chance(0.3)
+    for _ in range(4):
+        # More samples and tokens than features: an algorithm may change where they cross.
+        B, N = draw.random.randint(14, 40), draw.random.randint(14, 24)
+        x = draw.normal(B, N, promises.D_S).float()
+        student, teacher = x.clone().requires_grad_(), draw.normal(B, N, promises.D_T).float()
+        if repeated:
+            student = teacher = teacher[..., : promises.D_S].contiguous()
+        mask = draw.mask(B, N)
+        found, wanted = call(student, teacher, mask), subject(student, teacher, mask)
+        if relative_error(found, wanted, floor=1e-3) > 1e-4:
+            return f"compiled {subject.name} gives {found}, not {wanted}"
+        if not repeated:
+            gradients = [torch.autograd.grad(x, student)[0] for x in (found, wanted)]
+            if relative_error(*gradients, floor=1e-3) > 1e-3:
+                return f"compiled {subject.name} has another gradient"
+    return f"{len(graphs)} graphs of {subject.name} for 4 sizes" if len(graphs) > 2 else None
+
+
+def made_elsewhere(draw: Draw) -> str | None:
+    """A teacher of inference mode is a teacher; the meta device works or is refused in words."""
+    subject = _subject(draw)
+    shapes = (draw.size(), draw.size(), promises.D_S), (promises.D_T,)
+    student = draw.normal(*shapes[0]).float().requires_grad_()
+    teacher = draw.normal(*shapes[0][:2], *shapes[1]).float()
+    wanted = torch.autograd.grad(subject(student, teacher), student)[0]
+    with torch.inference_mode():
+        made = teacher.clone()
+    found = torch.autograd.grad(subject(student, made), student)[0]
+    if not torch.equal(found, wanted):
+        return f"{subject.name}: another gradient for a teacher of inference mode"
+    try:
+        result = subject.to("meta")(student.to("meta"), teacher.to("meta"))
+    except (ValueError, TypeError) as error:
+        return f"{subject.name} on meta: {error}" if "\n" in str(error) else None
+    return None if result.device.type == "meta" else f"{subject.name} on meta: {result.device}"
+
+
+def overflowing(draw: Draw) -> str | None:
+    """An upstream gradient that is not finite stays so: GradScaler looks for it."""
+    subject = _subject(draw)
+    student = draw.normal(4, 5, promises.D_S).half().requires_grad_()
+    teacher = draw.normal(4, 5, promises.D_T).half()
+    loss = subject(student, teacher)
+    (gradient,) = torch.autograd.grad(loss, student, torch.full_like(loss, torch.inf))
+    return f"{subject.name} hides an infinite gradient" if gradient.isfinite().all() else None
+
+
+def _subject(draw: Draw) -> promises.Subject:
+    torch.manual_seed(draw.random.randrange(2**30))
+    return draw.pick(list(promises.subjects(draw.backend)))
+
+
+FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
     "relation": relation,
     "fcd": fcd,
     "knn": knn,
@@ -629,6 +695,9 @@ FUNCTIONS: dict[str, Callable[[Draw], Case]] = {
     "soft_targets": soft_targets,
     "linear_soft_targets": linear_soft_targets,
     "class_similarity": class_similarity,
+    "compiled": compiled,
+    "made_elsewhere": made_elsewhere,
+    "overflowing": overflowing,
 }
 TORCH_ONLY = {"cca", "roots", "cayley", "class_similarity"}
 
@@ -642,6 +711,8 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     torch.manual_seed(seed)
     draw = Draw(seed, backend)
     case = FUNCTIONS[name](draw)
+    if not isinstance(case, Case):
+        return case
     parameters = dict(case.module.named_parameters()) if case.module is not None else {}
     dtypes = {n: x.dtype for n, x in (case.learning | parameters | case.given).items()}
 

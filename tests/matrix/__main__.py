@@ -18,6 +18,7 @@ import venv
 from importlib import metadata
 from pathlib import Path
 
+from fastkd._losses import LOSSES
 from tests.matrix import cuda_stubs
 
 ROOT = Path(__file__).parents[2]
@@ -26,14 +27,7 @@ CUDA = re.compile(r"(cuda|nvidia)-", re.IGNORECASE)
 EXTRAS = ["setuptools", "pytest", "pytest-xdist", "hypothesis"]
 TRAIN = ["datasets", "accelerate", "scikit-learn", "scipy", "matplotlib", "rich", "typer"]
 CORE = [
-    "tests/test_relation.py",
-    "tests/test_knn.py",
-    "tests/test_contrastive.py",
-    "tests/test_cca.py",
-    "tests/test_linalg.py",
-    "tests/test_projection.py",
-    "tests/test_attention.py",
-    "tests/test_soft_targets.py",
+    *(f"tests/test_{loss.name}.py" for loss in LOSSES),
     "tests/test_extension.py",
     "tests/test_numerics.py",
     "tests/test_promises.py",
