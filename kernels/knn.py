@@ -691,7 +691,7 @@ def settle_blocks(k: int, aligned: bool) -> dict[str, int]:
 
     In float64 each is two registers, more where each has an address; these sizes spill none.
     """
-    tile = 2048 if aligned and keep(k) <= 16 else 1024
+    tile = 2048 if aligned and keep(k) == 8 else 1024
     return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 4}
 
 
