@@ -16,7 +16,7 @@ from bench.compile_report import Form, choices, covering, modules
 @pytest.mark.parametrize("module", modules())
 def test_compiles_without_spills(module):
     """Any two choices that meet in a form, on one architecture; every form of every one is
-    compiled by ``make test-all``, and where it has not been, by .ci/run.
+    compiled by ``make test-all``.
     """
     # In a process of its own: under TRITON_INTERPRET there is nothing to compile.
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
