@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import fastkd
 from fastkd._extras import MissingExtra, require
+from fastkd.app import processes
 from fastkd.app.display import new_console
 from fastkd.app.errors import InputError, Interrupted, RunFailed
 from fastkd.app.options import command
@@ -79,10 +80,20 @@ def one_sentence() -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
+    except Exception as error:
+        if not processes.launched() or isinstance(error, (typer.Exit, typer.Abort)):
+            raise
+        if processes.is_loss_of_others(error):
+            _fail("another process of this run has ended; --resume continues the run", 1)
+        if not processes.first_to_fail():
+            raise typer.Exit(1) from None
+        raise
 
 
 def _fail(message: str, code: int) -> None:
-    typer.echo(f"Error: {' '.join(message.split())}", err=True)
+    """End with a sentence, told by one process."""
+    if processes.first_to_fail():
+        typer.echo(f"Error: {' '.join(message.split())}", err=True)
     raise typer.Exit(code)
 
 

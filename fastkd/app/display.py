@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from fastkd.app import processes
 from fastkd.app.errors import InputError
 
 # Seconds between two lines of a log file.
@@ -58,8 +59,9 @@ class Steadfast:
 
 
 def new_console() -> Console:
-    """Standard output, which may be closed at any time."""
-    return Console(file=Steadfast(sys.stdout))  # type: ignore[arg-type]
+    """Standard output, which may be closed at any time; only the first process has one."""
+    stream: Any = Steadfast(sys.stdout)
+    return Console(file=stream, quiet=not processes.first())
 
 
 class Display:

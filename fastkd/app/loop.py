@@ -1,6 +1,7 @@
 """One training inside transformers.Trainer: evaluation, best model, checkpoints, signals."""
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -16,15 +17,17 @@ from typing import Any
 from transformers import (
     PrinterCallback,
     ProgressCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
+    set_seed,
 )
 from transformers.integrations import get_available_reporting_integrations
 
+from fastkd.app import processes
 from fastkd.app.data import Encoded
 from fastkd.app.display import Display, format_scores
 from fastkd.app.errors import InputError, Interrupted, Stopped, TrainingFailed
+from fastkd.app.feed import Feed
 from fastkd.app.plan import Plan
 from fastkd.app.saving import MARKER, damage, read_json, saving, seal
 
@@ -48,6 +51,9 @@ class Checkpoints:
 
     def newest(self, say: Callable[[str], None]) -> Path | None:
         """The newest sound checkpoint of this run; the damaged ones are named, and removed."""
+        return processes.by_first(lambda: self._newest(say))
+
+    def _newest(self, say: Callable[[str], None]) -> Path | None:
         for path in self._all():
             why = damage(path)
             if why is None and read_json(path / MARKER).get("run") != self.identity["run"]:
@@ -60,7 +66,8 @@ class Checkpoints:
 
     def seal(self, step: int) -> None:
         """Complete the checkpoint at ``step``, and let the oldest ones go."""
-        seal(self.directory / f"checkpoint-{step}", self.identity)
+        with saving(self.directory):
+            seal(self.directory / f"checkpoint-{step}", self.identity)
         for old in self._all()[KEPT_CHECKPOINTS:]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -95,10 +102,13 @@ class Watcher(TrainerCallback):
     The history of evaluations lives in the trainer's own log, so that a resumed run knows it.
     """
 
+    trainer: Feed
+
     def __init__(self, watch: Watch, display: Display, title: str, steps_in_epoch: int):
         self.watch, self.display, self.title = watch, display, title
         self.steps_in_epoch = steps_in_epoch
-        self.signum: int | None = None
+        self.received: int | None = None  # by this process
+        self.signum: int | None = None  # by any
         self.stopping = False
         self.terms: dict[str, float] = {}
         self.track = display.track(title)
@@ -107,11 +117,19 @@ class Watcher(TrainerCallback):
 
     def ask_to_stop(self, signum: int, frame: object) -> None:
         """The first signal asks for a checkpoint and a stop; a second stops at once."""
-        if self.signum is not None:
+        if self.received is not None:
             raise Stopped(signum)
-        self.signum = signum
+        self.received = signum
         again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
         self.display.say(f"stopping after this step{again}")
+
+    def heed_signals(self) -> None:
+        """Take a signal that reached any process as one to all, which stop at the same step."""
+        self.signum = processes.largest(self.received or 0) or None
+
+    def on_epoch_begin(self, args, state, control, **_):
+        # A resumed epoch goes on in its own order.
+        self.trainer.steps.epoch = state.global_step // self.steps_in_epoch
 
     def on_train_begin(self, args, state, control, **_):
         self.track.start(state.global_step, state.max_steps)
@@ -132,6 +150,7 @@ class Watcher(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
+        self.heed_signals()
         # At the end of an epoch the checkpoint comes after the evaluation, see on_epoch_end.
         ends_epoch = state.global_step % self.steps_in_epoch == 0
         every = self.watch.checkpoints.every if self.watch.checkpoints else None
@@ -145,12 +164,13 @@ class Watcher(TrainerCallback):
     def on_epoch_end(self, args, state, control, **_):
         if not self.watch.every or state.global_step == state.max_steps:
             self._evaluate(state)
+        self.heed_signals()
         self.stopping = self.signum is not None
 
     def on_save(self, args, state, control, **_):
         if self.watch.checkpoints is not None:
-            with saving(self.watch.checkpoints.directory):
-                self.watch.checkpoints.seal(state.global_step)
+            complete = functools.partial(self.watch.checkpoints.seal, state.global_step)
+            processes.by_first(complete)
         self.display.event("checkpoint", title=self.title, step=state.global_step)
         if self.stopping and self.signum is not None:
             raise Interrupted(state.global_step, self.signum)
@@ -196,7 +216,7 @@ def history_of(log: list[dict]) -> list[dict]:
 
 
 def train(
-    make_trainer: Callable[..., Trainer],
+    make_trainer: Callable[..., Feed],
     examples: Encoded,
     collate: Callable,
     plan: Plan,
@@ -218,17 +238,20 @@ def train(
             folder = checkpoints.directory
             stack.enter_context(_signals(watcher.ask_to_stop))
         stack.enter_context(_logging_to(watch.logs))
-        trainer = make_trainer(
+        watcher.trainer = trainer = make_trainer(
             args=_arguments(plan, watch, folder, plan.steps(len(examples))[0]),
             train_dataset=examples,
             data_collator=collate,
             callbacks=[watcher],
         )
+        trainer.feed(plan.batch_size)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
         _guard_saves(trainer, folder)
         last = checkpoints.newest(display.say) if checkpoints and checkpoints.resume else None
+        set_seed(plan.seed + processes.rank())  # dropout isn't the same in all processes
         trainer.train(resume_from_checkpoint=str(last) if last else None)
+        watcher.heed_signals()
         if watcher.signum is not None:  # it came with the last step
             raise Interrupted(trainer.state.global_step, watcher.signum)
     return history_of(trainer.state.log_history)
@@ -239,7 +262,7 @@ def _arguments(plan: Plan, watch: Watch, folder: Path, steps: int) -> TrainingAr
         output_dir=str(folder),
         num_train_epochs=plan.epochs,
         max_steps=plan.max_steps,
-        per_device_train_batch_size=plan.batch_size,
+        per_device_train_batch_size=plan.own_rows,
         learning_rate=plan.learning_rate,
         weight_decay=plan.weight_decay,
         warmup_steps=round(plan.warmup * steps),
@@ -286,11 +309,11 @@ def _logging_to(logs: Path | None) -> Iterator[None]:
 
 
 def _guard_saves(trainer: Any, folder: Path) -> None:
-    """A checkpoint that can't be written is one sentence."""
+    """A checkpoint that can't be written, by whichever process, is one sentence."""
     save = trainer._save_checkpoint
 
     def guarded(*args: Any, **kwargs: Any) -> None:
-        with saving(folder):
+        with processes.agreed(), saving(folder):
             save(*args, **kwargs)
 
     trainer._save_checkpoint = guarded

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkd.app import processes
 from fastkd.app.data import Corpus, Rows
 from fastkd.app.errors import InputError
 from fastkd.app.options import as_json
@@ -29,12 +30,15 @@ from fastkd.app.saving import (
     write_json,
 )
 from fastkd.app.settings import Settings
+from fastkd.distributed import world_size
 
 RESULTS = ("student", "teacher")
 
 
 class Output:
     """What --out holds, and what may be done with it; only to be used under `saving.locked`.
+
+    The first process makes it, and sends it to the others.
 
     Raises:
         InputError: it holds what neither --resume continues nor --overwrite may replace.
@@ -135,9 +139,16 @@ class Output:
     def begin(self, prints: dict[str, str]) -> None:
         """Start a run with these fingerprints, or check that the one to resume has them.
 
+        All processes call it.
+
         A fingerprint that can't be taken any more, such as that of a teacher that has since been
         fine-tuned, is left out of ``prints``.
         """
+        everywhere = processes.gathered(prints)
+        for number, others in enumerate(everywhere):
+            for name, value in everywhere[0].items():
+                if others[name] != value:
+                    raise InputError(f"process {number} reads other {name} than process 0")
         before = (self.marker or self.done or {}).get("fingerprints", {})
         for name, value in prints.items():
             if before and before.get(name) != value:
@@ -146,14 +157,24 @@ class Output:
                     "put them back, or give another --out"
                 )
         if self.marker is None and self.done is None:
-            self.marker = {
-                "run": secrets.token_hex(8),
-                "settings": as_json(self.settings),
-                "fingerprints": prints,
-            }
-            with saving(self.work):
-                self.work.mkdir(parents=True, exist_ok=True)
-                write_json(self.work / MARKER, self.marker)
+            self.marker = processes.by_first(lambda: self._mark(prints))
+
+    def _mark(self, prints: dict[str, str]) -> dict[str, Any]:
+        marker = {
+            "run": secrets.token_hex(8),
+            "processes": world_size(),
+            "settings": as_json(self.settings),
+            "fingerprints": prints,
+        }
+        with saving(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
+            write_json(self.work / MARKER, marker)
+        return marker
+
+    @property
+    def processes(self) -> int:
+        """How many processes the run was started in, each with --batch-size rows of a step."""
+        return world_size() if self.marker is None else self.marker.get("processes", 1)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 import torch
 
 from fastkd.app.errors import InputError
+from fastkd.distributed import world_size
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, how fast and where to train."""
+    """How long, how fast and where to train.
+
+    A step reads ``batch_size`` rows, shared by all processes.
+    """
 
     epochs: float = 3.0
     max_steps: int = -1
@@ -24,6 +28,11 @@ class Plan:
     precision: str = "fp32"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a step in one process."""
+        return -(-self.batch_size // world_size())
 
     def steps(self, rows: int) -> tuple[int, int]:
         """Steps in all and steps in an epoch."""

@@ -3,6 +3,7 @@
 What lands in the output directory is told in `fastkd.app.output`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import shutil
@@ -17,14 +18,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, set_seed
+from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
 
 import fastkd
-from fastkd.app import data
+from fastkd.app import data, processes
 from fastkd.app.card import write_card
 from fastkd.app.data import Corpus, Encoded, Rows, joined
 from fastkd.app.display import Display, format_scores
 from fastkd.app.errors import InputError
+from fastkd.app.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.app.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
 from fastkd.app.models import (
     be_quiet,
@@ -52,7 +54,7 @@ from fastkd.app.saving import (
 from fastkd.app.score import accepted, evaluate, predict
 from fastkd.app.settings import Settings
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.trainer import DistillationTrainer
+from fastkd.distributed import world_size
 
 
 class Run:
@@ -99,6 +101,9 @@ class Run:
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
+        return processes.by_first(lambda: self._seconds_a_batch(student, rounds))
+
+    def _seconds_a_batch(self, student: nn.Module, rounds: int) -> dict[str, float]:
         rows = self.eval_rows[""]
         batch = self.collate([rows[i] for i in range(min(32, len(rows)))])
         inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
@@ -121,17 +126,17 @@ class Run:
     def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
         """Train the teacher on the task, in place; ``watch`` are fields of `loop.Watch`."""
         self.teacher.requires_grad_(True).train()
-        trainer = functools.partial(Trainer, model=self.teacher)
+        trainer = functools.partial(TeacherTrainer, model=self.teacher)
         return self._train(trainer, self.teacher, self.train_rows, plan, "teacher", **watch)
 
     def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
         """Train the student; ``watch`` are fields of `loop.Watch`."""
-        trainer = functools.partial(DistillationTrainer, model=distiller.to(self.device))
+        trainer = functools.partial(StudentTrainer, model=distiller.to(self.device))
         return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
 
     def _train(
         self,
-        make_trainer: Callable[..., Trainer],
+        make_trainer: Callable[..., Feed],
         model: nn.Module,
         rows: Encoded,
         plan: Plan,
@@ -157,12 +162,21 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
     """
     started = time.perf_counter()
     be_quiet()
-    plan = _plan(settings)
-    make_method(settings.method, settings.options)
-    check_trackers(settings.report_to)
-    with stopping_at_once(), locked(settings.out), Display(console, settings.log_json) as display:
-        out = Output(settings)
-        corpus = data.load(settings)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopping_at_once())
+        processes.join()
+        with processes.agreed():
+            plan = _plan(settings)
+            make_method(settings.method, settings.options)
+            check_trackers(settings.report_to)
+        stack.enter_context(processes.in_first(locked(settings.out)))
+        log_json = settings.log_json if processes.first() else None
+        with processes.agreed():
+            display = stack.enter_context(Display(console, log_json))
+        out = processes.by_first(lambda: Output(settings))
+        plan = dataclasses.replace(plan, batch_size=settings.batch_size * out.processes)
+        with processes.agreed():
+            corpus = data.load(settings)
         for line in data.describe(corpus):
             display.say(line)
         if out.done is not None:
@@ -174,16 +188,37 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
             _finetune(settings, out, run)
         report = _distil(settings, out, run)
         report["seconds"]["total"] = time.perf_counter() - started
-        with saving(settings.out):
-            write_card(out.student, report)
-            seal(out.student, report)
-            out.finish()
+        processes.by_first(lambda: _finish(settings, out, report))
         display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
 
 
+def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:
+    with saving(settings.out):
+        write_card(out.student, report)
+        seal(out.student, report)
+        out.finish()
+
+
 def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display) -> Run:
     """Everything loaded, checked and fitted together, and the output directory begun."""
+    with processes.agreed():
+        run, prints, sizes = _fit_together(settings, out, corpus, plan, display)
+    processes.by_first(lambda: out.check_room(*sizes))
+    out.begin(prints)
+    counts = ", ".join(f"{number} {name} rows" for name, number in _counts(run).items())
+    display.say(f"{counts}, device {run.device}")
+    if max(world_size(), out.processes) > 1:
+        before = f", as in the {out.processes} that began" if out.processes != world_size() else ""
+        display.say(f"{world_size()} processes: {plan.batch_size} rows a step in all{before}")
+    nn.Module.to(run.teacher, run.device)
+    return run
+
+
+def _fit_together(
+    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+) -> tuple[Run, dict[str, str], tuple[int, int]]:
+    """The run, fingerprints of what it reads, and bytes of teacher and student."""
     tokenizer = load_tokenizer(settings)
     finetuned = bool(settings.finetune_teacher) and _is_complete(out.teacher)
     name = str(out.teacher) if finetuned else settings.teacher
@@ -199,12 +234,7 @@ def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: 
     student = cast(PreTrainedModel, _assemble(settings, run).student)
     if settings.student is not None:
         prints["student weights"] = model_fingerprint(student)
-    out.check_room(num_bytes(teacher), num_bytes(student))
-    out.begin(prints)
-    counts = ", ".join(f"{number} {name} rows" for name, number in _counts(run).items())
-    display.say(f"{counts}, device {run.device}")
-    nn.Module.to(teacher, run.device)
-    return run
+    return run, prints, (num_bytes(teacher), num_bytes(student))
 
 
 def _plan(settings: Settings) -> Plan:
@@ -233,7 +263,7 @@ def _assemble(settings: Settings, run: Run) -> Distiller:
 
 def _finetune(settings: Settings, out: Output, run: Run) -> None:
     """Fine-tune the teacher to its best evaluation, saved as OUT/teacher."""
-    if _is_complete(out.teacher):
+    if processes.by_first(lambda: _is_complete(out.teacher)):
         return
     history = run.finetune(
         dataclasses.replace(
@@ -245,10 +275,14 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
     )
     best = type(run.teacher).from_pretrained(out.teacher)
     run.teacher.load_state_dict(best.state_dict())
-    report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
-    with saving(out.teacher):
-        reseal(out.teacher, report)
-        remove_tree(out.work / "teacher-checkpoints")
+
+    def finish() -> None:
+        report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
+        with saving(out.teacher):
+            reseal(out.teacher, report)
+            remove_tree(out.work / "teacher-checkpoints")
+
+    processes.by_first(finish)
 
 
 def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
@@ -309,15 +343,20 @@ def _watch(
     directory = target.with_name(
         "checkpoints" if target == out.student else f"{target.name}-checkpoints"
     )
-    why = damage(target) if target.exists() else None
-    if why:
-        run.display.say(f"{target} is damaged ({why}); its training starts again")
-        for lost in (target, directory):
-            shutil.rmtree(lost, ignore_errors=True)
+
+    def clear_damage() -> None:
+        why = damage(target) if target.exists() else None
+        if why:
+            run.display.say(f"{target} is damaged ({why}); its training starts again")
+            for lost in (target, directory):
+                shutil.rmtree(lost, ignore_errors=True)
+
+    processes.by_first(clear_damage)
 
     def keep(entry: dict[str, Any], history: list[dict]) -> None:
         found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
-        save_model(target, model, run.tokenizer, {**out.identity, **report, **found})
+        full = {**out.identity, **report, **found}
+        processes.by_first(lambda: save_model(target, model, run.tokenizer, full))
 
     checkpoints = Checkpoints(
         directory, {"run": out.identity["run"]}, settings.checkpoint_every, settings.resume

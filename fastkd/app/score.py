@@ -9,28 +9,37 @@ import torch
 from torch import nn
 
 from fastkd._extras import require
+from fastkd.app import processes
 from fastkd.app.data import Encoded
 from fastkd.app.plan import Plan, autocast
+from fastkd.distributed import world_size
 
 
 def predict(
     model: nn.Module, examples: Encoded, collate: Callable, plan: Plan
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits (rows, labels) of ``model`` in eval mode, and the labels; draws no random number."""
+    """Logits (rows, labels) of ``model`` in eval mode, and the labels; draws no random number.
+
+    Several processes share the rows, and all get every answer.
+    """
     was_training = model.training
     model.eval()
     order = sorted(range(len(examples)), key=lambda i: len(examples.inputs["input_ids"][i]))
-    parts = []
-    size = 2 * plan.batch_size
+    parts: list[Any] = []
+    size = 2 * plan.own_rows
+    starts = range(0, len(order), size)
     try:
         with torch.no_grad(), autocast(plan):
-            for start in range(0, len(order), size):
+            for start in starts[processes.rank() :: world_size()]:
                 batch = collate([examples[i] for i in order[start : start + size]])
                 inputs = {k: v.to(plan.device) for k, v in batch.items() if k != "labels"}
                 parts.append(model(**accepted(model, inputs)).logits.float().cpu().numpy())
     finally:
         model.train(was_training)
-    logits = np.concatenate(parts)
+    by_rank = processes.gathered(parts)
+    logits = np.concatenate(
+        [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(len(starts))]
+    )
     back = np.empty_like(logits)
     back[order] = logits
     return back, np.asarray(examples.labels)

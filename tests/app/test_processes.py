@@ -1,0 +1,217 @@
+"""`fastkd distill` in two processes: the student of one with twice the batch, and its mistakes."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fastkd.app.cli import app
+from fastkd.app.feed import Steps
+from tests.app.test_cli import report_of, stop_at, visible
+from tests.tiny import make_teacher, write_tsv
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+# 45 rows, 8 a step: the last step of an epoch has 5.
+ROWS, BATCH = 45, 8
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """`fastkd distill` on tiny data without dropout; --batch-size is for one process."""
+    folder = tmp_path_factory.mktemp("processes")
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    make_teacher(folder / "teacher", **still)
+    write_tsv(folder / "train.tsv", ROWS)
+    write_tsv(folder / "dev.tsv", 21, seed=1)
+
+    def make(out, processes, **options):
+        usual = {
+            "teacher": folder / "teacher",
+            "train": folder / "train.tsv",
+            "eval": folder / "dev.tsv",
+            "out": out,
+            "epochs": 3,
+            "batch_size": BATCH // processes,
+            "max_length": 16,
+            "device": "cpu",
+            "learning_rate": 1e-3,
+            "method": "soft_targets",
+        }
+        found = ["distill"]
+        for name, value in {**usual, **options}.items():
+            found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        return found
+
+    return make
+
+
+def launch(folder, commands, processes=2):
+    """Run the commands in so many processes; (exit codes, outputs, errors) of each by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "commands.json").write_text(json.dumps(commands))
+    done = subprocess.run(
+        [*LAUNCH, str(processes), "-m", "tests.app.launched", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    return [list(zip(*of_command, strict=True)) for of_command in zip(*by_rank, strict=True)]
+
+
+def single(*words, expect=0):
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == expect, result.output
+    return result
+
+
+def same_students(one, other):
+    """Compare what training decides: the bias of the keys has no gradient but rounding's."""
+    a, b = (load_file(out / "student" / "model.safetensors") for out in (one, other))
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if not name.endswith("key.bias"):
+            assert (value - b[name]).abs().max() <= 1e-5, name
+    first, second = report_of(one), report_of(other)
+    assert first["student"] == second["student"] and first["teacher"] == second["teacher"]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_path):
+    runs = {
+        "soft_targets": {},
+        "lrkd": {"method": "lrkd"},
+        "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
+    }
+    commands = [words(tmp_path / f"{name}-2", 2, **more) for name, more in runs.items()]
+    mistakes = {
+        "already holds a student": commands[0],
+        "no such directory": words(tmp_path / "x", 2, teacher="./nothing"),
+        "not here": words(tmp_path / "x", 2, method="tests.app.launched:FailsInTheSecond"),
+        "did you mean": words(tmp_path / "x", 2, method="fdc"),
+    }
+    results = launch(tmp_path / "launch", [*commands, *mistakes.values()])
+    for codes, outputs, errors in results[: len(runs)]:
+        assert codes == (0, 0), errors
+        assert "2 processes: 8 rows a step in all" in outputs[0] and not outputs[1]
+    for part, (codes, _, errors) in zip(mistakes, results[len(runs) :], strict=True):
+        assert codes == (2, 2)
+        told = "".join(errors)
+        assert part in told and told.count("Error: ") == 1 and told.count("\n") == 1, errors
+    assert not (tmp_path / "x").exists()
+    for name, more in runs.items():
+        assert visible(tmp_path / f"{name}-2") == ["student", *["teacher"] * (name == "tuned")]
+        single(*words(tmp_path / f"{name}-1", 1, **more))
+        same_students(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
+
+
+def torchrun(*words):
+    return subprocess.Popen(
+        [*LAUNCH, "2", "-m", "fastkd", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(log, step, run):
+    """Until the log of progress says that so many steps are done."""
+    for _ in range(1200):
+        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        if any(event.get("step", 0) >= step for event in events):
+            return
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    raise AssertionError("no progress")
+
+
+def end_of(run):
+    """Its errors and output; whatever hangs is ended."""
+    try:
+        return run.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        for process in psutil.Process(run.pid).children(recursive=True):
+            process.kill()
+        run.kill()
+        raise
+
+
+def told_once(errors):
+    """Our own sentence, beside what the launcher says."""
+    return sum(line.startswith("Error: ") for line in errors.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a process is killed", "the launcher is stopped"])
+def test_a_run_in_two_processes_goes_on_in_one(words, tmp_path, how):
+    log, out = tmp_path / "log", tmp_path / "out"
+    more = {"checkpoint_every": 3, "epochs": 12}
+    run = torchrun(*words(out, 2, log_json=log, **more))
+    wait_for_step(log, random.randint(4, 40), run)
+    if how == "a process is killed":
+        for process in psutil.Process(run.pid).children():
+            if process.environ().get("RANK") == "1":
+                process.kill()
+        _, errors = end_of(run)
+        assert told_once(errors) and "another process of this run has ended" in errors
+    else:
+        run.send_signal(signal.SIGTERM)
+        _, errors = end_of(run)
+        assert told_once(errors) and "--resume continues from it" in errors
+    assert run.returncode != 0
+    checkpoints = out / "unfinished" / "checkpoints"
+    newest = max(checkpoints.iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in newest.iterdir()}
+    resumed = single(*words(out, 2, resume=True, **more))
+    assert "1 processes: 8 rows a step in all, as in the 2 that began" in resumed.output
+    single(*words(tmp_path / "whole", 1, **more))
+    same_students(out, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_in_one_process_goes_on_in_two(words, tmp_path, monkeypatch):
+    out, more = tmp_path / "out", {"checkpoint_every": 3, "method": "lrkd"}
+    with monkeypatch.context() as patch:
+        stop_at(patch, random.randint(4, 17), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        single(*words(out, 1, **more), expect=130)
+    ((codes, _, errors),) = launch(tmp_path / "go", [words(out, 1, resume=True, **more)])
+    assert codes == (0, 0), errors
+    single(*words(tmp_path / "whole", 1, **more))
+    same_students(out, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_bug_in_one_process_ends_the_others(words, tmp_path):
+    run = torchrun(*words(tmp_path / "out", 2, method="tests.app.launched:BreaksInTheSecond"))
+    _, errors = end_of(run)
+    assert run.returncode != 0
+    assert "ZeroDivisionError: a bug" in errors and "Error: another process" not in errors
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 45])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
+def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
+    alone = Steps(rows, 8, seed=3)
+    shared = [Steps(rows, 8, 3, rank, ranks) for rank in range(ranks)]
+    orders = []
+    for epoch in (0, 1):
+        for steps in (alone, *shared):
+            steps.epoch = epoch
+        whole = [part.rows for part in alone]
+        for rows_of_step, *parts in zip(whole, *shared, strict=True):
+            assert [i for part in parts if part.share for i in part.rows] == rows_of_step
+            for part in parts:
+                mean = len(rows_of_step) / ranks
+                assert part.share == pytest.approx(len(part.rows) / mean) or part.share == 0
+        orders.append([i for step in whole for i in step])
+        assert sorted(orders[-1]) == list(range(rows))
+    assert rows == 1 or orders[0] != orders[1]
+    assert len(alone) == -(-rows // 8)
