@@ -4,6 +4,9 @@ torch is no build requirement, because a build environment of its own would down
 it. Its headers are taken from where the package will run: this interpreter's environment, asked in
 a process that does not see pip's isolated one. Without a torch there, and with FASTKD_NO_EXT=1, the
 package is built without the extension and runs on PyTorch code.
+
+FASTKD_LABEL=cpu or cu130, of CUDA 13.0, becomes part of the version, 0.1.0+cu130, so that two
+builds can't be confused; where something else would be built, the build stops.
 """
 
 import os
@@ -16,6 +19,7 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 from setuptools.errors import CompileError, ExecError, LinkError
 
 if int(setuptools.__version__.partition(".")[0]) < 77:
@@ -27,7 +31,9 @@ if int(setuptools.__version__.partition(".")[0]) < 77:
 
 # One binary for every torch from 2.10 and every Python from 3.10 on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
-COMPILE_ARGS = ["-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fvisibility=hidden"]
+# Without debug sections, which name the folder of the build: the same source gives the same bits.
+COMPILE_ARGS = ["-std=c++17", "-O3", "-g0", "-fopenmp-simd"]
+COMPILE_ARGS += ["-fno-math-errno", "-fvisibility=hidden"]
 GPU_ARCHITECTURES = ("80", "90", "100")
 
 
@@ -88,6 +94,24 @@ def extensions() -> list[Extension]:
     return found
 
 
+def label(modules: list[Extension]) -> str:
+    """What FASTKD_LABEL asks to add to the version, if that is what is built."""
+    wanted = os.environ.get("FASTKD_LABEL", "")
+    torch = find_torch() if wanted else None
+    built = ["none", "cpu", "cu" + torch[1].replace(".", "") if torch else ""][len(modules)]
+    if wanted and wanted != built:
+        raise SystemExit(f"fastkd: FASTKD_LABEL={wanted}, but what is built here is {built}")
+    return f"+{wanted}" if wanted else ""
+
+
+class Labelled(egg_info):
+    """A version with the label; a source distribution's setup.cfg would win over an option."""
+
+    def finalize_options(self) -> None:
+        self.tag_build = label(self.distribution.ext_modules)
+        super().finalize_options()
+
+
 def nvcc_command(nvcc: str, includes: list) -> list[str]:
     """All but architectures, input and output."""
     command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
@@ -135,6 +159,6 @@ if __name__ == "__main__":
     modules = extensions()
     setup(
         ext_modules=modules,
-        cmdclass={"build_ext": BuildExtension},
+        cmdclass={"build_ext": BuildExtension, "egg_info": Labelled},
         options={"bdist_wheel": {"py_limited_api": "cp310"}} if modules else {},
     )

@@ -11,12 +11,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists what to copy"),
 ]
+
+# What an extension of this torch is called in the version of its wheel.
+LABEL = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
 
 CHECK = """
 import torch, fastkd, fastkd.kernels
@@ -121,9 +126,12 @@ def test_sdist_to_wheel_to_install(source, python, tmp_path):
         "fastkd/kernels/projection.py",
     } <= names
 
-    pip(python, "wheel", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path)
+    pip(
+        python, "wheel", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path,
+        FASTKD_LABEL=LABEL,
+    )  # fmt: skip
     (wheel,) = tmp_path.glob("*.whl")
-    assert "-cp310-abi3-" in wheel.name
+    assert re.fullmatch(rf"fastkd-[\d.]+\+{LABEL}-cp310-abi3-\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         assert {"fastkd/_C.abi3.so", "fastkd/kernels/projection.py"} <= set(archive.namelist())
     pip(python, "install", wheel, cwd=tmp_path)
@@ -164,6 +172,32 @@ def test_without_a_compiler(source, python, tmp_path):
             CXX="/nowhere/c++",
         )
     assert "FASTKD_NO_EXT=1 installs fastkd without the extension" in str(failure.value)
+
+
+def test_a_label_that_is_not_what_is_built_stops_the_build(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "FASTKD_NO_EXT": "1", "FASTKD_LABEL": "cu130"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert "FASTKD_LABEL=cu130, but what is built here is none" in result.stderr
+
+
+def test_the_wheels_of_the_workflow():
+    """Every build has a label of its own, and what the steps name is there."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
+    jobs = workflow["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    labels = [s["env"]["FASTKD_LABEL"] for s in steps if "FASTKD_LABEL" in s.get("env", {})]
+    assert labels == ["cpu", "cu130"]
+    assert all(("run" in step) != ("uses" in step) for step in steps)
+    assert all(need in jobs for job in jobs.values() for need in [job.get("needs", "cpu")])
+    kept = [s["with"]["name"] for s in steps if "upload-artifact" in s.get("uses", "")]
+    taken = [s["with"]["name"] for s in steps if "download-artifact" in s.get("uses", "")]
+    assert kept == [f"wheel-{label}" for label in labels] and set(taken) <= set(kept)
 
 
 def test_an_old_setuptools_is_named():

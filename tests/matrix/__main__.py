@@ -1,71 +1,73 @@
-"""The suite's core against another torch: `make test-torch VERSION=2.15.0`.
+"""The suite's core against another torch: `make test-torch VERSION="2.10.0 2.15.0"`.
 
-Makes an environment in ``.venv-torch-VERSION``: that torch without its CUDA packages (`cuda_stubs`
-lets it be imported), the Triton it asks for, transformers of the wanted version, and the wheel of
-fastkd built by this interpreter's torch. The tests run from a copy, so that the wheel is what they
-import. The outcome goes into ``docs/versions.json``, from which ``docs/versions.md`` is made.
+One wheel is built by this interpreter's torch. For each version an environment is made in
+``.venv-torch-VERSION``: that torch without its CUDA packages (`cuda_stubs` lets it be imported),
+the Triton it asks for, the wheel and what it needs. The tests run from a copy without the package's
+source, so that the wheel is what they import. The outcome goes into ``docs/versions.json``, from
+which ``docs/versions.md`` is made.
 """
 
 import argparse
-import json
+import datetime
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from importlib import metadata
 from pathlib import Path
 
-from fastkd._losses import LOSSES
-from tests.matrix import cuda_stubs
+from tests.matrix import cuda_stubs, table
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "versions.json"
 CUDA = re.compile(r"(cuda|nvidia)-", re.IGNORECASE)
-EXTRAS = ["setuptools", "pytest", "pytest-xdist", "hypothesis"]
-TRAIN = ["datasets", "accelerate", "scikit-learn", "scipy", "matplotlib", "rich", "typer"]
-CORE = [
-    *(f"tests/test_{loss.name}.py" for loss in LOSSES),
-    "tests/test_extension.py",
-    "tests/test_numerics.py",
-    "tests/test_promises.py",
-    "tests/test_fuzz.py",
-    "tests/kernels",
-    "tests/distill",
-]
+# The core is every test but these.
+LEFT_OUT = {
+    "tests/test_install.py": "builds wheels of its own",
+    "tests/test_house.py": "reads the sources, not the package",
+    "tests/matrix": "is about this",
+    "tests/bench": "benchmarks are run in the development environment",
+    "tests/kernels/test_compile.py": "GPU code: compiled and proven with one Triton",
+    "tests/test_dry_cuda.py": "a mocked driver, made for one Triton",
+    "tests/app/test_kills.py": "about files, not versions",
+    "tests/app/test_abuse.py": "about options and files, not versions",
+    "tests/app/test_demo.py": "minutes of training",
+}
 
 
-def environment(version: str, transformers: str | None) -> Path:
-    """The Python of an environment with this torch; made once."""
-    folder = ROOT / f".venv-torch-{version}"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    pip = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", f"torch=={version}"], check=True)
-    info = next(folder.glob("lib/python*/site-packages/torch-*.dist-info/METADATA"))
-    needs = _without_cuda(info)
-    print("stubs:", *cuda_stubs.make(info.parents[1] / "torch" / "lib"))
-    numpy = ["numpy<2.4"] if _older(version, "2.11") else ["numpy"]  # Triton 3.6's interpreter
-    packages = [*needs, *numpy, *EXTRAS, *TRAIN]
-    packages.append(f"transformers=={transformers}" if transformers else "transformers>=5")
+def environment(version: str, transformers: str | None, python: Path, wheel: Path) -> Path:
+    """The Python of an environment with this torch and the wheel; made once."""
+    code = "import sys; print(*sys.version_info[:2], sep='.')"
+    number = subprocess.check_output([python, "-c", code], text=True).strip()
+    folder = ROOT / f".venv-torch-{version}-py{number}"
+    inside = folder / "bin" / "python"
+    pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if not inside.exists():
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        subprocess.run([*pip, "--upgrade", "pip"], check=True)
+        subprocess.run([*pip, "--no-deps", f"torch=={version}"], check=True)
+        info = next(folder.glob("lib/python*/site-packages/torch-*.dist-info/METADATA"))
+        take_cuda_off(info)
+        print("stubs:", *cuda_stubs.make(info.parents[1] / "torch" / "lib"))
+    packages = [f"torch=={version}", f"fastkd[test] @ {wheel.as_uri()}", "setuptools"]
+    packages += [f"transformers=={transformers}"] if transformers else []
+    packages += ["numpy<2.4"] if _older(version, "2.11") else []  # Triton 3.6's interpreter
     subprocess.run([*pip, *packages], check=True)
-    return python
+    return inside
 
 
-def _without_cuda(info: Path) -> list[str]:
-    """Take the CUDA packages off torch's own list, and return the rest of it."""
+def take_cuda_off(info: Path) -> None:
+    """Take the CUDA packages off the list of what torch requires."""
     lines = info.read_text().splitlines(keepends=True)
-    kept = [
-        line
-        for line in lines
-        if not (line.startswith("Requires-Dist: ") and CUDA.match(line.split()[1]))
-    ]
-    info.write_text("".join(kept))
-    needs = [line.removeprefix("Requires-Dist: ").strip() for line in kept if "Dist: " in line]
-    return [need for need in needs if "extra ==" not in need]
+    info.write_text(
+        "".join(
+            line
+            for line in lines
+            if not (line.startswith("Requires-Dist: ") and CUDA.match(line.split()[1]))
+        )
+    )
 
 
 def _older(version: str, than: str) -> bool:
@@ -75,78 +77,89 @@ def _older(version: str, than: str) -> bool:
     return numbers(version) < numbers(than)
 
 
-def build_wheel(folder: Path) -> Path:
-    """The package's wheel, built with the torch of this interpreter."""
+def _git(*words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=ROOT, text=True)
+
+
+def copy_source(place: Path) -> None:
+    """What git knows of the working tree; symbolic links stay links."""
+    for name in _git("ls-files", "-co", "--exclude-standard").splitlines():
+        if (ROOT / name).exists():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place / name, follow_symlinks=False)
+
+
+def build_wheel(source: Path) -> Path:
+    """The package's wheel, built with the torch of this interpreter; the same bits for a commit."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
-    subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
-    return next(folder.glob("fastkd-*.whl"))
+    when = {"SOURCE_DATE_EPOCH": _git("show", "-s", "--format=%ct", "HEAD").strip()}
+    subprocess.run(
+        [*command, "--wheel-dir", source / "dist", source], check=True, env=os.environ | when
+    )
+    return next((source / "dist").glob("fastkd-*.whl"))
 
 
-def run_core(python: Path, tests: list[str], jobs: str) -> tuple[str, int]:
-    """The suite's last line and exit status, from a copy without the package's source."""
-    with tempfile.TemporaryDirectory() as place:
-        wheel = build_wheel(Path(place))
-        install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
-        subprocess.run([*install, wheel], check=True)
-        for name in ("tests", "bench", "kernels", "csrc", "docs"):
-            shutil.copytree(ROOT / name, Path(place, name), ignore=shutil.ignore_patterns("*.pyc"))
-        for name in ("pyproject.toml", "setup.py", "README.md"):
-            shutil.copy(ROOT / name, place)
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        variables.pop("PYTHONPATH", None)
-        command = [python, "-m", "pytest", "-n", jobs, "-rf", "--tb=short", *tests]
-        done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True)
-    print(done.stdout[-20_000:], done.stderr[-2_000:])
-    return (done.stdout.strip().splitlines() or ["nothing"])[-1], done.returncode
+def run_core(python: Path, place: Path, tests: list[str], jobs: str) -> tuple[str, int]:
+    """The suite's last line and exit status."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables |= {"TRITON_CACHE_DIR": str(place / "triton")}
+    variables.pop("PYTHONPATH", None)
+    command = [python, "-m", "pytest", "-n", jobs, "--dist", "worksteal", "-rfE", "--tb=short"]
+    command += [f"--ignore={name}" for name in LEFT_OUT]
+    lines = ["nothing"]
+    with subprocess.Popen(
+        [*command, *tests], cwd=place, env=variables, stdout=subprocess.PIPE, text=True
+    ) as pytest:
+        for line in pytest.stdout or ():
+            print(line, end="", flush=True)
+            lines += [line.strip()] if line.strip() else []
+    return lines[-1], pytest.returncode
 
 
-def versions(python: Path) -> dict[str, str]:
-    names = ("torch", "triton", "transformers", "numpy")
-    code = f"from importlib.metadata import version; print(*map(version, {names!r}))"
+def versions(python: Path) -> table.Row:
+    code = (
+        "import platform, importlib.metadata as m; print(*map(m.version, "
+        f"{table.PACKAGES!r}), platform.python_version())"
+    )
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return dict(zip(names, found.stdout.split(), strict=True))
+    return dict(zip((*table.PACKAGES, "python"), found.stdout.split(), strict=True))
 
 
-def record(outcome: dict[str, str]) -> None:
-    """Keep the outcome, one a combination of versions, and write the table."""
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    key = ("torch", "transformers", "python")
-    rows = [row for row in rows if any(row[k] != outcome[k] for k in key)] + [outcome]
-    rows.sort(key=lambda row: [[int(n) for n in re.findall(r"\d+", row[k])] for k in key])
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    columns = ("torch", "triton", "transformers", "numpy", "python", "wheel built with", "result")
-    lines = [
-        "# Versions",
-        "",
-        "What the suite's core printed with each torch, by `make test-torch`; one wheel.",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(row[c] for c in columns) + " |" for row in rows),
-    ]
-    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+def provenance(wheel: Path) -> table.Row:
+    """What the wheel was made from, and when it was tested."""
+    return {
+        "built with": f"torch {metadata.version('torch')}",
+        "wheel": hashlib.sha256(wheel.read_bytes()).hexdigest()[:12],
+        "commit": _git("rev-parse", "--short", "HEAD").strip(),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("version", help="of torch")
+    parser.add_argument("version", nargs="+", help="of torch")
     parser.add_argument("--transformers", help="its version; the newest if not given")
+    parser.add_argument("--python", type=Path, default=sys.executable, help="another interpreter")
+    parser.add_argument("--wheel", type=Path, help="built before; nothing is recorded")
     parser.add_argument("--jobs", default="auto", help="processes of pytest")
     parser.add_argument("--no-record", action="store_true", help="leave docs/versions.* alone")
-    parser.add_argument("--tests", nargs="+", default=CORE)
-    options = parser.parse_args()
-    python = environment(options.version, options.transformers)
-    tests = [test for test in options.tests if (ROOT / test.split("::")[0]).exists()]
-    line, status = run_core(python, tests, options.jobs)
-    outcome = versions(python) | {
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "wheel built with": f"torch {metadata.version('torch')}",
-        "result": line.strip("= "),
-    }
-    if not options.no_record:
-        record(outcome)
-    print(outcome)
-    raise SystemExit(status)
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="paths; options go to pytest")
+    options, others = parser.parse_known_args()
+    worst = 0
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        copy_source(place)
+        wheel = options.wheel.resolve() if options.wheel else build_wheel(place)
+        shutil.rmtree(place / "fastkd")
+        for version in options.version:
+            python = environment(version, options.transformers, options.python, wheel)
+            line, status = run_core(python, place, [*options.tests, *others], options.jobs)
+            outcome = versions(python) | table.counts(line)
+            print(outcome)
+            worst = max(worst, status)
+            if not (options.no_record or options.wheel):
+                table.record(outcome | provenance(wheel))
+    raise SystemExit(worst)
 
 
 if __name__ == "__main__":
