@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
 FLOORS = ("kernels", "", "analysis", "distill", "bench", "app")
-FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS}
+# Packages beside another on its floor.
+BESIDE = {"study": "app"}
+FOLDERS = {floor: ROOT / "fastkd" / floor for floor in (*FLOORS, *BESIDE)}
 # What kernels need of the floor above: it imports none of them.
 KERNELS_NEED = {"fastkd._dispatch"}
 MOST_LINES = 60
@@ -32,7 +34,8 @@ def floor(module: str) -> int:
     if module == "fastkd.__main__":
         return FLOORS.index("app")
     parts = module.split(".")
-    return FLOORS.index(parts[1] if len(parts) > 1 and parts[1] in FLOORS else "")
+    name = BESIDE.get(parts[1], parts[1]) if len(parts) > 1 else ""
+    return FLOORS.index(name if name in FLOORS else "")
 
 
 def imported(module: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from fastkd.app.settings import (
     Settings,
     UseSettings,
 )
+from fastkd.study.settings import StudySettings
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -210,6 +211,24 @@ def bench(settings: BenchSettings) -> None:
         raise InputError(str(error)) from error
     except runner.PassFailed as error:
         _fail(str(error), 1)
+
+
+@app.command()
+@command(StudySettings)
+def study(settings: StudySettings) -> None:
+    """Compare methods with one budget over several seeds, and say what exceeds noise.
+
+    For example, from a file, or from options; the same command goes on after a stop:
+
+        fastkd study SPEC.toml --out runs/study --jobs 4
+
+        fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
+    """
+    _require_training()
+    require("matplotlib", "train")
+    from fastkd.study.command import run
+
+    run(settings, new_console())
 
 
 @app.command()

@@ -65,8 +65,9 @@ def option(
 ) -> Any:
     """A dataclass field that is an option.
 
-    ``flag`` is needed only where it isn't the field's name; an option that doesn't change the
-    result is not ``saved``; ``...`` as the default makes it required.
+    ``flag`` is needed only where it isn't the field's name, or as a word in capitals for an
+    argument without one; an option that doesn't change the result is not ``saved``; ``...`` as the
+    default makes it required.
     """
     meta = Option(help, flag, metavar, panel, least, above, most, choices, saved)
     if default is ...:
@@ -153,9 +154,12 @@ def _parameter(field: dataclasses.Field, kind: Any, meta: Option) -> inspect.Par
         default = inspect.Parameter.empty
     if kind == Mapping[str, Any]:
         kind = list[str] | None
-    shown = typer.Option(
-        meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=meta.panel
-    )
+    if meta.flag.startswith("-"):
+        shown = typer.Option(
+            meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=meta.panel
+        )
+    else:
+        shown = typer.Argument(help=meta.help, metavar=meta.flag, rich_help_panel=meta.panel)
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -1,0 +1,1 @@
+"""`fastkd study`: methods, options, layer maps and seeds, compared with the same budget."""

@@ -1,0 +1,36 @@
+"""`fastkd study`, from its options to its report."""
+
+import os
+
+from rich.console import Console
+
+from fastkd.app.display import Display
+from fastkd.app.loop import stopping_at_once
+from fastkd.app.models import be_quiet
+from fastkd.app.saving import check_directory
+from fastkd.study import report, work
+from fastkd.study.settings import StudySettings
+from fastkd.study.spec import read
+
+
+def run(settings: StudySettings, console: Console) -> None:
+    """Train what isn't there yet, then write the report of all that is.
+
+    Raises:
+        InputError: something in the study can't be used; raised before anything is trained.
+    """
+    study = read(settings)
+    be_quiet()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_directory("--out", settings.out)
+    with stopping_at_once(), Display(console) as display:
+        count = len(study.tasks) * len(study.variants) * len(study.seeds)
+        display.say(
+            f"{count} runs: {len(study.tasks)} data sets, {len(study.variants)} variants, "
+            f"{len(study.seeds)} seeds, {study.budget} each"
+        )
+        work.run_all(study, settings.out, settings.jobs, display)
+        summaries = report.write(study, settings.out)
+        for summary in summaries:
+            display.say(f"{summary.task}: {report.told(summary)}")
+        display.say(f"report: {settings.out / 'report.html'}")

@@ -1,0 +1,93 @@
+"""What a run measures besides its score: memory, machine, similarities."""
+
+import ctypes
+import functools
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import fastkd
+from fastkd.analysis import rccc, svcca_matrix
+from fastkd.app.run import Run
+from fastkd.bench import machine
+
+SHOWN_ROWS = 256
+
+
+def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
+    """RCCC (MC3KD, 3.2) and M_ICS (intra-class KNN, section 2) on held-out rows."""
+    rows = run.eval_rows[""]
+    shown = range(min(SHOWN_ROWS, len(rows)))
+    batches = [
+        {k: v.to(run.device) for k, v in run.collate([rows[i] for i in part]).items()}
+        for part in (shown[start : start + 32] for start in range(0, len(shown), 32))
+    ]
+    found = {"rccc": rccc(svcca_matrix(student, batches))}
+    if run.corpus.names is not None:
+        layer = student.config.num_hidden_layers
+        with torch.no_grad():
+            features = torch.cat(
+                [
+                    student(
+                        **{k: v for k, v in batch.items() if k != "labels"},
+                        output_hidden_states=True,
+                    ).hidden_states[layer][:, 0]
+                    for batch in batches
+                ]
+            )
+        labels = torch.cat([batch["labels"] for batch in batches])
+        found["intra_class_similarity"] = intra_class_similarity(features, labels)
+    return found
+
+
+def intra_class_similarity(features: torch.Tensor, labels: torch.Tensor) -> float:
+    """M_ICS: mean cosine between a sample (N, D) and those of its class, itself among them."""
+    unit = F.normalize(features.float(), dim=-1)
+    same = (labels[:, None] == labels).float()
+    return float(((unit @ unit.T * same).sum(1) / same.sum(1)).mean())
+
+
+@functools.cache
+def machine_of(device: str) -> dict[str, Any]:
+    return {
+        **machine.describe(torch.device(device)),
+        "fastkd": fastkd.__version__,
+    }
+
+
+class PeakMemory:
+    """Bytes that a run needs at most above what was there before it."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before: int | None = torch.cuda.memory_allocated(device)
+        else:
+            self.before = self._reset()
+
+    def _reset(self) -> int | None:
+        """Linux forgets the peak of this process on this word."""
+        gc.collect()
+        try:
+            ctypes.CDLL(None).malloc_trim(0)  # or this run would reuse what the last one left
+            Path("/proc/self/clear_refs").write_text("5")
+        except (OSError, AttributeError):
+            return None
+        return self._status("VmRSS")
+
+    def read(self) -> int | None:
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak = 0 if self.before is None else self._status("VmHWM")
+        return None if self.before is None else peak - self.before
+
+    @staticmethod
+    def _status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])

@@ -1,0 +1,350 @@
+"""A study's page, tables and pictures, made from its JSON files and nothing else."""
+
+import base64
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastkd._extras import require
+from fastkd.analysis.pictures import new_figure
+from fastkd.app.saving import MARKER, read_json, write_file
+from fastkd.study.spec import Study
+from fastkd.study.statistics import (
+    ABOVE,
+    BELOW,
+    LEVEL,
+    Difference,
+    Results,
+    Row,
+    Summary,
+    summarize,
+)
+from fastkd.study.task import TaskWork
+from fastkd.study.work import jobs, results
+
+jinja2: Any = require("jinja2", "train")
+
+COLOURS = {ABOVE: "#1a7f37", BELOW: "#b42318"}
+HEADINGS = (
+    "", "score", "difference", "95% over seeds", "95% over rows", "p (Holm)", "beyond noise",
+    "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
+)  # fmt: skip
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ study.title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; margin: 1em 0 }
+th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
+th:first-child, td:first-child { text-align: left }
+.above { color: #1a7f37 } .below { color: #b42318 }
+img { max-width: 100%; margin: .5em 0 }
+</style></head><body>
+<h1>{{ study.title }}</h1>
+<p>{{ about }}</p>
+<p>{{ how }}</p>
+{% for summary in summaries %}
+<h2>{{ summary.task }}</h2>
+<p>{{ told(summary) }}</p>
+<table><tr>{% for heading in headings %}<th>{{ heading }}</th>{% endfor %}</tr>
+{% for row in summary.rows %}<tr>
+{% for cell in cells(row) -%}
+<td{% if cell in colours %} class="{{ cell }}"{% endif %}>{{ cell }}</td>
+{%- endfor %}
+</tr>{% endfor %}</table>
+{% endfor %}
+{% for title, picture in pictures %}<h2>{{ title }}</h2>
+<img alt="{{ title }}" src="data:image/png;base64,{{ picture }}">{% endfor %}
+{% if paper %}<h2>{{ paper.title }}</h2>
+<table><tr>{% for heading in paper.columns %}<th>{{ heading }}</th>{% endfor %}</tr>
+{% for row in paper.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+<ul>{% for line in paper.order %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
+<h2>Where it was measured</h2>
+<ul>{% for line in machines %}<li>{{ line }}</li>{% endfor %}</ul>
+</body></html>
+"""
+
+
+def write(study: Study, out: Path) -> list[Summary]:
+    """Write report.html, report.md, summary.csv, runs.csv and the pictures into ``out``."""
+    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    teachers = {name: read_json(task.folder / MARKER) for name, task in tasks.items()}
+    found = results(study, out)
+    summaries = summarize(study, found, {k: v for k, v in teachers.items() if v})
+    missing = len(jobs(study, out, tasks)) - len(found)
+    pictures = []
+    for name, title, draw in (
+        ("forest", "Difference to the baseline", _forest),
+        ("curves", "Learning curves", _curves),
+    ):
+        if summaries:
+            content = draw(study, summaries, found)
+            write_file(out / f"{name}.png", content)
+            pictures.append((title, base64.b64encode(content).decode()))
+    parts = {
+        "study": study,
+        "about": _about(study, missing),
+        "how": HOW,
+        "summaries": summaries,
+        "headings": HEADINGS,
+        "cells": cells,
+        "told": told,
+        "paper": beside_paper(study, summaries),
+        "colours": COLOURS,
+        "machines": machines(found),
+    }
+    page = jinja2.Environment(autoescape=True).from_string(PAGE)
+    write_file(out / "report.html", page.render(**parts, pictures=pictures))
+    write_file(out / "report.md", _markdown(parts))
+    write_file(out / "summary.csv", _csv(flat(row) for s in summaries for row in s.rows))
+    write_file(out / "runs.csv", _csv(_flat_run(*item) for item in found.items()))
+    return summaries
+
+
+HOW = (
+    "Score: mean and standard deviation over the seeds, after the last step; no evaluation chose "
+    "it. Differences are paired by seed. An interval over seeds is a t interval, uncorrected; "
+    "p is that t test's, corrected by Holm for the comparisons of its table. The interval over "
+    "rows draws the test rows again. Beyond noise means: p below 0.05, and an interval over rows "
+    "without 0. Gap recovered is the share of the way from the baseline to the teacher. Seconds "
+    "and MiB are a run's training and its peak above what the process had before."
+)
+
+
+def _about(study: Study, missing: int) -> str:
+    cached = (
+        "the teacher's outputs come from a cache, so seconds are without its forward pass"
+        if study.cache
+        else "seconds include the teacher's forward pass"
+    )
+    parts = [
+        f"{len(study.variants)} variants, {len(study.seeds)} seeds, {study.budget} of "
+        f"{study.batch_size} rows each, {study.student_layers}-layer students made of the "
+        f"teacher's layers; compared with {study.baseline}; {cached}."
+    ]
+    if missing:
+        parts.append(
+            f"{missing} runs are not there yet; their cells are empty or have fewer seeds."
+        )
+    return " ".join(parts)
+
+
+def told(summary: Summary) -> str:
+    """A table in words."""
+    rows = [row for row in summary.rows if row.difference is not None]
+    above = [row.variant for row in rows if row.verdict == ABOVE]
+    below = [row.variant for row in rows if row.verdict == BELOW]
+    count = summary.teacher["rows"]
+    return (
+        f"Teacher: {summary.metric} {summary.teacher_score:.4f}; {count['train']} training rows, "
+        f"{count['held out']} held out. Above the baseline beyond noise: "
+        f"{', '.join(above) or 'none'}. Below it beyond noise: {', '.join(below) or 'none'}."
+    )
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table, in words; what can't be said is empty."""
+    d, share, rows = row.difference, row.recovered, row.rows_interval
+    return [
+        row.variant + (f" ({row.failed} failed)" if row.failed else ""),
+        f"{_number(row.mean, '.4f')} ± {_number(row.spread, '.4f')}",
+        "" if d is None else _number(d.mean, "+.4f"),
+        "" if d is None else _interval(d.low, d.high),
+        "" if rows is None else _interval(*rows),
+        _number(row.p_holm, ".3g"),
+        row.verdict,
+        "" if share is None else f"{share.mean:.0%} {_interval(share.low, share.high, '.0%')}",
+        _number(row.seconds, ".1f"),
+        _number(None if row.peak_bytes is None else row.peak_bytes / 2**20, ".0f"),
+        _number(row.rccc, ".3f"),
+        _number(row.intra_class_similarity, ".3f"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
+
+
+def _interval(low: float, high: float, form: str = "+.4f") -> str:
+    return "" if math.isnan(low) else f"[{low:{form}}, {high:{form}}]"
+
+
+def machines(found: Results) -> list[str]:
+    """Where runs were made: machine, versions and commit, and how many of them."""
+    counts: dict[str, int] = {}
+    for run in found.values():
+        about = run["measured"]["machine"]
+        computer, versions = about["machine"], about["versions"]
+        name = computer.get("gpu") or computer["cpu"]
+        line = (
+            f"{name}, {computer['threads']} threads, torch {versions.get('torch')}, "
+            f"transformers {versions.get('transformers')}, commit {about['commit']}"
+        )
+        counts[line] = counts.get(line, 0) + 1
+    return [f"{line}: {number} runs" for line, number in sorted(counts.items())]
+
+
+def beside_paper(study: Study, summaries: list[Summary]) -> dict[str, Any] | None:
+    """The paper's table with ours, and whether its order holds.
+
+    The order is each row against the baseline, by the mean of the paper's columns.
+    """
+    if study.paper is None:
+        return None
+    paper = study.paper
+    theirs: Mapping[str, list[float]] = paper["rows"]
+    smaller = bool(paper.get("smaller_is_better"))
+    rows, order = [], []
+    ours = {s.task: {row.variant: row for row in s.rows} for s in summaries}
+    for name, values in theirs.items():
+        found = [ours[s.task].get(name) for s in summaries]
+        mine = ["" if row is None else f"{100 * row.mean:.1f}" for row in found]
+        rows.append([name, *map(str, values), *mine])
+        if name == study.baseline or study.baseline not in theirs:
+            continue
+        gap = float(np.mean(values) - np.mean(theirs[study.baseline]))
+        for row in filter(None, found):
+            if row.difference is not None:
+                said = "above" if (gap > 0) != smaller else "below" if gap else "equal"
+                order.append(f"{row.task}: {name} is {said} {study.baseline} in the paper "
+                             f"({gap:+.1f}); here {_against(said, row)}")  # fmt: skip
+    columns = ["", *(f"paper: {c}" for c in paper["columns"]), *(f"ours: {t}" for t in ours)]
+    return {"title": paper["title"], "columns": columns, "rows": rows, "order": order}
+
+
+def _against(said: str, row: Row) -> str:
+    assert row.difference is not None
+    size = f"({100 * row.difference.mean:+.1f} points)"
+    if row.verdict not in (ABOVE, BELOW):
+        return f"{row.verdict} {size}"
+    return f"{'the same' if row.verdict == said else 'the opposite'}, beyond noise {size}"
+
+
+def _markdown(parts: dict[str, Any]) -> str:
+    lines = [f"# {parts['study'].title}", "", parts["about"], "", parts["how"], ""]
+    for summary in parts["summaries"]:
+        lines += [f"## {summary.task}", "", told(summary), ""]
+        lines += [*_markdown_table(HEADINGS, [cells(row) for row in summary.rows]), ""]
+    if parts["paper"]:
+        paper = parts["paper"]
+        lines += [f"## {paper['title']}", "", *_markdown_table(paper["columns"], paper["rows"]), ""]
+        lines += [f"- {line}" for line in paper["order"]] + [""]
+    lines += ["## Where it was measured", "", *(f"- {line}" for line in parts["machines"])]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(headings: Iterable[str], rows: Iterable[list[str]]) -> list[str]:
+    headings = list(headings)
+    ruler = ["---", *["---:"] * (len(headings) - 1)]
+    return [f"| {' | '.join(row)} |" for row in (headings, ruler, *rows)]
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """A row for CSV."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(row):
+        value = getattr(row, field.name)
+        if field.name in ("difference", "recovered"):
+            value = value or Difference(*[math.nan] * 4)
+            found.update({f"{field.name}_{k}": v for k, v in dataclasses.asdict(value).items()})
+        elif field.name == "rows_interval":
+            low, high = value or (math.nan, math.nan)
+            found.update({"rows_low": low, "rows_high": high})
+        else:
+            found[field.name] = value
+    return found
+
+
+def _flat_run(key: tuple[str, str, int], run: Mapping[str, Any]) -> dict[str, Any]:
+    task, variant, seed = key
+    measured = run["measured"]
+    return {
+        "task": task,
+        "variant": variant,
+        "seed": seed,
+        "failed": run.get("failed", ""),
+        "steps": run.get("steps", ""),
+        "seconds": measured.get("seconds", ""),
+        "peak_bytes": measured.get("peak_bytes", ""),
+        "rccc": run.get("rccc", ""),
+        "intra_class_similarity": run.get("intra_class_similarity", ""),
+        **run.get("scores", {}),
+    }
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> str:
+    listed = list(rows)
+    names = list(dict.fromkeys(name for row in listed for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in listed:
+        writer.writerow(
+            {k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+        )
+    return text.getvalue()
+
+
+def _png(figure: Any) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, dpi=130, format="png")
+    return content.getvalue()
+
+
+def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
+    """Every difference with its interval over seeds, coloured where it is beyond noise."""
+    most = max(len(summary.rows) for summary in summaries)
+    figure = new_figure(1.5 + 4.2 * len(summaries), 1.2 + 0.32 * most)
+    axes = figure.subplots(1, len(summaries), squeeze=False)[0]
+    for ax, summary in zip(axes, summaries, strict=True):
+        rows = [row for row in summary.rows if row.difference is not None]
+        rows.sort(key=lambda row: row.difference.mean)  # type: ignore[union-attr]
+        for i, row in enumerate(rows):
+            d, colour = row.difference, COLOURS.get(row.verdict, "#777777")
+            assert d is not None
+            if not math.isnan(d.low):
+                ax.plot([100 * d.low, 100 * d.high], [i, i], color=colour, linewidth=2)
+            ax.plot(100 * d.mean, i, "o", color=colour)
+        ax.axvline(0, color="black", linewidth=0.8)
+        base = next((r.mean for r in summary.rows if r.variant == study.baseline), math.nan)
+        ax.axvline(100 * (summary.teacher_score - base), color="black", linestyle=":")
+        ax.set_yticks(range(len(rows)), [row.variant for row in rows], fontsize=8)
+        ax.set_xlabel(f"points of {summary.metric} above {study.baseline}", fontsize=8)
+        ax.set_title(f"{summary.task} (dotted: teacher)", fontsize=9)
+        ax.tick_params(labelsize=8)
+    figure.suptitle(f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise", fontsize=9)
+    return _png(figure)
+
+
+def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
+    """Mean score over seeds at every evaluation."""
+    figure = new_figure(1.0 + 4.5 * len(summaries), 4.5)
+    axes = figure.subplots(1, len(summaries), squeeze=False)[0]
+    for ax, summary in zip(axes, summaries, strict=True):
+        ax.axhline(summary.teacher_score, color="black", linewidth=1, label="teacher")
+        for i, row in enumerate(summary.rows):
+            runs = [
+                run["history"]
+                for (task, variant, _), run in found.items()
+                if (task, variant) == (summary.task, row.variant) and "failed" not in run
+            ]
+            if not runs:
+                continue
+            steps = [entry["step"] for entry in runs[0]]
+            scores = [[entry["scores"][summary.metric] for entry in run] for run in runs]
+            if len({len(entries) for entries in scores}) > 1:
+                continue
+            style = "-" if i < 10 else "--"
+            ax.plot(steps, np.mean(scores, 0), style, marker=".", label=row.variant)
+        ax.set_xlabel("step")
+        ax.set_title(f"{summary.task}: {summary.metric}", fontsize=9)
+        ax.tick_params(labelsize=8)
+    axes[0].legend(fontsize=6)
+    return _png(figure)

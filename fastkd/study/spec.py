@@ -1,0 +1,269 @@
+"""What a study is: data sets, variants of methods, seeds and one budget for all.
+
+A file has the fields of `Study`, with a table ``tasks`` and a table ``methods``. An entry of
+``methods`` gives the options of the method of its name, or of ``method``; a list of values makes
+one variant of each:
+
+    seeds = 4
+    steps = 80
+    [methods]
+    labels = {}
+    fcd = {alpha = [0.1, 1.0]}
+    "FCD, top layers" = {method = "fcd", layers = "top"}
+    [tasks.sst2]
+    task = "sst2"
+    train = "SST-2/train.tsv"
+    eval = "SST-2/dev.tsv"
+    max_train_rows = 3000
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastkd._extras import require
+from fastkd.app.errors import InputError, nearest
+from fastkd.app.settings import Source
+from fastkd.app.tasks import TASKS
+from fastkd.distill.layers import SCHEMES
+from fastkd.study.baselines import NAMES, build
+from fastkd.study.settings import StudySettings
+
+PACKAGED = "packaged"
+SELECT = "select"  # the teacher layers that MC3KD's Algorithm 1 chooses
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A row of the table: a method with its options, and the student it starts from."""
+
+    name: str
+    method: str
+    options: dict[str, Any]
+    teacher_layers: Any = "uniform"  # that make the student
+
+    def json(self) -> dict[str, Any]:
+        """What its result depends on; defaults too, which may change."""
+        layers = self.options.get("layers")
+        named = {"layers": "uniform"} if layers is not None else {}
+        defaults = build(self.method, {**self.options, **named}).hyperparameters()
+        return {
+            "method": self.method,
+            "options": {**defaults, **self.options},
+            "teacher_layers": self.teacher_layers,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+    """A data set. ``source`` is None for the docstrings of Python's library."""
+
+    name: str
+    source: Source | None
+    rows: tuple[int, int] = (350, 60)  # docstrings of each area: to train on, held out
+    #: How many rows the student sees with labels, drawn anew by each seed; the others come
+    #: without. The teacher has learned from all.
+    labelled: int | None = None
+    max_length: int = 32
+    teacher_steps: int = 300
+
+    def json(self) -> dict[str, Any]:
+        """What its result depends on, besides the rows themselves."""
+        return {"labelled": self.labelled, "max_length": self.max_length}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A whole study."""
+
+    tasks: tuple[TaskSpec, ...]
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    title: str = "Study"
+    #: The variant that the others are compared with.
+    baseline: str = "labels"
+    teacher: str = PACKAGED
+    teacher_learning_rate: float = 3e-4
+    student_layers: int = 3
+    steps: int | None = 80
+    seconds: float | None = None
+    evaluations: int = 4
+    batch_size: int = 32
+    learning_rate: float = 2e-4
+    #: Keep the teacher's outputs on the disk for all runs; without it, each step runs the teacher.
+    cache: bool = True
+    device: str = "auto"
+    #: A table of a paper to be printed beside: title, columns, and rows by variant.
+    paper: Mapping[str, Any] | None = None
+
+    @property
+    def budget(self) -> str:
+        """In words."""
+        return f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} seconds"
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Study)}
+OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps")
+
+
+def read(settings: StudySettings) -> Study:
+    """The study of a file and options.
+
+    Raises:
+        InputError: anything in it that can't be used, by its name.
+    """
+    spec = dict(_file(settings.spec)) if settings.spec is not None else {}
+    folder = Path() if settings.spec is None else settings.spec.parent
+    given = ("seeds", "teacher", "steps", "seconds", "device")
+    spec.update({k: v for k in given if (v := getattr(settings, k)) not in (None, "auto")})
+    if settings.seconds is not None:
+        spec["steps"] = None
+    elif settings.steps is not None:
+        spec["seconds"] = None
+    if settings.methods is not None:
+        spec["methods"] = {name.strip(): {} for name in settings.methods.split(",")}
+    methods = dict(spec.setdefault("methods", {name: {} for name in NAMES}))
+    for flag, values in settings.options.items():
+        method, dot, name = flag.partition(".")
+        if not dot or method not in methods:
+            raise InputError(
+                f"--set {flag}: write METHOD.OPTION=VALUES; {nearest(method, methods)}"
+            )
+        listed = values.split(",") if isinstance(values, str) else values
+        methods[method] = {**methods[method], name: listed}
+    spec["methods"] = methods
+    if settings.tasks:
+        spec["tasks"] = {
+            name: _task_of_words(name, value) for name, value in settings.tasks.items()
+        }
+        folder = Path()
+    return make(spec, folder)
+
+
+def make(spec: Mapping[str, Any], folder: Path) -> Study:
+    """The study of a file's content; paths in it count from ``folder``."""
+    known = {*FIELDS, "methods"} - {"variants"}
+    for name in spec:
+        if name not in known:
+            raise InputError(f"a study has no field {name!r}; {nearest(name, known)}")
+    values = {k: v for k, v in spec.items() if k in FIELDS and k not in ("tasks", "seeds")}
+    if spec.get("seconds") is not None:
+        values["steps"] = None
+    if not spec.get("tasks"):
+        raise InputError(
+            "a study needs a data set: [tasks.NAME] in the file, or --tasks NAME=FILES"
+        )
+    seeds = spec.get("seeds", 4)
+    study = Study(
+        tasks=tuple(_task(name, table, folder) for name, table in spec["tasks"].items()),
+        variants=tuple(_variants(spec.get("methods") or {name: {} for name in NAMES})),
+        seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
+        **values,
+    )
+    _check(study)
+    return study
+
+
+def _check(study: Study) -> None:
+    names = [variant.name for variant in study.variants]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise InputError(f"methods: {min(twice)!r} stands there twice")
+    if not study.seeds:
+        raise InputError("seeds: at least one")
+    if (study.steps is None) == (study.seconds is None):
+        raise InputError("give the budget as steps or as seconds")
+    for name in ("steps", "seconds", "batch_size", "learning_rate", "evaluations"):
+        value = getattr(study, name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            raise InputError(f"{name} must be a number above 0, got {value!r}")
+    if study.baseline not in names and study.baseline != "labels":
+        raise InputError(f"baseline {study.baseline!r}: {nearest(study.baseline, names)}")
+    for variant in study.variants:
+        layers = variant.options.get("layers")
+        build(variant.method, {**variant.options, **({"layers": "uniform"} if layers else {})})
+        for where in (layers, variant.teacher_layers):
+            if isinstance(where, str) and where not in (*SCHEMES, SELECT):
+                raise InputError(
+                    f"{variant.name}: layers {where!r}; {nearest(where, (*SCHEMES, SELECT))}"
+                )
+
+
+def _file(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            return require("yaml", "train").safe_load(path.read_text())
+        try:
+            toml: Any = require("tomllib", "train")
+        except ModuleNotFoundError:  # Python 3.10
+            toml = require("tomli", "train")
+        return toml.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} can't be read: {error}") from None
+
+
+def _variants(methods: Mapping[str, Mapping[str, Any]]) -> Iterable[Variant]:
+    for entry, table in methods.items():
+        options = dict(table)
+        method = options.pop("method", entry)
+        grid = {name: _choices(name, value) for name, value in options.items()}
+        varied = [name for name, values in grid.items() if len(values) > 1]
+        for values in itertools.product(*grid.values()):
+            chosen = dict(zip(grid, values, strict=True))
+            name = ", ".join([entry, *(f"{k}={_word(chosen[k])}" for k in varied)])
+            start = chosen.pop("teacher_layers", "uniform")
+            yield Variant(name, method, chosen, start)
+
+
+def _choices(name: str, value: Any) -> list[Any]:
+    """The values of an option; a list of layer numbers is one of them."""
+    if not isinstance(value, list):
+        return [value]
+    if name in ("layers", "teacher_layers") and all(isinstance(i, int) for i in value):
+        return [value]
+    return value or [value]
+
+
+def _word(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
+    own = {k: v for k, v in table.items() if k in OWN_TASK_FIELDS}
+    rest = {("evals" if k == "eval" else k): v for k, v in table.items() if k not in own}
+    if "rows" in own:
+        own["rows"] = tuple(own["rows"])
+    if rest.pop("docstrings", False):
+        source = None
+    else:
+        own.pop("rows", None)
+        known = {field.name for field in dataclasses.fields(Source)}
+        for field in rest:
+            if field not in known:
+                raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
+        for field in ("train", "evals", "unlabelled", "test"):
+            if field in rest:
+                rest[field] = folder / Path(os.path.expandvars(rest[field])).expanduser()
+        source = Source(**rest)
+    if re.search(r"[^\w.-]", name):
+        raise InputError(f"tasks.{name}: letters, digits and -_. only")
+    return TaskSpec(name, source, **own)
+
+
+def _task_of_words(name: str, value: Any) -> dict[str, Any]:
+    words = str(value).split(",")
+    known = {"task": name} if name in TASKS else {}
+    if words == ["docstrings"]:
+        return {"docstrings": True}
+    if words == ["hub"]:
+        return known or {"data": name}
+    if len(words) != 2:
+        raise InputError(f"--tasks {name}={value}: give TRAIN,EVAL (files), hub or docstrings")
+    return {**known, "train": words[0], "eval": words[1]}

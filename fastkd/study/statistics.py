@@ -1,0 +1,261 @@
+"""What runs say: means, paired differences with intervals, and what exceeds noise.
+
+Two kinds of noise are told apart. Over seeds (order of the data, dropout, the labelled rows), the
+runs of one seed are pairs, and their differences go into a t test; its p-values are corrected for
+the number of comparisons in a table (Holm). Over test rows, the rows are drawn again
+(bootstrap) while the runs stay. A difference is beyond noise if it passes both.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastkd._extras import require
+from fastkd.study.spec import Study
+
+stats: Any = require("scipy.stats", "train")
+
+LEVEL = 0.95
+RESAMPLES = 2000
+#: A gap between teacher and baseline below this is no scale for a share of it.
+SMALLEST_GAP = 0.01
+ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: can't tell"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Mean of paired differences over seeds, its interval, and the t test's p-value."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def paired(differences: Sequence[float]) -> Difference:
+    """The t interval of paired differences; without a bound where there is one pair.
+
+    Example:
+        >>> paired([0.1, 0.2, 0.3]).mean.__round__(3)
+        0.2
+    """
+    x = np.asarray(differences, dtype=float)
+    mean = float(x.mean())
+    if len(x) < 2:
+        return Difference(mean, math.nan, math.nan, math.nan)
+    if np.ptp(x) == 0:  # the same each time, often because too few rows can differ
+        return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0)
+    test = stats.ttest_1samp(x, 0.0)
+    low, high = test.confidence_interval(LEVEL)
+    return Difference(mean, float(low), float(high), float(test.pvalue))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm 1979); NaN stays and doesn't count.
+
+    Example:
+        >>> [round(x, 3) for x in holm([0.01, 0.04, 0.03])]
+        [0.03, 0.06, 0.06]
+    """
+    values = np.asarray(p, dtype=float)
+    there = np.flatnonzero(~np.isnan(values))
+    order = there[np.argsort(values[there], kind="stable")]
+    corrected = np.full(len(values), np.nan)
+    steps = values[order] * np.arange(len(order), 0, -1)
+    corrected[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
+    return corrected.tolist()
+
+
+def resampled(
+    metric: str,
+    labels: Sequence[int],
+    students: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Interval of the mean difference of ``metric`` over other draws of the test rows.
+
+    Both hold the predictions (rows) of each seed; None for a metric of numbers.
+    """
+    if metric not in ("accuracy", "mcc", "f1"):
+        return None
+    answers = np.asarray(labels)
+    classes = 1 + int(max(answers.max(), np.max(students), np.max(others)))
+    draws = np.random.default_rng(seed)
+    counts = draws.multinomial(len(answers), np.full(len(answers), 1 / len(answers)), RESAMPLES)
+
+    def scores(predictions: Sequence[int]) -> np.ndarray:
+        cells = np.zeros((len(answers), classes * classes))
+        cells[np.arange(len(answers)), answers * classes + np.asarray(predictions)] = 1
+        return of_confusion(metric, (counts @ cells).reshape(-1, classes, classes))
+
+    differences = sum(scores(a) - scores(b) for a, b in zip(students, others, strict=True)) / len(
+        students
+    )
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(differences, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def of_confusion(metric: str, table: np.ndarray) -> np.ndarray:
+    """Accuracy, Matthews correlation or F1 of confusions (*, true, predicted)."""
+    total = table.sum((-1, -2))
+    right = np.trace(table, axis1=-2, axis2=-1)
+    if metric == "accuracy":
+        return right / total
+    true, predicted = table.sum(-1), table.sum(-2)
+    if metric == "mcc":
+        above = right * total - (true * predicted).sum(-1)
+        below = (total**2 - (true**2).sum(-1)) * (total**2 - (predicted**2).sum(-1))
+        return np.divide(above, np.sqrt(below), out=np.zeros_like(above), where=below > 0)
+    hits = np.diagonal(table, axis1=-2, axis2=-1)
+    f1 = np.divide(2 * hits, true + predicted, out=np.zeros_like(hits), where=true + predicted > 0)
+    return f1[..., 1] if table.shape[-1] == 2 else f1.mean(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A variant on a data set."""
+
+    task: str
+    variant: str
+    metric: str
+    seeds: int
+    mean: float
+    spread: float  # standard deviation over seeds
+    difference: Difference | None  # to the baseline; None for itself
+    p_holm: float
+    rows_interval: tuple[float, float] | None
+    verdict: str
+    recovered: Difference | None  # share of the gap from the baseline to the teacher
+    seconds: float
+    peak_bytes: float | None
+    rccc: float
+    intra_class_similarity: float
+    failed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The table of a data set."""
+
+    task: str
+    metric: str
+    teacher: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def teacher_score(self) -> float:
+        return self.teacher["scores"][self.metric]
+
+
+Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
+
+
+def summarize(study: Study, results: Results, teachers: Mapping[str, Any]) -> list[Summary]:
+    """The tables of a study, of the runs that are there."""
+    found = []
+    for task in study.tasks:
+        teacher = teachers.get(task.name)
+        runs = {
+            variant.name: {
+                seed: results[task.name, variant.name, seed]
+                for seed in study.seeds
+                if (task.name, variant.name, seed) in results
+            }
+            for variant in study.variants
+        }
+        runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
+        if teacher is not None and runs:
+            found.append(_table(study, task.name, runs, teacher))
+    return found
+
+
+def _table(
+    study: Study, task: str, runs: dict[str, dict[int, Any]], teacher: Mapping[str, Any]
+) -> Summary:
+    metric = teacher["metrics"][0]
+    sound = {
+        name: {seed: run for seed, run in by_seed.items() if "failed" not in run}
+        for name, by_seed in runs.items()
+    }
+    base = sound.get(study.baseline, {})
+    compared = {}
+    for name, by_seed in sound.items():
+        both = sorted(set(by_seed) & set(base))
+        if name != study.baseline and both:
+            values = [
+                by_seed[seed]["scores"][metric] - base[seed]["scores"][metric] for seed in both
+            ]
+            compared[name] = paired(values), both
+    corrected = dict(zip(compared, holm([d.p for d, _ in compared.values()]), strict=True))
+    rows = []
+    for name, by_seed in runs.items():
+        difference, both = compared.get(name, (None, []))
+        interval = None
+        if both:
+            interval = resampled(
+                metric,
+                teacher["labels"],
+                [sound[name][seed]["predictions"] for seed in both],
+                [base[seed]["predictions"] for seed in both],
+            )
+        p = corrected.get(name, math.nan)
+        pairs = [
+            (sound[name][seed]["scores"][metric], base[seed]["scores"][metric]) for seed in both
+        ]
+        rows.append(
+            Row(
+                task=task,
+                variant=name,
+                metric=metric,
+                difference=difference,
+                p_holm=p,
+                rows_interval=interval,
+                verdict="" if difference is None else verdict(difference, p, interval),
+                recovered=recovered(pairs, teacher["scores"][metric]),
+                failed=len(by_seed) - len(sound[name]),
+                **_means(list(sound[name].values()), metric),
+            )
+        )
+    return Summary(task, metric, teacher, tuple(rows))
+
+
+def _means(runs: list[Mapping[str, Any]], metric: str) -> dict[str, Any]:
+    def mean(values: list[Any]) -> float:
+        there = [v for v in values if v is not None]
+        return float(np.mean(there)) if there else math.nan
+
+    scores = [run["scores"][metric] for run in runs]
+    return {
+        "seeds": len(runs),
+        "mean": mean(scores),
+        "spread": float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan,
+        "seconds": mean([run["measured"]["seconds"] for run in runs]),
+        "peak_bytes": mean([run["measured"]["peak_bytes"] for run in runs]),
+        "rccc": mean([run["rccc"] for run in runs]),
+        "intra_class_similarity": mean([run.get("intra_class_similarity") for run in runs]),
+    }
+
+
+def verdict(difference: Difference, p: float, interval: tuple[float, float] | None) -> str:
+    """Whether a difference is beyond noise: over seeds after the correction, and over rows."""
+    if math.isnan(p):
+        return UNKNOWN
+    low, high = interval or (difference.low, difference.high)
+    if p >= 1 - LEVEL or low <= 0 <= high:
+        return ALIKE
+    return ABOVE if difference.mean > 0 else BELOW
+
+
+def recovered(pairs: Sequence[tuple[float, float]], teacher: float) -> Difference | None:
+    """(student − baseline) / (teacher − baseline) of each seed; None without a gap to speak of."""
+    if not pairs or teacher - float(np.mean([base for _, base in pairs])) < SMALLEST_GAP:
+        return None
+    gaps = [teacher - base for _, base in pairs]
+    if min(gaps) <= 0:
+        return None
+    return paired([(s - b) / gap for (s, b), gap in zip(pairs, gaps, strict=True)])

@@ -1,0 +1,350 @@
+"""A data set of a study: its rows, its teacher, the teacher's outputs, and training on them."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    set_seed,
+)
+
+from fastkd._extras import require
+from fastkd.app import data
+from fastkd.app.data import UNLABELLED, Corpus, Rows
+from fastkd.app.display import Display
+from fastkd.app.docstrings import load_docstrings
+from fastkd.app.errors import TrainingFailed
+from fastkd.app.models import count
+from fastkd.app.output import corpus_fingerprints, fingerprint
+from fastkd.app.plan import Plan, choose_device
+from fastkd.app.run import Run, save_model
+from fastkd.app.saving import damage
+from fastkd.app.score import evaluate, predict
+from fastkd.distill.cache import TeacherCache, wanted_of
+from fastkd.distill.capture import Backbone, Model
+from fastkd.distill.distiller import Distiller
+from fastkd.distill.layers import resolve_layers, select_layers
+from fastkd.distill.method import Method
+from fastkd.distill.methods import SoftTargets
+from fastkd.distill.student import student_from_teacher
+from fastkd.study.baselines import build
+from fastkd.study.measures import PeakMemory, machine_of, similarities
+from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant
+
+filelock: Any = require("filelock", "train")
+
+SELECTION_ROWS = 256
+TEACHER_SEED = 0
+CALIBRATION_STEPS = 8
+
+
+def key_of(identity: dict[str, Any]) -> str:
+    """A short name for what a result depends on."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def silent() -> Display:
+    """A display that shows nothing."""
+    return Display(Console(file=io.StringIO()))
+
+
+class _Everything(SoftTargets):
+    """Wants what all methods of a study want, so that one cache serves them."""
+
+    def __init__(self, layers: list[int]) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        self.student_layers, self.teacher_layers = [], self.layers
+
+
+class TaskWork:
+    """A data set, its teacher, and the runs on it; loaded when first asked for."""
+
+    def __init__(self, study: Study, task: TaskSpec, out: Path):
+        self.study, self.task, self.out = study, task, out
+        self.device = choose_device(study.device, "fp32")
+
+    @functools.cached_property
+    def corpus(self) -> Corpus:
+        if self.task.source is None:
+            return load_docstrings(*self.task.rows)
+        return data.load(self.task.source)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The teacher before it learns the task."""
+        if self.study.teacher != PACKAGED:
+            return self.study.teacher
+        from fastkd.app.demo import teacher_path
+
+        return str(teacher_path())
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Everything that the teacher depends on."""
+        config = Path(self.name) / "config.json"
+        return key_of(
+            {
+                "teacher": self.study.teacher,
+                "config": fingerprint([config.read_bytes()]) if config.is_file() else "",
+                "rows": corpus_fingerprints(self.corpus),
+                "steps": self.task.teacher_steps,
+                "learning_rate": self.study.teacher_learning_rate,
+                "batch_size": self.study.batch_size,
+                "max_length": self.task.max_length,
+            }
+        )
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(self.name)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "teachers" / f"{self.task.name}-{self.key}"
+
+    @functools.cached_property
+    def teacher(self) -> PreTrainedModel:
+        """Fine-tuned once, by whoever comes first."""
+        return self._load("sdpa")
+
+    @functools.cached_property
+    def eager_teacher(self) -> PreTrainedModel:
+        """The same with attention maps."""
+        return self._load("eager")
+
+    def make_teacher(self, blocking: bool = True) -> None:
+        """Fine-tune the teacher unless it is there; without ``blocking``, unless another does."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(self.folder.with_suffix(".lock"), blocking=blocking)
+        with contextlib.suppress(filelock.Timeout), lock:
+            if not self.folder.exists() or damage(self.folder):
+                self._finetune()
+
+    def _load(self, attention: str) -> PreTrainedModel:
+        self.make_teacher()
+        auto: Any = AutoModelForSequenceClassification
+        try:
+            model = auto.from_pretrained(self.folder, attn_implementation=attention)
+        except ValueError:  # the family has no other
+            model = auto.from_pretrained(self.folder)
+        return model.to(self.device)
+
+    def _finetune(self) -> None:
+        names = self.corpus.names
+        set_seed(TEACHER_SEED)
+        auto: Any = AutoModelForSequenceClassification
+        model = auto.from_pretrained(
+            self.name, num_labels=self.corpus.num_labels, ignore_mismatched_sizes=True
+        ).to(self.device)
+        model.config.problem_type = "regression" if names is None else "single_label_classification"
+        if names is not None:
+            model.config.id2label = dict(enumerate(names))
+            model.config.label2id = {name: i for i, name in enumerate(names)}
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = self.tokenizer.pad_token_id
+        plan = dataclasses.replace(
+            self._plan(self.task.teacher_steps, TEACHER_SEED),
+            learning_rate=self.study.teacher_learning_rate,
+        )
+        run = Run(self.corpus, self.tokenizer, model, plan, self.task.max_length, silent())
+        history = run.finetune(plan, every=self.task.teacher_steps)
+        scores, predictions = self._answers(run, model)
+        report = {
+            "scores": scores,
+            "predictions": predictions,
+            "labels": list(self.corpus.evals[""].labels),
+            "classes": names,
+            "rows": {"train": len(self.corpus.train), "held out": len(self.corpus.evals[""])},
+            "seconds": history[-1]["seconds"],
+            "parameters": count(model),
+            "metrics": list(self.corpus.metrics),
+        }
+        save_model(self.folder, model, self.tokenizer, report)
+
+    def _plan(self, steps: int, seed: int) -> Plan:
+        study = self.study
+        return Plan(
+            batch_size=study.batch_size,
+            max_steps=steps,
+            learning_rate=study.learning_rate,
+            device=self.device,
+            seed=seed,
+        )
+
+    @functools.cached_property
+    def selected(self) -> list[int]:
+        """The teacher layers that MC3KD's Algorithm 1 chooses."""
+        return select_layers(self.teacher, self._batches(SELECTION_ROWS), self.study.student_layers)
+
+    def _batches(self, rows: int | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        """Training rows without labels, the same every time."""
+        run = self._run(1, TEACHER_SEED)
+        encoded = run.all_rows
+        for start in range(0, min(rows or len(encoded), len(encoded)), 32):
+            stop = min(start + 32, len(encoded))
+            batch = run.collate([encoded[i] for i in range(start, stop)])
+            yield {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
+
+    def _layers(self, layers: Any) -> list[int]:
+        if layers == SELECT:
+            return self.selected
+        depth = self.teacher.config.num_hidden_layers
+        return resolve_layers(layers, depth, min(depth, self.study.student_layers))
+
+    def _method(self, variant: Variant) -> Method:
+        options = dict(variant.options)
+        if options.get("layers") == SELECT or (
+            variant.method == "mc3kd" and options.get("layers") is None
+        ):
+            options["layers"] = self.selected
+        return build(variant.method, options)
+
+    def _distiller(self, variant: Variant, cached: bool) -> Distiller:
+        method = self._method(variant)
+        teacher = self.eager_teacher if variant.method == "tinybert" else self.teacher
+        student = student_from_teacher(teacher, self._layers(variant.teacher_layers))
+        kept: Any = self.cache if cached and self._can_cache(variant) else teacher
+        return Distiller(kept, cast(PreTrainedModel, student), method)
+
+    def _can_cache(self, variant: Variant) -> bool:
+        return self.study.cache and variant.method not in ("tinybert", "labels")
+
+    @functools.cached_property
+    def cache(self) -> TeacherCache:
+        """The teacher's outputs on all training rows, for all methods of the study."""
+        layers: set[int] = set()
+        for variant in self.study.variants:
+            if self._can_cache(variant):
+                layers.update(wanted_of(self._distiller(variant, cached=False).method)["layers"])
+        name = "-".join(map(str, sorted(layers)))
+        folder = self.out / "cache" / f"{self.task.name}-{self.key}-{name}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        done = folder.with_suffix(".done")
+        with filelock.FileLock(folder.with_suffix(".lock")):
+            if not done.exists():
+                student = student_from_teacher(self.teacher, self._layers("uniform"))
+                method = _Everything(sorted(layers))
+                distiller = Distiller(self.teacher, cast(PreTrainedModel, student), method)
+                distiller.cache_teacher(self._batches(), folder)
+                done.touch()
+        return TeacherCache(folder)
+
+    def _run(
+        self, steps: int, seed: int, labels_only: bool = False, evals: int | None = None
+    ) -> Run:
+        rows = self.corpus.evals[""]
+        kept = rows if evals is None else _some(rows, list(range(evals)))
+        corpus = dataclasses.replace(self.corpus, evals={"": kept})
+        if self.task.labelled is not None:
+            corpus = few_labels(corpus, self.task.labelled, seed)
+        if labels_only:
+            corpus = dataclasses.replace(corpus, unlabelled=None)
+        plan = self._plan(steps, seed)
+        return Run(corpus, self.tokenizer, self.teacher, plan, self.task.max_length, silent())
+
+    def train(self, variant: Variant, seed: int) -> dict[str, Any]:
+        """Train and score one student."""
+        study = self.study
+        about = {
+            "variant": variant.name,
+            "hyperparameters": _plain(self._method(variant).hyperparameters()),
+        }
+        steps = study.steps or self.steps_in(cast(float, study.seconds), variant)
+        set_seed(seed)
+        distiller = self._distiller(variant, cached=True)
+        run = self._run(steps, seed, not distiller.method.uses_teacher)
+        memory = PeakMemory(self.device)
+        try:
+            history = run.distil(distiller, variant.name, every=-(-steps // study.evaluations))
+        except TrainingFailed as error:
+            return {**about, "failed": str(error), "measured": self._measured(None, None)}
+        peak = memory.read()
+        student = cast(PreTrainedModel, distiller.student).eval()
+        scores, predictions = self._answers(run, student)
+        seconds = [entry.pop("seconds") for entry in history]
+        return {
+            **about,
+            "steps": steps,
+            "teacher_layers": _plain(distiller.method.teacher_layers),
+            "scores": scores,
+            "predictions": predictions,
+            "history": history,
+            "parameters": count(student),
+            **similarities(run, student),
+            "measured": self._measured(seconds, peak),
+        }
+
+    def _answers(self, run: Run, model: PreTrainedModel) -> tuple[dict[str, float], list]:
+        logits, labels = predict(model, run.eval_rows[""], run.collate, run.plan)
+        scores = evaluate(self.corpus.metrics, logits, labels)
+        classes = logits.shape[-1] > 1
+        answers = logits.argmax(-1) if classes else logits[:, 0].round(4)
+        return scores, answers.tolist()
+
+    def steps_in(self, seconds: float, variant: Variant) -> int:
+        """How many steps take so long, as a few of them say."""
+        distiller = self._distiller(variant, cached=True)
+        run = self._run(CALIBRATION_STEPS, 0, not distiller.method.uses_teacher, evals=1)
+        half = CALIBRATION_STEPS // 2
+        history = run.distil(distiller, "calibration", every=half)
+        a_step = (history[-1]["seconds"] - history[0]["seconds"]) / half
+        return max(1, round(seconds / a_step))
+
+    def _measured(self, seconds: list[float] | None, peak: int | None) -> dict[str, Any]:
+        found = {"machine": machine_of(str(self.device)), "cached": self.study.cache}
+        if seconds is not None:
+            found.update(seconds=seconds[-1], at=seconds, peak_bytes=peak)
+        return found
+
+
+def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
+    """``labelled`` training rows, as even over the classes as can be; the others without labels."""
+    rng = random.Random(seed)
+    train = corpus.train
+    groups: dict[Any, list[int]] = {}
+    for i, label in enumerate(train.labels):
+        groups.setdefault(label if corpus.names is not None else 0, []).append(i)
+    for group in groups.values():
+        rng.shuffle(group)
+    kept: set[int] = set()
+    while len(kept) < min(labelled, len(train)):
+        for label in sorted(groups):
+            if groups[label] and len(kept) < labelled:
+                kept.add(groups[label].pop())
+    rest = [i for i in range(len(train)) if i not in kept]
+    unlabelled = _some(train, rest) if rest else None
+    if unlabelled is not None:
+        unlabelled = dataclasses.replace(unlabelled, labels=[UNLABELLED] * len(rest))
+    return dataclasses.replace(corpus, train=_some(train, sorted(kept)), unlabelled=unlabelled)
+
+
+def _some(rows: Rows, keep: list[int]) -> Rows:
+    return dataclasses.replace(
+        rows,
+        numbers=[rows.numbers[i] for i in keep],
+        texts=[rows.texts[i] for i in keep],
+        pairs=None if rows.pairs is None else [rows.pairs[i] for i in keep],
+        labels=[rows.labels[i] for i in keep],
+    )
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))

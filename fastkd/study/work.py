@@ -1,0 +1,146 @@
+"""The runs of a study: one teacher a task, one JSON file a run, any number of processes.
+
+Every process goes through the same list and takes what nobody has taken: a run is there, or
+locked by who trains it, or free. So a study goes on after a kill, grows with its file, and may
+have helpers from a launcher, or on other machines that share the directory.
+"""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkd._extras import require
+from fastkd.app.display import Display
+from fastkd.app.models import be_quiet
+from fastkd.app.saving import read_json, write_json
+from fastkd.study.spec import Study, TaskSpec, Variant
+from fastkd.study.task import TaskWork, key_of, silent
+
+filelock: Any = require("filelock", "train")
+
+
+class Job(NamedTuple):
+    """One run, and the file that it leaves."""
+
+    task: TaskSpec
+    variant: Variant
+    seed: int
+    identity: dict[str, Any]
+    path: Path
+
+
+def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
+    """All runs, seed by seed: a study that is cut off has few seeds of everything."""
+    found = []
+    methods = {variant.name: variant.json() for variant in study.variants}
+    for seed in study.seeds:
+        for task in study.tasks:
+            for variant in study.variants:
+                identity = {
+                    "task": task.name,
+                    **task.json(),
+                    "teacher": tasks[task.name].key,
+                    **methods[variant.name],
+                    "seed": seed,
+                    "student_layers": study.student_layers,
+                    "steps": study.steps,
+                    "seconds": study.seconds,
+                    "evaluations": study.evaluations,
+                    "batch_size": study.batch_size,
+                    "learning_rate": study.learning_rate,
+                    "device": str(tasks[task.name].device),
+                }
+                name = f"{task.name}-{_slug(variant.name)}-s{seed}-{key_of(identity)}.json"
+                found.append(Job(task, variant, seed, identity, out / "runs" / name))
+    return found
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._=" else "-" for c in name)
+
+
+def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """What is there, by task, variant and seed."""
+    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    found = {}
+    for job in jobs(study, out, tasks):
+        content = read_json(job.path)
+        if content is not None:
+            found[job.task.name, job.variant.name, job.seed] = content
+    return found
+
+
+def run_all(study: Study, out: Path, processes: int, display: Display) -> None:
+    """Train everything that isn't there yet, in so many processes."""
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    if processes == 1:
+        work(study, out, display)
+        return
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes))
+    workers = [
+        context.Process(target=_worker, args=(study, out, threads), daemon=True)
+        for _ in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    seen: set[Path] = set()
+    while any(worker.is_alive() for worker in workers):
+        workers[0].join(1.0)
+        for path in sorted((out / "runs").glob("*.json")):
+            if path not in seen:
+                seen.add(path)
+                display.say(path.stem)
+        time.sleep(0.2)
+    for worker in workers:
+        if worker.exitcode:
+            display.say(f"a process ended with code {worker.exitcode}; its runs are left")
+
+
+def _worker(study: Study, out: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    work(study, out, silent())
+
+
+def work(study: Study, out: Path, display: Display) -> None:
+    """Take runs until none is left."""
+    be_quiet()
+    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    listed = jobs(study, out, tasks)
+    if not all(job.path.exists() for job in listed):
+        for task in tasks.values():  # each by another process, if there are several
+            task.make_teacher(blocking=False)
+    for number, job in enumerate(listed, 1):
+        if _orphaned() or job.path.exists():
+            continue
+        lock = filelock.FileLock(job.path.with_suffix(".lock"), blocking=False)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            continue
+        try:
+            if not job.path.exists():
+                result = {
+                    "run": job.identity,
+                    **tasks[job.task.name].train(job.variant, job.seed),
+                }
+                write_json(job.path, result)
+                scores = result.get("scores") or {"failed": float("nan")}
+                name, value = next(iter(scores.items()))
+                display.say(
+                    f"{number}/{len(listed)}  {job.task.name}  {job.variant.name}  "
+                    f"seed {job.seed}:  {name} {value:.4f}  "
+                    f"({result['measured'].get('seconds', float('nan')):.1f} s)"
+                )
+        finally:
+            job.path.with_suffix(".lock").unlink(missing_ok=True)
+            lock.release()
+
+
+def _orphaned() -> bool:
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()

@@ -1,0 +1,147 @@
+"""What exceeds noise: on data whose truth is known."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from fastkd.study.spec import Study, TaskSpec, Variant
+from fastkd.study.statistics import (
+    ABOVE,
+    ALIKE,
+    BELOW,
+    UNKNOWN,
+    holm,
+    of_confusion,
+    paired,
+    recovered,
+    resampled,
+    summarize,
+)
+
+LABELS = [i % 2 for i in range(1000)]
+
+
+def predictions(accuracy, seed):
+    """Answers of a model that is right so often; models of one seed err on alike rows."""
+    hard = np.random.default_rng(7).random(1000)
+    noise = np.random.default_rng(seed).normal(0, 0.05, 1000)
+    right = hard + noise < np.quantile(hard + noise, accuracy)
+    return [label if ok else 1 - label for label, ok in zip(LABELS, right, strict=True)]
+
+
+def run(accuracy, seed):
+    answers = predictions(accuracy, seed)
+    return {
+        "scores": {"accuracy": accuracy_score(LABELS, answers)},
+        "predictions": answers,
+        "rccc": 0.5,
+        "measured": {"seconds": 1.0, "peak_bytes": None},
+    }
+
+
+def study(names, seeds):
+    return Study(
+        tasks=(TaskSpec("t", None),),
+        variants=tuple(Variant(name, "labels", {}) for name in names),
+        seeds=tuple(range(seeds)),
+    )
+
+
+TEACHER = {
+    "scores": {"accuracy": 0.9},
+    "metrics": ["accuracy"],
+    "labels": LABELS,
+    "rows": {"train": 10, "held out": 1000},
+}
+
+
+def table(accuracies, seeds=4, names=None):
+    """The rows of a study in which each variant has its accuracy, give or take a seed's luck."""
+    results = {}
+    for seed in range(seeds):
+        luck = np.random.default_rng(100 + seed).normal(0, 0.004, len(accuracies))
+        for i, (name, accuracy) in enumerate(accuracies.items()):
+            results["t", name, seed] = run(accuracy + luck[i], 10 * seed + i)
+    (summary,) = summarize(study(accuracies, seeds), results, {"t": TEACHER})
+    return {row.variant: row for row in summary.rows}
+
+
+def test_planted_effects_are_found_and_nothing_else():
+    rows = table({"labels": 0.7, "same": 0.7, "better": 0.8, "worse": 0.6, "again": 0.7})
+    assert rows["better"].verdict == ABOVE and rows["worse"].verdict == BELOW
+    assert rows["same"].verdict == ALIKE and rows["again"].verdict == ALIKE
+    assert rows["better"].difference.mean == pytest.approx(0.1, abs=0.01)
+    assert rows["better"].recovered.mean == pytest.approx(0.5, abs=0.05)
+    assert rows["labels"].difference is None and rows["labels"].verdict == ""
+
+
+def test_nothing_is_found_where_nothing_is():
+    """Over many tables of equals the corrected test errs no more than it may."""
+    draws = np.random.default_rng(0)
+    false = 0
+    for _ in range(400):
+        p = holm([paired(draws.normal(0, 1, 4)).p for _ in range(10)])
+        false += min(p) < 0.05
+    assert false / 400 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_a_single_seed_says_nothing():
+    row = table({"labels": 0.7, "better": 0.8}, seeds=1)["better"]
+    assert row.verdict == UNKNOWN and math.isnan(row.difference.low) and math.isnan(row.p_holm)
+
+
+def test_paired_is_the_textbook_test():
+    a, b = [0.81, 0.84, 0.80, 0.86], [0.79, 0.83, 0.80, 0.82]
+    found = paired(np.subtract(a, b))
+    expected = stats.ttest_rel(a, b)
+    low, high = expected.confidence_interval(0.95)
+    assert (found.p, found.low, found.high) == pytest.approx((expected.pvalue, low, high))
+    assert paired([0.0, 0.0]).p == 1.0 and paired([0.1, 0.1]).p == 0.0
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    corrected = holm([0.02, math.nan, 0.5])
+    assert corrected[0] == pytest.approx(0.04) and math.isnan(corrected[1])
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_scores_of_confusions_are_scikit_learns(classes):
+    draws = np.random.default_rng(1)
+    true, guess = draws.integers(0, classes, (2, 60))
+    table = np.zeros((classes, classes))
+    np.add.at(table, (true, guess), 1)
+    average = "binary" if classes == 2 else "macro"
+    assert of_confusion("accuracy", table) == pytest.approx(accuracy_score(true, guess))
+    assert of_confusion("mcc", table) == pytest.approx(matthews_corrcoef(true, guess))
+    assert of_confusion("f1", table) == pytest.approx(f1_score(true, guess, average=average))
+    assert of_confusion("mcc", np.array([[5.0, 0.0], [5.0, 0.0]])) == 0.0
+
+
+def test_rows_that_could_be_others():
+    one = [predictions(0.8, seed) for seed in range(3)]
+    low, high = resampled("accuracy", LABELS, one, [predictions(0.7, s) for s in range(3)])
+    assert 0 < low < 0.1 < high < 0.2
+    assert resampled("accuracy", LABELS, one, one) == (0.0, 0.0)
+    assert resampled("mse", [0.5], [[0.5]], [[0.5]]) is None
+
+
+def test_a_share_needs_a_gap():
+    assert recovered([(0.8, 0.8), (0.8, 0.8)], 0.805) is None
+    assert recovered([(0.8, 0.7), (0.82, 0.7)], 0.69) is None
+    assert recovered([], 0.9) is None
+    assert recovered([(0.8, 0.7), (0.84, 0.7)], 0.9).mean == pytest.approx(0.6)
+
+
+def test_a_failed_run_is_an_empty_cell():
+    results = {("t", name, seed): run(0.7, seed) for name in ("labels", "bad") for seed in range(2)}
+    results["t", "bad", 1] = {"failed": "not finite", "measured": {}}
+    (summary,) = summarize(study(("labels", "bad", "absent"), 2), results, {"t": TEACHER})
+    assert [row.variant for row in summary.rows] == ["labels", "bad"]
+    bad = summary.rows[1]
+    assert bad.failed == 1 and bad.seeds == 1 and bad.verdict == UNKNOWN

@@ -1,0 +1,273 @@
+"""`fastkd study` on a tiny teacher: its file, its runs, kills, and its report."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastkd.app.cli import app
+from fastkd.app.data import UNLABELLED
+from fastkd.app.display import new_console
+from fastkd.app.errors import InputError
+from fastkd.app.run import Run
+from fastkd.distill import METHODS
+from fastkd.study import command, report, spec
+from fastkd.study.baselines import BASELINES
+from fastkd.study.measures import intra_class_similarity
+from fastkd.study.settings import StudySettings
+from fastkd.study.task import TaskWork, few_labels
+from tests.tiny import make_teacher, write_tsv
+
+SHARED = """
+title = "Tiny"
+teacher = "{root}/tiny"
+seeds = 2
+steps = 3
+evaluations = 2
+batch_size = 8
+student_layers = 2
+device = "cpu"
+[tasks.one]
+train = "train.tsv"
+eval = "dev.tsv"
+teacher_steps = 4
+labelled = 12
+max_length = 12
+"""
+FEW = """
+[methods]
+labels = {}
+fcd = {alpha = [0.1, 1.0]}
+"MC3KD, top" = {method = "mc3kd", layers = "top", teacher_layers = "bottom"}
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    make_teacher(tmp_path / "tiny", head=False)
+    write_tsv(tmp_path / "train.tsv", 40, 0)
+    write_tsv(tmp_path / "dev.tsv", 24, 1)
+    return tmp_path
+
+
+def write(root, methods=FEW, name="spec.toml", shared=SHARED):
+    path = root / name
+    path.write_text(shared.replace("{root}", str(root)) + methods)
+    return path
+
+
+def runs(out):
+    """What the files say, but for what was measured."""
+    found = {}
+    for path in (out / "runs").glob("*.json"):
+        content = json.loads(path.read_text())
+        del content["measured"]
+        found[path.name] = content
+    return found
+
+
+def study(path, out, **options):
+    command.run(StudySettings(spec=path, out=out, **options), new_console())
+
+
+def test_whole_study(root):
+    path, out = write(root), root / "out"
+    result = CliRunner().invoke(app, ["study", str(path), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "8 runs: 1 data sets, 4 variants, 2 seeds, 3 steps each" in result.output
+    found = runs(out)
+    assert len(found) == 8
+    for run in found.values():
+        assert run["history"][-1]["step"] == 3 and run["history"][-1]["scores"] == run["scores"]
+        assert len(run["predictions"]) == 24 and run["steps"] == 3
+        assert 0 <= run["rccc"] <= 1 and -1 <= run["intra_class_similarity"] <= 1
+    names = {run["variant"] for run in found.values()}
+    assert names == {"labels", "fcd, alpha=0.1", "fcd, alpha=1.0", "MC3KD, top"}
+    assert {tuple(r["teacher_layers"]) for r in found.values() if "top" in r["variant"]} == {(3, 4)}
+    page = (out / "report.html").read_text()
+    assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 2
+    assert "MC3KD, top" in page and "commit" in page
+    assert next(csv.DictReader((out / "runs.csv").open()))["task"] == "one"
+    rows = {row["variant"]: row for row in csv.DictReader((out / "summary.csv").open())}
+    assert rows["labels"]["seeds"] == "2" and rows["labels"]["difference_mean"] == ""
+    assert "| labels |" in (out / "report.md").read_text()
+
+    before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
+    study(path, out, seeds=3)
+    assert len(runs(out)) == 12
+    assert all(p.stat().st_mtime_ns == at for p, at in before.items())
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_the_same(root):
+    path = write(root)
+    study(path, root / "whole")
+    out = root / "killed"
+    words = [sys.executable, "-m", "fastkd", "study", str(path), "--out", str(out)]
+    for enough in (1, 4):
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(list((out / "runs").glob("*.json"))) >= enough:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(0.01)
+        assert process.wait() == -signal.SIGKILL
+    assert len(runs(out)) < 8
+    (out / "runs" / "left.lock").touch()
+    study(path, out, jobs=2)
+    assert runs(out) == runs(root / "whole")
+
+
+def test_every_method_and_baseline_has_a_row(root):
+    methods = "[methods]\n" + "\n".join(f"{name} = {{}}" for name in (*METHODS, *BASELINES))
+    methods += '\nselected = {method = "fcd", layers = "select", teacher_layers = "select"}\n'
+    study(write(root, methods), root / "out", seeds=1)
+    found = runs(root / "out")
+    assert len(found) == len(METHODS) + len(BASELINES) + 1
+    assert not [run for run in found.values() if "failed" in run]
+
+
+def test_the_cache_changes_nothing(root):
+    study(write(root), root / "cached", seeds=1)
+    study(write(root, shared="cache = false\n" + SHARED), root / "plain", seeds=1)
+    assert (root / "cached" / "cache").exists() and not (root / "plain" / "cache").exists()
+    cached, plain = runs(root / "cached"), runs(root / "plain")
+    assert cached.keys() == plain.keys()
+    for name, run in cached.items():
+        other = plain[name]
+        assert run["predictions"] == other["predictions"] and run["scores"] == other["scores"]
+        # Written in other batches than the teacher would see: the last bits are padding's.
+        for one, two in zip(run["history"], other["history"], strict=True):
+            assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
+
+
+def test_a_budget_in_seconds_becomes_steps(root, monkeypatch):
+    """As many as a few of them say: here each takes a tenth of a second, or a fifth."""
+    began = {"labels": 0.1, "lrc_bert": 0.2}
+
+    def train(run, distiller, title, every):
+        assert title == "calibration"
+        a_step = began["lrc_bert" if distiller.method.uses_teacher else "labels"]
+        return [{"seconds": 9.0}, {"seconds": 9.0 + every * a_step}]
+
+    monkeypatch.setattr(Run, "distil", train)
+    methods = "[methods]\nlabels = {}\nlrc_bert = {}\n"
+    found = spec.read(StudySettings(spec=write(root, methods), seconds=2.0))
+    task = TaskWork(found, found.tasks[0], root / "out")
+    task.make_teacher()
+    assert [task.steps_in(2.0, variant) for variant in found.variants] == [20, 10]
+
+
+def test_options_say_what_a_file_says(root):
+    path = write(root)
+    options = {
+        "methods": "labels, fcd",
+        "options": {"fcd.alpha": [0.1, 1], "fcd.layers": "top,bottom"},
+        "tasks": {"one": f"{root}/train.tsv,{root}/dev.tsv", "docs": "docstrings"},
+        "seeds": 3,
+        "seconds": 2.0,
+    }
+    found = spec.read(StudySettings(spec=path, **options))
+    assert [v.name for v in found.variants] == [
+        "labels",
+        "fcd, alpha=0.1, layers=top",
+        "fcd, alpha=0.1, layers=bottom",
+        "fcd, alpha=1, layers=top",
+        "fcd, alpha=1, layers=bottom",
+    ]
+    assert found.seeds == (0, 1, 2) and found.steps is None and found.budget == "2 seconds"
+    assert [task.source is None for task in found.tasks] == [False, True]
+    assert spec.read(StudySettings(tasks={"sst2": "hub"})).tasks[0].source.task == "sst2"
+
+
+@pytest.mark.parametrize(
+    "methods, message",
+    [
+        ("[methods]\nfdc = {}\n", "fdc"),
+        ("[methods]\nfcd = {alfa = 1}\n", "alfa"),
+        ("[methods]\nfcd = {alpha = -1}\n", "alpha"),
+        ('[methods]\nfcd = {layers = "tops"}\n', "top"),
+        ("[tasks.two]\nfiles = 1\n", "files"),
+        ("[methods\n", "can't be read"),
+        ("[tasks.'a b']\ndocstrings = true\n", "letters"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(root, methods, message):
+    with pytest.raises(InputError, match=message):
+        study(write(root, methods), root / "out")
+    assert not (root / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("budget = 3", "budget"),
+        ('baseline = "none"', "none"),
+        ("steps = 0", "steps"),
+        ("seeds = 0", "seeds"),
+    ],
+)
+def test_mistakes_in_fields_are_named(root, line, message):
+    shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != line.split(" ")[0])
+    with pytest.raises(InputError, match=message):
+        study(write(root, shared=line + "\n" + shared), root / "out")
+
+
+def test_few_labels_are_even_and_the_seeds_own(root):
+    task = TaskWork(spec.read(StudySettings(spec=write(root))), None, root)
+    task.task = task.study.tasks[0]
+    corpora = [few_labels(task.corpus, 10, seed) for seed in (0, 0, 1)]
+    assert corpora[0] == corpora[1] != corpora[2]
+    for corpus in corpora:
+        assert sorted(corpus.train.labels) == [0] * 5 + [1] * 5
+        assert set(corpus.unlabelled.labels) == {UNLABELLED} and len(corpus.unlabelled) == 30
+        assert not set(corpus.train.numbers) & set(corpus.unlabelled.numbers)
+
+
+def test_the_papers_order_is_judged_row_by_row(root):
+    paper = """
+baseline = "fcd, alpha=1.0"
+[paper]
+title = "A paper's table"
+columns = ["x", "y"]
+rows = {"fcd, alpha=1.0" = [50.0, 60.0], "fcd, alpha=0.1" = [40.0, 50.0]}
+"""
+    head, tasks = SHARED.split("[tasks.one]")
+    path = write(root, "", shared=head + paper.strip() + "\n[tasks.one]" + tasks + FEW)
+    out = root / "out"
+    study(path, out)
+    page = (out / "report.md").read_text()
+    assert "fcd, alpha=0.1 is below fcd, alpha=1.0 in the paper (-10.0); here" in page
+    assert "paper: x" in page and "ours: one" in page
+
+
+def test_intra_class_similarity_is_the_papers():
+    features = torch.randn(7, 5, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 1, 0, 2, 1, 0])
+    total = 0.0
+    for i in range(7):
+        same = [j for j in range(7) if labels[j] == labels[i]]
+        cosines = [torch.cosine_similarity(features[i], features[j], dim=0) for j in same]
+        total += float(sum(cosines)) / len(same)
+    assert intra_class_similarity(features, labels) == pytest.approx(total / 7, abs=1e-6)
+
+
+FILES = sorted((Path(__file__).resolve().parents[2] / "bench" / "studies").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_ready_studies_can_be_read(path):
+    found = spec.read(StudySettings(spec=path))
+    assert len(found.seeds) >= 3 and len(found.variants) >= 2
+    if found.paper is not None:
+        names = {variant.name for variant in found.variants}
+        assert set(found.paper["rows"]) <= names and found.baseline in names
+        assert all(len(v) == len(found.paper["columns"]) for v in found.paper["rows"].values())
+    assert report.beside_paper(found, []) is None or found.paper
