@@ -258,27 +258,28 @@ def train(
 
 
 def _arguments(plan: Plan, watch: Watch, folder: Path, steps: int) -> TrainingArguments:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=plan.epochs,
-        max_steps=plan.max_steps,
-        per_device_train_batch_size=plan.own_rows,
-        learning_rate=plan.learning_rate,
-        weight_decay=plan.weight_decay,
-        warmup_steps=round(plan.warmup * steps),
-        bf16=plan.precision == "bf16",
-        fp16=plan.precision == "fp16",
-        use_cpu=plan.device.type == "cpu",
-        seed=plan.seed,
-        save_strategy="epoch" if watch.checkpoints else "no",
-        logging_steps=max(1, min(10, steps // 50)),
+    own: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": plan.epochs,
+        "max_steps": plan.max_steps,
+        "per_device_train_batch_size": plan.own_rows,
+        "learning_rate": plan.learning_rate,
+        "weight_decay": plan.weight_decay,
+        "warmup_steps": round(plan.warmup * steps),
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "use_cpu": plan.device.type == "cpu",
+        "seed": plan.seed,
+        "save_strategy": "epoch" if watch.checkpoints else "no",
+        "logging_steps": max(1, min(10, steps // 50)),
         # A NaN is reported, not smoothed over.
-        logging_nan_inf_filter=False,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to=list(watch.trackers) or "none",
-        dataloader_pin_memory=plan.device.type == "cuda",
-    )
+        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "report_to": list(watch.trackers) or "none",
+        "dataloader_pin_memory": plan.device.type == "cuda",
+    }
+    arguments = TrainingArguments(**{**own, **plan.trainer})
     # One process, one device: replicas of Trainer's DataParallel would each see part of a batch.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1

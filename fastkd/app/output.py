@@ -5,6 +5,7 @@ teacher/      the fine-tuned teacher (with --finetune-teacher)
 unfinished/   a run in progress: its marker says which, --resume continues it
 """
 
+import dataclasses
 import hashlib
 import secrets
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkd.app import processes
+from fastkd.app import processes, trainer_args
 from fastkd.app.data import Corpus, Rows
 from fastkd.app.errors import InputError
 from fastkd.app.options import as_json
@@ -95,8 +96,10 @@ class Output:
                 f"--resume: {self.path / 'student'} has no readable {MARKER}; "
                 "move it away, or give another --out"
             )
-        for name, value in as_json(self.settings).items() if before else ():
-            then = before["settings"].get(name)
+        defaults = {field.name: field.default for field in dataclasses.fields(self.settings)}
+        defaults["trainer_args"] = {}
+        for name, value in self._described().items() if before else ():
+            then = before["settings"].get(name, defaults.get(name))
             if then != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with {name} = {then!r}, "
@@ -108,6 +111,11 @@ class Output:
                 f"--resume: the run in {self.path} is complete but its student is damaged ({why}); "
                 "pass --overwrite to train it again"
             )
+
+    def _described(self) -> dict[str, Any]:
+        """The settings, with what the file of --trainer-args says."""
+        arguments = trainer_args.read(self.settings.trainer_args)
+        return {**as_json(self.settings), "trainer_args": arguments}
 
     def _refuse_or_clear(self) -> None:
         """Without --resume: refuse what would be lost, or with --overwrite clear the way."""
@@ -163,7 +171,7 @@ class Output:
         marker = {
             "run": secrets.token_hex(8),
             "processes": world_size(),
-            "settings": as_json(self.settings),
+            "settings": self._described(),
             "fingerprints": prints,
         }
         with saving(self.work):

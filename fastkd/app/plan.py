@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,7 +18,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 class Plan:
     """How long, how fast and where to train.
 
-    A step reads ``batch_size`` rows, shared by all processes.
+    A batch has ``batch_size`` rows, shared by all processes. ``trainer`` are further arguments of
+    TrainingArguments, ``gradient_accumulation_steps`` among them: the batches of a step.
     """
 
     epochs: float = 3.0
@@ -28,15 +31,21 @@ class Plan:
     precision: str = "fp32"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
+    trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def own_rows(self) -> int:
-        """Rows of a step in one process."""
+        """Rows of a batch in one process."""
         return -(-self.batch_size // world_size())
+
+    @property
+    def batches_a_step(self) -> int:
+        """Batches whose gradients a step adds up."""
+        return self.trainer.get("gradient_accumulation_steps", 1)
 
     def steps(self, rows: int) -> tuple[int, int]:
         """Steps in all and steps in an epoch."""
-        per_epoch = math.ceil(rows / self.batch_size)
+        per_epoch = math.ceil(math.ceil(rows / self.batch_size) / self.batches_a_step)
         total = self.max_steps if self.max_steps > 0 else math.ceil(self.epochs * per_epoch)
         return total, per_epoch
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
 
 import fastkd
-from fastkd.app import data, processes
+from fastkd.app import data, processes, trainer_args
 from fastkd.app.card import write_card
 from fastkd.app.data import Corpus, Encoded, Rows, joined
 from fastkd.app.display import Display, format_scores
@@ -210,7 +210,8 @@ def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: 
     display.say(f"{counts}, device {run.device}")
     if max(world_size(), out.processes) > 1:
         before = f", as in the {out.processes} that began" if out.processes != world_size() else ""
-        display.say(f"{world_size()} processes: {plan.batch_size} rows a step in all{before}")
+        rows = plan.batch_size * plan.batches_a_step
+        display.say(f"{world_size()} processes: {rows} rows a step in all{before}")
     nn.Module.to(run.teacher, run.device)
     return run
 
@@ -247,6 +248,7 @@ def _plan(settings: Settings) -> Plan:
         precision=settings.precision,
         device=choose_device(settings.device, settings.precision),
         seed=settings.seed,
+        trainer=trainer_args.read(settings.trainer_args),
     )
 
 
@@ -256,7 +258,7 @@ def _assemble(settings: Settings, run: Run) -> Distiller:
     student = make_student(settings, run.teacher, run.tokenizer)
     method = make_method(settings.method, settings.options)
     try:
-        return Distiller(run.teacher, student, method)
+        return Distiller(run.teacher, student, method, gather=settings.gather)
     except (TypeError, ValueError) as error:
         raise InputError(f"--method {settings.method} with this student: {error}") from error
 

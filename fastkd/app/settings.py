@@ -155,6 +155,18 @@ class Settings(Source):
     max_length: int = option(128, "Longest text, in tokens.", panel=TRAINING, least=4)
     precision: str = precision()
     device: str = device()
+    gather: bool = option(
+        False,
+        "Losses that compare samples see those of all processes.",
+        panel=TRAINING,
+    )
+    trainer_args: Path | None = option(
+        None,
+        "YAML file of further arguments of transformers.TrainingArguments.",
+        metavar="FILE",
+        panel=TRAINING,
+        saved=False,
+    )
     checkpoint_every: int | None = option(
         None,
         "Checkpoints within an epoch, too.",

@@ -374,6 +374,42 @@ def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path, case):
     assert not (tmp_path / "out").exists()
 
 
+def test_trainer_args_reach_the_trainer(distill, tmp_path):
+    file = tmp_path / "args.yaml"
+    file.write_text("gradient_accumulation_steps: 2\nlr_scheduler_type: constant\n")
+    distill(trainer_args=file, epochs=2, checkpoint_every=2)
+    # 40 rows in batches of 8, two batches a step
+    assert [entry["step"] for entry in report_of(tmp_path / "out")["history"]] == [3, 6]
+    assert (
+        report_of(tmp_path / "out")["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
+    )
+    file.write_text("max_grad_norm: 0.5\n")
+    error = distill("--resume", trainer_args=file, epochs=2, expect=2)
+    assert "started with trainer_args = {'gradient_accumulation_steps': 2" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rate: 1", "learning_rate is what --learning-rate sets"),
+        ("optm: adafactor", "did you mean 'optim'"),
+        ("fsdp: full_shard", "a whole model in each process"),
+        ("eval_steps: 3", "eval_steps is settled by fastkd itself"),
+        ("max_grad_norm: 1e0x", "max_grad_norm must be float, got '1e0x'"),
+        ("max_grad_norm: true", "max_grad_norm must be float"),
+        ("lr_scheduler_type: constand", "constand"),
+        ("- a", "one 'name: value' a line"),
+        ("a: [", "can't be read"),
+    ],
+)
+def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
+    file = tmp_path / "args.yaml"
+    file.write_text(text)
+    error = distill(trainer_args=file, expect=2)
+    assert said in error and len(error.splitlines()) == 1 and f"--trainer-args {file}" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_rows_are_named_before_any_work(distill, tmp_path):
     bad = write_tsv(tmp_path / "bad.tsv")
     bad.write_text(bad.read_text() + "no label\n")

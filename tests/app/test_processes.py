@@ -89,6 +89,11 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_p
     runs = {
         "soft_targets": {},
         "lrkd": {"method": "lrkd"},
+        # These compare samples with each other.
+        "knn": {"method": "knn", "gather": True},
+        "fcd": {"method": "fcd", "gather": True},
+        "lrc_bert": {"method": "lrc_bert", "gather": True},
+        "mc3kd": {"method": "mc3kd", "gather": True},
         "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
     }
     commands = [words(tmp_path / f"{name}-2", 2, **more) for name, more in runs.items()]
