@@ -28,6 +28,7 @@ from typing import Any
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
+from fastkd.app.plan import PRECISIONS
 from fastkd.app.settings import Source
 from fastkd.app.tasks import TASKS
 from fastkd.distill.layers import SCHEMES
@@ -71,6 +72,7 @@ class TaskSpec:
     labelled: int | None = None
     max_length: int = 32
     teacher_steps: int = 300
+    teacher_learning_rate: float = 1e-4
 
     def json(self) -> dict[str, Any]:
         """What its result depends on, besides the rows themselves."""
@@ -88,7 +90,6 @@ class Study:
     #: The variant that the others are compared with.
     baseline: str = "labels"
     teacher: str = PACKAGED
-    teacher_learning_rate: float = 3e-4
     student_layers: int = 3
     steps: int | None = 80
     seconds: float | None = None
@@ -98,6 +99,7 @@ class Study:
     #: Keep the teacher's outputs on the disk for all runs; without it, each step runs the teacher.
     cache: bool = True
     device: str = "auto"
+    precision: str = "fp32"
     #: A table of a paper to be printed beside: title, columns, and rows by variant.
     paper: Mapping[str, Any] | None = None
 
@@ -108,7 +110,7 @@ class Study:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Study)}
-OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps")
+OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps", "teacher_learning_rate")
 
 
 def read(settings: StudySettings) -> Study:
@@ -178,6 +180,8 @@ def _check(study: Study) -> None:
         raise InputError("seeds: at least one")
     if (study.steps is None) == (study.seconds is None):
         raise InputError("give the budget as steps or as seconds")
+    if study.precision not in PRECISIONS:
+        raise InputError(f"precision {study.precision!r}; {nearest(study.precision, PRECISIONS)}")
     for name in ("steps", "seconds", "batch_size", "learning_rate", "evaluations"):
         value = getattr(study, name)
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):

@@ -76,7 +76,7 @@ class TaskWork:
 
     def __init__(self, study: Study, task: TaskSpec, out: Path):
         self.study, self.task, self.out = study, task, out
-        self.device = choose_device(study.device, "fp32")
+        self.device = choose_device(study.device, study.precision)
 
     @functools.cached_property
     def corpus(self) -> Corpus:
@@ -103,8 +103,9 @@ class TaskWork:
                 "config": fingerprint([config.read_bytes()]) if config.is_file() else "",
                 "rows": corpus_fingerprints(self.corpus),
                 "steps": self.task.teacher_steps,
-                "learning_rate": self.study.teacher_learning_rate,
+                "learning_rate": self.task.teacher_learning_rate,
                 "batch_size": self.study.batch_size,
+                "precision": self.study.precision,
                 "max_length": self.task.max_length,
             }
         )
@@ -162,7 +163,7 @@ class TaskWork:
             model.config.pad_token_id = self.tokenizer.pad_token_id
         plan = dataclasses.replace(
             self._plan(self.task.teacher_steps, TEACHER_SEED),
-            learning_rate=self.study.teacher_learning_rate,
+            learning_rate=self.task.teacher_learning_rate,
         )
         run = Run(self.corpus, self.tokenizer, model, plan, self.task.max_length, silent())
         history = run.finetune(plan, every=self.task.teacher_steps)
@@ -185,6 +186,7 @@ class TaskWork:
             batch_size=study.batch_size,
             max_steps=steps,
             learning_rate=study.learning_rate,
+            precision=study.precision,
             device=self.device,
             seed=seed,
         )

@@ -52,6 +52,7 @@ def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
                     "evaluations": study.evaluations,
                     "batch_size": study.batch_size,
                     "learning_rate": study.learning_rate,
+                    "precision": study.precision,
                     "device": str(tasks[task.name].device),
                 }
                 name = f"{task.name}-{_slug(variant.name)}-s{seed}-{key_of(identity)}.json"

@@ -211,6 +211,7 @@ def test_mistakes_are_named_before_anything_runs(root, methods, message):
         ("budget = 3", "budget"),
         ('baseline = "none"', "none"),
         ("steps = 0", "steps"),
+        ('precision = "fp8"', "precision"),
         ("seeds = 0", "seeds"),
     ],
 )
