@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastkd import _extension
 from fastkd._numerics import values_readable, working_dtype
+from fastkd.distributed import Ranks
 from fastkd.linalg import symmetric_product
 
 # float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
@@ -47,6 +48,8 @@ class Options:
     top_k: int | None = None
     # min(Ds, Dt) of each item, where columns of zeros made sizes equal.
     dims: tuple[int, ...] | None = None
+    # The processes that hold parts of the observations, whose moments are added up.
+    ranks: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,17 @@ class Plan:
     one_by_one: bool = False  # the items of a batch
 
 
+def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: Ranks) -> bool:
+    """Whether to add up moments of ``rows`` observations a process, rather than to gather these.
+
+    By the bytes that a process sends: reduced in a ring, or to each of the others.
+    """
+    d_s, d_t = student.shape[-1], teacher.shape[-1]
+    moments = 2 * 8 * (d_s**2 + d_t**2 + d_s * d_t)
+    features = ranks.size * rows * (d_s + d_t) * student.element_size()
+    return moments < features and ranks.size * rows > min(d_s, d_t)
+
+
 def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
     """The cheapest plan that is accurate; on a GPU one that does not wait for it.
 
@@ -71,9 +85,12 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
     products don't, nor does the extension, which takes few observations, ridge 0 and ``top_k``.
     """
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
+    products = options.top_k is None and min(options.ridges) > 0
+    if options.ranks is not None:  # every process comes to the same plan, whatever it holds
+        method: Method = "extension" if _use_extension(student) else "lapack"
+        return Plan(False, "products" if student.is_cuda and products else method)
     observations = m <= min(d_s, d_t)
     if student.is_cuda:
-        products = options.top_k is None and min(options.ridges) > 0
         few = observations and m <= FEW_OBSERVATIONS
         if _use_extension(student) and (few or not products):
             return Plan(observations, "extension")
@@ -103,7 +120,7 @@ def solve(
 ) -> Solution:
     """Of features (batch, m, Ds), (batch, m, Dt), mask (batch, m): correlation and gradient."""
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
-    if 0 in (len(student), m, d_s, d_t):
+    if 0 in (len(student), d_s, d_t) or (m == 0 and options.ranks is None):
         nothing = student.new_zeros(len(student), dtype=torch.float64)
         return nothing, torch.zeros_like(student) if want_grad else None
     plan = make_plan(student, teacher, options)
@@ -115,7 +132,7 @@ def solve(
         ds = torch.cat([ds for _, ds in solutions if ds is not None]) if want_grad else None
     else:
         corr, ds = _solve_items(_Call(student, teacher, mask, options, want_grad), plan)
-    return _bounded(corr, student, teacher, mask, options.dims), ds
+    return _bounded(corr, student, teacher, mask, options), ds
 
 
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
@@ -185,8 +202,11 @@ def _smoother(
 def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution | None:
     """Everything D×D; None where float32 won't do."""
     student, teacher, mask, options, want_grad = call
-    a, b, share = _centred(student, teacher, mask, dtype)
-    sigma_ss, sigma_tt, sigma_ts = (x.mul_(share) for x in (_gram(a), _gram(b), b.mT @ a))
+    a, b, share = _centred(student, teacher, mask, dtype, options.ranks)
+    moments = [_gram(a), _gram(b), b.mT @ a]
+    if options.ranks is not None:
+        moments = [options.ranks.sum(x) for x in moments]
+    sigma_ss, sigma_tt, sigma_ts = (x.mul_(share) for x in moments)
     finite = (_trace(sigma_ss) + _trace(sigma_tt)).isfinite()
     bad = ~finite[..., None, None]
     if dtype == torch.float64:
@@ -416,19 +436,30 @@ def _zero_deviation(features: Tensor, ridge: float) -> float:
 
 
 def _centred(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, dtype: torch.dtype
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
-    if mask is None:
-        count = torch.full((1, 1), student.shape[-2], dtype=dtype, device=student.device)
-    else:
-        count = mask.sum(-1, dtype=dtype)[..., None, None]
+    count = _observed(student, mask, ranks).to(dtype)[..., None, None]
     centred = []
     for x in (student, teacher):
         x = _masked(x.to(dtype), mask)
-        mean = x.sum(-2, keepdim=True) / count.clamp_min(1)
+        total = x.sum(-2, keepdim=True)
+        mean = (total if ranks is None else ranks.sum(total)) / count.clamp_min(1)
         centred.append(_masked(x - mean, mask))
     return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
+
+
+def _observed(x: Tensor, mask: Tensor | None, ranks: Ranks | None) -> Tensor:
+    """How many observations are real: (*), or one number for all items."""
+    if mask is None:
+        count = torch.full(() if ranks is None else x.shape[:-2], x.shape[-2], device=x.device)
+    else:
+        count = mask.sum(-1)
+    return count if ranks is None else ranks.sum(count)
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -441,13 +472,17 @@ def _bounded(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
-    dims: tuple[int, ...] | None,
+    options: Options,
 ) -> Tensor:
     """Rounding must not lift the sum above min(m − 1, Ds, Dt) of real observations and columns."""
-    rank = min(student.shape[-2] - 1, student.shape[-1], teacher.shape[-1])
+    rank = min(student.shape[-1], teacher.shape[-1])
+    if options.ranks is None:
+        rank = min(rank, student.shape[-2] - 1)
     corr = corr.clamp_max(rank)
-    if mask is not None:
-        corr = torch.minimum(corr, (mask.sum(-1) - 1).clamp_min(0))
+    if mask is not None or options.ranks is not None:
+        observed = _observed(student, mask, options.ranks)
+        corr = torch.minimum(corr, (observed - 1).clamp_min(0))
+    dims = options.dims
     if dims is not None and min(dims) < rank:
         # Filled where it is used: the host would wait for a copy to the GPU.
         corr = torch.minimum(corr, torch.cat([corr.new_full((1,), d) for d in dims]))

@@ -29,6 +29,7 @@ from fastkd._checks import (
 from fastkd._dispatch import Backend, use_triton
 from fastkd._numerics import autocast_off, once_differentiable, values_readable, working_dtype
 from fastkd._pooling import pool_tokens
+from fastkd.distributed import Group, Ranks, ranks_of
 from fastkd.linalg import inv_sqrtm_ref
 
 Reduction = Literal["sum", "mean", "none"]
@@ -77,6 +78,8 @@ def cca_loss(
     top_k: int | None = None,
     reduction: Reduction = "sum",
     backend: Backend = "auto",
+    gather: bool = False,
+    group: Group = None,
 ) -> Tensor:
     """Negative sum of the canonical correlations between student and teacher features.
 
@@ -92,6 +95,8 @@ def cca_loss(
         top_k: how many of the largest correlations to sum; None for all.
         reduction: over the leading dimensions: "sum", "mean" or "none".
         backend: "auto", "torch" or "triton".
+        gather: correlate over the observations of all processes; see `fastkd.distributed`.
+        group: the processes that gather, by default all.
 
     Returns:
         Scalar, or (*) for reduction "none"; float64 for float64, else float32. Fewer than two
@@ -118,7 +123,7 @@ def cca_loss(
         check_positive_int("top_k", top_k)
     check_choice("reduction", reduction, REDUCTIONS)
     use_triton(backend, "cca_loss", student)
-    loss = _NegativeCorrelation.apply(student, teacher, mask, Options(ridges, top_k))
+    loss = _loss(student, teacher, mask, Options(ridges, top_k), ranks_of(gather, group))
     return _reduce(loss, reduction)
 
 
@@ -176,6 +181,7 @@ class CCALoss(nn.Module):
         top_k: how many of the largest correlations to sum; None for all.
         pool: what one observation is: "tokens" every real token of the batch, "cls" the first
             real token of a sample, "mean" the mean over a sample's real tokens.
+        gather, group: as in `cca_loss`.
 
     Example:
         >>> import torch
@@ -187,7 +193,13 @@ class CCALoss(nn.Module):
     """
 
     def __init__(
-        self, ridge: Ridge = 1e-4, top_k: int | None = None, pool: Pool = "tokens"
+        self,
+        ridge: Ridge = 1e-4,
+        top_k: int | None = None,
+        pool: Pool = "tokens",
+        *,
+        gather: bool = False,
+        group: Group = None,
     ) -> None:
         super().__init__()
         _ridge_pair(ridge)
@@ -197,6 +209,7 @@ class CCALoss(nn.Module):
         self.ridge = ridge
         self.top_k = top_k
         self.pool = pool
+        self.gather, self.group = gather, group
         self._warned = False
 
     def forward(
@@ -214,23 +227,29 @@ class CCALoss(nn.Module):
         real = check_mask(mask, pairs[0][0].shape[:2], pairs[0][0].device)
         observed = _observations(real, self.pool)
         pooled = [(_pooled(s, real, self.pool), _pooled(t, real, self.pool)) for s, t in pairs]
-        self._warn_if_saturated(pooled, observed)
+        ranks = ranks_of(self.gather, self.group)
+        self._warn_if_saturated(pooled, observed, ranks)
         batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for s, t in pooled:
             sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
             batches.setdefault((s.dtype, s.device, sizes), []).append((s, t))
         options = Options(_ridge_pair(self.ridge), self.top_k)
-        losses = [_batched_layers(b, observed, options) for b in batches.values()]
+        losses = [_batched_layers(b, observed, options, ranks) for b in batches.values()]
         return torch.cat(losses).mean()
 
     def _warn_if_saturated(
-        self, pairs: list[tuple[Tensor, Tensor]], observed: Tensor | None
+        self,
+        pairs: list[tuple[Tensor, Tensor]],
+        observed: Tensor | None,
+        ranks: Ranks | None,
     ) -> None:
         if self._warned or torch.compiler.is_compiling():
             return
         observations = pairs[0][0].shape[0]
         if observed is not None and values_readable(observed):
             observations = int(observed.sum())
+        if ranks is not None:
+            observations = int(ranks.sum(torch.tensor(observations, device=pairs[0][0].device)))
         dims = max(x.shape[-1] for pair in pairs for x in pair)
         if observations <= dims:
             self._warned = True
@@ -267,7 +286,10 @@ def _pads_layers(x: Tensor) -> bool:
 
 
 def _batched_layers(
-    pairs: list[tuple[Tensor, Tensor]], mask: Tensor | None, options: Options
+    pairs: list[tuple[Tensor, Tensor]],
+    mask: Tensor | None,
+    options: Options,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """Losses (L) of layer pairs (m, Ds), (m, Dt) of any sizes, in one call; mask (m).
 
@@ -278,7 +300,7 @@ def _batched_layers(
     if mask is not None:
         mask = mask.expand(students.shape[:-1])
     dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in pairs)
-    return _NegativeCorrelation.apply(students, teachers, mask, replace(options, dims=dims))
+    return _loss(students, teachers, mask, replace(options, dims=dims), ranks)
 
 
 def _stacked(layers: Sequence[Tensor]) -> Tensor:
@@ -304,6 +326,24 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
     return loss.sum() / (max(1, loss.numel()) if reduction == "mean" else 1)
 
 
+def _loss(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, ranks: Ranks | None
+) -> Tensor:
+    """Losses (*) of features (*, m, Ds), (*, m, Dt), mask (*, m), each process having its m."""
+    if ranks is not None:
+        rows = ranks.max(student.shape[-2], student.device)
+        if _cca_solver.moments_are_less(rows, student, teacher, ranks):
+            options = replace(options, ranks=ranks)
+        else:
+            observations = [x.movedim(-2, 0) for x in (student, teacher)]
+            real = None if mask is None else mask.movedim(-1, 0)
+            observations, real = ranks.gather_samples(observations, real)
+            student, teacher = (x.movedim(0, -2) for x in observations)
+            mask = None if real is None else real.movedim(0, -1)
+    loss: Tensor = _NegativeCorrelation.apply(student, teacher, mask, options)
+    return loss
+
+
 class _NegativeCorrelation(torch.autograd.Function):
     """Value and gradient together: both come from one decomposition."""
 
@@ -319,6 +359,7 @@ class _NegativeCorrelation(torch.autograd.Function):
                 want_grad=ctx.needs_input_grad[0],
             )
             ctx.dtype = student.dtype
+            ctx.ranks = 1 if options.ranks is None else options.ranks.size
             ctx.save_for_backward(None if ds is None else ds.reshape(student.shape))
             return -corr.to(working_dtype(student)).view(student.shape[:-2])
 
@@ -327,4 +368,4 @@ class _NegativeCorrelation(torch.autograd.Function):
     def backward(ctx, grad):
         (ds,) = ctx.saved_tensors
         with autocast_off(grad):
-            return (-grad[..., None, None] * ds).to(ctx.dtype), None, None, None
+            return (-ctx.ranks * grad[..., None, None] * ds).to(ctx.dtype), None, None, None

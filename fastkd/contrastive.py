@@ -34,6 +34,7 @@ from fastkd._numerics import (
     working_dtype,
 )
 from fastkd._pooling import pool_tokens
+from fastkd.distributed import Group, Ranks, ranks_of
 
 __all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]
 
@@ -116,6 +117,8 @@ def cos_nce_loss(
     negatives_labels: Tensor | None = None,
     reduction: Reduction = "mean",
     backend: Backend = "auto",
+    gather: bool = False,
+    group: Group = None,
 ) -> Tensor:
     """Pull each position to the teacher's by angle and push it from the teacher's negatives.
 
@@ -141,6 +144,9 @@ def cos_nce_loss(
             its own of ``labels``.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
         backend: "auto", "torch" or "triton".
+        gather: take the samples of all processes for one batch, and shared ``negatives`` for one
+            bank; see `fastkd.distributed`.
+        group: the processes that gather, by default all.
 
     Returns:
         Scalar, or (B, ...) for "none"; float32 (float64 for float64 inputs).
@@ -160,6 +166,7 @@ def cos_nce_loss(
         mask,
         reduction,
         backend,
+        ranks_of(gather, group),
     )
 
 
@@ -180,6 +187,7 @@ def _cos_nce_layers(
     mask: Tensor | None,
     reduction: str,
     backend: str,
+    ranks: Ranks | None,
 ) -> Tensor:
     """`cos_nce_loss` of each layer, averaged; "none" takes one layer."""
     first = students[0]
@@ -193,6 +201,11 @@ def _cos_nce_layers(
         check_labels("labels", labels, first.shape[0], first.device)
     given = _checked_given(given, students, labels)
     check_choice("reduction", reduction, REDUCTIONS)
+    if ranks is not None:
+        students, teachers, given, labels, mask = _gathered(
+            students, teachers, given, labels, mask, ranks
+        )
+        first = students[0]
     kernels = use_triton(backend, "cos_nce_loss", first)
 
     students, teachers = [_flat(x) for x in students], [_flat(saveable(x)) for x in teachers]
@@ -214,6 +227,34 @@ def _cos_nce_layers(
             losses.append(_reduce(terms, compared, reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
+
+
+def _gathered(
+    students: list[Tensor],
+    teachers: list[Tensor],
+    given: _Given,
+    labels: Tensor | None,
+    mask: Tensor | None,
+    ranks: Ranks,
+) -> tuple[list[Tensor], list[Tensor], _Given, Tensor | None, Tensor | None]:
+    """The samples of all processes, and their negatives: shared ones are parts of one bank."""
+    rows, mask = ranks.gather_samples([*students, *teachers], mask)
+    labels = None if labels is None else ranks.gather(labels)
+    if given.features is not None:
+        negatives, bank = given.features, ranks
+        if negatives[0].dim() == students[0].dim():  # shared by all samples
+            bank = Ranks(ranks.group)
+            negatives, negatives_mask = bank.gather_samples(negatives, given.mask)
+        else:
+            missing = rows[0].shape[-2] - students[0].shape[-2]  # where tokens were padded
+            padding = (0, missing) if missing else ()
+            negatives = [bank.gather(F.pad(x, (0, 0, *padding))) for x in negatives]
+            negatives_mask = given.mask
+            if negatives_mask is not None:
+                negatives_mask = bank.gather(F.pad(negatives_mask, padding))
+        others = None if given.labels is None else bank.gather(given.labels)
+        given = _Given(negatives, negatives_mask, others)
+    return rows[: len(students)], rows[len(students) :], given, labels, mask
 
 
 def _flat(x: Tensor, leading: int = 1) -> Tensor:
@@ -241,7 +282,7 @@ class CosNCELoss(nn.Module):
         student_dim, teacher_dim: hidden sizes.
         pool: "tokens" (each position by itself), "cls" (the first real token) or "mean" (the
             average of the real tokens). Features (B, D) pass through unpooled.
-        reduction, backend: as in `cos_nce_loss`.
+        reduction, backend, gather, group: as in `cos_nce_loss`.
 
     ``forward(student, teacher, mask=None, labels=None, negatives=None, *, negatives_mask=None,
     negatives_labels=None)`` takes student (B, N, Ds) or (B, Ds), teacher likewise, or lists of
@@ -261,6 +302,8 @@ class CosNCELoss(nn.Module):
         *,
         reduction: Literal["mean", "sum"] = "mean",
         backend: Backend = "auto",
+        gather: bool = False,
+        group: Group = None,
     ) -> None:
         super().__init__()
         check_positive_int("student_dim", student_dim)
@@ -268,6 +311,7 @@ class CosNCELoss(nn.Module):
         check_choice("pool", pool, POOLS)
         check_choice("reduction", reduction, ("mean", "sum"))
         self.pool, self.reduction, self.backend = pool, reduction, backend
+        self.gather, self.group = gather, group
         self.W = nn.Linear(student_dim, teacher_dim, bias=False)
 
     def forward(
@@ -310,6 +354,7 @@ class CosNCELoss(nn.Module):
             mask_of_layers,
             self.reduction,
             self.backend,
+            ranks_of(self.gather, self.group),
         )
 
     def _check(self, student: Tensor, teacher: Tensor) -> None:

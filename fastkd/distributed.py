@@ -1,57 +1,69 @@
 """Losses that compare samples, over the samples of all processes.
 
-Each process holds a part of the batch. Its rows are gathered, the student's with gradients, and
-every process computes the loss of the whole batch. DistributedDataParallel and FSDP average
-gradients over the processes; with that average value and every gradient equal one process's on
-the concatenated batch, parts of unequal size and empty ones included. A loop that sums gradients
-has to divide them by the number of processes.
+Each process holds a part of the batch. What a loss compares of it is gathered, and every process
+comes to the loss of the whole batch: ``gather=True`` of the functions and Modules. A process's own
+gradient is then that of the whole loss times the number of processes W. DistributedDataParallel
+and FSDP average gradients over the processes, which takes W out again: value and every gradient
+equal one process's on the concatenated batch, parts of unequal size and empty ones included. A
+loop that sums gradients has to divide them by W.
 
-The backward pass sends nothing: all processes hold the same loss, so the gradient of a process's
-own rows is known to it; it is multiplied by the number of processes W, which the average takes out
-again. The forward pass sends to each of the W − 1 others, for a part of B samples, N tokens,
-L layer pairs and b bytes a number, besides one message of a few integers a step:
+The backward pass sends nothing. The forward pass sends to each of the W − 1 others, for a part of
+B samples of N tokens, L layer pairs and b bytes a number, besides a few integers:
 
-| loss | rows sent | bytes |
+| loss | sent | bytes |
 |---|---|---|
 | relations over samples | tokens of both sides | L·B·N·(Ds + Dt)·b + B·N |
-| relations over tokens | none, only how many samples count | 8 |
-| KNN, pool "cls" or "mean" | one row a sample of both sides | B·(Ds + Dt)·b + 8·B |
-| KNN, pool "tokens" | tokens of both sides | B·N·(Ds + Dt)·b + B·N + 8·B |
-| COS-NCE, pool "tokens" | tokens of both sides | L·B·N·(Ds + Dt)·b + B·N |
+| relations over tokens | the sum and how many samples count | 16 |
+| KNN, pool "cls" or "mean" | one row a sample of the teacher | B·Dt·b + 8·B |
+| KNN, pool "tokens" | tokens of the teacher | B·N·Dt·b + 8·B |
+| COS-NCE, pool "tokens" | projected tokens of both sides | 2·L·B·N·Dt·b + B·N + 8·B |
+| COS-NCE, pool "cls" or "mean" | one projected row a sample of both sides | 2·L·B·Dt·b + 9·B |
 | CCA, pool "tokens" | tokens of both sides | L·B·N·(Ds + Dt)·b + B·N |
 | CCA, pool "cls" or "mean" | one row a sample of both sides | L·B·(Ds + Dt)·b + B |
-| dual projection, soft targets, task | none, only how many items count | 8 |
+| the same, where that is less | float64 moments, reduced in a ring | 16·L·(Ds² + Dt² + Ds·Dt)/W |
+| dual projection, soft targets, task | how many items count | 8 |
+
+`AcrossRanks` sends every tensor of its arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkd._numerics import once_differentiable
 
-__all__ = ["AcrossRanks", "Ranks", "gather_rows", "row_counts", "world_size"]
+__all__ = [
+    "AcrossRanks",
+    "Group",
+    "Ranks",
+    "gather_rows",
+    "ranks_of",
+    "row_counts",
+    "world_size",
+]
+
+Group = dist.ProcessGroup | None  # None for all processes
 
 
-def world_size(group: dist.ProcessGroup | None = None) -> int:
+def world_size(group: Group = None) -> int:
     """Number of processes in ``group``, 1 without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(group)
 
 
-def row_counts(x: Tensor, group: dist.ProcessGroup | None = None) -> list[int]:
+def row_counts(x: Tensor, group: Group = None) -> list[int]:
     """How many rows ``x`` (B, ...) has in each process, by rank; reads the answer on the host.
 
     Raises:
         ValueError: the processes' tensors differ in another dimension than the first.
     """
-    sizes = torch.tensor([x.dim(), *x.shape, *[0] * (7 - x.dim())], device=x.device)
-    shapes = [torch.empty_like(sizes) for _ in range(world_size(group))]
-    dist.all_gather(shapes, sizes, group=group)
-    by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in torch.stack(shapes).tolist()]
+    sizes = [x.dim(), *x.shape, *[0] * (7 - x.dim())]
+    by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in _exchange(sizes, x.device, group)]
     if len({shape[1:] for shape in by_rank}) > 1:
         raise ValueError(
             f"tensors of shapes {', '.join(map(str, by_rank))} on ranks 0 to {len(by_rank) - 1} "
@@ -60,9 +72,16 @@ def row_counts(x: Tensor, group: dist.ProcessGroup | None = None) -> list[int]:
     return [shape[0] for shape in by_rank]
 
 
-def gather_rows(
-    x: Tensor, group: dist.ProcessGroup | None = None, *, counts: list[int] | None = None
-) -> Tensor:
+def _exchange(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
+    """Every process's ``numbers``, by rank; reads them on the host."""
+    own = torch.tensor(numbers, device=device)
+    parts = [torch.empty_like(own) for _ in range(world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    found: list[list[int]] = torch.stack(parts).tolist()
+    return found
+
+
+def gather_rows(x: Tensor, group: Group = None, *, counts: list[int] | None = None) -> Tensor:
     """The rows of ``x`` (B, ...) of all processes, in the order of their ranks.
 
     Differentiable, without communication in the backward pass: see the module's text for what
@@ -106,22 +125,70 @@ class _GatherRows(torch.autograd.Function):
         return gradient[start : start + count] * ranks, None, None
 
 
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.ranks = world_size(group)
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient * ctx.ranks, None
+
+
 def _sent_as(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == torch.bool else dtype
 
 
 class Ranks:
-    """The processes of a group, whose rows of one batch are gathered several times."""
+    """The processes of a group that hold parts of one batch, for one call of a loss."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: Group = None) -> None:
         self.group, self.size = group, world_size(group)
         self._counts: list[int] | None = None
 
     def gather(self, x: Tensor) -> Tensor:
         """`gather_rows`; every tensor has as many rows as this process's first."""
         if self._counts is None:
-            self._counts = row_counts(x.new_empty(len(x)), self.group)
+            self._counts = row_counts(x, self.group)
         return gather_rows(x, self.group, counts=self._counts)
+
+    def gather_samples(
+        self, features: Sequence[Tensor], mask: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Features (B, ..., D) of one (B, ...), and their mask (B, ...) bool, of all processes.
+
+        Where the processes have different numbers of tokens (B, N, D) the shorter rows are padded.
+        There is a mask where rows were padded or any process has one.
+
+        Raises:
+            ValueError: features other than (B, N, D) of different numbers of positions.
+        """
+        first = features[0]
+        positions = first.shape[1:-1].numel()
+        own = [len(first), positions, int(mask is not None)]
+        counts, lengths, masked = zip(*_exchange(own, first.device, self.group), strict=True)
+        self._counts = list(counts)
+        if len(set(lengths)) > 1 and first.dim() != 3:
+            raise ValueError(
+                f"samples of {', '.join(map(str, lengths))} positions on ranks 0 to "
+                f"{self.size - 1} can't be gathered; only tokens (B, N, D) are padded"
+            )
+        if len(set(lengths)) > 1 or any(masked):
+            if mask is None:
+                mask = torch.ones(first.shape[:-1], dtype=torch.bool, device=first.device)
+            if missing := max(lengths) - positions:
+                mask = F.pad(mask, (0, missing))
+                features = [F.pad(x, (0, 0, 0, missing)) for x in features]
+            mask = self.gather(mask)
+        return [self.gather(x) for x in features], mask
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of ``x`` over the processes, differentiable without communication."""
+        return _SumOverRanks.apply(x, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over the processes, without gradient."""
@@ -138,13 +205,18 @@ class Ranks:
         return x
 
 
-class AcrossRanks(nn.Module):
-    """A loss over the samples of all processes: a Module or function of this package, wrapped.
+def ranks_of(gather: bool, group: Group = None) -> Ranks | None:
+    """The processes whose samples are one batch; None for this one alone."""
+    return Ranks(group) if gather and world_size(group) > 1 else None
 
-    Every tensor that the loss is called with, also in lists of layers, is gathered along its first
-    dimension: features, labels, masks and shared negatives. All other dimensions must agree
-    between the processes: pad tokens to one length. See the module's text for the gradients'
-    convention and for the bytes sent. Without torch.distributed it is the loss itself.
+
+class AcrossRanks(nn.Module):
+    """Any loss of rows over those of all processes.
+
+    The losses of this package that compare samples do it by themselves, with ``gather=True``, and
+    send less. Every tensor that the loss is called with, also in lists of layers, is gathered along
+    its first dimension; all other dimensions must agree between the processes. See the module's
+    text for the gradients' convention. Without torch.distributed it is the loss itself.
 
     Args:
         loss: for example ``FCDLoss()``, or ``cos_nce_loss``.
@@ -157,7 +229,7 @@ class AcrossRanks(nn.Module):
         torch.Size([])
     """
 
-    def __init__(self, loss: Callable[..., Tensor], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, loss: Callable[..., Tensor], group: Group = None) -> None:
         super().__init__()
         self.loss, self.group = loss, group
 

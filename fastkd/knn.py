@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkd._checks import (
@@ -31,6 +32,7 @@ from fastkd._numerics import (
     zero_padding,
 )
 from fastkd._pooling import pool_tokens
+from fastkd.distributed import Group, Ranks, gather_rows, ranks_of
 
 __all__ = [
     "IntraClassKNNLoss",
@@ -95,6 +97,8 @@ def knn_feature_loss(
     ignore_index: int = -100,
     reduction: Reduction = "sum",
     backend: Backend = "auto",
+    gather: bool = False,
+    group: Group = None,
 ) -> Tensor:
     """Squared distance of each student row to its k nearest teacher rows of the same label.
 
@@ -116,6 +120,8 @@ def knn_feature_loss(
         reduction: "sum" over rows, "mean" (the sum divided by the rows that are not ignored), or
             "none".
         backend: "auto", "torch" or "triton".
+        gather: take the rows of all processes for one batch; see `fastkd.distributed`.
+        group: the processes that gather, by default all.
 
     Returns:
         Scalar, or (N,) for "none"; float32 (float64 for float64 inputs).
@@ -151,15 +157,21 @@ def knn_feature_loss(
     check_int("ignore_index", ignore_index)
 
     student, teacher = student.flatten(1), teacher.flatten(1)  # (N, D), (M, D)
+    bank_labels = student_labels if teacher_labels is None else teacher_labels
+    ranks = ranks_of(gather, group)
+    if ranks is not None:  # the student's rows stay where they are
+        teacher, bank_labels = ranks.gather(teacher), ranks.gather(bank_labels)
+        bank_size = len(teacher)
+    # Divided by row: the sum may overflow where the mean doesn't.
+    count = _count(student_labels, ignore_index) if reduction == "mean" else None
+    if ranks is not None and count is not None:
+        count = ranks.sum(count)
     k = torch.sym_min(k, bank_size)
     kernels = use_triton(backend, "knn_feature_loss", student, neighbours=k)
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)
     else:
-        bank_labels = student_labels if teacher_labels is None else teacher_labels
         ranges = label_ranges(student_labels, bank_labels, tolerance, ignore_index)
-        # Divided by row: the sum may overflow where the mean doesn't.
-        count = _count(student_labels, ignore_index) if reduction == "mean" else None
         losses = apply(
             _KNNFeatureLossTriton if kernels else _KNNFeatureLoss,
             _Options(k, ignore_index),
@@ -168,7 +180,9 @@ def knn_feature_loss(
             *ranges,
             count,
         )
-    return losses if reduction == "none" else losses.sum()
+    if reduction == "none":
+        return losses if ranks is None else gather_rows(losses, group)
+    return losses.sum() if ranks is None else ranks.total(losses.sum())
 
 
 def _count(labels: Tensor, ignore_index: int) -> Tensor:
@@ -187,7 +201,7 @@ class IntraClassKNNLoss(nn.Module):
         pool: "cls" (the first real token), "mean" (average of the real tokens) or "tokens" (all
             tokens of a sample as one row, padded positions zeroed on both sides). Features
             (B, D) pass through unpooled.
-        tolerance, ignore_index, reduction, backend: as in `knn_feature_loss`.
+        tolerance, ignore_index, reduction, backend, gather, group: as in `knn_feature_loss`.
 
     ``forward(student, teacher, labels, teacher_labels=None, mask=None, teacher_mask=None)`` takes
     student (B, D) or (B, N, D), teacher likewise with M rows, and masks (B, N), (M, N);
@@ -209,6 +223,8 @@ class IntraClassKNNLoss(nn.Module):
         ignore_index: int = -100,
         reduction: Reduction = "sum",
         backend: Backend = "auto",
+        gather: bool = False,
+        group: Group = None,
     ) -> None:
         super().__init__()
         check_positive_int("k", k)
@@ -218,6 +234,7 @@ class IntraClassKNNLoss(nn.Module):
         self.k, self.pool = k, pool
         self.tolerance, self.ignore_index = tolerance, ignore_index
         self.reduction, self.backend = reduction, backend
+        self.gather, self.group = gather, group
         self.projector: nn.Linear | None = None
         if student_dim is not None and teacher_dim is not None and student_dim != teacher_dim:
             # With a bias: the loss is a distance, so the two spaces' origins need not agree.
@@ -235,6 +252,10 @@ class IntraClassKNNLoss(nn.Module):
         check_pair(student, teacher, min_ndim=2)
         if teacher_mask is None and teacher.shape[:2] == student.shape[:2]:
             teacher_mask = mask
+        ranks = ranks_of(self.gather, self.group)
+        if ranks is not None and self.pool == "tokens":  # a row is as long as the longest sample
+            student, mask = _lengthened(student, mask, ranks)
+            teacher, teacher_mask = _lengthened(teacher, teacher_mask, ranks)
         student = self._rows("student", student, mask)
         teacher = self._rows("teacher", teacher, teacher_mask)
         if self.projector is not None:
@@ -249,6 +270,8 @@ class IntraClassKNNLoss(nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             backend=self.backend,
+            gather=self.gather,
+            group=self.group,
         )
 
     def _rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -274,6 +297,17 @@ class IntraClassKNNLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"k={self.k}, pool={self.pool!r}, tolerance={self.tolerance}"
+
+
+def _lengthened(x: Tensor, mask: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+    """Tokens (B, N, D), and mask, padded to the longest of all processes."""
+    if x.dim() != 3:
+        return x, mask
+    missing = ranks.max(x.shape[1], x.device) - x.shape[1]
+    mask = check_mask(mask, x.shape[:2], x.device)
+    if missing and mask is None:
+        mask = x.new_ones(x.shape[:2], dtype=torch.bool)
+    return F.pad(x, (0, 0, 0, missing)), None if mask is None else F.pad(mask, (0, missing))
 
 
 def intra_class_similarity(features: Tensor, labels: Tensor) -> Tensor:

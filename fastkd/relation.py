@@ -1,7 +1,8 @@
 """Feature correlation distillation (FCD): relations between tokens and between samples."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -27,6 +28,7 @@ from fastkd._numerics import (
     working_dtype,
     zero_padding,
 )
+from fastkd.distributed import Group, Ranks, ranks_of
 
 Over = Literal["tokens", "samples"]
 OVER = get_args(Over)
@@ -109,6 +111,8 @@ def relation_loss(
     eps: float = 1e-8,
     segments: Tensor | None = None,
     backend: Backend = "auto",
+    gather: bool = False,
+    group: Group = None,
 ) -> Tensor:
     """Distance between the relation matrices of student and teacher (FCD, eqs. 3-9).
 
@@ -135,6 +139,8 @@ def relation_loss(
             of the features) or the device. Values on a GPU or in a graph can't be read, and are
             compared in all pairs: that takes N² numbers for each row, and (B·N)² over samples.
         backend: ``"auto"``, ``"torch"`` or ``"triton"`` (only ``"l2"`` with ``"pearson"``).
+        gather: take the samples of all processes for one batch; see `fastkd.distributed`.
+        group: the processes that gather, by default all.
 
     Returns:
         Scalar in float32 (float64 for float64 input); 0 where nothing can be compared.
@@ -163,6 +169,7 @@ def relation_loss(
         eps=eps,
         segments=segments,
         backend=backend,
+        ranks=ranks_of(gather, group),
     )
 
 
@@ -183,6 +190,8 @@ class FCDLoss(nn.Module):
         temperature: float = 10.0,
         eps: float = 1e-8,
         backend: Backend = "auto",
+        gather: bool = False,
+        group: Group = None,
     ) -> None:
         super().__init__()
         check_number("alpha", alpha, at_least=0)
@@ -191,6 +200,7 @@ class FCDLoss(nn.Module):
         self.alpha, self.beta = alpha, beta
         self.normalize, self.distance = normalize, distance
         self.temperature, self.eps, self.backend = temperature, eps, backend
+        self.gather, self.group = gather, group
 
     def forward(
         self,
@@ -211,6 +221,7 @@ class FCDLoss(nn.Module):
             eps=self.eps,
             segments=segments,
             backend=self.backend,
+            ranks=ranks_of(self.gather, self.group),
         )
 
     def extra_repr(self) -> str:
@@ -238,6 +249,7 @@ def _weighted_relations(
     eps: float,
     segments: Tensor | None,
     backend: str,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """Σ_over weights[over] · loss over ``over``, averaged over the layer pairs: the one way in."""
     _check_options(normalize, distance, temperature, eps)
@@ -252,6 +264,17 @@ def _weighted_relations(
     teachers = [teacher for _, teacher in pairs]
     if segments is not None:
         _check_segments(segments, first)
+    if ranks is not None:
+        if segments is not None:
+            unpacked, mask = _unpacked([*students, *teachers], mask, segments)
+            students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
+        return _across_ranks(
+            functools.partial(
+                _weighted_relations, normalize=normalize, distance=distance,
+                temperature=temperature, eps=eps, segments=None, backend=backend,
+            ),
+            students, teachers, mask, weights, ranks,
+        )  # fmt: skip
     masked_pairs = segments is not None and not values_readable(segments)
     if segments is not None and not masked_pairs:
         unpacked, mask = _unpacked([*students, *teachers], mask, segments)
@@ -281,6 +304,32 @@ def _weighted_relations(
             students = [_softmax(first_order_only(x), mask) for x in students]
             teachers = [_softmax(x, mask) for x in teachers]
         return apply(_Relations, options, mask, *students, *teachers)
+
+
+def _across_ranks(
+    relations: Callable[..., Tensor],
+    students: list[Tensor],
+    teachers: list[Tensor],
+    mask: Tensor | None,
+    weights: dict[str, float],
+    ranks: Ranks,
+) -> Tensor:
+    """``relations(pairs, mask, weights)`` of the samples of all processes.
+
+    Between tokens every sample stands for itself, and only the mean is taken over all.
+    """
+    first = students[0]
+    loss = first.new_zeros((), dtype=working_dtype(first))
+    if tokens := weights.get("tokens"):
+        own = relations(list(zip(students, teachers, strict=True)), mask, {"tokens": tokens})
+        real = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
+        count = (real.sum(1) >= 2).sum()
+        loss = loss + ranks.total(own * count) / ranks.sum(count).clamp_min(1)
+    if samples := weights.get("samples"):
+        rows, mask = ranks.gather_samples([*students, *teachers], mask)
+        pairs = list(zip(rows[: len(students)], rows[len(students) :], strict=True))
+        loss = loss + relations(pairs, mask, {"samples": samples})
+    return loss
 
 
 def _check_segments(segments: Tensor, student: Tensor) -> None:

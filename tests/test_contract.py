@@ -17,12 +17,14 @@ from fastkd._losses import LOSSES
 FEATURES = torch.ones(2, 3, 4)
 
 SIGNATURES = {
-    "relation_loss": "student teacher mask * over normalize distance temperature eps backend",
-    "knn_feature_loss": "student teacher student_labels teacher_labels * k tolerance reduction "
-    "backend",
+    "relation_loss": "student teacher mask * over normalize distance temperature eps segments "
+    "backend gather group",
+    "knn_feature_loss": "student teacher student_labels teacher_labels * k tolerance ignore_index "
+    "reduction backend gather group",
     "intra_class_similarity": "features labels",
-    "cos_nce_loss": "student teacher * negatives labels mask reduction backend",
-    "cca_loss": "student teacher mask * ridge top_k reduction backend",
+    "cos_nce_loss": "student teacher * negatives labels mask negatives_mask negatives_labels "
+    "reduction backend gather group",
+    "cca_loss": "student teacher mask * ridge top_k reduction backend gather group",
     "canonical_correlations": "x y * ridge mask",
     "sqrtm": "a",
     "inv_sqrtm": "a ridge",
@@ -58,13 +60,16 @@ DEFAULTS = {
     },
 }
 
+# What a reference lacks: it is plain PyTorch, in one process.
+AROUND = {"backend", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.compared]
 
+GATHER = {"gather": False, "group": None}
 MODULES = {
-    "FCDLoss": {"alpha": 1.0, "beta": 1.0},
-    "IntraClassKNNLoss": {"k": 1, "student_dim": None, "teacher_dim": None},
-    "CosNCELoss": {},
-    "CCALoss": {"top_k": None},
+    "FCDLoss": {"alpha": 1.0, "beta": 1.0, **GATHER},
+    "IntraClassKNNLoss": {"k": 1, "student_dim": None, "teacher_dim": None, **GATHER},
+    "CosNCELoss": GATHER,
+    "CCALoss": {"top_k": None, **GATHER},
     "OrthogonalProjection": {"layers": 2, "orthogonal": True},
     "DualProjectionLoss": {"layers": 2, "gamma": 0.3, "orthogonal": True},
     "AttentionLoss": {"heads": "match", "reduction": "mean"},
@@ -92,7 +97,8 @@ def test_function_signature(name):
         assert parameters[word].kind is inspect.Parameter.KEYWORD_ONLY, word
     if "backend" in expected:
         assert parameters["backend"].default == "auto"
-    for word, default in DEFAULTS.get(name, {}).items():
+    gather = GATHER if "gather" in expected else {}
+    for word, default in {**DEFAULTS.get(name, {}), **gather}.items():
         assert parameters[word].default == default, word
 
 
@@ -101,8 +107,8 @@ def test_reference_takes_what_its_function_takes(name):
     function = inspect.signature(getattr(fastkd, name)).parameters
     reference = dict(inspect.signature(getattr(fastkd, f"{name}_ref")).parameters)
     passed_on = reference.pop("options", None)  # to another reference
-    assert set(reference) <= set(function) - {"backend"}
-    assert passed_on or set(reference) == set(function) - {"backend"}
+    assert set(reference) <= set(function) - AROUND
+    assert passed_on or set(reference) == set(function) - AROUND
     for word, parameter in reference.items():
         assert parameter.default == function[word].default, word
 

@@ -1,8 +1,13 @@
 """Losses over the samples of several processes, against one process with all of them."""
 
+import inspect
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from fastkd import (
     CCALoss,
@@ -17,30 +22,83 @@ from fastkd import (
 from fastkd.distributed import AcrossRanks, gather_rows, world_size
 from tests.distill.processes import run_ranks
 
+CLOSE = {"atol": 1e-10, "rtol": 1e-10}
 SIZES = [(5, 3), (4, 0, 3)]  # samples of each rank
 
-# Called with student, teacher, mask, labels.
+# Called with student, teacher, mask, labels of one process, whose rows are as long as they need.
+# What they do without `gather` on all samples is what they have to do with it on the parts.
 LOSSES = {
-    "relation_loss": (
-        relation_loss, lambda s, t, m, y: ((s, t, m), {"over": "samples"})
+    "relation_loss": (relation_loss, lambda s, t, m, y: ((s, t, m), {"over": "samples"})),
+    "relations over tokens": (relation_loss, lambda s, t, m, y: ((s, t, m), {})),
+    "relations of packed rows": (
+        relation_loss,
+        lambda s, t, m, y: ((s, t, m), {"over": "samples", "segments": (m.cumsum(1) > 2).long()}),
     ),
-    "FCDLoss": (FCDLoss(), lambda s, t, m, y: (([s, 2 * s], [t, t.exp()]), {"mask": m})),
+    "FCDLoss": (FCDLoss, lambda s, t, m, y: (([s, 2 * s], [t, t.exp()]), {"mask": m})),
     "knn_feature_loss": (
+        knn_feature_loss, lambda s, t, m, y: ((s[:, 0], t[:, 0, :6], y), {"k": 2})
+    ),
+    "knn, mean": (
         knn_feature_loss,
-        lambda s, t, m, y: ((s[:, 0], t[:, 0, :6], y), {"k": 2}),
+        lambda s, t, m, y: ((s[:, 0], t[:, 0, :6], y - 1), {"reduction": "mean", "ignore_index": 1})
+    ),
+    "knn, none, bank": (
+        knn_feature_loss,
+        lambda s, t, m, y: (
+            (s[:, 0], t[:, :2, :6].flatten(0, 1), y, y.repeat_interleave(2)),
+            {"reduction": "none", "k": 3},
+        ),
     ),
     "IntraClassKNNLoss": (
-        IntraClassKNNLoss(2, 6, 7, pool="mean").double(),
+        partial(IntraClassKNNLoss, 2, 6, 7, pool="mean"),
+        lambda s, t, m, y: ((s, t, y), {"mask": m}),
+    ),
+    "IntraClassKNNLoss, tokens": (
+        partial(IntraClassKNNLoss, 2, 6, 7, pool="tokens"),
         lambda s, t, m, y: ((s, t, y), {"mask": m}),
     ),
     "cos_nce_loss": (
         cos_nce_loss, lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "labels": y})
     ),
-    "CosNCELoss": (CosNCELoss(6, 7).double(), lambda s, t, m, y: ((s, t), {"mask": m})),
-    "cca_loss": (
-        cca_loss, lambda s, t, m, y: ((s[:, 1], t[:, 1]), {"ridge": 1e-2})
+    "cos_nce_loss, none": (
+        cos_nce_loss, lambda s, t, m, y: ((s[:, 0], t[:, 0, :6]), {"reduction": "none"})
     ),
-    "CCALoss": (CCALoss(ridge=1e-2), lambda s, t, m, y: (([s, s.sin()], [t, t]), {"mask": m})),
+    "cos_nce_loss, bank": (
+        cos_nce_loss,
+        lambda s, t, m, y: (
+            (s, t[..., :6]),
+            {"mask": m, "labels": y, "negatives": t[..., :6].exp(), "negatives_mask": m,
+             "negatives_labels": y},
+        ),
+    ),
+    "cos_nce_loss, negatives": (
+        cos_nce_loss,
+        lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "negatives": t[:, None, :, 1:].sin()}),
+    ),
+    "CosNCELoss": (
+        partial(CosNCELoss, 6, 7), lambda s, t, m, y: (([s, s.sin()], [t, t]), {"mask": m})
+    ),
+    "cca_loss": (cca_loss, lambda s, t, m, y: ((s[:, 0], t[:, 0]), {"ridge": 1e-2})),
+    "cca_loss, layers": (
+        cca_loss,
+        lambda s, t, m, y: (
+            (torch.stack([s[:, 0], s[:, 0].sin()]), torch.stack([t[:, 0], t[:, 0].cos()])),
+            {"ridge": (1e-2, 1e-1), "top_k": 3, "reduction": "none"},
+        ),
+    ),
+    "cca_loss, moments": (
+        cca_loss,
+        lambda s, t, m, y: (
+            (s[..., :2].flatten(0, 1)[None], t[..., :2].flatten(0, 1)[None], m.flatten()[None]),
+            {"ridge": 0.0, "reduction": "none"},
+        ),
+    ),
+    "CCALoss": (
+        partial(CCALoss, ridge=1e-2), lambda s, t, m, y: (([s, s.sin()], [t, t]), {"mask": m})
+    ),
+    "CCALoss, mean": (
+        partial(CCALoss, ridge=1e-2, pool="mean"), lambda s, t, m, y: ((s, t), {"mask": m})
+    ),
 }  # fmt: skip
 
 
@@ -49,55 +107,126 @@ def features(seed=0, rows=8):
     student = torch.randn(rows, 5, 6, generator=generator, dtype=torch.float64)
     teacher = torch.randn(rows, 5, 7, generator=generator, dtype=torch.float64)
     mask = torch.rand(rows, 5, generator=generator) > 0.2
-    mask[:, 0] = True
+    mask[:, 0] = mask[0] = True
+    mask[4:, 3:] = False  # a shorter part
     return student, teacher, mask, torch.arange(rows) % 3
 
 
-def initialise(loss):
-    torch.manual_seed(0)
-    for parameter in loss.parameters() if isinstance(loss, torch.nn.Module) else ():
-        torch.nn.init.normal_(parameter)
-
-
-def rank_of_all(rank, sizes):
-    results = {}
-    start = sum(sizes[:rank])
-    own = slice(start, start + sizes[rank])
-    for name, (loss, arguments) in LOSSES.items():
-        initialise(loss)
-        data = [x[own] for x in features(rows=sum(sizes))]
-        results[name] = step(AcrossRanks(loss), arguments, data)
-        # What data-parallel training does with gradients.
-        for gradient in results[name][2]:
-            dist.all_reduce(gradient)
-            gradient /= len(sizes)
-    return results
+def part(data, start, stop):
+    """Samples of one process, its rows cut to their longest."""
+    student, teacher, mask, labels = (x[start:stop] for x in data)
+    length = int(mask.any(0).nonzero().max()) + 1 if stop > start else 2
+    return student[:, :length], teacher[:, :length], mask[:, :length], labels
 
 
 def step(loss, arguments, data):
+    """Value, gradient at the student's features, and the parameters' gradients."""
     student, *others = data
     student = student.clone().requires_grad_()
     options, named = arguments(student, *others)
     value = loss(*options, **named)
-    module = loss.loss if isinstance(loss, AcrossRanks) else loss
-    parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
-    gradients = torch.autograd.grad(3 * value, [student, *parameters], allow_unused=True)
+    upstream = torch.linspace(1, 2, max(1, value.numel()), dtype=value.dtype).view(value.shape)
+    parameters = list(loss.parameters()) if isinstance(loss, torch.nn.Module) else []
+    gradients = torch.autograd.grad(
+        value, [student, *parameters], upstream, allow_unused=True, materialize_grads=True
+    )
     return value.detach(), gradients[0], gradients[1:]
 
 
+def made(loss, **gather):
+    """The loss: a Module with its parameters, or a function."""
+    if inspect.isfunction(getattr(loss, "func", loss)):
+        return partial(loss, **gather)
+    torch.manual_seed(0)
+    return loss(**gather).double()
+
+
+def each_rank(rank, sizes):
+    """By loss: with `gather`, and by `AcrossRanks`, whose rows have to be of one length."""
+    results = {}
+    ends = sum(sizes[:rank]), sum(sizes[: rank + 1])
+    whole = features(rows=sum(sizes))
+    for name, (loss, arguments) in LOSSES.items():
+        gathered = step(made(loss, gather=True), arguments, part(whole, *ends))
+        results[name] = [gathered]
+        if "layers" not in name and "moments" not in name:
+            around = AcrossRanks(made(loss))
+            results[name].append(step(around, arguments, [x[slice(*ends)] for x in whole]))
+        for _, _, weights in results[name]:
+            for gradient in weights:  # what data-parallel training does with gradients
+                dist.all_reduce(gradient)
+                gradient /= len(sizes)
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss")
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values_and_gradients_are_those_of_one_process(sizes, tmp_path):
-    ranks = run_ranks(rank_of_all, len(sizes), tmp_path, sizes)
+    ranks = run_ranks(each_rank, len(sizes), tmp_path, sizes)
+    whole = features(rows=sum(sizes))
     for name, (loss, arguments) in LOSSES.items():
-        initialise(loss)
-        value, gradient, weights = step(loss, arguments, features(rows=sum(sizes)))
-        for rank in ranks:
-            torch.testing.assert_close(rank[name][0], value, atol=1e-10, rtol=1e-10)
-            for a, b in zip(rank[name][2], weights, strict=True):
-                torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-        # The average over the processes takes their number out of each sample's gradient.
-        parts = torch.cat([rank[name][1] for rank in ranks]) / len(sizes)
-        torch.testing.assert_close(parts, gradient, atol=1e-10, rtol=1e-10)
+        value, gradient, weights = step(made(loss), arguments, whole)
+        assert gradient.abs().max() > 1e-6, name
+        for ways in zip(*(rank[name] for rank in ranks), strict=True):
+            for own_value, _, own_weights in ways:
+                torch.testing.assert_close(own_value, value, **CLOSE, msg=name)
+                for a, b in zip(own_weights, weights, strict=True):
+                    torch.testing.assert_close(a, b, **CLOSE, msg=name)
+            # The average over the processes takes their number out of each sample's gradient.
+            parts = [F.pad(own[1], (0, 0, 0, 5 - own[1].shape[1])) for own in ways]
+            torch.testing.assert_close(torch.cat(parts) / len(sizes), gradient, **CLOSE, msg=name)
+
+
+# What the table of `fastkd.distributed` says of a part: 10 samples of 5 tokens in float32.
+SENT = {
+    "relations over samples": (
+        partial(relation_loss, over="samples"), lambda s, t, m, y: (s, t, m), 10 * 5 * (4 * 7 + 1)
+    ),
+    "relations over tokens": (relation_loss, lambda s, t, m, y: (s, t, m), 0),
+    "KNN": (partial(IntraClassKNNLoss, 1, 4, 3), lambda s, t, m, y: (s, t, y), 10 * (4 * 3 + 8)),
+    "COS-NCE": (
+        partial(CosNCELoss, 4, 3),
+        lambda s, t, m, y: (s, t, m, y),
+        10 * (5 * (2 * 4 * 3 + 1) + 8),
+    ),
+    "CCA, features": (
+        partial(CCALoss, pool="mean"), lambda s, t, m, y: (s, t, m), 10 * (4 * 7 + 1)
+    ),
+    "CCA, moments": (CCALoss, lambda s, t, m, y: (s, t, m), 8 * (16 + 9 + 12)),
+}  # fmt: skip
+
+
+def bytes_sent(rank):
+    """Of everything but a few integers and means."""
+    sent = []
+
+    def watched(collective):
+        def call(*arguments, **options):
+            tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+            sent.extend(x.nbytes for x in tensors if x.numel() > 8)
+            return collective(*arguments, **options)
+
+        return call
+
+    watch = {name: watched(getattr(dist, name)) for name in ("all_gather", "all_reduce")}
+    torch.manual_seed(0)
+    data = torch.randn(10, 5, 4), torch.randn(10, 5, 3), torch.ones(10, 5), torch.arange(10)
+    found = {}
+    for name, (loss, arguments, _) in SENT.items():
+        criterion = made(loss, gather=True)
+        if isinstance(criterion, torch.nn.Module):
+            criterion.float()
+        sent.clear()
+        with mock.patch.multiple(dist, **watch):
+            criterion(*arguments(*data))
+        found[name] = sum(sent)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss")
+def test_what_is_sent_is_what_the_table_says(tmp_path):
+    for found in run_ranks(bytes_sent, 2, tmp_path):
+        assert found == {name: expected for name, (_, _, expected) in SENT.items()}
 
 
 def gather_all(rank):
@@ -115,9 +244,11 @@ def test_rows_of_every_dtype_and_count(tmp_path):
             assert torch.equal(x, expected)
 
 
-def test_one_process_needs_no_group():
-    student, teacher, mask, _ = features()
-    loss = FCDLoss()
-    assert world_size() == 1 and gather_rows(student) is student
-    expected = loss(student, teacher, mask)
-    assert torch.equal(AcrossRanks(loss)(student, teacher, mask), expected)
+@pytest.mark.filterwarnings("ignore:CCALoss")
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_process_needs_no_group(name):
+    loss, arguments = LOSSES[name]
+    expected = step(made(loss), arguments, features())
+    for criterion in (made(loss, gather=True), AcrossRanks(made(loss))):
+        torch.testing.assert_close(step(criterion, arguments, features()), expected, atol=0, rtol=0)
+    assert world_size() == 1 and gather_rows(expected[0]) is expected[0]

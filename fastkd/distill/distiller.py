@@ -20,7 +20,7 @@ from fastkd.distill.capture import QKV, Backbone, Kept, Wanted, replaced_embeddi
 from fastkd.distill.documents import Documents, find_documents
 from fastkd.distill.method import Method, Term, weighted
 from fastkd.distill.step import Items, Outputs, Step
-from fastkd.distributed import Ranks, world_size
+from fastkd.distributed import Ranks, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -291,7 +291,7 @@ class Distiller(nn.Module):
 
     def _ranks(self) -> Ranks | None:
         """The processes whose samples count as one batch; None for this one alone."""
-        return Ranks(self.group) if self.gather and world_size(self.group) > 1 else None
+        return ranks_of(self.gather, self.group)
 
     def _check_schedule(self) -> None:
         if self.training and self.method.scheduled and self._progress is None:

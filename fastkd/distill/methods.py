@@ -90,8 +90,9 @@ class FCD(Method):
 
     def samples(self, step: Step) -> Tensor:
         """L_s, eq. 9."""
-        students, teachers = step.whole(step.layers(self.student_layers, self.teacher_layers))
-        return self.sample_loss(students, teachers, step.whole(step.mask))
+        layers = step.layers(self.student_layers, self.teacher_layers)
+        loss: Tensor = step.across(self.sample_loss)(*layers, step.mask)
+        return loss
 
 
 class _Soft(Method):
@@ -226,8 +227,8 @@ class IntraClassKNN(_Soft):
     def knn(self, step: Step) -> Tensor:
         """L_hidd."""
         features, mask = step.pooled(self.pool, *step.last())
-        labels = step.class_labels("IntraClassKNN")
-        loss = self.loss(*step.whole([*features, *labels]), mask=step.whole(mask))
+        labels = step.sample_labels("IntraClassKNN")
+        loss: Tensor = step.across(self.loss)(*features, labels, mask=mask)
         # A loop averages over its processes, and each has summed over its own samples.
         return loss if step.ranks is not None or self.reduction == "mean" else loss * world_size()
 
@@ -292,9 +293,9 @@ class LRCBERT(_Soft):
 
     def cos_nce(self, step: Step) -> Tensor:
         """Σ over layers of L_T (eq. 3)."""
-        students, teachers = step.whole(step.layers(self.student_layers, self.teacher_layers))
-        loss = self.loss(students, teachers, step.whole(step.mask))
-        return len(students) * loss  # CosNCELoss averages
+        layers = step.layers(self.student_layers, self.teacher_layers)
+        loss: Tensor = step.across(self.loss)(*layers, step.mask)
+        return len(self.student_layers) * loss  # CosNCELoss averages
 
     def task(self, step: Step) -> Tensor:
         """L_hard, eq. 5."""
@@ -392,7 +393,7 @@ class MC3KD(_Soft):
         if self.pool != "tokens":  # one observation a sample
             students, teachers = ([x[:, None] for x in side] for side in (students, teachers))
             mask = None if mask is None else mask.any(1, keepdim=True)
-        loss = self.loss(*step.whole([students, teachers]), step.whole(mask))
+        loss: Tensor = step.across(self.loss)(students, teachers, mask)
         return len(students) * loss  # CCALoss averages
 
 

@@ -218,6 +218,12 @@ class Step:
             return type(x)(self.whole(part) for part in x)
         return self.ranks.gather(x)
 
+    def across(self, loss: Any) -> Any:
+        """``loss``, a Module with ``gather``, over the samples of all processes that compare."""
+        loss.gather = self.ranks is not None
+        loss.group = None if self.ranks is None else self.ranks.group
+        return loss
+
     @property
     def length(self) -> int:
         """Tokens of the features; 0 where the method compares none."""
@@ -278,20 +284,6 @@ class Step:
                 "samples (packed documents and the choices of a question are samples too)"
             )
         return labels
-
-    def class_labels(self, method: str) -> tuple[Tensor, Tensor]:
-        """`sample_labels` of the student's and the teacher's rows for losses that match them.
-
-        They differ where a sample has no label (−100): it then matches nothing, itself included.
-        """
-        labels = self.sample_labels(method)
-        if labels.is_floating_point() or labels.numel() == 0:
-            return labels, labels
-        labels = labels.long()
-        unlabelled, lowest = labels == IGNORED, labels.amin()
-        return torch.where(unlabelled, lowest - 1, labels), torch.where(
-            unlabelled, lowest - 2, labels
-        )
 
     def task_loss(self, method: str) -> Tensor:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
