@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,24 @@ if TYPE_CHECKING:
 
 transformers = require("transformers", "train")
 Trainer: Any = transformers.Trainer
+TrainerCallback: Any = transformers.TrainerCallback
 
 METHOD_FILE = "method.pt"
+
+
+class _Prepare(TrainerCallback):
+    """Lets the method choose from the training data, unless a checkpoint says what it chose."""
+
+    def __init__(self, trainer: "DistillationTrainer") -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if not trainer.distiller.method.prepared:
+            # The loader draws random numbers that training would otherwise have drawn.
+            with torch.random.fork_rng():
+                loader = trainer.get_train_dataloader()
+                trainer.distiller.prepare(itertools.islice(loader, trainer.prepare_batches))
 
 
 class DistillationTrainer(Trainer):
@@ -33,6 +50,8 @@ class DistillationTrainer(Trainer):
     Args:
         teacher, student, method: as in `Distiller`.
         model: a ready `Distiller` in their place.
+        model_init: or a function that makes one, of a hyper-parameter search's trial (None outside
+            of it) or of nothing: every ``train`` then starts from a new one.
         prepare_batches: training batches that `Distiller.prepare` reads at most.
         arguments: everything else goes to ``transformers.Trainer``.
 
@@ -59,20 +78,25 @@ class DistillationTrainer(Trainer):
         method: Method | None = None,
         *,
         model: Distiller | None = None,
+        model_init: Callable[..., Distiller] | None = None,
         prepare_batches: int = 64,
         **arguments: Any,
     ) -> None:
         check_positive_int("prepare_batches", prepare_batches)
-        if model is None:
-            if teacher is None or student is None or method is None:
-                raise ValueError("pass teacher, student and method, or model=Distiller(...)")
-            model = Distiller(teacher, student, method)
-        elif not (teacher is student is method is None):
-            raise ValueError("pass either model=Distiller(...), or teacher, student and method")
-        self.distiller = model
+        parts = teacher, student, method
+        ways = [all(part is not None for part in parts), model is not None, model_init is not None]
+        if sum(ways) != 1 or (not ways[0] and any(part is not None for part in parts)):
+            raise ValueError(
+                "pass teacher, student and method, or model=Distiller(...), or model_init=..., "
+                "and only one of them"
+            )
+        if ways[0]:
+            model = Distiller(*parts)  # type: ignore[arg-type]
         self.prepare_batches = prepare_batches
-        self._logged: dict[str, tuple[Tensor, int]] = {}  # sum and count since the last log
-        super().__init__(model=model, **arguments)
+        if model is not None:
+            self._take(model)
+        super().__init__(model=model, model_init=model_init, **arguments)
+        self.add_callback(_Prepare(self))
         refused = {
             "label_smoothing_factor": self.label_smoother is not None,
             "compute_loss_func": self.compute_loss_func is not None,
@@ -85,19 +109,23 @@ class DistillationTrainer(Trainer):
                     "leave it out"
                 )
         if self.args.label_names is None:
-            self.label_names = transformers.utils.find_labels(type(model._student_backbone.inner))
+            student_class = type(self.distiller._student_backbone.inner)
+            self.label_names = transformers.utils.find_labels(student_class)
         # Heads with one prediction per token are averaged over the positions of all accumulated
         # batches, which Trainer then counts.
-        self.model_accepts_loss_kwargs = model.counts_positions
+        self.model_accepts_loss_kwargs = self.distiller.counts_positions
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """See ``transformers.Trainer.train``."""
-        if not self.distiller.method.prepared and not resume_from_checkpoint:
-            # The loader draws random numbers that training would otherwise have drawn.
-            with torch.random.fork_rng():
-                batches = itertools.islice(self.get_train_dataloader(), self.prepare_batches)
-                self.distiller.prepare(batches)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+    def _take(self, distiller: Distiller) -> None:
+        self.distiller = distiller
+        self._logged: dict[str, tuple[Tensor, int]] = {}  # sum and count since the last log
+
+    def call_model_init(self, trial: Any = None) -> Distiller:
+        """See ``transformers.Trainer.call_model_init``."""
+        model = super().call_model_init(trial)
+        if not isinstance(model, Distiller):
+            raise TypeError(f"model_init must return a Distiller, got {type(model).__name__}")
+        self._take(model)
+        return model
 
     def compute_loss(
         self,

@@ -61,9 +61,11 @@ def test_inputs_that_no_model_takes_are_refused():
         distiller(data["input_ids"])
 
 
-def test_samples_without_a_label_match_nothing():
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_samples_without_a_label_match_nothing(reduction):
     """The term of a batch with ignored rows is that of the batch without them."""
-    distiller = Distiller(*pair(), IntraClassKNN(alpha2=0.0, alpha3=0.0, k=2)).eval()
+    method = IntraClassKNN(alpha2=0.0, alpha3=0.0, k=2, reduction=reduction)
+    distiller = Distiller(*pair(), method).eval()
     data = batch(rows=8)
     data["labels"] = torch.tensor([0, -100, 1, -100, 0, 2, -100, 1])
     kept = data["labels"] != -100

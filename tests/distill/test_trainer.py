@@ -5,6 +5,7 @@ import torch
 import transformers as t
 
 from fastkd.distill import (
+    MC3KD,
     DistillationTrainer,
     Distiller,
     SoftTargets,
@@ -211,7 +212,7 @@ def test_a_ready_distiller_and_mistakes(tmp_path):
     assert DistillationTrainer(model=distiller, args=arguments).distiller is distiller
     with pytest.raises(ValueError, match="pass teacher, student and method"):
         DistillationTrainer(teacher, args=arguments)
-    with pytest.raises(ValueError, match="pass either"):
+    with pytest.raises(ValueError, match="only one of them"):
         DistillationTrainer(teacher, model=distiller, args=arguments)
     with pytest.raises(ValueError, match="prepare_batches must be at least 1"):
         DistillationTrainer(model=distiller, args=arguments, prepare_batches=0)
@@ -303,3 +304,53 @@ def test_question_answering_is_evaluated_with_its_own_labels(tmp_path):
     metrics = run.evaluate()
     assert metrics["eval_accuracy"] == 1.0 and metrics["eval_loss"] > 0
     assert seen["shapes"] == [(8, 10), (8, 10), (8,), (8,)]
+
+
+def test_every_run_of_model_init_starts_anew(tmp_path):
+    """Also what the method chooses from data, as in a run of its own."""
+    teacher = classifier("bert")
+
+    def model_init():
+        return Distiller(teacher, student_from_teacher(teacher, [2, 4]), MC3KD(beta=0.01))
+
+    arguments = t.TrainingArguments(
+        str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
+        save_strategy="no",
+    )  # fmt: skip
+    runs = DistillationTrainer(model_init=model_init, args=arguments, train_dataset=rows())
+    states = []
+    for _ in range(2):
+        before = runs.distiller
+        runs.train()
+        assert runs.distiller is not before and runs.distiller.method.prepared
+        states.append(runs.distiller.state_dict())
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]), key
+
+    with pytest.raises(TypeError, match="model_init must return a Distiller, got BertFor"):
+        DistillationTrainer(model_init=lambda: teacher, args=arguments)
+    with pytest.raises(ValueError, match="only one of them"):
+        DistillationTrainer(teacher, model_init=model_init, args=arguments)
+
+
+def test_hyperparameters_are_searched(tmp_path):
+    pytest.importorskip("optuna")
+    teacher = classifier("bert")
+
+    def space(trial):
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}
+
+    def model_init(trial):
+        alpha = trial.suggest_float("alpha", 0.0, 1.0) if trial else 0.5
+        return Distiller(teacher, student_from_teacher(teacher, [2, 4]), SoftTargets(alpha=alpha))
+
+    search = DistillationTrainer(
+        model_init=model_init,
+        args=t.TrainingArguments(
+            str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=rows(), eval_dataset=rows(),
+    )  # fmt: skip
+    best = search.hyperparameter_search(space, n_trials=2, backend="optuna")
+    assert best.objective > 0 and best.hyperparameters.keys() == {"alpha", "learning_rate"}
