@@ -1,6 +1,7 @@
 """Fixtures for every test: backends, fixed seeds, outputs pre-filled with NaN."""
 
 import os
+import tempfile
 
 import torch
 
@@ -11,6 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from fastkd import _dispatch
+
+
+def pytest_configure(config):
+    """Rows that tests read are kept no longer than the tests run, in whatever process."""
+    if "HF_DATASETS_CACHE" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="fastkd-tests-")
+        os.environ["HF_DATASETS_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ the option, or the file and the row (counted as an editor does: the first line i
 """
 
 import difflib
+import itertools
 import math
-import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
-from fastkd.app.files import first_row, records
+from fastkd.app.files import check_file, first_row, records
 from fastkd.app.hub import hub_answers, why_not
+from fastkd.app.rows import Rows, file_fingerprint, label_json, stored
 from fastkd.app.settings import ColumnOptions, Source
 from fastkd.app.tasks import (
     CLASSIFICATION_METRICS,
@@ -39,33 +40,6 @@ LARGEST = float(torch.finfo(torch.float32).max)
 MOST_CLASSES_SHOWN = 20
 # What spreadsheets and data frames write where a label is missing.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One split as it was read: labels still as they stand in the source."""
-
-    source: str
-    numbers: list[int]
-    texts: list[str]
-    pairs: list[str] | None
-    labels: list[Any]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def sample(self, limit: int | None, seed: int) -> "Rows":
-        """At most ``limit`` rows, drawn without replacement, in their first order."""
-        if limit is None or limit >= len(self):
-            return self
-        keep = sorted(random.Random(seed).sample(range(len(self)), limit))
-        return replace(
-            self,
-            numbers=[self.numbers[i] for i in keep],
-            texts=[self.texts[i] for i in keep],
-            pairs=None if self.pairs is None else [self.pairs[i] for i in keep],
-            labels=[self.labels[i] for i in keep],
-        )
 
 
 @dataclass(frozen=True)
@@ -95,24 +69,36 @@ class Corpus:
 def read_file(path: Path, columns: Columns, option: str) -> Rows:
     """Read and check the rows of a file, see `fastkd.app.files`; messages name ``option``.
 
-    Without a label column the labels are None.
+    Without a label column they have no labels.
     """
-    rows = Rows(str(path), [], [], None if columns.pair is None else [], [])
-    for number, record in records(path, columns.header, option):
-        if not rows.numbers:
-            columns = _settle_columns(columns, record, str(path))
-        where = f"{path}, row {number}"
-        rows.numbers.append(number)
-        first = _text_of(record, columns.text, where)
-        rows.texts.append(first)
-        if rows.pairs is not None:
-            rows.pairs.append(_text_of(record, columns.pair, where))
-        if not first.strip() and not (rows.pairs and rows.pairs[-1].strip()):
-            raise InputError(f"{where}: column {columns.text!r} is empty")
-        rows.labels.append(columns.label and _field(record, columns.label, where))
-    if not len(rows):
-        raise InputError(f"{option} {path}: the file has a header but no rows")
-    return rows
+
+    def rows() -> Iterator[dict[str, Any]]:
+        settled = None
+        for number, record in records(path, columns.header, option):
+            settled = settled or _settle_columns(columns, record, str(path))
+            where = f"{path}, row {number}"
+            row = _checked(record, settled, where, number)
+            if not row["text"].strip() and not row.get("pair", "").strip():
+                raise InputError(f"{where}: column {settled.text!r} is empty")
+            yield row
+        if settled is None:
+            raise InputError(f"{option} {path}: the file has a header but no rows")
+
+    check_file(path, option)
+    parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr(columns))
+    return stored(str(path), rows, parts, columns.pair is not None, columns.label is not None)
+
+
+def _checked(record: dict, columns: Columns, where: str, number: int) -> dict[str, Any]:
+    """The row that is kept of ``record``."""
+    row = {"number": number, "text": _text_of(record, columns.text, where)}
+    if columns.pair is not None:
+        row["pair"] = _text_of(record, columns.pair, where)
+    if columns.label is not None:
+        row["label"] = label_json(
+            _whole(_field(record, columns.label, where), columns.label, where)
+        )
+    return row
 
 
 def _settle_columns(columns: Columns, record: dict, source: str) -> Columns:
@@ -146,6 +132,13 @@ def _text_of(record: dict, name: str | None, where: str) -> str:
     value = _field(record, name, where)
     if not isinstance(value, str):
         raise InputError(f"{where}: column {name!r} is not text but {value!r:.40}")
+    return _whole(value, name, where)
+
+
+def _whole(value: Any, name: str | None, where: str) -> Any:
+    """``value``, after checking that UTF-8 can say it: JSON may hold halves of characters."""
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise InputError(f"{where}: column {name!r} holds half a character (a lone surrogate)")
     return value
 
 
@@ -164,25 +157,20 @@ def read_hub(
         raise InputError(f"{option} {source}: the split is empty")
     columns = _settle_columns(columns, dict.fromkeys(data.column_names), source)
     declared = getattr(data.features[columns.label], "names", None)
-    labels = list(data[columns.label])
-    if declared is not None:
-        unlabelled = next((i for i, label in enumerate(labels) if label is None or label < 0), None)
-        if unlabelled is not None:
-            raise InputError(f"{source}, row {unlabelled + 1}: no label (a hidden test split?)")
-        labels = [declared[label] for label in labels]
-    numbers = list(range(1, len(labels) + 1))
-    texts, pairs = (
-        None if column is None else list(data[column]) for column in (columns.text, columns.pair)
-    )
-    for column, values in ((columns.text, texts), (columns.pair, pairs)):
-        for number, value in zip(numbers, values or (), strict=False):
-            if not isinstance(value, str):
-                raise InputError(
-                    f"{source}, row {number}: column {column!r} is not text but {value!r:.40}"
-                )
-    assert texts is not None
-    rows = Rows(source, numbers, texts, pairs, labels)
-    return rows, declared
+    wanted = [name for name in (columns.text, columns.pair, columns.label) if name is not None]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, record in enumerate(data.select_columns(wanted), 1):
+            where = f"{source}, row {number}"
+            if declared is not None:
+                label = record[columns.label]
+                if label is None or label < 0:
+                    raise InputError(f"{where}: no label (a hidden test split?)")
+                record[columns.label] = declared[label]
+            yield _checked(record, columns, where, number)
+
+    parts = (data._fingerprint, repr(columns), repr(declared))
+    return stored(source, rows, parts, columns.pair is not None), declared
 
 
 def _as_number(label: Any) -> float | None:
@@ -215,18 +203,20 @@ def _not_a_class(label: Any, anything: bool) -> str | None:
 
 def is_regression(train: Rows) -> bool:
     """Whether labels are real numbers: all numeric and not all whole."""
-    numbers = [_as_number(label) for label in train.labels]
-    real = next((i for i, x in enumerate(numbers) if x is not None and x != int(x)), None)
-    if real is None:
-        return False
-    bad = next((i for i, x in enumerate(numbers) if x is None), None)
-    if bad is not None:
+    real = bad = None
+    for number, label in train.raw_labels():
+        value = _as_number(label)
+        if value is None:
+            bad = bad or (number, label)
+        elif value != int(value):
+            real = real or (number, label)
+    if real is not None and bad is not None:
         raise InputError(
-            f"{train.source}, row {train.numbers[bad]}: label {_as_name(train.labels[bad])!r} is "
-            f"not a number while row {train.numbers[real]} has {_as_name(train.labels[real])}; "
-            "mend it, or pass --labels classes if these are names"
+            f"{train.source}, row {bad[0]}: label {_as_name(bad[1])!r:.60} is not a number while "
+            f"row {real[0]} has {_as_name(real[1])}; mend it, or pass --labels classes if these "
+            "are names"
         )
-    return True
+    return real is not None
 
 
 def encode(
@@ -244,28 +234,38 @@ def encode(
     """
     if regression:
         return to_reals(train), {k: to_reals(rows) for k, rows in evals.items()}, None
-    for rows in (train, *evals.values()):
-        for number, label in zip(rows.numbers, rows.labels, strict=True):
-            why = _not_a_class(label, anything)
-            if why:
-                raise InputError(f"{rows.source}, row {number}: {why}")
+    seen = _classes(train, anything)
+    for rows in evals.values():
+        _classes(rows, anything)
     if names is None:
-        seen = {_as_name(label) for label in train.labels}
         names = sorted(seen, key=int) if _whole_numbers(seen) else sorted(seen)
     if len(names) < 2:
         raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
     ids = {name: i for i, name in enumerate(names)}
 
+    def find(rows: Rows, number: int, name: str) -> int:
+        if name not in ids:
+            raise InputError(
+                f"{rows.source}, row {number}: label {name!r:.60} does not occur in "
+                f"the training rows; {nearest(name, ids)}"
+            )
+        return ids[name]
+
     def to_ids(rows: Rows) -> Rows:
-        for number, label in zip(rows.numbers, rows.labels, strict=True):
-            if _as_name(label) not in ids:
-                raise InputError(
-                    f"{rows.source}, row {number}: label {_as_name(label)!r:.60} does not occur in "
-                    f"the training rows; {nearest(_as_name(label), ids)}"
-                )
-        return replace(rows, labels=[ids[_as_name(label)] for label in rows.labels])
+        return rows.labelled((find(rows, n, _as_name(x)) for n, x in rows.raw_labels()), int)
 
     return to_ids(train), {k: to_ids(rows) for k, rows in evals.items()}, list(names)
+
+
+def _classes(rows: Rows, anything: bool) -> set[str]:
+    """The names that the labels of ``rows`` are; see `_not_a_class`."""
+    seen = set()
+    for number, label in rows.raw_labels():
+        why = _not_a_class(label, anything)
+        if why:
+            raise InputError(f"{rows.source}, row {number}: {why}")
+        seen.add(_as_name(label))
+    return seen
 
 
 def _whole_numbers(names: Iterable[str]) -> bool:
@@ -276,7 +276,7 @@ def to_classes(rows: Rows, names: Sequence[str]) -> Rows:
     """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves."""
     exact = {name: i for i, name in enumerate(names)}
     meant = {meaning(name): i for i, name in enumerate(names)}
-    numbered = _whole_numbers({_as_name(label) for label in rows.labels})
+    numbered = _whole_numbers({_as_name(label) for _, label in rows.raw_labels()})
 
     def find(number: int, label: Any) -> int:
         name = _as_name(label)
@@ -290,8 +290,7 @@ def to_classes(rows: Rows, names: Sequence[str]) -> Rows:
             )
         return found
 
-    labels = [find(*row) for row in zip(rows.numbers, rows.labels, strict=True)]
-    return replace(rows, labels=labels)
+    return rows.labelled((find(*row) for row in rows.raw_labels()), int)
 
 
 # Words that mean the same class.
@@ -321,14 +320,18 @@ def meaning(name: str) -> str:
 
 
 def to_reals(rows: Rows) -> Rows:
-    numbers = [_as_number(label) for label in rows.labels]
-    bad = next((i for i, x in enumerate(numbers) if x is None), None)
-    if bad is not None:
-        raise InputError(
-            f"{rows.source}, row {rows.numbers[bad]}: label {_as_name(rows.labels[bad])!r:.40} "
-            f"is not a number of at most {LARGEST:.2g}, and this is a regression task"
-        )
-    return replace(rows, labels=numbers)
+    """Labels as real numbers."""
+
+    def real(number: int, label: Any) -> float:
+        value = _as_number(label)
+        if value is None:
+            raise InputError(
+                f"{rows.source}, row {number}: label {_as_name(label)!r:.40} "
+                f"is not a number of at most {LARGEST:.2g}, and this is a regression task"
+            )
+        return value
+
+    return rows.labelled((real(*row) for row in rows.raw_labels()), float)
 
 
 def load(source: Source) -> Corpus:
@@ -372,7 +375,12 @@ def _read_unlabelled(source: Source, task: Task | None, regression: bool) -> Row
         raise InputError("--unlabelled: only with classes, not with numbers to predict")
     columns = file_columns(source, task, path)
     rows = read_file(path, replace(columns, label=None), "--unlabelled")
-    return replace(rows, labels=[UNLABELLED] * len(rows))
+    return unlabelled(rows)
+
+
+def unlabelled(rows: Rows) -> Rows:
+    """With the label of a row without one."""
+    return rows.labelled(itertools.repeat(UNLABELLED, len(rows)), int)
 
 
 def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows]]:
@@ -424,8 +432,8 @@ def _metrics(wanted: str | None, task: Task | None, regression: bool) -> tuple[s
 def describe(corpus: Corpus) -> Iterator[str]:
     """What the rows hold, and what looks like a mistake in them: lines to be read."""
     if corpus.names is not None:
-        names, train = corpus.names, Counter(corpus.train.labels)
-        evals = Counter(label for rows in corpus.evals.values() for label in rows.labels)
+        names, train = corpus.names, _counts(corpus.train)
+        evals = sum(map(_counts, corpus.evals.values()), Counter())
         if len(names) <= MOST_CLASSES_SHOWN:
             counts = (f"{name} {train[i]}/{evals[i]}" for i, name in enumerate(names))
             yield f"classes, training/evaluation rows: {', '.join(counts)}"
@@ -436,7 +444,7 @@ def describe(corpus: Corpus) -> Iterator[str]:
             near = difflib.get_close_matches(name, others, n=1) if not name.isdecimal() else []
             hint = f"; is it {near[0]!r}, misspelled?" if near else ""
             if train[i] == 1:
-                number = corpus.train.numbers[corpus.train.labels.index(i)]
+                number = corpus.train.number(int(np.argmax(corpus.train.labels == i)))
                 yield f"warning: class {name!r} has a single training row, row {number}{hint}"
             elif not train[i]:
                 yield f"warning: class {name!r} has no training row"
@@ -444,19 +452,27 @@ def describe(corpus: Corpus) -> Iterator[str]:
                 yield f"warning: class {name!r} has no evaluation row{hint}"
     if corpus.unlabelled is not None:
         yield f"{len(corpus.unlabelled)} rows without labels"
-    known = set(_pairs_of(corpus.train))
+    scored = [("evaluation", [*corpus.evals.values()])]
     if corpus.test is not None:
-        twice = sum(pair in known for pair in _pairs_of(corpus.test))
+        scored.insert(0, ("test", [corpus.test]))
+    for kind, sets in scored:
+        twice = _also_in(corpus.train, sets)
         if twice:
-            yield f"warning: {twice} of the {len(corpus.test)} test rows are training rows too"
-    twice = sum(pair in known for rows in corpus.evals.values() for pair in _pairs_of(rows))
-    if twice:
-        total = sum(map(len, corpus.evals.values()))
-        yield f"warning: {twice} of the {total} evaluation rows are training rows too"
+            total = sum(map(len, sets))
+            yield f"warning: {twice} of the {total} {kind} rows are training rows too"
 
 
-def _pairs_of(rows: Rows) -> Iterator[tuple[str, str]]:
-    return zip(rows.texts, rows.pairs or [""] * len(rows), strict=True)
+def _counts(rows: Rows) -> Counter[int]:
+    """How many rows of each class there are."""
+    assert rows.labels is not None
+    classes, counts = np.unique(rows.labels, return_counts=True)
+    return Counter(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
+
+
+def _also_in(train: Rows, sets: list[Rows]) -> int:
+    """How many rows of ``sets`` have the texts of a training row; only their hashes are kept."""
+    wanted = Counter(hash(texts) for rows in sets for texts in rows.both_texts())
+    return sum(wanted.pop(hash(texts), 0) for texts in train.both_texts())
 
 
 def _override(source: ColumnOptions, columns: Columns) -> Columns:
@@ -481,38 +497,3 @@ def file_columns(source: ColumnOptions, task: Task | None, path: Path) -> Column
     if not source.no_header and hub <= set(first_row(path)):
         columns = task.hub
     return _override(source, columns)
-
-
-def joined(first: Rows, second: Rows | None) -> Rows:
-    """The rows of both; a second text that one of them lacks is empty."""
-    if second is None:
-        return first
-    pairs = None
-    if first.pairs is not None or second.pairs is not None:
-        pairs = [p for rows in (first, second) for p in rows.pairs or [""] * len(rows)]
-    return Rows(
-        f"{first.source} and {second.source}",
-        first.numbers + second.numbers,
-        first.texts + second.texts,
-        pairs,
-        first.labels + second.labels,
-    )
-
-
-class Encoded(Dataset):
-    """Tokenized rows with labels; a collator pads them batch by batch."""
-
-    def __init__(self, rows: Rows, tokenizer: Any, max_length: int):
-        encoded = tokenizer(rows.texts, rows.pairs, truncation=True, max_length=max_length)
-        self.inputs = {name: encoded[name] for name in encoded}
-        self.labels = rows.labels
-        for i, ids in enumerate(self.inputs["input_ids"]):
-            if not ids:
-                raise InputError(f"{rows.source}, row {rows.numbers[i]}: no token is left of it")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = {name: values[index] for name, values in self.inputs.items()}
-        return {**item, "labels": self.labels[index]}

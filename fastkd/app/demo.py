@@ -211,8 +211,7 @@ class Demo:
     def draw_relations(self, models: dict[str, PreTrainedModel]) -> None:
         """Token relations in the last layer, each student beside the teacher, on one docstring."""
         held_out = self.work.eval_rows[""]
-        lengths = [len(ids) for ids in held_out.inputs["input_ids"]]
-        batch = self.work.collate([held_out[lengths.index(max(lengths))]])
+        batch = self.work.collate([held_out[int(held_out.lengths.argmax())]])
         inputs = {k: v.to(self.work.device) for k, v in batch.items() if k != "labels"}
 
         def features(model: nn.Module) -> torch.Tensor:

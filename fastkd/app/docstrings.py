@@ -10,8 +10,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastkd.app.data import Corpus, Rows
+from fastkd.app.data import Corpus
 from fastkd.app.errors import InputError
+from fastkd.app.rows import Rows, in_memory
 
 AREAS = {
     "concurrency": (
@@ -129,10 +130,4 @@ def _hash(text: str) -> int:
 def _rows(areas: dict[str, list[str]], names: list[str], limit: int) -> Rows:
     rows = [(text, i) for i, name in enumerate(names) for text in areas[name][:limit]]
     rows.sort(key=lambda row: _hash(row[0]))
-    return Rows(
-        "docstrings",
-        list(range(1, len(rows) + 1)),
-        [text for text, _ in rows],
-        None,
-        [label for _, label in rows],
-    )
+    return in_memory("docstrings", [text for text, _ in rows], [label for _, label in rows])

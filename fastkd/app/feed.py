@@ -60,7 +60,7 @@ class _Batches(Dataset):
         return len(self.examples)
 
     def __getitems__(self, part: Part) -> dict[str, Any]:
-        batch = dict(self.collate([self.examples[i] for i in part.rows]))
+        batch = dict(self.collate(self.examples.__getitems__(part.rows)))
         if self.may_be_empty:  # the loss gathers the rows and weighs them itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}
         return {**batch, SHARE: part.share}

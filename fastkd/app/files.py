@@ -6,9 +6,11 @@ lines), .parquet, .txt (a text a line, in the column "text"); each also with .gz
 A number is the line on which the row begins, as an editor counts; in Parquet the row itself.
 """
 
+import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -19,70 +21,88 @@ from typing import Any
 from fastkd._extras import require
 from fastkd.app.errors import InputError
 
-BETWEEN = re.compile(r"[,\s]*")
+BLANK = re.compile(r"[ \t\r\n]*")
+BATCH = 128  # rows of a Parquet file in memory
+CHUNK = 2**20  # characters of a JSON array read at a time
+# Where JSON that is only cut off looks wrong: not further from the end than this.
+LONGEST_TOKEN = 16
+Lines = Iterator[tuple[int, str]]
 Records = Iterator[tuple[int, dict[str, Any]]]
 
 
 def records(path: Path, header: bool, option: str) -> Records:
-    """The rows of ``path``, the file given by ``option``."""
+    """The rows of ``path``, the file given by ``option``, a few in memory at a time."""
+    check_file(path, option)
+    if _kind(path) == ".parquet":
+        yield from _parquet(path, option)
+        return
+    yield from READERS[_kind(path)](path, option, header)
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raise unless ``path`` is a file of a kind that is known."""
     if not path.is_file():
         what = "is a directory, not a file" if path.is_dir() else "no such file"
         raise InputError(f"{option} {path}: {what}")
-    kind = _kind(path)
-    if kind == ".parquet":
-        yield from _parquet(path, option)
-        return
-    reader = READERS.get(kind)
-    if reader is None:
+    if _kind(path) not in (*READERS, ".parquet"):
         known = ", ".join([*READERS, ".parquet"])
         raise InputError(f"{option} {path}: unknown kind of file; use {known}, also with .gz")
-    text = _text(path, option)
-    if not text.strip():
-        raise InputError(f"{option} {path}: the file is empty")
-    yield from reader(text, str(path), header)
 
 
 def first_row(path: Path) -> list[str]:
     """The column names of a file with a header; none if it can't be read."""
     try:
         if _kind(path) in (".tsv", ".csv"):
-            line = _text(path, "").lstrip().partition("\n")[0]
+            _, line = next(_lines(path, ""))
             separator = "\t" if _kind(path) == ".tsv" else _separator(line)
-            return next(csv.reader([line.rstrip("\r")], delimiter=separator), [])
+            return next(csv.reader([line.strip()], delimiter=separator), [])
         return list(next(records(path, True, ""))[1])
     except (InputError, StopIteration, csv.Error):
         return []
+
+
+def is_text(path: Path) -> bool:
+    """Whether the file holds nothing but a text a line."""
+    return _kind(path) == ".txt"
 
 
 def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def _text(path: Path, option: str) -> str:
+@contextlib.contextmanager
+def _opened(path: Path, option: str) -> Iterator[Any]:
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{option} {path}: can't be read ({error})") from None
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        row = content[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}, row {row}: not UTF-8 text") from None
 
 
-def _tsv(text: str, source: str, header: bool) -> Records:
-    lines = (
-        (number, line.rstrip("\r").split("\t"))
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    )
-    return _named(lines, source, header)
+def _lines(path: Path, option: str) -> Lines:
+    """The lines of a file and their numbers, from the first that isn't blank on."""
+    started = False
+    with _opened(path, option) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise InputError(f"{path}, row {number}: not UTF-8 text") from None
+            started = started or bool(text.strip())
+            if started:
+                yield number, text
+    if not started:
+        raise InputError(f"{option} {path}: the file is empty")
 
 
-def _txt(text: str, source: str, header: bool) -> Records:
-    for number, line in enumerate(text.split("\n"), 1):
+def _tsv(path: Path, option: str, header: bool) -> Records:
+    lines = _lines(path, option)
+    rows = ((n, line.rstrip("\r\n").split("\t")) for n, line in lines if line.strip())
+    return _named(rows, str(path), header)
+
+
+def _txt(path: Path, option: str, header: bool) -> Records:
+    for number, line in _lines(path, option):
         if line.strip():
             yield number, {"text": line.strip()}
 
@@ -92,23 +112,30 @@ def _separator(line: str) -> str:
     return ";" if len(next(csv.reader([line]), [])) < 2 and ";" in line else ","
 
 
-def _csv(text: str, source: str, header: bool) -> Records:
-    first = text.lstrip().partition("\n")[0]
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=_separator(first))
+def _csv(path: Path, option: str, header: bool) -> Records:
+    lines = _lines(path, option)
+    before, first = next(lines)
+    # A lone carriage return ends a line, too.
+    parts = (
+        part
+        for _, line in itertools.chain([(before, first)], lines)
+        for part in io.StringIO(line, newline="")
+    )
+    reader = csv.reader(parts, strict=True, delimiter=_separator(first))
 
-    def lines() -> Iterator[tuple[int, list[str]]]:
+    def rows() -> Iterator[tuple[int, list[str]]]:
         while True:
-            number = reader.line_num + 1
+            number = before + reader.line_num
             try:
                 line = next(reader, None)
             except csv.Error as error:
-                raise InputError(f"{source}, row {number}: {error}") from None
+                raise InputError(f"{path}, row {number}: {error}") from None
             if line is None:
                 return
             if line:
                 yield number, line
 
-    return _named(lines(), source, header)
+    return _named(rows(), str(path), header)
 
 
 def _named(lines: Iterator[tuple[int, list[str]]], source: str, header: bool) -> Records:
@@ -128,52 +155,106 @@ def _named(lines: Iterator[tuple[int, list[str]]], source: str, header: bool) ->
         yield number, dict(zip(names, line, strict=True))
 
 
-def _json_lines(text: str, source: str, header: bool) -> Records:
-    for number, line in enumerate(text.split("\n"), 1):
+def _json_lines(path: Path, option: str, header: bool) -> Records:
+    for number, line in _lines(path, option):
         if line.strip():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{source}, row {number}: not JSON ({error})") from None
-            yield number, _object(record, line.strip(), source, number)
+                raise InputError(f"{path}, row {number}: not JSON ({error})") from None
+            yield number, _object(record, line.strip(), path, number)
 
 
-def _json(text: str, source: str, header: bool) -> Records:
+def _json(path: Path, option: str, header: bool) -> Records:
     """An array of objects; anything else is read as lines."""
-    if not text.lstrip().startswith("["):
-        yield from _json_lines(text, source, header)
-        return
-    decoder, end = json.JSONDecoder(), text.index("[") + 1
-    number, counted = 1, 0
-    while True:
-        start = BETWEEN.match(text, end).end()  # type: ignore[union-attr]
-        number, counted = number + text.count("\n", counted, start), start
-        if text[start : start + 1] == "]":
-            return
+    array = _JsonArray(path, option)
+    return array.records() if array.next() == "[" else _json_lines(path, option, header)
+
+
+class _JsonArray:
+    """Reads an array object by object, wherever its lines end."""
+
+    def __init__(self, path: Path, option: str):
+        self.path, self.option = path, option
+        self.parts = self._read()
+        # What was read and not yet used begins at ``place``, on line ``row``.
+        self.text, self.place, self.row = "", 0, 1
+
+    def records(self) -> Records:
+        self.place += 1
+        if self.next() != "]":
+            yield self._decode()
+            while self.next() == ",":
+                self.place += 1
+                self.next()
+                yield self._decode()
+            if self.next() != "]":
+                raise self._wrong("Expecting ',' delimiter")
+        self.place += 1
+        if self.next():
+            raise self._wrong("text after the array")
+
+    def next(self) -> str:
+        """Go to the next character that isn't blank; "" if there is none."""
+        while True:
+            stop = BLANK.match(self.text, self.place).end()  # type: ignore[union-attr]
+            self._go(stop)
+            if stop < len(self.text) or not self._read_on():
+                return self.text[stop : stop + 1]
+
+    def _decode(self) -> tuple[int, dict[str, Any]]:
+        while True:
+            try:
+                record, stop = json.JSONDecoder().raw_decode(self.text, self.place)
+            except (ValueError, RecursionError) as error:
+                reason, at = getattr(error, "msg", str(error)), getattr(error, "pos", 0)
+                cut = at > len(self.text) - LONGEST_TOKEN or reason.startswith("Unterminated")
+                if cut and self._read_on():
+                    continue
+                raise self._wrong(reason) from None
+            found = self.row, _object(record, self.text[self.place : stop], self.path, self.row)
+            self._go(stop)
+            return found
+
+    def _go(self, place: int) -> None:
+        self.row += self.text.count("\n", self.place, place)
+        self.place = place
+
+    def _wrong(self, reason: str) -> InputError:
+        return InputError(f"{self.path}, row {self.row}: not JSON ({reason})")
+
+    def _read_on(self) -> bool:
+        """Forget what was used and read as much again as is left; False at the end of the file."""
+        left = self.text[self.place :]
+        more = list(itertools.islice(self.parts, 1 + len(left) // CHUNK))
+        self.text, self.place = "".join([left, *more]), 0
+        return bool(more)
+
+    def _read(self) -> Iterator[str]:
         try:
-            record, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)
-            raise InputError(f"{source}, row {number}: not JSON ({reason})") from None
-        yield number, _object(record, text[start:end], source, number)
+            with _opened(self.path, self.option) as file:
+                text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+                yield from iter(lambda: text.read(CHUNK), "")
+        except UnicodeDecodeError:
+            for _ in _lines(self.path, self.option):  # it knows the row
+                pass
 
 
-def _object(record: Any, text: str, source: str, number: int) -> dict[str, Any]:
+def _object(record: Any, text: str, path: Path, number: int) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise InputError(f"{source}, row {number}: not a JSON object but {text[:40]}")
+        raise InputError(f"{path}, row {number}: not a JSON object but {text[:40]}")
     return record
 
 
 def _parquet(path: Path, option: str) -> Records:
     parquet: Any = require("pyarrow.parquet", "train")
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
         number = 0
-        for batch in batches:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=BATCH):
             for record in batch.to_pylist():
                 number += 1
                 yield number, record
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{option} {path}: can't be read as Parquet ({reason})") from None
 

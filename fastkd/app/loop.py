@@ -24,11 +24,11 @@ from transformers import (
 from transformers.integrations import get_available_reporting_integrations
 
 from fastkd.app import processes
-from fastkd.app.data import Encoded
 from fastkd.app.display import Display, format_scores
 from fastkd.app.errors import InputError, Interrupted, Stopped, TrainingFailed
 from fastkd.app.feed import Feed
 from fastkd.app.plan import Plan
+from fastkd.app.rows import Encoded
 from fastkd.app.saving import MARKER, damage, read_json, saving, seal
 
 # What Trainer logs beside the losses.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,9 +19,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fastkd._extras import MissingExtra
-from fastkd.app.data import Corpus, Rows, meaning
+from fastkd.app.data import Corpus, meaning
 from fastkd.app.errors import InputError, nearest
 from fastkd.app.hub import hub_answers, why_not
+from fastkd.app.rows import Rows
 from fastkd.app.settings import Settings
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import Method, resolve
@@ -188,13 +190,18 @@ def _order(settings: Settings, names: list[str], head: Any | None, numbered: boo
 def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
     if names is None or corpus.names is None or names == corpus.names:
         return corpus
-    new = {corpus.names.index(name): i for i, name in enumerate(names)}
+    new = np.array([names.index(name) for name in corpus.names])
 
     def renumber(rows: Rows) -> Rows:
-        return dataclasses.replace(rows, labels=[new[label] for label in rows.labels])
+        return dataclasses.replace(rows, labels=new[rows.labels])
 
-    evals = {k: renumber(rows) for k, rows in corpus.evals.items()}
-    return dataclasses.replace(corpus, train=renumber(corpus.train), evals=evals, names=names)
+    return dataclasses.replace(
+        corpus,
+        train=renumber(corpus.train),
+        evals={k: renumber(rows) for k, rows in corpus.evals.items()},
+        test=corpus.test and renumber(corpus.test),
+        names=names,
+    )
 
 
 def longest(tokenizer: Any, model: PreTrainedModel) -> int:

@@ -6,18 +6,17 @@ unfinished/   a run in progress: its marker says which, --resume continues it
 """
 
 import dataclasses
-import hashlib
 import secrets
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkd.app import processes, trainer_args
-from fastkd.app.data import Corpus, Rows
+from fastkd.app.data import Corpus
 from fastkd.app.errors import InputError
 from fastkd.app.options import as_json
+from fastkd.app.rows import Rows, fingerprint
 from fastkd.app.saving import (
     MARKER,
     damage,
@@ -212,19 +211,12 @@ class Output:
         remove_tree(self.work)
 
 
-def fingerprint(parts: Iterable[bytes]) -> str:
-    """A short name for these bytes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
-
-
 def rows_fingerprint(rows: Rows) -> str:
     """That of texts and labels, wherever they were read from."""
-    pairs = rows.pairs or [""] * len(rows)
+    assert rows.labels is not None
     return fingerprint(
-        repr(row).encode() for row in zip(rows.texts, pairs, rows.labels, strict=True)
+        repr((*texts, label.item())).encode()
+        for texts, label in zip(rows.both_texts(), rows.labels, strict=True)
     )
 
 

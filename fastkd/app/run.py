@@ -23,7 +23,7 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
 import fastkd
 from fastkd.app import data, processes, trainer_args
 from fastkd.app.card import write_card
-from fastkd.app.data import Corpus, Encoded, Rows, joined
+from fastkd.app.data import Corpus
 from fastkd.app.display import Display, format_scores
 from fastkd.app.errors import InputError
 from fastkd.app.feed import Feed, StudentTrainer, TeacherTrainer
@@ -38,8 +38,9 @@ from fastkd.app.models import (
     make_student,
     num_bytes,
 )
-from fastkd.app.output import Output, corpus_fingerprints, fingerprint, model_fingerprint
+from fastkd.app.output import Output, corpus_fingerprints, model_fingerprint
 from fastkd.app.plan import Plan, choose_device
+from fastkd.app.rows import Encoded, Encoder, fingerprint
 from fastkd.app.saving import (
     MARKER,
     damage,
@@ -73,14 +74,12 @@ class Run:
         self.corpus, self.tokenizer, self.teacher = corpus, tokenizer, teacher
         self.plan, self.display = plan, display
 
-        def encoded(rows: Rows) -> Encoded:
-            return Encoded(rows, tokenizer, max_length)
-
+        encoded = Encoder(tokenizer, max_length)
         self.train_rows = encoded(corpus.train)
         #: What the student learns from: rows without labels as well.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
-            self.all_rows = encoded(joined(corpus.train, corpus.unlabelled))
+            self.all_rows = self.train_rows.followed_by(encoded(corpus.unlabelled))
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
         self.collate = DataCollatorWithPadding(tokenizer)
@@ -228,9 +227,7 @@ def _fit_together(
     if not finetuned:
         prints["teacher weights"] = model_fingerprint(teacher)
     run = Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
-    prints["tokens (tokenizer)"] = fingerprint(
-        repr(ids).encode() for ids in run.all_rows.inputs["input_ids"]
-    )
+    prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
     # A mistake shows now, not after the teacher's fine-tuning.
     student = cast(PreTrainedModel, _assemble(settings, run).student)
     if settings.student is not None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from fastkd._extras import require
 from fastkd.app import processes
-from fastkd.app.data import Encoded
 from fastkd.app.plan import Plan, autocast
+from fastkd.app.rows import Encoded
 from fastkd.distributed import world_size
 
 
@@ -24,14 +24,14 @@ def predict(
     """
     was_training = model.training
     model.eval()
-    order = sorted(range(len(examples)), key=lambda i: len(examples.inputs["input_ids"][i]))
+    order = np.argsort(examples.lengths, kind="stable").tolist()
     parts: list[Any] = []
     size = 2 * plan.own_rows
     starts = range(0, len(order), size)
     try:
         with torch.no_grad(), autocast(plan):
             for start in starts[processes.rank() :: world_size()]:
-                batch = collate([examples[i] for i in order[start : start + size]])
+                batch = collate(examples.__getitems__(order[start : start + size]))
                 inputs = {k: v.to(plan.device) for k, v in batch.items() if k != "labels"}
                 parts.append(model(**accepted(model, inputs)).logits.float().cpu().numpy())
     finally:
@@ -42,7 +42,7 @@ def predict(
     )
     back = np.empty_like(logits)
     back[order] = logits
-    return back, np.asarray(examples.labels)
+    return back, examples.labels
 
 
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from transformers import DataCollatorWithPadding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from fastkd._extras import require
-from fastkd.app.data import UNLABELLED, Encoded, Rows, file_columns, read_file, to_classes, to_reals
+from fastkd.app.data import file_columns, read_file, to_classes, to_reals, unlabelled
 from fastkd.app.display import format_scores
 from fastkd.app.errors import InputError, nearest
 from fastkd.app.models import be_quiet, class_names, load_classifier, longest
 from fastkd.app.plan import Plan, choose_device
+from fastkd.app.rows import Encoder, Rows
 from fastkd.app.saving import MARKER, check_new_file, read_json, write_file
 from fastkd.app.score import evaluate as score
 from fastkd.app.score import predict as logits_of
@@ -54,19 +55,19 @@ class Use:
         if not labelled:
             columns = dataclasses.replace(columns, label=None)
         rows = read_file(settings.data, columns, "--data")
-        return rows if labelled else dataclasses.replace(rows, labels=[UNLABELLED] * len(rows))
+        return rows if labelled else unlabelled(rows)
 
-    def logits(self, rows: Rows) -> np.ndarray:
-        """(rows, classes), or (rows, 1) of a model that predicts a number."""
+    def logits(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, classes), or (rows, 1) of a model that predicts a number; and the labels."""
         limit = longest(self.tokenizer, self.model)
         length = self.settings.max_length or min(limit, self.trained.get("max_length", limit))
         if length > limit:
             raise InputError(f"--max-length {length}: the model reads at most {limit}")
-        encoded = Encoded(rows, self.tokenizer, length)
+        encoded = Encoder(self.tokenizer, length)(rows)
         model: Any = self.model
         if self.settings.onnx is not None:
             model = OnnxModel(self.settings.onnx)
-        return logits_of(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)[0]
+        return logits_of(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)
 
 
 class OnnxModel(torch.nn.Module):
@@ -115,7 +116,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
         metrics = tuple(dict.fromkeys((settings.metric, *metrics)))
     rows = use.read(labelled=True)
     rows = to_reals(rows) if use.names is None else to_classes(rows, use.names)
-    scores = score(metrics, use.logits(rows), np.asarray(rows.labels))
+    scores = score(metrics, *use.logits(rows))
     console.print(f"{len(rows)} rows:  {format_scores(scores)}", highlight=False, markup=False)
     if settings.out is not None:
         write_file(settings.out, json.dumps({"rows": len(rows), **scores}, indent=2) + "\n")
@@ -126,7 +127,7 @@ def predict(settings: UseSettings, console: Console) -> None:
     """Print a line for each row, or write them to --out."""
     use = Use(settings)
     rows = use.read(labelled=False)
-    logits = use.logits(rows)
+    logits, _ = use.logits(rows)
     if use.names is None:
         found: list[dict[str, Any]] = [{"value": float(value)} for value in logits[:, 0]]
     else:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import (
@@ -22,13 +23,14 @@ from transformers import (
 
 from fastkd._extras import require
 from fastkd.app import data
-from fastkd.app.data import UNLABELLED, Corpus, Rows
+from fastkd.app.data import Corpus
 from fastkd.app.display import Display
 from fastkd.app.docstrings import load_docstrings
 from fastkd.app.errors import TrainingFailed
 from fastkd.app.models import count
-from fastkd.app.output import corpus_fingerprints, fingerprint
+from fastkd.app.output import corpus_fingerprints
 from fastkd.app.plan import Plan, choose_device
+from fastkd.app.rows import fingerprint
 from fastkd.app.run import Run, save_model
 from fastkd.app.saving import damage
 from fastkd.app.score import evaluate, predict
@@ -171,7 +173,7 @@ class TaskWork:
         report = {
             "scores": scores,
             "predictions": predictions,
-            "labels": list(self.corpus.evals[""].labels),
+            "labels": np.asarray(self.corpus.evals[""].labels).tolist(),
             "classes": names,
             "rows": {"train": len(self.corpus.train), "held out": len(self.corpus.evals[""])},
             "seconds": history[-1]["seconds"],
@@ -253,7 +255,7 @@ class TaskWork:
         self, steps: int, seed: int, labels_only: bool = False, evals: int | None = None
     ) -> Run:
         rows = self.corpus.evals[""]
-        kept = rows if evals is None else _some(rows, list(range(evals)))
+        kept = rows if evals is None else rows.select(list(range(evals)))
         corpus = dataclasses.replace(self.corpus, evals={"": kept})
         if self.task.labelled is not None:
             corpus = few_labels(corpus, self.task.labelled, seed)
@@ -322,7 +324,7 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
     rng = random.Random(seed)
     train = corpus.train
     groups: dict[Any, list[int]] = {}
-    for i, label in enumerate(train.labels):
+    for i, label in enumerate(np.asarray(train.labels).tolist()):
         groups.setdefault(label if corpus.names is not None else 0, []).append(i)
     for group in groups.values():
         rng.shuffle(group)
@@ -332,20 +334,8 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
             if groups[label] and len(kept) < labelled:
                 kept.add(groups[label].pop())
     rest = [i for i in range(len(train)) if i not in kept]
-    unlabelled = _some(train, rest) if rest else None
-    if unlabelled is not None:
-        unlabelled = dataclasses.replace(unlabelled, labels=[UNLABELLED] * len(rest))
-    return dataclasses.replace(corpus, train=_some(train, sorted(kept)), unlabelled=unlabelled)
-
-
-def _some(rows: Rows, keep: list[int]) -> Rows:
-    return dataclasses.replace(
-        rows,
-        numbers=[rows.numbers[i] for i in keep],
-        texts=[rows.texts[i] for i in keep],
-        pairs=None if rows.pairs is None else [rows.pairs[i] for i in keep],
-        labels=[rows.labels[i] for i in keep],
-    )
+    unlabelled = data.unlabelled(train.select(rest)) if rest else None
+    return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=unlabelled)
 
 
 def _plain(value: Any) -> Any:

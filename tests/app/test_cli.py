@@ -215,9 +215,12 @@ def test_classes_take_the_order_of_the_teachers_head(distill, tmp_path):
         tmp_path / "r", id2label={0: "Yes", 1: "No"}, label2id={"Yes": 0, "No": 1}
     )
     named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("no", "yes")[y])
-    distill(teacher=reverse, train=named, eval=named)
+    distill(teacher=reverse, train=named, eval=named, test=named)
     student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
     assert student.config.id2label == {0: "yes", 1: "no"}
+    # The order holds for the test rows as well.
+    report = report_of(tmp_path / "out")
+    assert report["test"] == {name: report[name] for name in ("teacher", "student")}
 
 
 def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
