@@ -181,6 +181,9 @@ class TeacherCache(nn.Module):
                 rows = self._shard(path).get_slice(name)
                 first, count = (start, length) if per_token else (number, 1)
                 parts.append(rows[first : first + count])
+            if not parts:  # a batch without samples: none of any row
+                path = next(iter(self._rows.values()))[0]
+                parts.append(self._shard(path).get_slice(name)[:1][:0])
             return torch.cat(parts).to(device, non_blocking=True)
 
         pooled = self.about["kept"]["pool"] != "tokens"

@@ -413,6 +413,11 @@ class Part:
     documents: Documents | None
 
     @property
+    def empty(self) -> bool:
+        """Whether there are no rows, as in the last batch of a process that has run out."""
+        return any(isinstance(x, Tensor) and x.dim() and not len(x) for x in self.batch.values())
+
+    @property
     def token_mask(self) -> Tensor:
         """`mask`, also where there is none."""
         if self.mask is not None:
@@ -437,6 +442,8 @@ def _run(
     wanted: Wanted,
     part: Part,
 ) -> Outputs:
+    if part.empty:
+        return Outputs.of(*backbone.observe(_one_row(inputs), wanted)).rows(0)
     output, kept = backbone.observe(inputs, wanted)
     documents = part.documents
     if documents is not None:
@@ -446,6 +453,19 @@ def _run(
             {layer: QKV(*map(documents.unpack_heads, x)) for layer, x in kept.qkv.items()},
         )
     return Outputs.of(output, kept)
+
+
+def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """In the place of no rows, of which models can't make anything: zeros, nothing padded.
+
+    The parameters then take part in the loss, as data-parallel training wants it.
+    """
+    row = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.dim() and not len(x):
+            shape = [1, *(max(1, size) for size in x.shape[1:])]
+            row[name] = x.new_ones(shape) if "mask" in name else x.new_zeros(shape)
+    return row
 
 
 def _token_mask(batch: dict[str, Any]) -> Tensor | None:

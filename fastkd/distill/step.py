@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from fastkd._numerics import upcast, working_dtype
 from fastkd._pooling import pool_tokens
@@ -49,6 +50,11 @@ class Outputs:
         names = tuple(output.keys()) if hasattr(output, "keys") else ()
         loss = getattr(output, "loss", None)
         return cls(kept.hidden, logits, loss, names, False, kept.attentions, kept.qkv)
+
+    def rows(self, count: int) -> "Outputs":
+        """Of the first ``count`` samples."""
+        logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
+        return dataclasses.replace(self.features(lambda x, tokens: x[:count]), logits=logits)
 
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
         """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).

@@ -2,15 +2,17 @@
 
 import contextlib
 import copy
+import functools
+import io
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,13 @@ TOLERANCE = 1e-12
 ROUNDING = 1e-6  # of models that compute parts of themselves in float32, whatever their dtype
 
 Gradients = dict[str, Tensor]
+
+
+class Comparison(NamedTuple):
+    """Gradients of a later step than the first, and what they should be."""
+
+    found: Gradients
+    expected: Gradients
 
 
 class _CannotDo(Exception):
@@ -59,17 +68,26 @@ class Check:
         return self.verdict != "differs"
 
 
-def verify(distiller: Distiller, batch: dict[str, Tensor], *, ranks: int = 2) -> list[Check]:
+def verify(
+    distiller: Distiller,
+    batch: dict[str, Tensor],
+    *,
+    ranks: int | Sequence[int] = 2,
+    compile_backend: str | None = "aot_eager",
+) -> list[Check]:
     """Take the gradient of one batch under other splits and settings, in float64.
 
     On a copy without dropout: another order of the samples, wider and left padding, packed rows,
     accumulation in a plain loop and by `Distiller.accumulate`, processes that gather (gloo, on the
-    CPU), a cached teacher, checkpointed activations, a saved and loaded state.
+    CPU), a cached teacher, checkpointed activations, a compiled distiller, a saved and loaded
+    state, a run resumed in the middle.
 
     Args:
         distiller: with the method that will train; its weights and state stay as they are.
         batch: arguments of `Distiller.forward`: rows of one document each, padded on the right.
-        ranks: processes to start; 0 leaves them out.
+        ranks: processes to start, or several such numbers; 0 leaves them out. Where there are more
+            than rows the last ones get none.
+        compile_backend: of ``torch.compile``; "inductor" takes longer, None leaves it out.
 
     Returns:
         One `Check` for each; `table` prints them.
@@ -81,7 +99,7 @@ def verify(distiller: Distiller, batch: dict[str, Tensor], *, ranks: int = 2) ->
     if len(tokens) < 2:
         raise ValueError("batch has fewer than two rows; there is nothing to split")
     step = _Step(distiller, batch)
-    ways: dict[str, Callable[[], Gradients]] = {
+    ways: dict[str, Callable[[], Gradients | Comparison]] = {
         "the same again": step.again,
         "other order of samples": step.other_order,
         "wider padding": step.wider,
@@ -92,9 +110,13 @@ def verify(distiller: Distiller, batch: dict[str, Tensor], *, ranks: int = 2) ->
         "cached teacher": step.cached,
         "checkpointed activations": step.checkpointed,
         "saved and loaded": step.reloaded,
+        "resumed in the middle": step.resumed,
     }
-    if ranks:
-        ways[f"{ranks} processes, gather=True"] = lambda: step.processes(ranks)
+    if compile_backend is not None:
+        ways["compiled"] = lambda: step.compiled(compile_backend)
+    for count in (ranks,) if isinstance(ranks, int) else ranks:
+        if count:
+            ways[f"{count} processes, gather=True"] = functools.partial(step.processes, count)
     return [_check(name, way, step) for name, way in ways.items()]
 
 
@@ -109,15 +131,16 @@ def table(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def _check(name: str, way: Callable[[], Gradients], step: "_Step") -> Check:
+def _check(name: str, way: Callable[[], "Gradients | Comparison"], step: "_Step") -> Check:
     try:
-        gradients = way()
+        found = way()
     except _CannotDo as reason:
         return Check(name, None, "not here", str(reason))
-    largest = max(float(g.abs().max()) for g in step.expected.values())
+    gradients, expected = found if isinstance(found, Comparison) else (found, step.expected)
+    largest = max(float(g.abs().max()) for g in expected.values())
     different = max(
         float((gradients.get(key, torch.zeros_like(g)).to(g.device) - g).abs().max())
-        for key, g in step.expected.items()
+        for key, g in expected.items()
     )
     deviation = different / largest if largest else different
     if deviation <= TOLERANCE:
@@ -282,10 +305,36 @@ class _Step:
         twin.load_state_dict(state)
         return self.gradients(twin, [self.batch])
 
+    def resumed(self) -> Comparison:
+        """The gradient after two steps, the second of them in a run that a checkpoint begins."""
+        whole = copy.deepcopy(self.distiller)
+        self._train(whole, _optimizer(whole), 2)
+        first, again = copy.deepcopy(self.distiller), copy.deepcopy(self.distiller)
+        optimizers = _optimizer(first), _optimizer(again)
+        self._train(first, optimizers[0], 1)
+        checkpoint = io.BytesIO()
+        torch.save((first.state_dict(), optimizers[0].state_dict()), checkpoint)
+        checkpoint.seek(0)
+        states = torch.load(checkpoint)
+        again.load_state_dict(states[0])
+        optimizers[1].load_state_dict(states[1])
+        self._train(again, optimizers[1], 1)
+        return Comparison(*(self.gradients(twin, [self.batch]) for twin in (again, whole)))
+
+    def _train(self, distiller: Distiller, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            self.gradients(distiller, [self.batch])
+            optimizer.step()
+
+    def compiled(self, backend: str) -> Gradients:
+        if self.distiller._perturbs:
+            raise _CannotDo("the method moves the embeddings inside the student")
+        twin = copy.deepcopy(self.distiller)
+        torch.compile(twin, backend=backend)(**self.batch).loss.backward()
+        return _gradients(twin)
+
     def processes(self, ranks: int) -> Gradients:
-        """The rows dealt out to processes, the last of which may have fewer."""
-        if self.rows < ranks:
-            raise _CannotDo(f"{self.rows} rows for {ranks} processes")
+        """The rows dealt out to processes, the last of which may have fewer or none."""
         if not dist.is_available() or not dist.is_gloo_available():
             raise _CannotDo("this torch has no gloo")
         with tempfile.TemporaryDirectory() as folder:
@@ -309,6 +358,10 @@ def _exact_copy(distiller: Distiller) -> Distiller:
     twin.set_progress(distiller.progress)
     twin.gather = False
     return twin
+
+
+def _optimizer(distiller: Distiller) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], lr=1e-3)
 
 
 def _gradients(distiller: nn.Module) -> Gradients:

@@ -116,6 +116,19 @@ def test_nothing_to_accumulate_is_an_error():
         next(distiller_of("fcd").accumulate([]))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_without_rows_has_no_loss(name, tmp_path):
+    distiller = distiller_of(name)
+    nothing = part(data_of(), 3, 3)
+    out = distiller(**nothing)
+    out.loss.backward()
+    assert out.loss == 0 and out.logits.shape == (0, 3)
+    gradients = gradients_of(distiller)
+    assert gradients and not any(g.any() for g in gradients.values())
+    cache = distiller.cache_teacher([data_of(), nothing], tmp_path)
+    assert Distiller(cache, distiller.student, distiller.method)(**nothing).loss == 0
+
+
 # Processes
 
 

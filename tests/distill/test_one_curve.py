@@ -1,0 +1,233 @@
+"""The same tiny distillation by every method, in every loop and over processes: one curve."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from fastkd.distill import METHODS, DistillationTrainer, Distiller
+from tests.distill.processes import run_ranks
+from tests.distill.test_splits import distiller_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:CCALoss"),
+    pytest.mark.filterwarnings("ignore:`isinstance"),  # within lightning
+]
+
+STEPS, ROWS, RATE = 4, 8, 0.05
+
+
+def batches():
+    torch.manual_seed(5)
+    made = []
+    for _ in range(STEPS):
+        lengths = torch.randint(4, 12, (ROWS, 1))
+        mask = (torch.arange(12) < lengths).long()
+        ids = torch.randint(5, 60, (ROWS, 12)) * mask
+        labels = torch.arange(ROWS) % 3
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return made
+
+
+def rows():
+    return [{k: x[i] for k, x in batch.items()} for batch in batches() for i in range(ROWS)]
+
+
+def watched(name, **options):
+    """A distiller and the list of the losses that it will give."""
+    distiller = distiller_of(name, **options)
+    if hasattr(distiller.method, "first_stage"):
+        distiller.method.first_stage = 0.5
+    losses = []
+    distiller.register_forward_hook(lambda module, args, out: losses.append(out.loss.item()))
+    return distiller, losses
+
+
+def optimizer_of(distiller):
+    return torch.optim.SGD([p for p in distiller.parameters() if p.requires_grad], lr=RATE)
+
+
+def weights_of(distiller):
+    return {n: p.detach().clone() for n, p in distiller.named_parameters() if p.requires_grad}
+
+
+def run(distiller, part=lambda batch: [batch], model=None, first=0, last=STEPS, optimizer=None):
+    """The plain loop, each step in the parts of its batch."""
+    optimizer = optimizer or optimizer_of(distiller)
+    for step, batch in list(enumerate(batches()))[first:last]:
+        distiller.set_progress(step / STEPS)
+        parts = part(batch)
+        if len(parts) == 1:
+            outs = [(model or distiller)(**parts[0])]
+        else:
+            outs = distiller.accumulate(parts, model)
+        for out in outs:
+            out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(name):
+    distiller, losses = watched(name)
+    run(distiller)
+    return losses, weights_of(distiller)
+
+
+def cut(batch, *ends):
+    return [{k: x[a:b] for k, x in batch.items()} for a, b in itertools.pairwise(ends)]
+
+
+def in_parts(name, tmp_path):
+    distiller, shares = watched(name)
+    run(distiller, lambda batch: cut(batch, 0, 2, 4, 6, 8))
+    return [sum(shares[i : i + 4]) for i in range(0, 4 * STEPS, 4)], weights_of(distiller)
+
+
+def with_a_cache(name, tmp_path):
+    live, losses = watched(name)
+    method = live.method
+    cache = live.cache_teacher(batches(), tmp_path / name)
+    distiller = Distiller(cache, live.student, method)
+    distiller.register_forward_hook(lambda module, args, out: losses.append(out.loss.item()))
+    run(distiller)
+    return losses, weights_of(distiller)
+
+
+def resumed(name, tmp_path):
+    begun, losses = watched(name)
+    optimizer = optimizer_of(begun)
+    run(begun, last=2, optimizer=optimizer)
+    torch.save((begun.state_dict(), optimizer.state_dict()), tmp_path / f"{name}.pt")
+    distiller, more = watched(name)
+    optimizer = optimizer_of(distiller)
+    for part, state in zip(
+        (distiller, optimizer), torch.load(tmp_path / f"{name}.pt"), strict=True
+    ):
+        part.load_state_dict(state)
+    run(distiller, first=2, optimizer=optimizer)
+    return losses + more, weights_of(distiller)
+
+
+def in_trainer(name, tmp_path):
+    distiller, losses = watched(name)
+
+    DistillationTrainer(
+        model=distiller,
+        args=TrainingArguments(
+            str(tmp_path), num_train_epochs=1, per_device_train_batch_size=ROWS, optim="sgd",
+            learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.0, use_cpu=True,
+            report_to="none", save_strategy="no", disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        ),
+        train_dataset=rows(),
+    ).train()  # fmt: skip
+    return losses, weights_of(distiller)
+
+
+def in_lightning(name, tmp_path):
+    L = pytest.importorskip("lightning")
+    distiller, losses = watched(name)
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.distiller = distiller
+
+        def training_step(self, batch, index):
+            self.distiller.set_progress(index / STEPS)
+            return self.distiller(**batch).loss
+
+        def configure_optimizers(self):
+            return optimizer_of(self)
+
+    L.Trainer(
+        max_epochs=1, accelerator="cpu", precision="64-true", logger=False,
+        enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
+    ).fit(Module(), DataLoader(rows(), batch_size=ROWS))  # fmt: skip
+    return losses, weights_of(distiller)
+
+
+def in_accelerate(name, tmp_path):
+    from accelerate import Accelerator
+
+    distiller, losses = watched(name, gather=True)
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(rows(), batch_size=ROWS)
+    model, optimizer, loader = accelerator.prepare(distiller, optimizer_of(distiller), loader)
+    for step, batch in enumerate(loader):
+        distiller.set_progress(step / STEPS)
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights_of(distiller)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: plain(name) for name in METHODS}
+
+
+def assert_one_curve(curve, expected):
+    torch.testing.assert_close(curve[0], expected[0], atol=1e-10, rtol=0)
+    assert curve[1].keys() == expected[1].keys()
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(curve[1][name], weight, atol=1e-10, rtol=0, msg=name)
+
+
+WAYS = [in_parts, with_a_cache, resumed, in_trainer, in_lightning, in_accelerate]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", METHODS)
+def test_loops(name, way, expected, tmp_path):
+    assert_one_curve(way(name, tmp_path), expected[name])
+
+
+def by_processes(rank, ends, ways):
+    curves = {}
+    for way in ways:
+        for name in METHODS:
+            if way == "static_graph" and name == "lrc_bert":
+                continue  # its second stage is another graph
+            distiller, losses = watched(name, gather=True)
+            if way == "fsdp2":
+                sharded(distiller, len(ends) - 1)
+                model = distiller
+            else:
+                model = DistributedDataParallel(distiller, **{way: True})
+            run(distiller, lambda batch: [cut(batch, *ends)[rank]], model)
+            weights = weights_of(distiller)
+            if way == "fsdp2":
+                weights = {n: w.full_tensor() for n, w in weights.items()}
+            curves[way, name] = losses, weights
+    return curves
+
+
+def sharded(distiller, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for block in distiller.student.bert.encoder.layer:
+        fully_shard(block, mesh=mesh)
+    fully_shard(distiller.student, mesh=mesh)
+    if list(distiller.method.parameters()):
+        fully_shard(distiller.method, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "ends, ways",
+    [
+        ([0, 5, 8], ["find_unused_parameters", "static_graph", "fsdp2"]),
+        ([0, 3, 6, 6, 8], ["find_unused_parameters"]),  # one has no samples
+    ],
+    ids=["two", "four"],
+)
+def test_processes(ends, ways, expected, tmp_path):
+    ranks = run_ranks(by_processes, len(ends) - 1, tmp_path, ends, ways)
+    for curves in ranks:
+        for (_, name), curve in curves.items():
+            assert_one_curve(curve, expected[name])
