@@ -104,6 +104,7 @@ class Backbone(Model):
             hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
         )
         self._hooks_reach = not self.compiled
+        self._replaced: list[Tensor] = []  # embeddings of the run that goes on
         self._name = name
         self._accepts = set(inspect.signature(inner.forward).parameters)
         self._known = self._accepts | _passed_on(inner, base)
@@ -112,7 +113,11 @@ class Backbone(Model):
     def embeddings(self) -> nn.Module:
         """The module whose output is the embedding layer's output (LRC-BERT's emb)."""
         module = getattr(self.base, "embeddings", None)
-        return module if isinstance(module, nn.Module) else self.base.get_input_embeddings()  # type: ignore[operator]
+        if isinstance(module, nn.Module):
+            return module
+        # T5's encoder has a table of its own, tied to its model's.
+        owner: Any = self.stack if hasattr(self.stack, "get_input_embeddings") else self.base
+        return owner.get_input_embeddings()  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,6 +183,7 @@ class Backbone(Model):
             if kept.keys() >= wanted:
                 return output, kept
             self._hooks_reach = False
+            self._replaced.clear()
         if not wanted:
             return self.run(inputs), {}
         # Keeps every layer, and works wherever transformers itself can give them.
@@ -325,7 +331,8 @@ def replaced_embeddings(
     backbone: Backbone, change: Callable[[Tensor], Tensor]
 ) -> Iterator[list[Tensor]]:
     """Put ``change(emb)`` in place of the embedding layer's output; yields what went on."""
-    changed: list[Tensor] = []
+    changed = backbone._replaced
+    changed.clear()
 
     def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         # GPT-2 looks token types up in the same table; only the words are the embeddings.
@@ -339,6 +346,7 @@ def replaced_embeddings(
         yield changed
     finally:
         handle.remove()
+        backbone._replaced = []
 
 
 def _rows(head: nn.Module) -> int | None:

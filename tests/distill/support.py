@@ -1,0 +1,213 @@
+"""What works with what, tried out on tiny models: `python -m tests.distill.support` writes
+docs/support.md."""
+
+import copy
+import re
+import warnings
+from pathlib import Path
+
+import torch
+import transformers as t
+
+from fastkd.distill import METHODS, AttentionMSE, Distiller, method_by_name, student_from_teacher
+from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+
+DECODER = {
+    **SMALL, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+IMAGE = {
+    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
+    "patch_size": 8, "num_hidden_layers": 3,
+}  # fmt: skip
+GROUPS = ("q", "k", "v", "post_attention", "intermediate", "output")
+
+# Three layers each.
+FAMILIES = {
+    **{name: make(3) for name, make in CONFIGS.items()},
+    "squeezebert": t.SqueezeBertConfig(
+        **BERT, embedding_size=16, num_hidden_layers=3, **{f"{g}_groups": 1 for g in GROUPS}
+    ),
+    "mobilebert": t.MobileBertConfig(
+        **{**BERT, "hidden_size": 32}, embedding_size=16, num_hidden_layers=3,
+        intra_bottleneck_size=16, num_feedforward_networks=1,
+    ),
+    "mpnet": t.MPNetConfig(**BERT, num_hidden_layers=3),
+    "modernbert": t.ModernBertConfig(
+        **BERT, num_hidden_layers=3, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    ),
+    "opt": t.OPTConfig(
+        **SMALL, hidden_size=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=3,
+        max_position_embeddings=64, word_embed_proj_dim=16,
+    ),
+    "gpt_neox": t.GPTNeoXConfig(**BERT, num_hidden_layers=3),
+    "bloom": t.BloomConfig(**SMALL, hidden_size=16, n_head=2, n_layer=3),
+    "mistral": t.MistralConfig(**DECODER, num_hidden_layers=3),
+    "qwen2": t.Qwen2Config(**DECODER, num_hidden_layers=3),
+    "qwen3": t.Qwen3Config(**DECODER, head_dim=8, num_hidden_layers=3),
+    "phi3": t.Phi3Config(**DECODER, num_hidden_layers=3),
+    "gemma": t.GemmaConfig(**DECODER, head_dim=8, num_hidden_layers=3),
+    "gemma2": t.Gemma2Config(**DECODER, head_dim=8, num_hidden_layers=3),
+    "t5": t.T5Config(**SMALL, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2),
+    "bart": t.BartConfig(
+        **SMALL, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    ),
+    "vit": t.ViTConfig(**IMAGE),
+    "deit": t.DeiTConfig(**IMAGE),
+    "dinov2": t.Dinov2Config(**IMAGE),
+}  # fmt: skip
+
+HEADS = {
+    "none": t.AutoModel,
+    "sequence": t.AutoModelForSequenceClassification,
+    "tokens": t.AutoModelForTokenClassification,
+    "answers": t.AutoModelForQuestionAnswering,
+    "choices": t.AutoModelForMultipleChoice,
+    "masked words": t.AutoModelForMaskedLM,
+    "next word": t.AutoModelForCausalLM,
+    "image": t.AutoModelForImageClassification,
+}
+IMAGES = {"vit", "deit", "dinov2"}
+# The models of a head that the class of another name has.
+ENCODERS = {"t5": t.T5EncoderModel}
+
+NOT_MEANT = "there is no head", "KNN takes one label a sample"
+ALL = [*METHODS, "attention"]
+# Nothing on logits.
+WITHOUT_HEAD = {
+    "fcd": {"task_weight": 0.0},
+    "knn": {"alpha2": 0.0, "alpha3": 0.0},
+    "lrc_bert": {"beta": 0.0, "gamma": 0.0},
+    "mc3kd": {"alpha": None},
+    "lrkd": {"alpha": None},
+    "attention": {"soft_weight": 0.0},
+}
+
+
+def heads(family):
+    """The heads that transformers has for it; a decoder that predicts words is enough."""
+    config = FAMILIES[family]
+    for head, auto in HEADS.items():
+        if type(config) not in auto._model_mapping:
+            continue
+        if head == "next word" and type(config) in t.AutoModelForMaskedLM._model_mapping:
+            continue
+        yield head
+
+
+def model_of(family, head):
+    config = copy.deepcopy(FAMILIES[family])
+    config.num_labels = 2 if head == "answers" else 3
+    config.architectures = ["DeiTForImageClassification"] if family == "deit" else None
+    if hasattr(config, "initializer_range"):
+        config.initializer_range = 0.2
+    torch.manual_seed(0)
+    if head == "none" and family in ENCODERS:
+        return ENCODERS[family](config)
+    return HEADS[head].from_config(config)
+
+
+def data_of(family, head):
+    torch.manual_seed(1)
+    if family in IMAGES:
+        images = {"pixel_values": torch.randn(4, 3, 16, 16)}
+        return {**images, "labels": torch.tensor([0, 1, 0, 2])}
+    data = batch(rows=4, left=family in PADS_LEFT)
+    ids, mask = data["input_ids"], data["attention_mask"]
+    if head in ("tokens", "masked words", "next word"):
+        data["labels"] = (ids % 3 if head == "tokens" else ids).masked_fill(mask == 0, -100)
+    if head == "answers":
+        first = mask.argmax(1)
+        data = {**data, "start_positions": first + 1, "end_positions": first + 2}
+        del data["labels"]
+    if head == "choices":
+        data = {"input_ids": ids.view(2, 2, -1), "attention_mask": mask.view(2, 2, -1)}
+        data["labels"] = torch.tensor([0, 1])
+    return data
+
+
+def method_of(name, head):
+    options = dict(WITHOUT_HEAD.get(name, {}) if head == "none" else {})
+    if name == "mc3kd":
+        options["layers"] = "uniform"
+    return AttentionMSE(**options) if name == "attention" else method_by_name(name, **options)
+
+
+def verdict(teacher, student, data, name, head):
+    """None where a step works: finite, and with a gradient in every block of the student."""
+    if head == "none" and name not in WITHOUT_HEAD:
+        return NOT_MEANT[0]
+    if name == "knn" and head in ("tokens", "answers", "choices", "masked words", "next word"):
+        return NOT_MEANT[1]
+    try:
+        if name == "attention":  # the last
+            teacher.set_attn_implementation("eager")
+            student.set_attn_implementation("eager")
+        distiller = Distiller(teacher, student, method_of(name, head))
+        distiller.set_progress(1.0)
+        student.zero_grad()
+        out = distiller(**data)
+        out.loss.backward()
+    except Exception as error:
+        return reason(error)
+    if not out.loss.isfinite():
+        return "the loss is not finite"
+    blocks = distiller._student_backbone.blocks
+    reached = [any(p.grad is not None and p.grad.any() for p in b.parameters()) for b in blocks]
+    return None if all(reached) else "a block gets no gradient"
+
+
+def reason(error):
+    """What the message says first, without the class's name."""
+    return re.sub(r" \(\w+\)", "", str(error).split("; ")[0].split("\n")[0])
+
+
+def rows_of(family):
+    """(head, {method: None or why not}) of a family."""
+    for head in heads(family):
+        data = data_of(family, head)
+        try:
+            teacher = model_of(family, head).eval()
+            student = student_from_teacher(teacher, [1, 3])
+        except Exception as error:
+            yield head, dict.fromkeys(ALL, reason(error))
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield head, {name: verdict(teacher, student, data, name, head) for name in ALL}
+
+
+def lines_of(family):
+    """The family's lines of the table: heads of which the same is true stand together."""
+    alike = {}
+    for head, found in rows_of(family):
+        alike.setdefault(tuple(found.values()), []).append(head)
+    for found, heads in alike.items():
+        wrong = sorted({why for why in found if why not in (None, *NOT_MEANT)})
+        marks = ["yes" if why is None else "–" if why in NOT_MEANT else "no" for why in found]
+        yield f"| {family} | {', '.join(heads)} | {' | '.join(marks)} | {'; '.join(wrong)} |"
+
+
+INTRODUCTION = f"""# What works with what
+
+Written by the tests (`python -m tests.distill.support`), which train a step of every family, head
+and method on tiny models: "yes" where the loss is finite and every block of the student gets a
+gradient. "–" is what a method doesn't mean: KNN takes one label a sample, and without a head there
+are no labels to learn and no outputs to compare. The student has layers 1 and 3 of the teacher's
+three (`student_from_teacher`). `attention` is `AttentionMSE`, with eager attention.
+
+Heads are transformers' auto classes: none (`AutoModel`), sequence, tokens, answers (questions),
+choices (multiple choice), masked words, next word, image. A family that isn't here works if its
+blocks are a list of modules; models that aren't from transformers: [any_loop.md](any_loop.md).
+
+| family | head | {" | ".join(ALL)} | |
+|{"---|" * (len(ALL) + 3)}
+"""
+
+
+if __name__ == "__main__":
+    lines = [line for family in sorted(FAMILIES) for line in lines_of(family)]
+    PAGE.write_text(INTRODUCTION + "\n".join(lines) + "\n")

@@ -1,0 +1,20 @@
+"""docs/support.md says what is so."""
+
+import pytest
+
+from tests.distill.support import FAMILIES, INTRODUCTION, PAGE, lines_of
+
+TABLE = PAGE.read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_is_what_the_family_does(family):
+    written = [line for line in TABLE.splitlines() if line.startswith(f"| {family} |")]
+    assert list(lines_of(family)) == written
+
+
+def test_the_page_has_no_more():
+    assert TABLE.startswith(INTRODUCTION)
+    listed = {line.split("|")[1].strip() for line in TABLE[len(INTRODUCTION) :].splitlines()}
+    assert listed == set(FAMILIES)
