@@ -23,6 +23,7 @@ from fastkd._numerics import (
     autocast_off,
     first_order_only,
     once_differentiable,
+    saveable,
     upcast,
     values_readable,
     working_dtype,
@@ -549,8 +550,8 @@ class _TritonRelations(torch.autograd.Function):
             any(ctx.needs_grad),
         )
         ctx.groups = kernels.layer_groups(students, teachers)
-        ctx.dtypes = [student.dtype for student in students]
-        ctx.save_for_backward(*gradients)
+        if gradients:
+            ctx.save_for_backward(mask, *gradients, *(saveable(x) for x in students))
         return loss
 
     @staticmethod
@@ -558,9 +559,11 @@ class _TritonRelations(torch.autograd.Function):
     def backward(ctx, grad):
         from fastkd.kernels import relation as kernels
 
-        gradients: list[Tensor | None] = [None] * len(ctx.dtypes)
-        for indices, dx in zip(ctx.groups, ctx.saved_tensors, strict=True):
-            dx = kernels.scaled(dx, grad, ctx.dtypes[indices[0]])
+        mask, *saved = ctx.saved_tensors
+        buffers, students = saved[: len(ctx.groups)], saved[len(ctx.groups) :]
+        gradients: list[Tensor | None] = [None] * len(students)
+        for indices, dx in zip(ctx.groups, buffers, strict=True):
+            dx = kernels.projected(dx, [students[i] for i in indices], mask, grad)
             for i, layer_dx in zip(indices, dx.unbind(), strict=True):
                 gradients[i] = layer_dx if ctx.needs_grad[i] else None
         return (None, None, *gradients, *(None for _ in gradients))

@@ -14,13 +14,14 @@ Data path. Every kernel sees features in multiples of 16, padded with zeros wher
 `relation_row_scale_kernel` reads every row once and leaves 1/‖x‖ (0 at padding) for both kinds of
 relation. Groups of up to 128 rows stay in registers (`relation_small`), longer ones go through
 tiles in memory (`relation_long`); what both need is in `relation_rows`. The forward pass does it
-all; the backward pass scales by the upstream gradient. Sums go through partial results and a
+all; the backward pass scales by the upstream gradient and takes out what rounding left along a row
+(κ_i comes from a formula, and 1/eps can make a rounding large). Sums go through partial results and a
 second pass, never atomics: the same bits on every run.
 
 Small groups, per layer with E = B·N·D elements of s bytes a side: 2Es bytes read for the norms,
-3Es for each kind of relation, Es written, read and written again, and 2Es in the backward pass:
-13Es bytes, part of them from the L2 cache, against 6·E·(N + B) operations. At B32 N128 D768 in
-bf16 that is 82 MB (19 µs at 4.3 TB/s) and 3 GFLOP (4 µs): bound by bandwidth and latency. Long
+3Es for each kind of relation, Es written, read and written again, and 3Es in the backward pass:
+14Es bytes, part of them from the L2 cache, against 6·E·(N + B) operations. At B32 N128 D768 in
+bf16 that is 88 MB (20 µs at 4.3 TB/s) and 3 GFLOP (4 µs): bound by bandwidth and latency. Long
 groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for the gradient against 14·N²
 bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
 """
@@ -33,19 +34,67 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import operator
-from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
+from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
-from fastkd.kernels.relation_rows import Layers, Term, gradient_dtype, relation_count_kernel
+from fastkd.kernels.relation_rows import (
+    SMALLEST_NORM,
+    Layers,
+    Term,
+    gradient_dtype,
+    padded_size,
+    relation_count_kernel,
+    same_layout,
+)
 from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
 
 
-@triton.jit
-def relation_scale_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    """out = x · factor, in float32."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
-    x *= tl.load(factor_ptr).to(tl.float32)
-    tl.store(out_ptr + i, x, mask=i < numel)
+@triton.jit(do_not_specialize=["rows", "N"])
+def relation_project_kernel(
+    dx_ptr,  # (layers, rows, D)
+    x_ptrs,  # layers of (B, N, D)
+    mask_ptr,  # (B, N) bytes
+    factor_ptr,
+    out_ptr,  # (layers, rows, D)
+    rows,
+    N,
+    D,
+    stride_x_b,
+    stride_x_n,
+    SLOTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out = factor · dx, less what rounding left of it along rows that were normalised."""
+    layer = tl.program_id(1).to(tl.int64)
+    x_ptr = pick(x_ptrs, layer, SLOTS)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_rows = row < rows
+    real = in_rows
+    if HAS_MASK:
+        real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
+    start_x = (row // N) * stride_x_b + (row % N) * stride_x_n
+    start_dx = (layer * rows + row) * D
+    products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)[None, :]
+        inside = real[:, None] & (d < D)
+        x = tl.load(x_ptr + start_x[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+        dx = tl.load(dx_ptr + start_dx[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+        products += dx * x
+        squares += x * x
+    norm = tl.sqrt(tl.sum(squares, axis=1))
+    scale = 1.0 / tl.maximum(norm, SMALLEST_NORM)
+    along = tl.where(norm < SMALLEST_NORM, 0.0, tl.sum(products, axis=1) * scale)
+    factor = tl.load(factor_ptr).to(tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)[None, :]
+        inside = real[:, None] & (d < D)
+        x = tl.load(x_ptr + start_x[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+        dx = tl.load(dx_ptr + start_dx[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+        dx = (dx - along[:, None] * (x * scale[:, None])) * factor
+        tl.store(out_ptr + start_dx[:, None] + d, dx, mask=in_rows[:, None] & (d < D))
 
 
 def layer_groups(students: list[Tensor], teachers: list[Tensor]) -> list[list[int]]:
@@ -67,7 +116,7 @@ def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
     buffers = []
     for indices in layer_groups(students, teachers) if gradient else []:
         first = students[indices[0]]
-        shape = len(indices), *first.shape
+        shape = len(indices), *first.shape[:2], padded_size(first.shape[-1])
         buffers.append(first.new_empty(shape, dtype=gradient_dtype(first.dtype)))
     return [loss, *buffers]
 
@@ -84,8 +133,8 @@ def relations(
 ) -> list[Tensor]:
     """tokens · loss over tokens + samples · loss over samples, averaged over the layers.
 
-    Returns the loss and, with ``gradient``, one (layers, B, N, Ds) buffer of gradients for each
-    of `layer_groups`, for an upstream gradient of 1.
+    Returns the loss and, with ``gradient``, one (layers, B, N, `padded_size` of Ds) buffer of
+    gradients for each of `layer_groups`, for an upstream gradient of 1: what `projected` takes.
     """
     B, N, _ = students[0].shape
     device = students[0].device
@@ -121,8 +170,7 @@ def relations(
             _launch(layers, term)
             done += len(indices) * term.groups
         if layers.dx is not None:
-            D = students[indices[0]].shape[-1]
-            buffers.append(layers.dx[..., :D].contiguous())  # itself, if without padding
+            buffers.append(layers.dx)
     return [losses.sum(), *buffers]
 
 
@@ -162,16 +210,35 @@ def _launch(layers: Layers, term: Term) -> None:
         launch_long(layers, term, layer)
 
 
-def _scaled_shapes(x, factor, dtype):
-    return torch.empty_like(x, dtype=dtype)
+def _projected_shapes(dx, students, mask, factor):
+    return dx.new_empty((*dx.shape[:-1], students[0].shape[-1]), dtype=students[0].dtype)
 
 
-@operator(_scaled_shapes)
-def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor for a scalar tensor, computed in float32."""
-    out = torch.empty_like(x, dtype=dtype)
-    if x.numel():
-        relation_scale_kernel[(triton.cdiv(x.numel(), 4096),)](
-            x, factor, out, x.numel(), BLOCK=4096, num_warps=8
+@operator(_projected_shapes)
+def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: Tensor) -> Tensor:
+    """factor · dx (layers, B, N, Ds) for one of the buffers of `relations`, across the rows."""
+    D = students[0].shape[-1]
+    out = torch.empty_like(dx, dtype=students[0].dtype)
+    if out.numel():
+        students = same_layout(students)
+        if mask is not None:
+            mask = mask.contiguous().view(torch.uint8)
+        layers, B, N, size = dx.shape
+        block_r, block_d = 16, 128
+        relation_project_kernel[(triton.cdiv(B * N, block_r), layers)](
+            dx,
+            padded(students),
+            mask,
+            factor,
+            out,
+            B * N,
+            N,
+            size,
+            *students[0].stride()[:2],
+            SLOTS=slots(layers),
+            HAS_MASK=mask is not None,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            num_warps=8,
         )
-    return out
+    return out[..., :D].contiguous()  # itself, if without padding

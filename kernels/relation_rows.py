@@ -156,7 +156,7 @@ class Layers:
     """Layers of one launch: their features, row scales and gradients."""
 
     def __init__(self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None):
-        self.students, self.teachers = _same_layout(students), _same_layout(teachers)
+        self.students, self.teachers = same_layout(students), same_layout(teachers)
         self.masked = mask is not None
         self.B, self.N, self.Ds = self.students[0].shape
         self.Dt = self.teachers[0].shape[-1]
@@ -192,18 +192,22 @@ class Layers:
         )
 
 
-def _same_layout(layers: list[Tensor]) -> list[Tensor]:
+def padded_size(D: int) -> int:
+    """Features of a row in a kernel; zeros, which change no relation, fill up what is missing."""
+    return triton.cdiv(D, ALIGNMENT) * ALIGNMENT
+
+
+def same_layout(layers: list[Tensor]) -> list[Tensor]:
     """Equal strides, all sizes multiples of ALIGNMENT; copies only where that isn't so already.
 
-    Features of other sizes are padded with zeros, which change no relation: an address for every
-    element would take more registers than a thread has left.
+    An address for every element would take more registers than a thread has left.
     """
     first = layers[0]
     sizes = first.shape[-1], *first.stride()[:2], *(x.data_ptr() for x in layers)
     alike = first.stride(-1) == 1 and all(x.stride() == first.stride() for x in layers)
     if alike and not any(size % ALIGNMENT for size in sizes):
         return layers
-    missing = -first.shape[-1] % ALIGNMENT
+    missing = padded_size(first.shape[-1]) - first.shape[-1]
     return [torch.nn.functional.pad(x, (0, missing)).contiguous() for x in layers]
 
 

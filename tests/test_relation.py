@@ -881,15 +881,27 @@ class TestBadInput:
 
 
 @pytest.mark.parametrize("over", ("tokens", "samples"))
+@pytest.mark.parametrize("N", SIZES)
 @pytest.mark.parametrize("D", (1, 3))
-def test_parallel_rows_of_any_length_have_no_gradient_along_them(over, D):
-    """Rows of one direction differ by their rounding only, which 1/eps would make large."""
-    lengths = torch.rand(2, 8, 1, dtype=torch.float64) + 0.5
+def test_parallel_rows_of_any_length_have_no_gradient_along_them(over, N, D, backend):
+    """Rows of one direction differ by their rounding only, which 1/eps would make large.
+
+    Across the rows the error is of the size of what rounding the rows once more would cost.
+    """
+    shape = shape_of(over, 2, N)
+    lengths = torch.rand(*shape, 1, dtype=torch.float64) + 0.5
     student = (lengths * torch.randn(D, dtype=torch.float64)).float()
-    teacher = torch.randn(2, 8, 2)
-    gradients = []
-    for dtype in (torch.float32, torch.float64):
-        x = student.to(dtype, copy=True).requires_grad_()
-        relation_loss(x, teacher.to(dtype), over=over, backend="torch").backward()
-        gradients.append(x.grad.double())
-    assert (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[1].norm() + 1e-5
+    teacher = torch.randn(*shape, 2)
+
+    def gradient(x, teacher, backend):
+        x = x.clone().requires_grad_()
+        relation_loss(x, teacher, over=over, backend=backend).backward()
+        return x.grad
+
+    exact = gradient(student.double(), teacher.double(), "torch")
+    rounding = torch.finfo(torch.float32).eps * (torch.rand_like(exact) - 0.5)
+    moved = gradient(student.double() * (1 + rounding), teacher.double(), "torch")
+    error = gradient(student, teacher, backend) - exact
+    along = (error * F.normalize(student.double(), dim=-1)).sum(-1)
+    assert along.norm() <= 1e-4
+    assert error.norm() <= 2 * (moved - exact).norm() + 1e-4
