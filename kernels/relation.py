@@ -6,17 +6,17 @@ centred rows, so that nothing cancels (raw moments lose their digits at mean cos
 inputs are multiplied as float16, bfloat16 too: s and A are of known size, and float16 has three
 bits more. float32 is split in two float16 parts of 22 bits together, three products, more
 accurate than TF32x3 and half its work; means and |s_i|² are always float32.
-The gradient is a combination of the same rows, ∂L/∂x_i = [Σ_j A_ij s_j − (Σ_j A_ij) s_i − κ_i x̂_i]
-/ ‖x_i‖ with A = b − ρa less its diagonal, a = R̃_s/σ_s, b = R̃_t/σ_t, and κ_i what is parallel to
-the row.
+The gradient is a combination of the same rows, ∂L/∂x_i = P_i[Σ_j A_ij s_j − (Σ_j A_ij) s_i] / ‖x_i‖
+with A = b − ρa less its diagonal, a = R̃_s/σ_s, b = R̃_t/σ_t; P_i takes out what is parallel to the
+row. The backward pass does that, as it reads the gradient anyway: the rows themselves take the
+rounding along them out too, which 1/eps can make large, and a formula would not.
 
 Data path. Every kernel sees features in multiples of 16, padded with zeros where they are not.
 `relation_row_scale_kernel` reads every row once and leaves 1/‖x‖ (0 at padding) for both kinds of
 relation. Groups of up to 128 rows stay in registers (`relation_small`), longer ones go through
 tiles in memory (`relation_long`); what both need is in `relation_rows`. The forward pass does it
-all; the backward pass scales by the upstream gradient and takes out what rounding left along a row
-(κ_i comes from a formula, and 1/eps can make a rounding large). Sums go through partial results and a
-second pass, never atomics: the same bits on every run.
+all but P_i and the upstream gradient. Sums go through partial results and a second pass, never
+atomics: the same bits on every run.
 
 Small groups, per layer with E = B·N·D elements of s bytes a side: 2Es bytes read for the norms,
 3Es for each kind of relation, Es written, read and written again, and 3Es in the backward pass:
@@ -65,7 +65,7 @@ def relation_project_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out = factor · dx, less what rounding left of it along rows that were normalised."""
+    """out = factor · dx, less its part along the rows that were normalised."""
     layer = tl.program_id(1).to(tl.int64)
     x_ptr = pick(x_ptrs, layer, SLOTS)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -84,8 +84,8 @@ def relation_project_kernel(
         dx = tl.load(dx_ptr + start_dx[:, None] + d, mask=inside, other=0.0).to(tl.float32)
         products += dx * x
         squares += x * x
-    norm = tl.sqrt(tl.sum(squares, axis=1))
-    scale = 1.0 / tl.maximum(norm, SMALLEST_NORM)
+    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
+    scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
     along = tl.where(norm < SMALLEST_NORM, 0.0, tl.sum(products, axis=1) * scale)
     factor = tl.load(factor_ptr).to(tl.float32)
     for first in range(0, D, BLOCK_D):
@@ -134,7 +134,7 @@ def relations(
     """tokens · loss over tokens + samples · loss over samples, averaged over the layers.
 
     Returns the loss and, with ``gradient``, one (layers, B, N, `padded_size` of Ds) buffer of
-    gradients for each of `layer_groups`, for an upstream gradient of 1: what `projected` takes.
+    gradients for each of `layer_groups`, for an upstream gradient of 1 and before `projected`.
     """
     B, N, _ = students[0].shape
     device = students[0].device

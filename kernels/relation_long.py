@@ -63,7 +63,9 @@ def relation_mean_kernel(
         total += tl.sum(x * scale[:, None], axis=0)
         size += (scale != 0).to(tl.int32)
     count = tl.sum(size, axis=0)
-    tl.store(mean_ptr + group * D + d, total / tl.maximum(count, 1), mask=d < D)
+    tl.store(
+        mean_ptr + group * D + d, tl.div_rn(total, tl.maximum(count, 1).to(tl.float32)), mask=d < D
+    )
     if tl.program_id(1) == 0:
         tl.store(size_ptr + group, count)
 
@@ -227,11 +229,10 @@ def relation_tiles_kernel(
     tl.store(tiles_ptr + (entry * tiles + tile) * TILE * TILE + cell, R)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def relation_sums_kernel(
     tiles_ptr,  # (2, chunk, tiles, TILE, TILE)
-    partial_ptr,  # (chunk, blocks, 3, N): row sums of R̃_sR̃_t, R̃_s², R̃_t²
-    N,
+    partial_ptr,  # (chunk, 3, tiles): sums of R̃_sR̃_t, R̃_s², R̃_t², in float64 as 1 − ρ cancels
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -239,51 +240,50 @@ def relation_sums_kernel(
     slot = tl.program_id(1).to(tl.int64)
     tiles, chunk = tl.num_programs(0), tl.num_programs(1)
     block_i, block_j = _triangle(tile)
-    j = tl.arange(0, TILE)
     tiles_s = tiles_ptr + (slot * tiles + tile) * TILE * TILE
     tiles_t = tiles_s + chunk.to(tl.int64) * tiles * TILE * TILE
-    # Rows of block i get this tile's sums in place j, and rows of block j theirs in place i.
-    blocks = tl.cdiv(N, TILE)
-    sums_i = partial_ptr + (slot * blocks + block_j) * 3 * N
-    product_j = tl.zeros((TILE,), tl.float32)
-    square_s_j = tl.zeros((TILE,), tl.float32)
-    square_t_j = tl.zeros((TILE,), tl.float32)
+    covariance = tl.zeros((BLOCK,), tl.float64)
+    square_s = tl.zeros((BLOCK,), tl.float64)
+    square_t = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, TILE, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        R_s = tl.load(tiles_s + i[:, None] * TILE + j[None, :])
-        R_t = tl.load(tiles_t + i[:, None] * TILE + j[None, :])
-        row = block_i * TILE + i
-        product, square_s, square_t = R_s * R_t, R_s * R_s, R_t * R_t
-        tl.store(sums_i + row, tl.sum(product, axis=1), mask=row < N)
-        tl.store(sums_i + N + row, tl.sum(square_s, axis=1), mask=row < N)
-        tl.store(sums_i + 2 * N + row, tl.sum(square_t, axis=1), mask=row < N)
-        product_j += tl.sum(product, axis=0)
-        square_s_j += tl.sum(square_s, axis=0)
-        square_t_j += tl.sum(square_t, axis=0)
-    if block_i != block_j:
-        row = block_j * TILE + j
-        sums_j = partial_ptr + (slot * blocks + block_i) * 3 * N + row
-        tl.store(sums_j, product_j, mask=row < N)
-        tl.store(sums_j + N, square_s_j, mask=row < N)
-        tl.store(sums_j + 2 * N, square_t_j, mask=row < N)
+        cell = i[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        R_s, R_t = tl.load(tiles_s + cell), tl.load(tiles_t + cell)
+        covariance += tl.sum(R_s * R_t, axis=1).to(tl.float64)
+        square_s += tl.sum(R_s * R_s, axis=1).to(tl.float64)
+        square_t += tl.sum(R_t * R_t, axis=1).to(tl.float64)
+    times = tl.where(block_i == block_j, 1.0, 2.0)  # for the other triangle
+    partial_ptr += slot * 3 * tiles + tile
+    tl.store(partial_ptr, times * tl.sum(covariance, axis=0))
+    tl.store(partial_ptr + tiles, times * tl.sum(square_s, axis=0))
+    tl.store(partial_ptr + 2 * tiles, times * tl.sum(square_t, axis=0))
 
 
 @triton.jit(
-    do_not_specialize=["first_group", "first_loss", "groups", "N", "stride_group", "stride_n"]
+    do_not_specialize=[
+        "first_group",
+        "first_loss",
+        "groups",
+        "N",
+        "tiles",
+        "stride_group",
+        "stride_n",
+    ]
 )
 def relation_coefficients_kernel(
-    sums_ptr,  # (chunk, 3, N): row sums of R̃_sR̃_t, R̃_s², R̃_t²
+    partial_ptr,  # (chunk, 3, tiles): sums of R̃_sR̃_t, R̃_s², R̃_t²
     offset_ptr,  # (2·chunk, 2, N)
     scale_ptr,  # of the student
     size_ptr,
     counts_ptr,
     mix_ptr,  # (chunk, 2): A = mix_t·R̃_t + mix_s·R̃_s
-    coefficient_ptr,  # (chunk, 3, N): what multiplies A·s, s and x̂ of each row
+    coefficient_ptr,  # (chunk, 2, N): what multiplies A·s and s of each row
     loss_ptr,  # from first_loss on (groups,)
     first_group,
     first_loss,
     groups,
     N,
+    tiles,
     stride_group,
     stride_n,
     weight,
@@ -296,17 +296,18 @@ def relation_coefficients_kernel(
     group = first_group + slot
     size = tl.load(size_ptr + group)
     usable = size >= 2
-    weight = weight / (tl.maximum(tl.load(counts_ptr), 1.0) if HAS_MASK else groups * 1.0)
-    sums_ptr += slot * 3 * N
+    counted = tl.maximum(tl.load(counts_ptr), 1.0) if HAS_MASK else groups * 1.0
+    weight = tl.div_rn(weight, counted)
+    partial_ptr += slot * 3 * tiles
     covariance = tl.zeros((BLOCK_N,), tl.float64)
     square_s = tl.zeros((BLOCK_N,), tl.float64)
     square_t = tl.zeros((BLOCK_N,), tl.float64)
-    for first in range(0, N, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        covariance += tl.load(sums_ptr + n, mask=n < N, other=0.0).to(tl.float64)
-        square_s += tl.load(sums_ptr + N + n, mask=n < N, other=0.0).to(tl.float64)
-        square_t += tl.load(sums_ptr + 2 * N + n, mask=n < N, other=0.0).to(tl.float64)
-    # In float64, as 1 − ρ cancels.
+    for first in range(0, tiles, BLOCK_N):
+        tile = first + tl.arange(0, BLOCK_N)
+        inside = tile < tiles
+        covariance += tl.load(partial_ptr + tile, mask=inside, other=0.0)
+        square_s += tl.load(partial_ptr + tiles + tile, mask=inside, other=0.0)
+        square_t += tl.load(partial_ptr + 2 * tiles + tile, mask=inside, other=0.0)
     cov = tl.sum(covariance, axis=0)
     sigma_s, sigma_t = tl.sqrt(tl.sum(square_s, axis=0)), tl.sqrt(tl.sum(square_t, axis=0))
     denominator = sigma_s * sigma_t + eps
@@ -324,7 +325,7 @@ def relation_coefficients_kernel(
         tl.store(mix_ptr + 2 * slot + 1, mix_t)
         offset_s = offset_ptr + 2 * slot * N
         offset_t = offset_ptr + 2 * (tl.num_programs(0) + slot) * N
-        coefficient_ptr += slot * 3 * N
+        coefficient_ptr += slot * 2 * N
         for first in range(0, N, BLOCK_N):
             n = first + tl.arange(0, BLOCK_N)
             in_group = n < N
@@ -335,16 +336,10 @@ def relation_coefficients_kernel(
             v = tl.load(offset_t + n, mask=in_group, other=0.0)
             own_s = tl.load(offset_s + N + n, mask=in_group, other=0.0)
             own_t = tl.load(offset_t + N + n, mask=in_group, other=0.0)
-            product = tl.load(sums_ptr + n, mask=in_group, other=0.0)
-            square = tl.load(sums_ptr + N + n, mask=in_group, other=0.0)
             row_sums = size * (mix_t * v + mix_s * u)
-            without = row_sums - (mix_t * own_t + mix_s * own_s)  # less the diagonal
-            parallel = mix_t * (product - own_s * own_t) + mix_s * (square - own_s * own_s)
-            parallel = tl.where(short, -row_sums, parallel - own_s * without)
-            row_sums = tl.where(short, row_sums, without)
+            own = tl.where(short, 0.0, mix_t * own_t + mix_s * own_s)  # A's diagonal
             tl.store(coefficient_ptr + n, factor / OPERAND_SCALE, mask=in_group)
-            tl.store(coefficient_ptr + N + n, factor * row_sums, mask=in_group)
-            tl.store(coefficient_ptr + 2 * N + n, factor * parallel, mask=in_group)
+            tl.store(coefficient_ptr + N + n, factor * (row_sums - own), mask=in_group)
 
 
 @triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
@@ -394,18 +389,17 @@ def relation_difference_kernel(
 def relation_gradient_kernel(
     a_ptr,  # (parts, chunk, side, side)
     centred_ptr,  # (parts, chunk, N, D)
-    x_ptr,  # (groups, N, D)
+    mean_ptr,  # (groups, D)
     scale_ptr,
-    coefficient_ptr,  # (chunk, 3, N)
+    coefficient_ptr,  # (chunk, 2, N)
     dx_ptr,  # (rows, D)
     first_group,
     N,
     D,
-    stride_x_group,
-    stride_x_n,
     stride_group,
     stride_n,
     accumulate,
+    HALF: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -439,19 +433,17 @@ def relation_gradient_kernel(
     row = group * stride_group + n.to(tl.int64) * stride_n
     scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
     valid = inside & (scale != 0)[:, None]
-    start = group * stride_x_group + n.to(tl.int64) * stride_x_n
-    unit = tl.load(x_ptr + start[:, None] + d[None, :], mask=valid, other=0.0).to(tl.float32)
-    unit *= scale[:, None]
     own = centred_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
     centred = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     if SPLIT:
         centred += tl.load(own + centred_low, mask=inside, other=0.0).to(tl.float32)
     centred /= OPERAND_SCALE
-    coefficient_ptr += slot * 3 * N + n
+    mean = tl.load(mean_ptr + group * D + d, mask=inside_d, other=0.0)
+    centred = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
+    coefficient_ptr += slot * 2 * N + n
     dx *= tl.load(coefficient_ptr, mask=in_group, other=0.0)[:, None]
     dx -= tl.load(coefficient_ptr + N, mask=in_group, other=0.0)[:, None] * centred
-    dx -= tl.load(coefficient_ptr + 2 * N, mask=in_group, other=0.0)[:, None] * unit
-    dx *= derivative_scale(scale, x_ptr.dtype.element_ty)[:, None]
+    dx *= derivative_scale(scale, HALF)[:, None]
     dx = tl.where(valid, dx, 0.0)
     dx_rows = dx_ptr + row[:, None] * D + d[None, :]
     dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
@@ -553,7 +545,7 @@ class _Workspace:
         return offsets
 
     def correlate(self, first: int, groups: int, offsets: Tensor) -> Tensor:
-        """Both relations and the losses; returns the gradient's coefficients, (groups, 3, N)."""
+        """Both relations and the losses; returns the gradient's coefficients, (groups, 2, N)."""
         term, layers, N = self.term, self.layers, self.term.N
         blocks = tile_blocks(layers.split)
         relation_tiles_kernel[(self.tiles, groups, 2)](
@@ -562,18 +554,18 @@ class _Workspace:
             SPLIT=layers.split, TILE=TILE, BLOCK_D=blocks.d,
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
-        partial = self._empty(groups, self.blocks, 3, N)
+        partial = self._empty(groups, 3, self.tiles, dtype=torch.float64)
         relation_sums_kernel[(self.tiles, groups)](
-            self.relations, partial, N, TILE=TILE, BLOCK=32, num_warps=4
+            self.relations, partial, TILE=TILE, BLOCK=32, num_warps=4
         )
-        coefficients = self._empty(groups, 3, N)
+        coefficients = self._empty(groups, 2, N)
         relation_coefficients_kernel[(groups,)](
-            partial.sum(1), offsets, self.scale, self.sizes, term.counts,
+            partial, offsets, self.scale, self.sizes, term.counts,
             self.mix, coefficients, term.losses,
-            first, self.first_loss, term.groups, N, *term.strides,
+            first, self.first_loss, term.groups, N, self.tiles, *term.strides,
             term.weight, term.eps,
             HAS_MASK=layers.masked, GRADIENT=self.dx is not None,
-            BLOCK_N=1024, num_warps=4,
+            BLOCK_N=1024, num_warps=8,
         )  # fmt: skip
         return coefficients
 
@@ -588,9 +580,9 @@ class _Workspace:
         )  # fmt: skip
         blocks, block_k = gradient_blocks(self.layers.dtype, split)
         relation_gradient_kernel[(self.side // blocks.n, triton.cdiv(Ds, blocks.d), groups)](
-            a, self.sides[0].centred, self.student, self.scale, coefficients, self.dx,
-            first, N, Ds, *term.strides_s, *term.strides, int(term.accumulate),
-            SPLIT=split,
+            a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
+            first, N, Ds, *term.strides, int(term.accumulate),
+            HALF=self.layers.dtype == torch.float16, SPLIT=split,
             BLOCK_N=blocks.n, BLOCK_D=blocks.d, BLOCK_K=block_k,
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip

@@ -59,8 +59,10 @@ def relation_row_scale_kernel(
             other=0.0,
         ).to(tl.float32)  # (BLOCK_R, BLOCK_D)
         squares += tl.sum(x * x, axis=1)
-    norm = tl.sqrt(squares)
-    scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, 1.0 / tl.maximum(norm, SMALLEST_NORM))
+    # Rounded to nearest: relations of nearly alike rows show the last bit of a row's length.
+    norm = tl.sqrt_rn(squares)
+    scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
+    scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, scale)
     scale += norm - norm  # NaN where the norm overflows, as inf must not pass for a short row
     scale = tl.where(real, scale, 0.0)
     first = (2 * layer + side).to(tl.int64) * stride_side
@@ -120,12 +122,12 @@ def centring_offset(along, squares, length, scale, valid):
 
 
 @triton.jit
-def derivative_scale(scale, dtype: tl.constexpr):
+def derivative_scale(scale, HALF: tl.constexpr):
     """What the gradient of a normalised row is multiplied by: ``scale``.
 
-    float16 could not hold 1e12: there a row too short to normalise keeps that gradient.
+    float16 (``HALF``) could not hold 1e12: a row too short to normalise keeps that gradient.
     """
-    return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if dtype == tl.float16 else scale
+    return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if HALF else scale
 
 
 class Blocks(NamedTuple):

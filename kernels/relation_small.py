@@ -26,14 +26,14 @@ SMALL_GROUP = 128
 
 
 @triton.jit
-def _centred_tile(x_ptr, start, scale, valid, count, d, D):
-    """Unit rows, their mean and the centred rows of one block of features."""
+def _centred_tile(x_ptr, start, scale, valid, share, d, D):
+    """The mean of the unit rows and the centred rows of one block of features."""
     x = tl.load(
         x_ptr + start[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
     ).to(tl.float32)
     unit = x * scale[:, None]  # (BLOCK_N, BLOCK_D)
-    mean = tl.sum(unit, axis=0) / count  # (BLOCK_D,)
-    return unit, mean, tl.where(valid[:, None], unit - mean[None, :], 0.0)
+    mean = tl.sum(unit, axis=0) * share  # (BLOCK_D,)
+    return mean, tl.where(valid[:, None], unit - mean[None, :], 0.0)
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _centred_relation(
     start,
     scale,
     valid,
-    count,
+    share,
     D,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -55,7 +55,7 @@ def _centred_relation(
     length = 0.0
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        _unit, mean, centred = _centred_tile(x_ptr, start, scale, valid, count, d, D)
+        mean, centred = _centred_tile(x_ptr, start, scale, valid, share, d, D)
         along += tl.sum(centred * mean[None, :], axis=1)
         squares += tl.sum(centred * centred, axis=1)
         length += tl.sum(mean * mean, axis=0)
@@ -67,7 +67,7 @@ def _centred_relation(
             R = tl.dot(high, tl.trans(low), R)
             R = tl.dot(low, tl.trans(high), R)
     h = centring_offset(along, squares, length, scale, valid)
-    u = tl.where(valid, h - tl.sum(h, axis=0) / count, 0.0)
+    u = tl.where(valid, h - tl.sum(h, axis=0) * share, 0.0)
     diagonal = squares + 2 * u
     n = tl.arange(0, BLOCK_N)
     R = R / (OPERAND_SCALE * OPERAND_SCALE) + u[:, None] + u[None, :]
@@ -128,66 +128,65 @@ def relation_small_groups_kernel(
     real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
     valid = (scale_s != 0) & (real >= 2)
     count = tl.maximum(real, 1).to(tl.float32)
+    share = tl.div_rn(1.0, count)
     if HAS_MASK:
-        weight = weight / tl.maximum(tl.load(counts_ptr), 1.0)
+        weight = tl.div_rn(weight, tl.maximum(tl.load(counts_ptr), 1.0))
 
     start_t = group * stride_t_group + n.to(tl.int64) * stride_t_n
     R_t, own_t = _centred_relation(
-        t_ptr, start_t, scale_t, valid, count, Dt, SPLIT, BLOCK_N, BLOCK_D
+        t_ptr, start_t, scale_t, valid, share, Dt, SPLIT, BLOCK_N, BLOCK_D
     )
     # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
     sigma_t = tl.sqrt(tl.sum(R_t * R_t))
-    b = R_t * tl.where(sigma_t > 0, count / sigma_t, 0.0)
+    scale_b = tl.where(sigma_t > 0, count / sigma_t, 0.0)
+    b = R_t * scale_b
     sum_b = tl.sum(b, axis=1)
     if not SPLIT:  # half the registers while the student's relation is made
         b = b.to(tl.float16)
     start_s = group * stride_s_group + n.to(tl.int64) * stride_s_n
     R_s, own_s = _centred_relation(
-        s_ptr, start_s, scale_s, valid, count, Ds, SPLIT, BLOCK_N, BLOCK_D
+        s_ptr, start_s, scale_s, valid, share, Ds, SPLIT, BLOCK_N, BLOCK_D
     )
     sigma_s = tl.sqrt(tl.sum(R_s * R_s))
-    a = R_s * tl.where(sigma_s > 0, count / sigma_s, 0.0)
+    scale_a = tl.where(sigma_s > 0, count / sigma_s, 0.0)
+    a = R_s * scale_a
 
     # 1 − cov/(σ_sσ_t + eps) from the difference b − a: no cancellation.
     denominator = sigma_s * sigma_t + eps
     difference = b.to(tl.float32) - a
     loss = sigma_s * sigma_t * tl.sum(difference * difference) / (2 * count * count)
-    loss = (loss + eps) / denominator
+    loss = tl.where(denominator == eps, 1.0, (loss + eps) / denominator)
     weight = tl.where(real >= 2, weight, 0.0)
     loss_ptr += first_loss + layer * tl.num_programs(0)
     tl.store(loss_ptr + group, tl.where(real >= 2, weight * loss, 0.0))
 
     if GRADIENT:
-        # A = b − ρa. Rows that are not of unit length keep its diagonal; nothing is parallel.
+        # A = b − ρa. Rows that are not of unit length keep its diagonal.
         short = scale_s >= LARGEST_SCALE
-        own_a = own_s * tl.where(sigma_s > 0, count / sigma_s, 0.0)
         rho = 1 - loss
-        own_A = own_t * tl.where(sigma_t > 0, count / sigma_t, 0.0) - rho * own_a
+        own_A = own_t * scale_b - rho * own_s * scale_a
         row_sums = sum_b - rho * tl.sum(a, axis=1)
-        A = b.to(tl.float32) - rho * a
-        parallel = sigma_s / count * (tl.sum(A * a, axis=1) - own_A * own_a)
-        parallel -= own_s * (row_sums - own_A)
-        parallel = tl.where(short, -row_sums, parallel)
         row_sums = tl.where(short, row_sums, row_sums - own_A)
+        A = b.to(tl.float32) - rho * a
         A = tl.where((n[:, None] == n[None, :]) & (short == 0)[:, None], 0.0, A)
         high = high_part(A)
         if SPLIT:
             low = low_part(A)
-        derivative = derivative_scale(scale_s, s_ptr.dtype.element_ty)
+        derivative = derivative_scale(scale_s, s_ptr.dtype.element_ty == tl.float16)
         left = (-2 * weight * sigma_t / (denominator * count)) * derivative
         row_sums *= left
-        parallel *= left
         left /= OPERAND_SCALE
         dx_rows = dx_ptr + (layer * rows + row) * Ds
         for first in range(0, Ds, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)
-            unit, _mean, centred = _centred_tile(s_ptr, start_s, scale_s, valid, count, d, Ds)
+            mean, centred = _centred_tile(s_ptr, start_s, scale_s, valid, share, d, Ds)
             scaled = centred * OPERAND_SCALE
             dx = tl.dot(high, high_part(scaled))
             if SPLIT:
                 dx = tl.dot(high, low_part(scaled), dx)
                 dx = tl.dot(low, high_part(scaled), dx)
-            dx = dx * left[:, None] - row_sums[:, None] * centred - parallel[:, None] * unit
+            own = tl.where(short[:, None], -mean[None, :], centred)
+            dx = dx * left[:, None] - row_sums[:, None] * own
             dx = tl.where(valid[:, None], dx, 0.0)
             inside = in_group[:, None] & (d < Ds)[None, :]
             dx_tile = dx_rows[:, None] + d[None, :]
