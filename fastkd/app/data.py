@@ -19,7 +19,7 @@ import torch
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
-from fastkd.app.files import check_file, first_row, records
+from fastkd.app.files import check_file, first_row, is_text, records
 from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.rows import Rows, file_fingerprint, label_json, stored
 from fastkd.app.settings import ColumnOptions, Source
@@ -32,7 +32,7 @@ from fastkd.app.tasks import (
     Task,
 )
 
-# The label of a row without one, as transformers has it.
+# The class of a row without one, as transformers has it.
 UNLABELLED = -100
 TEST = "test"
 # What labels become.
@@ -371,16 +371,14 @@ def _read_unlabelled(source: Source, task: Task | None, regression: bool) -> Row
     path = source.unlabelled
     if path is None:
         return None
-    if regression:
-        raise InputError("--unlabelled: only with classes, not with numbers to predict")
-    columns = file_columns(source, task, path)
-    rows = read_file(path, replace(columns, label=None), "--unlabelled")
-    return unlabelled(rows)
+    rows = read_file(path, file_columns(source, task, path, labelled=False), "--unlabelled")
+    return unlabelled(rows, regression)
 
 
-def unlabelled(rows: Rows) -> Rows:
+def unlabelled(rows: Rows, regression: bool) -> Rows:
     """With the label of a row without one."""
-    return rows.labelled(itertools.repeat(UNLABELLED, len(rows)), int)
+    label, kind = (math.nan, float) if regression else (UNLABELLED, int)
+    return rows.labelled(itertools.repeat(label, len(rows)), kind)
 
 
 def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows]]:
@@ -456,10 +454,11 @@ def describe(corpus: Corpus) -> Iterator[str]:
     if corpus.test is not None:
         scored.insert(0, ("test", [corpus.test]))
     for kind, sets in scored:
-        twice = _also_in(corpus.train, sets)
-        if twice:
-            total = sum(map(len, sets))
-            yield f"warning: {twice} of the {total} {kind} rows are training rows too"
+        for name, rows in (("training", corpus.train), ("unlabelled", corpus.unlabelled)):
+            twice = 0 if rows is None else _also_in(rows, sets)
+            if twice:
+                total = sum(map(len, sets))
+                yield f"warning: {twice} of the {total} {kind} rows are {name} rows too"
 
 
 def _counts(rows: Rows) -> Counter[int]:
@@ -484,16 +483,29 @@ def _override(source: ColumnOptions, columns: Columns) -> Columns:
     )
 
 
-def file_columns(source: ColumnOptions, task: Task | None, path: Path) -> Columns:
+def file_columns(
+    source: ColumnOptions, task: Task | None, path: Path, labelled: bool = True
+) -> Columns:
     """GLUE's own layout for a task's files, or the hub's columns where the header has them."""
-    if task is None:
-        if source.no_header and (source.text_column is None or source.label_column is None):
+    columns = Columns()
+    if task is not None:
+        columns = task.file
+        hub = {name for name in (task.hub.text, task.hub.pair, task.hub.label) if name is not None}
+        if not source.no_header and hub <= set(first_row(path)):
+            columns = task.hub
+    elif source.no_header:
+        needed = {"--text-column": source.text_column}
+        if labelled:
+            needed["--label-column"] = source.label_column
+        if None in needed.values():
             raise InputError(
-                "--no-header needs --text-column and --label-column as numbers, the first being 0"
+                f"--no-header needs {' and '.join(needed)} as numbers, the first being 0"
             )
-        return _override(source, Columns())
-    columns = task.file
-    hub = {name for name in (task.hub.text, task.hub.pair, task.hub.label) if name is not None}
-    if not source.no_header and hub <= set(first_row(path)):
-        columns = task.hub
-    return _override(source, columns)
+    columns = _override(source, columns)
+    if is_text(path):
+        if columns.pair is not None:
+            raise InputError(
+                f"{path}: a line is one text, and two are compared; use another format"
+            )
+        columns = replace(columns, text="text", header=True)
+    return columns if labelled else replace(columns, label=None)

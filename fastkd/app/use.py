@@ -1,7 +1,6 @@
 """`fastkd evaluate` and `fastkd predict`: a finished model on a file."""
 
 import csv
-import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -51,11 +50,9 @@ class Use:
         """The rows of --data."""
         settings = self.settings
         task = TASKS[settings.task] if settings.task else None
-        columns = file_columns(settings, task, settings.data)
-        if not labelled:
-            columns = dataclasses.replace(columns, label=None)
+        columns = file_columns(settings, task, settings.data, labelled)
         rows = read_file(settings.data, columns, "--data")
-        return rows if labelled else unlabelled(rows)
+        return rows if labelled else unlabelled(rows, regression=self.names is None)
 
     def logits(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """(rows, classes), or (rows, 1) of a model that predicts a number; and the labels."""

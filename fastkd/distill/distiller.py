@@ -226,8 +226,9 @@ class Distiller(nn.Module):
 
         Args:
             labels: as the student's head takes them: (B,) classes or numbers, (B, V) yes or no,
-                (B, N) with −100 for positions that don't count. Question answering takes
-                ``start_positions`` and ``end_positions`` instead.
+                (B, N) with −100 for positions that don't count. A row without a label has the
+                class −100, or the number NaN. Question answering takes ``start_positions`` and
+                ``end_positions`` instead.
             num_items: for heads with one prediction per token and gradient accumulation: how
                 many labelled positions an accumulation step holds on average. The sum is divided
                 by it instead of this batch's own count, so the gradient doesn't depend on how

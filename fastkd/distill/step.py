@@ -367,8 +367,9 @@ class Step:
             return _average(parts)
         if self.regression:
             targets = labels.to(working_dtype(logits)).flatten()
-            errors = (upcast(logits).flatten() - targets).square()
-            return self.mean(errors.sum(), errors.numel())
+            known = ~targets.isnan()
+            errors = torch.where(known, upcast(logits).flatten() - targets, 0).square()
+            return self.mean(errors.sum(), known.sum())
         if self.multi_label:
             total = F.binary_cross_entropy_with_logits(
                 upcast(logits), labels.to(working_dtype(logits)), reduction="sum"

@@ -334,7 +334,7 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
             if groups[label] and len(kept) < labelled:
                 kept.add(groups[label].pop())
     rest = [i for i in range(len(train)) if i not in kept]
-    unlabelled = data.unlabelled(train.select(rest)) if rest else None
+    unlabelled = data.unlabelled(train.select(rest), corpus.names is None) if rest else None
     return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=unlabelled)
 
 

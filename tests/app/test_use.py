@@ -144,15 +144,39 @@ def test_every_method_learns_from_text_without_labels(folder, method):
         assert all(torch.tensor(list(entry["losses"].values())).isfinite())
 
 
-def test_unlabelled_text_needs_a_teacher_and_classes(folder, tmp_path):
+def test_unlabelled_text_needs_a_teacher(folder, tmp_path):
     common = (
         "distill", "--teacher", folder / "teacher", "--unlabelled", folder / "more.txt",
         "--out", tmp_path / "x",
     )  # fmt: skip
     data = ("--train", folder / "train.tsv", "--eval", folder / "dev.tsv")
     assert "--method labels" in run(*common, *data, "--method", "labels", expect=2)
-    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
-    assert "--unlabelled" in run(*common, "--train", real, "--eval", real, expect=2)
+    # A line is one text, whatever the columns of the other files are called.
+    found = run(*common, *data, "--task", "mrpc", "--text-column", "sentence",
+                "--text-pair-column", "sentence", "--label-column", "label", expect=2)  # fmt: skip
+    assert "more.txt: a line is one text" in found
+
+
+@pytest.mark.parametrize("method", ["soft_targets", "knn", "mc3kd"])
+def test_text_without_numbers_beside_rows_with_them(tmp_path, method):
+    """Only the losses on labels leave such rows out, and the labels they have are what counts."""
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: 1000 * y - 100.0 + 0.5 * y)
+    more = tmp_path / "more.txt"
+    more.write_text("\n".join(text for text, _ in sentences(24, 3)) + "\n")
+    common = (
+        "distill", "--teacher", make_teacher(tmp_path / "one", labels=1), "--train", real,
+        "--eval", real, "--epochs", "1", "--method", method, "--max-length", 16,
+        "--text-column", "sentence", "--labels", "numbers", "--device", "cpu",
+    )  # fmt: skip
+    run(*common, "--unlabelled", more, "--out", tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())
+    assert report["rows"] == {"train": 40, "eval": 40, "unlabelled": 24}
+    losses = report["history"][-1]["losses"]
+    assert all(torch.tensor(list(losses.values())).isfinite())
+    assert losses["task"] > 100  # the targets are far from what a fresh head says, and still count
+    student = tmp_path / "out" / "student"
+    found = run("predict", "--model", student, "--data", more, "--text-column", "sentence")
+    assert len(found.splitlines()) == 25
 
 
 def formats(path):
@@ -223,6 +247,14 @@ def test_mistakes_of_evaluate_and_predict(folder, teacher_without_head, tmp_path
 @pytest.fixture
 def teacher_without_head(tmp_path):
     return make_teacher(tmp_path / "bare", head=False)
+
+
+def test_rows_without_header_need_no_label_to_be_predicted(folder, tmp_path):
+    path = tmp_path / "bare.csv"
+    path.write_text("7,good film\n8,bad film\n")
+    words = ("--model", folder / "out" / "student", "--data", path, "--no-header")
+    assert len(run("predict", *words, "--text-column", "1").splitlines()) == 3
+    assert "--label-column" in run("evaluate", *words, "--text-column", "1", expect=2)
 
 
 def test_a_student_that_predicts_numbers(tmp_path):

@@ -147,6 +147,24 @@ def test_knn_matches_regression_targets_within_the_tolerance():
     torch.testing.assert_close(out.loss, expected)
 
 
+@pytest.mark.parametrize("method", [IntraClassKNN, SoftTargets])
+def test_a_missing_number_counts_in_no_term_on_labels(method):
+    teacher, student = pair("bert", num_labels=1)
+    labels = torch.tensor([0.0, float("nan"), 0.4, float("nan")])
+    inputs = {**batch(rows=4, num_labels=1), "labels": labels}
+    known = {k: v[[0, 2]] for k, v in inputs.items()}
+    all_rows = Distiller(teacher, student, method()).eval()
+    out, of_known = all_rows(**inputs), all_rows(**known)
+    for name in out.terms.keys() - {"soft", "total"}:
+        torch.testing.assert_close(out.terms[name], of_known.terms[name])
+    (z_t, _), (z_s, _) = both(teacher, student, inputs)
+    torch.testing.assert_close(out.terms["soft"], (z_s - z_t).square().mean())
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
+    none = all_rows(**{**inputs, "labels": torch.full((4,), float("nan"))})
+    assert none.terms["task"] == 0
+
+
 @pytest.mark.parametrize("progress", [0.0, 0.79, 0.8, 1.0])
 def test_lrc_bert_is_equations_1_to_6_in_two_stages(family, progress):
     teacher, student = pair(family)
