@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastkd.distill import methods
+from fastkd.distill.blocks import Blocks
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.layers import layer_map, select_layers
@@ -30,6 +31,7 @@ __all__ = [
     "MC3KD",
     "METHODS",
     "AttentionMSE",
+    "Blocks",
     "DistillationTrainer",
     "Distiller",
     "DistillerOutput",

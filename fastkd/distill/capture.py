@@ -69,12 +69,18 @@ class Backbone(Model):
     the head reads (after a final norm): the numbering of transformers' ``hidden_states``.
     """
 
+    #: Whether the model can return its hidden states.
+    shows_states = True
+
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         inner = getattr(inner, "_orig_mod", inner)
         config, base = getattr(inner, "config", None), getattr(inner, "base_model", None)
         if config is None or not isinstance(base, nn.Module):
-            raise TypeError(f"{name} must be a transformers model, got {type(model).__name__}")
+            raise TypeError(
+                f"{name} must be a transformers model, got {type(model).__name__}; describe any "
+                "other with fastkd.distill.Blocks"
+            )
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
                 f"{name} is an encoder-decoder ({type(inner).__name__}); "
@@ -95,6 +101,9 @@ class Backbone(Model):
         self.blocks_name, self.blocks = _find_blocks(inner, base, config, self.shared_blocks)
         #: The module that calls the blocks.
         self.stack = inner.get_submodule(self.blocks_name.rpartition(".")[0])
+        # OPT's head calls the decoder itself; elsewhere the base model, which ends later, has the
+        # last word.
+        self.last_modules: set[nn.Module] = {self.stack, base}
         # XLNet's blocks see (N, B, D).
         self.batch_dim = 1 if config.model_type == "xlnet" else 0
         self.sentence_last = _reads_last_token(inner, config)
@@ -136,24 +145,33 @@ class Backbone(Model):
         """Whether the model, or what it hands its inputs to, has an argument of this name."""
         return argument in self._known
 
+    def last_hidden(self, output: Any) -> Tensor:
+        """The last hidden states (B, N, D) of what one of `last_modules` returned."""
+        last: Tensor = output[0]
+        return last
+
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches and without inputs that it doesn't know."""
         inputs = dict(batch)
         if "token_type_ids" not in self._known:
             inputs.pop("token_type_ids", None)
-        for argument in inputs:
-            if argument not in self._known:
-                near = difflib.get_close_matches(argument, [*self._known, "labels"], n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise TypeError(
-                    f"{self._name} ({type(self.inner).__name__}) takes no input {argument!r}{hint}"
-                )
+        self.check_inputs(inputs)
         for cache in ("use_cache", "use_mems"):
             if cache in self._known:
                 inputs.setdefault(cache, False)
         if "return_dict" in self._known:
             inputs["return_dict"] = True
         return self.model(**inputs)
+
+    def check_inputs(self, inputs: Iterable[str]) -> None:
+        """Raise unless the model knows the inputs of these names."""
+        for argument in inputs:
+            if argument not in self._known:
+                near = difflib.get_close_matches(argument, [*self._known, "labels"], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(
+                    f"{self._name} ({self.class_name}) takes no input {argument!r}{hint}"
+                )
 
     def observe(self, batch: dict[str, Any], wanted: "Wanted") -> tuple[Any, "Kept"]:
         """The model's output on ``batch``, and what was wanted of its inside."""
@@ -182,6 +200,12 @@ class Backbone(Model):
                 output = self.run(inputs)
             if kept.keys() >= wanted:
                 return output, kept
+            if not self.shows_states:
+                missing = ", ".join(map(str, sorted(wanted - kept.keys())))
+                raise ValueError(
+                    f"{self._name} ({self.class_name}) ran without calling its blocks for layers "
+                    f"{missing} as modules"
+                )
             self._hooks_reach = False
             self._replaced.clear()
         if not wanted:
@@ -220,23 +244,24 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
     handles = []
     calls = 0
 
-    def keep(layer: int, hidden: Tensor) -> None:
+    def keep(layer: int, result: Any) -> None:
+        hidden = result if isinstance(result, Tensor) else result[0]
         kept[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
 
     def reader(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            keep(layer, args[0] if args else kwargs["hidden_states"])
+            keep(layer, _first(args, kwargs))
 
         return hook
 
     def count_calls(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal calls
         if calls in wanted:
-            keep(calls, args[0] if args else kwargs["hidden_states"])
+            keep(calls, _first(args, kwargs))
         calls += 1
 
     def read_last(module: nn.Module, args: tuple, output: Any) -> None:
-        kept[backbone.num_layers] = output[0]
+        kept[backbone.num_layers] = backbone.last_hidden(output)
 
     try:
         if backbone.shared_blocks:
@@ -247,14 +272,19 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
                 block = backbone.blocks[layer]
                 handles.append(block.register_forward_pre_hook(reader(layer), with_kwargs=True))
         if backbone.num_layers in wanted:
-            # OPT's head calls the decoder itself; elsewhere the base model, which ends later,
-            # has the last word.
-            for module in {backbone.stack, backbone.base}:
+            for module in backbone.last_modules:
                 handles.append(module.register_forward_hook(read_last))
         yield kept
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What enters a block."""
+    if args:
+        return args[0]
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 # Names of the projections in a block, as transformers' families call them.

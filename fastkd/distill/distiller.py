@@ -15,6 +15,7 @@ from fastkd._checks import check_number
 from fastkd._numerics import upcast
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
+from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, wanted_of, write_cache
 from fastkd.distill.capture import QKV, Backbone, Kept, Wanted, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
@@ -59,8 +60,9 @@ class Distiller(nn.Module):
 
     Args:
         teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place. Or what one
-            said before: a `TeacherCache`.
-        student: another one, which takes the same inputs.
+            said before: a `TeacherCache`. Models that aren't from transformers are described by
+            `Blocks`.
+        student: another one, which takes the same inputs, or inputs of its own: see `forward`.
         method: see `fastkd.distill.methods`.
         gather: compare the samples of all processes, as one process with the whole batch would:
             value and gradient are that process's, where the loop averages gradients over the
@@ -91,8 +93,8 @@ class Distiller(nn.Module):
 
     def __init__(
         self,
-        teacher: "PreTrainedModel | TeacherCache",
-        student: "PreTrainedModel",
+        teacher: "PreTrainedModel | Blocks | TeacherCache",
+        student: "PreTrainedModel | Blocks",
         method: Method,
         *,
         gather: bool = False,
@@ -101,9 +103,11 @@ class Distiller(nn.Module):
         super().__init__()
         if not isinstance(method, Method):
             raise TypeError(f"method must be a fastkd.distill method, got {type(method).__name__}")
-        self._student_backbone = Backbone(student, "student")
-        cached = isinstance(teacher, TeacherCache)
-        self._teacher_backbone: Any = teacher.model if cached else Backbone(teacher, "teacher")
+        self._student_backbone = backbone_of(student, "student")
+        if isinstance(teacher, TeacherCache):
+            self._teacher_backbone: Any = teacher.model
+        else:
+            self._teacher_backbone = backbone_of(teacher, "teacher")
         shared = {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(

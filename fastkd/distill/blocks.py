@@ -1,0 +1,156 @@
+"""Models that aren't from transformers: any module with a list of blocks."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastkd._checks import check_positive_int
+from fastkd.distill.capture import Backbone
+
+
+class Blocks(nn.Module):
+    """Any model with a list of blocks, as a Distiller's teacher or student.
+
+    A block takes hidden states (B, N, D) as its first argument and returns them, alone or first:
+    tokens of a text, patches of an image. Inputs go to the model by name. ``attention_mask`` (B, N)
+    says which tokens are real, and goes to the model only if that takes it.
+
+    Args:
+        model: the model; it returns logits, alone, first, or as ``.logits``.
+        blocks: name of its ModuleList or Sequential, such as "encoder.layers".
+        hidden_size: D.
+        output_size: classes, or entries of a vocabulary, that the logits are of; None for a model
+            without a head, whose result is not read.
+        final: name of the module whose result the head reads, such as the last norm; by default
+            the last block.
+        embeddings: name of the module whose result LRC-BERT moves.
+        batch_first: False where hidden states are (N, B, D).
+        per_token: the head predicts something for each token.
+        causal: logits at a position are about the next token.
+        sentence_last: the head reads the last token, not the first.
+        regression: the head predicts numbers.
+
+    Raises:
+        ValueError: the model has no such part.
+
+    Example:
+        >>> import torch
+        >>> from fastkd.distill import FCD, Distiller
+        >>> def model(layers):
+        ...     return nn.Sequential(nn.Embedding(50, 16), nn.Sequential(
+        ...         *(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        ...           for _ in range(layers))))
+        >>> sides = [Blocks(model(n), "1", hidden_size=16) for n in (4, 2)]
+        >>> out = Distiller(*sides, FCD(task_weight=0))(input=torch.arange(48).view(4, 12))
+        >>> sorted(out.terms)
+        ['samples', 'tokens', 'total']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: str,
+        *,
+        hidden_size: int,
+        output_size: int | None = None,
+        final: str | None = None,
+        embeddings: str | None = None,
+        batch_first: bool = True,
+        per_token: bool = False,
+        causal: bool = False,
+        sentence_last: bool = False,
+        regression: bool = False,
+    ) -> None:
+        super().__init__()
+        check_positive_int("hidden_size", hidden_size)
+        for name, path in (("blocks", blocks), ("final", final), ("embeddings", embeddings)):
+            try:
+                model.get_submodule(path or "")
+            except AttributeError as error:
+                raise ValueError(f"{name}: {type(model).__name__} has no {path!r}") from error
+        found = model.get_submodule(blocks)
+        if not isinstance(found, (nn.ModuleList, nn.Sequential)) or not len(found):
+            raise ValueError(
+                f"blocks must name a ModuleList or Sequential, {blocks!r} is a "
+                f"{type(found).__name__}"
+            )
+        self.model, self.blocks = model, blocks
+        self.hidden_size, self.output_size = hidden_size, output_size
+        self.final, self.embeddings = final, embeddings
+        self.batch_first, self.per_token, self.causal = batch_first, per_token, causal
+        self.sentence_last, self.regression = sentence_last, regression
+
+    def forward(self, **inputs: Any) -> Any:
+        """The model's own result."""
+        return self.model(**inputs)
+
+
+class BlocksBackbone(Backbone):
+    """What `Backbone` is for a transformers model, from the description that `Blocks` is."""
+
+    shows_states = False
+
+    def __init__(self, model: Blocks, name: str) -> None:
+        inner: Any = model.model
+        self.model, self.inner, self.base = model, inner, inner
+        self.config: Any = getattr(inner, "config", None)
+        self.has_head, self.output_size = model.output_size is not None, model.output_size
+        self.class_name, self._name = type(inner).__name__, name
+        self.per_token, self.causal = model.per_token, model.causal
+        self.sentence_last = model.sentence_last
+        self.hidden_size, self.blocks_name = model.hidden_size, model.blocks
+        self.blocks: Any = inner.get_submodule(model.blocks)
+        self.num_layers = len(self.blocks)
+        self.batch_dim = 0 if model.batch_first else 1
+        self.shared_blocks = self.compiled = False
+        self._hooks_reach = True
+        self._replaced: list[Tensor] = []
+        self.last_modules = {inner.get_submodule(model.final) if model.final else self.blocks[-1]}
+        parameters = inspect.signature(inner.forward).parameters
+        self._known = set(parameters)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    @property
+    def embeddings(self) -> nn.Module:
+        if self.model.embeddings is None:
+            raise ValueError(
+                f"the embeddings of the {self._name} ({self.class_name}) are moved, but Blocks "
+                "names none; pass embeddings=..., or set the method's perturb=False"
+            )
+        return self.inner.get_submodule(self.model.embeddings)
+
+    @property
+    def problem(self) -> str | None:
+        return "regression" if self.model.regression else None
+
+    def last_hidden(self, output: Any) -> Tensor:
+        last: Tensor = output if isinstance(output, Tensor) else output[0]
+        return last.transpose(0, 1) if self.batch_dim == 1 else last
+
+    def run(self, batch: dict[str, Any]) -> Any:
+        inputs = dict(batch)
+        if not self._takes_all:
+            if "attention_mask" not in self._known:
+                inputs.pop("attention_mask", None)
+            self.check_inputs(inputs)
+        output = self.model(**inputs)
+        if not self.has_head:
+            return SimpleNamespace(logits=None)
+        if isinstance(output, (tuple, list)):
+            output = output[0]
+        elif not isinstance(output, Tensor):
+            output = output["logits"] if isinstance(output, dict) else output.logits
+        return SimpleNamespace(logits=output)
+
+    def check_eager(self, method: str) -> None:
+        raise ValueError(
+            f"{method} compares attention maps, which {self.class_name} doesn't show; it isn't a "
+            "transformers model"
+        )
+
+
+def backbone_of(model: nn.Module, name: str) -> Backbone:
+    """How to read a teacher or student."""
+    return BlocksBackbone(model, name) if isinstance(model, Blocks) else Backbone(model, name)

@@ -1,0 +1,133 @@
+"""Models that aren't from transformers, against what their blocks gave."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fastkd.distill import METHODS, AttentionMSE, Blocks, Distiller, method_by_name
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+
+class Patches(nn.Module):
+    """An image model as timm writes them: blocks in a Sequential, a norm, a head."""
+
+    def __init__(self, layers, D=16, batch_first=True):
+        super().__init__()
+        self.patches = nn.Conv2d(3, D, 4, 4)
+        self.start = nn.Parameter(torch.randn(1, 1, D))
+        self.embed = nn.Identity()
+        layer = nn.TransformerEncoderLayer(D, 2, 32, dropout=0.0, batch_first=batch_first)
+        self.blocks = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
+        self.norm = nn.LayerNorm(D)
+        self.head = nn.Linear(D, 3)
+        self.batch_first = batch_first
+
+    def forward(self, image):
+        x = self.patches(image).flatten(2).mT
+        x = self.embed(torch.cat([self.start.expand(len(x), -1, -1), x], 1))
+        x = x if self.batch_first else x.transpose(0, 1)
+        x = self.norm(self.blocks(x))
+        return self.head(x[:, 0] if self.batch_first else x[0])
+
+
+def side(layers, D=16, **options):
+    model = Patches(layers, D, **options)
+    return Blocks(
+        model, "blocks", hidden_size=D, output_size=3, final="norm", embeddings="embed", **options
+    )
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    return side(4, 24, **options), side(2, **options)
+
+
+def data(rows=6):
+    torch.manual_seed(1)
+    return {"image": torch.randn(rows, 3, 12, 12), "labels": torch.arange(rows) % 3}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns(name):
+    options = {"layers": "uniform"} if name == "mc3kd" else {}
+    distiller = Distiller(*pair(), method_by_name(name, **options))
+    distiller.set_progress(1.0)
+    optimizer = torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], 1e-3)
+    first = None
+    for _ in range(15):
+        out = distiller(**data())
+        out.loss.backward()
+        for block in distiller.student.model.blocks:
+            assert all(p.grad is not None for p in block.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        first = out.loss.item() if first is None else first
+    assert out.loss.item() < first and out.logits.shape == (6, 3)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_layers_are_what_enters_and_leaves_the_blocks(batch_first):
+    distiller = Distiller(*pair(batch_first=batch_first), method_by_name("fcd")).eval()
+    seen = {}
+    distiller.method.register_forward_pre_hook(lambda module, args: seen.update(step=args[0]))
+    model, found = distiller.student.model, []
+    model.blocks[1].register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    model.norm.register_forward_hook(lambda module, args, output: found.append(output))
+    distiller(**data())
+    for layer, expected in enumerate(found, 1):
+        expected = expected if batch_first else expected.transpose(0, 1)
+        assert torch.equal(seen["step"].student.hidden[layer], expected)
+
+
+def test_micro_batches_and_processes_run_out():
+    distiller = Distiller(*pair(), method_by_name("fcd")).double()
+    whole = {name: x.double() if x.is_floating_point() else x for name, x in data().items()}
+    distiller(**whole).loss.backward()
+    expected = [p.grad.clone() for p in distiller.student.parameters()]
+    distiller.zero_grad()
+    parts = [{n: x[a:b] for n, x in whole.items()} for a, b in ((0, 4), (4, 4), (4, 6))]
+    for out in distiller.accumulate(parts):
+        out.loss.backward()
+    for parameter, gradient in zip(distiller.student.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-12, rtol=1e-10)
+
+
+def test_masks_of_a_text_model():
+    """Padding counts nowhere, also where the model itself doesn't know of it."""
+    torch.manual_seed(0)
+
+    def model(layers):
+        blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+        return Blocks(nn.Sequential(nn.Embedding(50, 16), blocks), "1", hidden_size=16)
+
+    distiller = Distiller(model(4), model(2), method_by_name("fcd", task_weight=0.0))
+    ids, mask = torch.randint(50, (4, 9)), torch.ones(4, 9)
+    mask[:, 6:] = 0
+    loss = distiller(input=ids, attention_mask=mask).loss
+    torch.testing.assert_close(loss, distiller(input=ids[:, :6]).loss)
+
+
+def test_mistakes():
+    model = Patches(2)
+    for name, options in {
+        "blocks": {"blocks": "layers"},
+        "final": {"blocks": "blocks", "final": "nrm"},
+        "embeddings": {"blocks": "blocks", "embeddings": "emb"},
+        "must name a ModuleList or Sequential": {"blocks": "norm"},
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            Blocks(model, hidden_size=16, **options)
+    with pytest.raises(TypeError, match=r"describe any other with fastkd.distill.Blocks"):
+        Distiller(model, Patches(1), method_by_name("fcd"))
+    with pytest.raises(TypeError, match=r"\(Patches\) takes no input 'imag'; did you mean 'image'"):
+        Distiller(*pair(), method_by_name("fcd"))(imag=data()["image"])
+    with pytest.raises(ValueError, match="compares attention maps"):
+        Distiller(*pair(), AttentionMSE())
+    with pytest.raises(ValueError, match="has no head"):
+        Distiller(pair()[0], Blocks(model, "blocks", hidden_size=16), method_by_name("fcd"))
+    student = Blocks(model, "blocks", hidden_size=16, output_size=3)
+    with pytest.raises(ValueError, match=r"pass embeddings=..., or set the method's perturb=False"):
+        Distiller(pair()[0], student, method_by_name("lrc_bert"))(**data())
