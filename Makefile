@@ -29,7 +29,7 @@ test: lint
 test-all: test
 	$(BIN)/python -m bench.compile_report --prove
 
-# The suite's core against another torch: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
+# The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed
 	$(BIN)/python -m tests.matrix $(VERSION) $(ARGS)
 
@@ -53,4 +53,4 @@ gpu-check:
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info fastkd/*.so
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info fastkd/*.so

@@ -1,6 +1,6 @@
 """Distillation losses of five papers as fused, exact, drop-in PyTorch functions."""
 
-from fastkd import functional
+from fastkd import _versions, functional  # noqa: F401 - first, for its word on an old torch
 from fastkd.attention import AttentionLoss
 from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss

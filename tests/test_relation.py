@@ -543,8 +543,12 @@ def test_sizes_stay_symbolic(backend, device, changing, dynamic):
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=graphs)
     for size in (4, 7, 64 if backend == "torch" else 12):  # the interpreter is slow
         B, N = (size, 5) if changing == "B" else (3, size)
-        students = [features(B, N, D, dtype=torch.float32, device=device) for D in (24, 8)]
-        teachers = [features(B, N, D, dtype=torch.float32, device=device) for D in (16, 9)]
+        # Several layers, which double the graph, where they are on the way to become symbolic.
+        layers = [(24, 16), (8, 9)] if dynamic is None and changing == "N" else [(24, 16)]
+        students, teachers = (
+            [features(B, N, D, dtype=torch.float32, device=device) for D in sizes]
+            for sizes in zip(*layers, strict=True)
+        )
         for student in students:
             student.requires_grad_()
         mask = make_mask("ragged", B, N, device) if changing == "N" else None

@@ -17,6 +17,7 @@ from torch import Tensor
 import fastkd
 from fastkd._dispatch import why_not_triton
 from fastkd._losses import LOSSES, Inputs
+from fastkd._versions import TESTED
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")
 # Far above what float32 loses, far below what a wrong kernel gives.
@@ -83,11 +84,13 @@ def examine(console: Console) -> bool:
     def line(name: str, value: str) -> None:
         console.print(f"{name:<14}{value}", highlight=False, markup=False, soft_wrap=True)
 
-    line("fastkd", fastkd.__version__)
+    line("fastkd", f"{fastkd.__version__}, installed as {_version('fastkd')}")
     line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     line("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
     for package in PACKAGES:
         line(package, _version(package))
+    for package, versions in TESTED.items():
+        line("tested with", f"{package} {', '.join(versions)}")
     line("device", _describe(device))
     line("extension", _extension())
 

@@ -408,7 +408,8 @@ def _passed_on(inner: nn.Module, base: nn.Module) -> set[str]:
     from transformers.utils.generic import TransformersKwargs
 
     below = inspect.signature(base.forward).parameters
-    return {*below, *TransformersKwargs.__annotations__, "return_dict"}
+    # The collator for packed rows made seq_idx before transformers listed it, in 5.0 for one.
+    return {*below, *TransformersKwargs.__annotations__, "return_dict", "seq_idx"}
 
 
 def _reads_last_token(inner: nn.Module, config: Any) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fastkd._versions import TESTED
 from fastkd.app import doctor
 from fastkd.app.cli import app
 
@@ -19,6 +20,8 @@ def test_all_backends_that_run_are_right():
         assert part in result.output
     for check in doctor.CHECKS:
         assert check.function in result.output
+    for package, versions in TESTED.items():
+        assert f"{package} {', '.join(versions)}\n" in result.output
 
 
 def test_says_why_triton_is_not_available(monkeypatch):

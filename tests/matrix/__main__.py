@@ -34,6 +34,9 @@ LEFT_OUT = {
     "tests/app/test_kills.py": "about files, not versions",
     "tests/app/test_abuse.py": "about options and files, not versions",
     "tests/app/test_demo.py": "minutes of training",
+    "tests/app/test_processes.py": "minutes of training in many processes",
+    "tests/study": "minutes of training",
+    "tests/test_examples.py": "wants packages of its own",
 }
 
 

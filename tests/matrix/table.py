@@ -22,7 +22,7 @@ def numbers(version: str | int) -> list[int]:
 
 
 def counts(line: str) -> Row:
-    """From pytest's last line; an error is a failure."""
+    """Of pytest's last line; an error is a failure."""
     found = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed|error)", line)}
     found["failed"] = found.get("failed", 0) + found.pop("error", 0)
     return {name: found.get(name, 0) for name in COUNTS}
@@ -49,3 +49,7 @@ def page() -> str:
         *("| " + " | ".join(str(row[c]) for c in COLUMNS) + " |" for row in read()),
     ]
     return before + START + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

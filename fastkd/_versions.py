@@ -1,0 +1,20 @@
+"""The versions that the suite's core was run with; docs/versions.md is the table of those runs."""
+
+import warnings
+
+import torch
+from torch.torch_version import TorchVersion
+
+TESTED = {
+    "torch": ("2.10.0", "2.15.0"),
+    "triton": ("3.6.0", "3.9.0"),
+    "transformers": ("5.0.0", "5.23.0"),
+    "python": ("3.10", "3.13"),
+}
+
+if TorchVersion(torch.__version__) < TESTED["torch"][0]:
+    warnings.warn(
+        f"fastkd was never tested with torch {torch.__version__}: "
+        f"the oldest it was tested with is {TESTED['torch'][0]}",
+        stacklevel=3,
+    )
