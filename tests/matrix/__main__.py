@@ -129,7 +129,7 @@ def versions(python: Path) -> table.Row:
 
 
 def provenance(wheel: Path) -> table.Row:
-    """What the wheel was made from, and when it was tested."""
+    """What the wheel was made from, and when."""
     return {
         "built with": f"torch {metadata.version('torch')}",
         "wheel": hashlib.sha256(wheel.read_bytes()).hexdigest()[:12],
@@ -153,6 +153,7 @@ def main() -> None:
         place = Path(folder)
         copy_source(place)
         wheel = options.wheel.resolve() if options.wheel else build_wheel(place)
+        made = {} if options.wheel else provenance(wheel)
         shutil.rmtree(place / "fastkd")
         for version in options.version:
             python = environment(version, options.transformers, options.python, wheel)
@@ -161,7 +162,7 @@ def main() -> None:
             print(outcome)
             worst = max(worst, status)
             if not (options.no_record or options.wheel):
-                table.record(outcome | provenance(wheel))
+                table.record(outcome | made)
     raise SystemExit(worst)
 
 
