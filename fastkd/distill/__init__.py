@@ -21,6 +21,7 @@ from fastkd.distill.methods import (
     method_by_name,
     resolve,
 )
+from fastkd.distill.spans import TwoTokenizers, align_spans
 from fastkd.distill.step import Step
 from fastkd.distill.student import student_from_teacher
 
@@ -42,6 +43,8 @@ __all__ = [
     "Step",
     "TeacherCache",
     "Term",
+    "TwoTokenizers",
+    "align_spans",
     "layer_map",
     "method_by_name",
     "methods",

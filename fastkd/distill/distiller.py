@@ -1,6 +1,7 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -17,10 +18,11 @@ from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, wanted_of, write_cache
-from fastkd.distill.capture import QKV, Backbone, Kept, Wanted, replaced_embeddings
+from fastkd.distill.capture import QKV, Backbone, Wanted, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
 from fastkd.distill.method import Method, Term, weighted
-from fastkd.distill.step import Items, Outputs, Step
+from fastkd.distill.spans import Spans
+from fastkd.distill.step import Items, Outputs, Step, pooled_rows
 from fastkd.distributed import Ranks, ranks_of
 
 if TYPE_CHECKING:
@@ -241,7 +243,13 @@ class Distiller(nn.Module):
                 ``seq_idx``, ``cu_seq_lens_q`` or ``position_ids`` that start again, as
                 transformers' DataCollatorWithFlattening gives them.
             batch: the models' other inputs, ``attention_mask`` (B, N) among them, or (B, C, N)
-                for the C choices of a question, each a sample.
+                for the C choices of a question, each a sample. A teacher of another kind takes
+                those that begin with ``teacher_``, and no others: ``teacher_input_ids``,
+                ``teacher_pixel_values``. Rows of both sides are then compared by the token that
+                each head reads or their mean, as the method does it. Methods that compare tokens
+                want ``student_spans`` (B, N) and ``teacher_spans`` (B, M), the number of the
+                piece of text that each token belongs to, −1 for none, from `TwoTokenizers` or
+                `align_spans`: spans stand in the tokens' place.
         """
         if _share is not None:
             whole, index, last = _share
@@ -314,26 +322,72 @@ class Distiller(nn.Module):
         num_items: float | Tensor | None,
         segments: Tensor | None,
     ) -> "Part":
+        batch, own, spans = _split(batch)
         mask = _token_mask(batch)
         shape = _batch_shape(batch, mask)
         documents = find_documents(shape, mask, batch, segments)
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
         if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
             targets = batch["start_positions"], batch["end_positions"]
-        return Part(batch, targets, num_items, shape, mask, documents)
+        part = Part(batch, targets, num_items, shape, mask, documents)
+        if own and self.method.uses_teacher:
+            part.teacher = self._part(own, None, None, None)
+            self._check_own_inputs(part, spans is not None)
+            if spans is not None:
+                sides = zip((part, part.teacher), spans, strict=True)
+                part.spans = Spans.of(*(side.unpacked_spans(x) for side, x in sides))
+        return part
+
+    def _check_own_inputs(self, part: "Part", spans: bool) -> None:
+        """Raise unless the method can compare a teacher that reads other tokens."""
+        name, wanted = type(self.method).__name__, wanted_of(self.method)
+        if isinstance(self.teacher, TeacherCache):
+            raise ValueError(
+                "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
+            )
+        if wanted["inside"]:
+            raise ValueError(f"{name} compares attention, which other tokens don't share")
+        spanned = self._student_backbone.per_token or isinstance(part.labels, tuple)
+        if wanted["logits"] and spanned:
+            raise ValueError(
+                f"{name} compares the predictions for each token, and the teacher's inputs are "
+                "others; set the weight of soft targets to 0"
+            )
+        if wanted["layers"] and wanted["pool"] == "tokens" and not spans:
+            raise ValueError(
+                f"{name} compares tokens, and the teacher's are others; pass student_spans and "
+                "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
+            )
 
     def _run_teacher(self, part: "Part") -> Outputs:
         if not self.method.uses_teacher:
             return Outputs({}, None)
         if isinstance(self.teacher, TeacherCache):
-            device = next(self.student.parameters()).device
-            return self.teacher.outputs(part, wanted_of(self.method), device)
+            return self.teacher.outputs(part, wanted_of(self.method), self._device)
+        backbone, own = self._teacher_backbone, part.teacher or part
         with torch.no_grad():
-            wanted = self.method.wanted("teacher")
-            return _run(self._teacher_backbone, part.teacher_inputs, wanted, part)
+            inputs = _placed_for(self.teacher, own.teacher_inputs)
+            outputs = _run(backbone, inputs, self.method.wanted("teacher"), own, self._device)
+            if part.spans is not None:
+                return part.spans.pool(outputs, 1, backbone, own.feature_mask)
+            if own is part:
+                return outputs
+            pool = self.method.teacher_pool
+            rows = outputs.features(
+                lambda x, tokens: pooled_rows(pool, backbone, x, own.feature_mask)[:, None]
+            )
+            return dataclasses.replace(rows, pooled=True)
 
     def _run_student(self, part: "Part") -> Outputs:
-        return _run(self._student_backbone, part.batch, self.method.wanted("student"), part)
+        backbone = self._student_backbone
+        outputs = _run(backbone, part.batch, self.method.wanted("student"), part)
+        if part.spans is None:
+            return outputs
+        return part.spans.pool(outputs, 0, backbone, part.feature_mask)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.student.parameters()).device
 
     def _step(self, part: "Part", student: Outputs, teacher: Outputs, items: Items) -> Step:
         documents = part.documents
@@ -342,7 +396,7 @@ class Distiller(nn.Module):
             teacher,
             self._student_backbone,
             self._teacher_backbone,
-            part.mask if documents is None else documents.mask,
+            part.feature_mask if part.spans is None else part.spans.mask,
             part.labels,
             part.num_items,
             token_mask=part.mask,
@@ -416,6 +470,25 @@ class Part:
     shape: tuple[int, int] | None  # (B, N) of the tokens
     mask: Tensor | None
     documents: Documents | None
+    teacher: "Part | None" = None  # the teacher's inputs where they are its own
+    spans: Spans | None = None
+
+    @property
+    def feature_mask(self) -> Tensor | None:
+        """Which tokens of features are real, each document in a row of its own."""
+        return self.mask if self.documents is None else self.documents.mask
+
+    def unpacked_spans(self, spans: Tensor) -> Tensor:
+        """Spans of the tokens of features."""
+        if spans.shape != self.shape:
+            raise ValueError(
+                f"spans have shape {tuple(spans.shape)}, but their tokens {self.shape}"
+            )
+        if self.documents is None:
+            return spans
+        if self.documents.packed:
+            raise ValueError("packed rows have no spans; give each document a row of its own")
+        return self.documents.unpack(spans).masked_fill(~self.documents.mask, -1)
 
     @property
     def empty(self) -> bool:
@@ -446,18 +519,50 @@ def _run(
     inputs: dict[str, Any],
     wanted: Wanted,
     part: Part,
+    device: torch.device | None = None,
 ) -> Outputs:
+    """What the model says about a part, on ``device``."""
     if part.empty:
-        return Outputs.of(*backbone.observe(_one_row(inputs), wanted)).rows(0)
-    output, kept = backbone.observe(inputs, wanted)
+        return Outputs.of(*backbone.observe(_one_row(inputs), wanted)).rows(0).to(device)
+    outputs = Outputs.of(*backbone.observe(inputs, wanted)).to(device)
     documents = part.documents
-    if documents is not None:
-        kept = Kept(
-            {layer: documents.unpack(x) for layer, x in kept.hidden.items()},
-            {layer: documents.unpack_maps(x) for layer, x in kept.attentions.items()},
-            {layer: QKV(*map(documents.unpack_heads, x)) for layer, x in kept.qkv.items()},
-        )
-    return Outputs.of(output, kept)
+    if documents is None:
+        return outputs
+    return dataclasses.replace(
+        outputs,
+        hidden={layer: documents.unpack(x) for layer, x in outputs.hidden.items()},
+        attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
+        qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
+    )
+
+
+def _split(
+    batch: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, Tensor] | None]:
+    """The student's inputs, the teacher's own, and the spans of both."""
+    student, own = {}, {}
+    for name, x in batch.items():
+        if name.startswith("teacher_"):
+            own[name.removeprefix("teacher_")] = x
+        else:
+            student[name] = x
+    spans = student.pop("student_spans", None), own.pop("spans", None)
+    if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
+        raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
+    return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
+
+
+def _placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs on the device of a model that may be elsewhere, numbers in its dtype."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return inputs
+
+    def place(x: Tensor) -> Tensor:
+        numbers = x.is_floating_point() and first.is_floating_point()
+        return x.to(first.device, first.dtype if numbers else None)
+
+    return {name: tree_map_only(Tensor, place, x) for name, x in inputs.items()}
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

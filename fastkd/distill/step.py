@@ -39,6 +39,7 @@ class Outputs:
     pooled: bool = False  # hidden states are one row a sample, (B, 1, D)
     attentions: dict[int, Tensor] = field(default_factory=dict)
     qkv: dict[int, QKV] = field(default_factory=dict)
+    spans: bool = False  # they are the sentence token, then the means over spans
 
     @classmethod
     def of(cls, output: Any, kept: Kept) -> "Outputs":
@@ -50,6 +51,14 @@ class Outputs:
         names = tuple(output.keys()) if hasattr(output, "keys") else ()
         loss = getattr(output, "loss", None)
         return cls(kept.hidden, logits, loss, names, False, kept.attentions, kept.qkv)
+
+    def to(self, device: torch.device | None) -> "Outputs":
+        """All that is kept on another device."""
+        if device is None:
+            return self
+        moved = self.features(lambda x, tokens: x.to(device, non_blocking=True))
+        logits = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self.logits)
+        return dataclasses.replace(moved, logits=logits)
 
     def rows(self, count: int) -> "Outputs":
         """Of the first ``count`` samples."""
@@ -191,11 +200,17 @@ class Step:
         """
         if pool == "tokens":
             return [student, teacher], self.mask
-        if self.teacher.pooled:  # in the same way, by a cache
-            teacher = teacher[:, 0]
-        else:
-            teacher = pooled_rows(pool, self.teacher_model, teacher, self.mask)
-        return [pooled_rows(pool, self.student_model, student, self.mask), teacher], None
+
+        def rows(outputs: Outputs, model: Model, hidden: Tensor) -> Tensor:
+            # A cache, or a teacher with inputs of its own, has pooled in the same way.
+            if outputs.pooled or (outputs.spans and pool == "cls"):
+                return hidden[:, 0]
+            return pooled_rows(pool, model, hidden, self.mask)
+
+        return [
+            rows(self.student, self.student_model, student),
+            rows(self.teacher, self.teacher_model, teacher),
+        ], None
 
     @property
     def real(self) -> Tensor:

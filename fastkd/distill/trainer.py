@@ -171,7 +171,10 @@ class DistillationTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             columns = inspect.signature(self.distiller.student.forward).parameters
-            self._signature_columns = [*columns, "label", "label_ids", *self.label_names]
+            others = inspect.signature(self.distiller.teacher.forward).parameters
+            own = [f"teacher_{name}" for name in (*others, "spans")]
+            targets = ["label", "label_ids", *self.label_names]
+            self._signature_columns = [*columns, *targets, "student_spans", *own]
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = output_dir if output_dir is not None else self.args.output_dir

@@ -279,6 +279,8 @@ class _Step:
     def cached(self) -> Gradients:
         if isinstance(self.distiller.teacher, TeacherCache):
             raise _CannotDo("the teacher is a cache")
+        if any(name.startswith("teacher_") for name in self.batch):
+            raise _CannotDo("the teacher has inputs of its own")
         wanted = self.distiller.method.wanted("teacher")
         if wanted.attentions or wanted.qkv:
             raise _CannotDo("a cache keeps no attention maps")
@@ -370,8 +372,8 @@ def _gradients(distiller: nn.Module) -> Gradients:
 
 
 def _padding_of(name: str, distiller: Distiller) -> int:
-    if name == "labels":
-        return IGNORED
+    if name in ("labels", "student_spans"):
+        return IGNORED if name == "labels" else -1
     return (distiller.config.pad_token_id or 0) if name == "input_ids" else 0
 
 

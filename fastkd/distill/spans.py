@@ -1,0 +1,143 @@
+"""Two tokenizers, one text: spans that both sides' tokens make up, by character offsets."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkd._checks import check_shape
+from fastkd._numerics import autocast_off, zero_padding
+from fastkd.distill.capture import Model
+from fastkd.distill.step import Outputs
+
+__all__ = ["TwoTokenizers", "align_spans"]
+
+
+def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which span each token belongs to: the shortest pieces of text that end a token on both sides.
+
+    Args:
+        student_offsets: (B, N, 2) first character and the one after the last of each token in its
+            text, as fast tokenizers give them (``return_offsets_mapping``); equal for a token
+            without text.
+        teacher_offsets: (B, M, 2), of the same texts.
+
+    Returns:
+        (B, N) and (B, M) numbers of spans from 0 on, −1 for tokens without text and behind the
+        last end that both sides share.
+
+    Example:
+        >>> ours = torch.tensor([[[0, 0], [0, 4], [4, 7], [8, 12]]])  # [CLS] play ##ing well
+        >>> theirs = torch.tensor([[[0, 7], [7, 9], [9, 12]]])  # playing _w ell
+        >>> align_spans(ours, theirs)
+        (tensor([[-1,  0,  0,  1]]), tensor([[0, 1, 1]]))
+    """
+    sides = [student_offsets.cpu(), teacher_offsets.cpu()]
+    for name, x in zip(("student_offsets", "teacher_offsets"), sides, strict=True):
+        check_shape(name, x, (len(sides[0]), x.shape[1], 2), "(B, tokens, 2) of the same texts")
+    spans = [torch.full(x.shape[:2], -1) for x in sides]
+    for row in range(len(sides[0])):
+        ends = [x[row, :, 1] for x in sides]
+        text = [x[row, :, 1] > x[row, :, 0] for x in sides]
+        ours, theirs = (e[t].unique() for e, t in zip(ends, text, strict=True))
+        shared = ours[torch.isin(ours, theirs)]  # ascending
+        for numbers, end, real in zip(spans, ends, text, strict=True):
+            found = torch.searchsorted(shared, end.contiguous())
+            numbers[row] = torch.where(real & (found < len(shared)), found, -1)
+    return spans[0].to(student_offsets.device), spans[1].to(teacher_offsets.device)
+
+
+class TwoTokenizers:
+    """Texts in the tokens of the student and of the teacher, with their spans.
+
+    ``tokenizers(texts, pairs=None)`` gives what a Distiller takes: the student's inputs by their
+    names, the teacher's with ``teacher_`` before them, ``student_spans`` and ``teacher_spans``.
+
+    Args:
+        student, teacher: fast tokenizers of transformers.
+        options: for both, such as ``truncation=True, max_length=128``.
+
+    Raises:
+        ValueError: a tokenizer that knows no offsets, or has no padding token.
+    """
+
+    def __init__(self, student: Any, teacher: Any, **options: Any) -> None:
+        for name, tokenizer in (("student", student), ("teacher", teacher)):
+            if not getattr(tokenizer, "is_fast", False):
+                raise ValueError(f"the {name}'s tokenizer knows no offsets; load the fast one")
+            if tokenizer.pad_token is None:
+                raise ValueError(
+                    f"the {name}'s tokenizer has no padding token; set "
+                    "tokenizer.pad_token = tokenizer.eos_token"
+                )
+        self.student, self.teacher, self.options = student, teacher, options
+
+    def __call__(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        student, student_offsets = self._encode(self.student, texts, pairs)
+        teacher, teacher_offsets = self._encode(self.teacher, texts, pairs)
+        spans = align_spans(student_offsets, teacher_offsets)
+        return {
+            **student,
+            **{f"teacher_{name}": x for name, x in teacher.items()},
+            "student_spans": spans[0],
+            "teacher_spans": spans[1],
+        }
+
+    def _encode(
+        self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        encoded = tokenizer(
+            list(texts),
+            None if pairs is None else list(pairs),
+            padding=True,
+            return_offsets_mapping=True,
+            return_tensors="pt",
+            **self.options,
+        )
+        offsets = encoded.pop("offset_mapping")
+        for row, text in enumerate(texts):
+            sequence = torch.tensor([-1 if i is None else i for i in encoded.sequence_ids(row)])
+            offsets[row, sequence < 0] = 0  # some give special tokens the text around them
+            offsets[row, sequence == 1] += len(text) + 1  # the second text stands behind the first
+        return dict(encoded), offsets
+
+
+@dataclass
+class Spans:
+    """Spans of a batch, ``tokens[side]`` (B, N) of each token from 0 on, −1 for none.
+
+    Features are compared in S + 1 places a sample: the token that each side's head reads, then the
+    mean over the tokens of each span. ``mask`` (B, S + 1) says which are there on both sides.
+    """
+
+    tokens: tuple[Tensor, Tensor]
+    mask: Tensor
+
+    @classmethod
+    def of(cls, student: Tensor, teacher: Tensor) -> "Spans":
+        count = int(max(student.max(), teacher.max())) + 1 if len(student) else 0
+        there = [_members(x, count).any(2) for x in (student, teacher)]
+        first = there[0].new_ones(len(student), 1)
+        return cls((student, teacher), torch.cat([first, there[0] & there[1]], 1))
+
+    def pool(self, outputs: Outputs, side: int, model: Model, mask: Tensor | None) -> Outputs:
+        """Hidden states (B, N, D) as (B, S + 1, D)."""
+        members = _members(self.tokens[side], self.mask.shape[1] - 1)  # (B, S, N)
+
+        def pooled(x: Tensor, tokens: int) -> Tensor:
+            with autocast_off(x):
+                sums = members.to(x.dtype) @ zero_padding(x, self.tokens[side] >= 0)
+            means = sums / members.sum(2, keepdim=True).clamp(min=1)
+            return torch.cat([model.sentence_token(x, mask)[:, None], means.to(x.dtype)], 1)
+
+        return dataclasses.replace(outputs.features(pooled), spans=True)
+
+
+def _members(spans: Tensor, count: int) -> Tensor:
+    """Whether a token belongs to a span: (B, S, N)."""
+    return spans[:, None, :] == torch.arange(count, device=spans.device)[:, None]

@@ -1,0 +1,256 @@
+"""A teacher that reads other tokens: spans by character offsets, and what is compared of them."""
+
+import pytest
+import torch
+import transformers as t
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
+
+from fastkd import FCDLoss
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    MC3KD,
+    AttentionMSE,
+    Distiller,
+    IntraClassKNN,
+    SoftTargets,
+    TwoTokenizers,
+    align_spans,
+)
+from tests.distill.models import CONFIGS, classifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+WORDS = ["play", "##ing", "well", "in", "the", "gar", "##den", "cat"]
+TEXTS = ["playing in the garden", "the cat", "cat in garden well", "well playing cat"]
+
+
+def word_pieces():
+    """As BERT: [CLS] and [SEP] around pieces of words."""
+    vocab = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
+    return t.BertTokenizer(vocab=vocab)
+
+
+def characters(left=False):
+    """As a byte-level decoder: a token a character, spaces with what follows, nothing around."""
+    letters = sorted({c for text in TEXTS for c in text} | {"?"})
+    vocab = {c: i + 1 for i, c in enumerate(letters)}
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **vocab}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="?",
+        padding_side="left" if left else "right",
+    )  # fmt: skip
+
+
+def pair(student="bert", teacher="llama", hidden=24):
+    torch.manual_seed(0)
+    config = CONFIGS[teacher](4)
+    config.update({"hidden_size": hidden, "num_labels": 3, "initializer_range": 0.2})
+    big = t.AutoModelForSequenceClassification.from_config(config)
+    return big.double(), classifier(student, layers=2).double()
+
+
+def data(left=False):
+    batch = TwoTokenizers(word_pieces(), characters(left))(TEXTS)
+    batch["labels"] = torch.tensor([0, 1, 1, 0])
+    return batch
+
+
+def pieces(text, offsets, spans):
+    """The text of each span."""
+    found = {}
+    for (start, end), span in zip(offsets.tolist(), spans.tolist(), strict=True):
+        if span >= 0:
+            first, last = found.get(span, (start, end))
+            found[span] = min(first, start), max(last, end)
+    return [text[a:b].strip() for a, b in (found[i] for i in sorted(found))]
+
+
+def test_spans_are_the_same_text_on_both_sides():
+    ours, theirs = word_pieces(), characters()
+    sides = [
+        tok(TEXTS, padding=True, return_offsets_mapping=True, return_tensors="pt")["offset_mapping"]
+        for tok in (ours, theirs)
+    ]
+    spans = align_spans(*sides)
+    for row, text in enumerate(TEXTS):
+        found = [
+            pieces(text, side[row], span[row]) for side, span in zip(sides, spans, strict=True)
+        ]
+        assert found[0] == found[1]
+        assert "".join(found[0]) == text.replace(" ", "")
+    assert pieces(TEXTS[0], sides[0][0], spans[0][0]) == ["play", "ing", "in", "the", "gar", "den"]
+
+
+def test_what_only_one_side_has_read_is_left_out():
+    long = torch.tensor([[[0, 4], [5, 9], [10, 14], [0, 0]]])
+    short = torch.tensor([[[0, 2], [2, 4], [5, 7]]])  # cut off within a word
+    ours, theirs = align_spans(long, short)
+    assert ours.tolist() == [[0, -1, -1, -1]] and theirs.tolist() == [[0, 0, -1]]
+    bytes_of_one_character = torch.tensor([[[0, 1], [0, 1], [0, 1], [1, 4]]])
+    ours, theirs = align_spans(bytes_of_one_character, torch.tensor([[[0, 1], [1, 4]]]))
+    assert ours.tolist() == [[0, 0, 0, 1]] and theirs.tolist() == [[0, 1]]
+
+
+def test_pairs_of_texts():
+    """The second text's words are not the first's, though both begin at character 0."""
+    texts = ["the cat", "cat"], ["in well", "the garden"]
+    batch = TwoTokenizers(word_pieces(), characters())(*texts)
+    for side in ("student", "teacher"):
+        found = [set(row.tolist()) - {-1} for row in batch[f"{side}_spans"]]
+        assert found == [{0, 1, 2, 3}, {0, 1, 2, 3}]
+
+
+def by_hand(distiller, batch, layers, side):
+    """Sentence token and means over spans, with loops."""
+    model = distiller.student if side == "student" else distiller.teacher
+    prefix = "" if side == "student" else "teacher_"
+    inputs = {n: batch[f"{prefix}{n}"] for n in ("input_ids", "attention_mask")}
+    if side == "teacher" and inputs["attention_mask"][:, 0].min() == 0:  # padded on the left
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    hidden = model(**inputs, output_hidden_states=True).hidden_states
+    spans = batch[f"{side}_spans"]
+    rows = []
+    for x, mask, numbers in zip(
+        torch.stack([hidden[i] for i in layers], 1), inputs["attention_mask"], spans, strict=True
+    ):
+        real = mask.nonzero()[:, 0]
+        first = x[:, real[0] if side == "student" else real[-1]]
+        means = [x[:, numbers == i].mean(1) for i in range(int(numbers.max()) + 1)]
+        rows.append(torch.stack([first, *means], 1))
+    length = max(row.shape[1] for row in rows)
+    mask = torch.tensor([[i < row.shape[1] for i in range(length)] for row in rows])
+    padded = torch.stack([F.pad(row, (0, 0, 0, length - row.shape[1])) for row in rows], 1)
+    return list(padded), mask
+
+
+def test_relations_of_spans_are_those_by_hand():
+    distiller = Distiller(*pair(), FCD()).eval()
+    batch = data()
+    out = distiller(**batch)
+    with torch.no_grad():
+        students, mask = by_hand(distiller, batch, [1, 2], "student")
+        teachers, same = by_hand(distiller, batch, [2, 4], "teacher")
+    assert torch.equal(mask, same)
+    for term, weights in (("tokens", (1.0, 0.0)), ("samples", (0.0, 1.0))):
+        expected = FCDLoss(*weights)(students, teachers, mask)
+        torch.testing.assert_close(out.terms[term], expected, atol=1e-10, rtol=1e-10)
+
+
+METHODS = {
+    "fcd": lambda: FCD(),
+    "lrc_bert": lambda: LRCBERT(first_stage=0.0),
+    "mc3kd": lambda: MC3KD(layers="uniform"),
+    "lrkd": lambda: LRKD(),
+    "knn": lambda: IntraClassKNN(alpha1=0.1),
+    "knn mean": lambda: IntraClassKNN(alpha1=0.1, pool="mean"),
+    "knn tokens": lambda: IntraClassKNN(alpha1=0.1, pool="tokens"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_spans(name):
+    torch.manual_seed(0)
+    distiller = Distiller(*pair(), METHODS[name]()).double()
+    for module in distiller.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    batch = data()
+    expected = distiller(**batch)
+    expected.loss.backward()
+    gradients = [p.grad.clone() for p in distiller.student.parameters() if p.grad is not None]
+    distiller.zero_grad()
+    # Wider padding, and in micro-batches.
+    wide = {
+        n: F.pad(x, (0, 2), value=-1 if "spans" in n else 0)
+        for n, x in batch.items()
+        if x.dim() > 1
+    }
+    wide["labels"] = batch["labels"]
+    torch.testing.assert_close(distiller(**wide).loss, expected.loss, atol=1e-10, rtol=1e-10)
+    parts = [{n: x[a:b] for n, x in batch.items()} for a, b in ((0, 1), (1, 4))]
+    for out in distiller.accumulate(parts):
+        out.loss.backward()
+    found = [p.grad for p in distiller.student.parameters() if p.grad is not None]
+    for a, b in zip(found, gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["fcd", "knn", "lrkd"])
+def test_a_teacher_that_pads_on_the_left(name):
+    distiller = Distiller(*pair(), METHODS[name]()).double().eval()
+    right, left = data(), data(left=True)
+    mask = left["teacher_attention_mask"]
+    left["teacher_position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    torch.testing.assert_close(distiller(**left).loss, distiller(**right).loss)
+
+
+@pytest.mark.parametrize("name", ["knn", "knn mean", "lrkd"])
+def test_pooled_methods_need_no_spans(name):
+    distiller = Distiller(*pair(), METHODS[name]()).double().eval()
+    batch = {n: x for n, x in data().items() if "spans" not in n}
+    out = distiller(**batch)
+    out.loss.backward()
+    if name == "knn":  # each side's own sentence token, as with spans
+        torch.testing.assert_close(out.loss, distiller(**data()).loss)
+    soft = Distiller(*pair(), SoftTargets()).double().eval()
+    with torch.no_grad():
+        teacher = soft.teacher(batch["teacher_input_ids"], batch["teacher_attention_mask"]).logits
+        student = soft.student(batch["input_ids"], batch["attention_mask"]).logits
+        T = 2.0
+        kl = F.kl_div((student / T).log_softmax(1), (teacher / T).softmax(1), reduction="batchmean")
+    torch.testing.assert_close(soft(**batch).terms["soft"], T**2 * kl)
+
+
+def test_images_of_another_size():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 8}
+    big, small = (
+        t.ViTForImageClassification(t.ViTConfig(image_size=n, num_hidden_layers=k, **sizes))
+        for n, k in ((24, 4), (16, 2))
+    )
+    images = torch.randn(4, 3, 24, 24)
+    own = {"pixel_values": F.interpolate(images, 16), "teacher_pixel_values": images}
+    distiller = Distiller(big, small, MC3KD(layers="uniform", pool="cls"))
+    distiller(**own, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+    with pytest.raises(ValueError, match="compares tokens, and the teacher's are others"):
+        Distiller(big, small, FCD())(**own, labels=torch.tensor([0, 1, 0, 1]))
+
+
+def test_half_precision_and_refusals(tmp_path):
+    batch = data()
+    teacher, student = pair()
+    exact = Distiller(teacher, student, FCD()).eval()(**batch).loss
+    rough = Distiller(teacher.bfloat16(), student, FCD()).eval()(**batch).loss
+    assert exact.dtype == rough.dtype == torch.float64
+    torch.testing.assert_close(rough, exact, atol=0.05, rtol=0)
+    teacher.double()
+    distiller = Distiller(teacher, student, FCD())
+    with pytest.raises(ValueError, match="pass student_spans, teacher_spans"):
+        distiller(**{n: x for n, x in batch.items() if n != "student_spans"})
+    with pytest.raises(ValueError, match=r"spans have shape \(3, "):
+        distiller(**{**batch, "student_spans": batch["student_spans"][:3]})
+    eager = [model.to(torch.float64) for model in pair()]
+    for model in eager:
+        model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="compares attention"):
+        Distiller(*eager, AttentionMSE(heads="mean"))(**batch)
+    config = CONFIGS["llama"](2)
+    words = t.LlamaForCausalLM(config)
+    other = t.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match="predictions for each token"):
+        Distiller(words, other, SoftTargets())(
+            input_ids=batch["input_ids"], teacher_input_ids=batch["teacher_input_ids"]
+        )
+    tokenizer = characters()
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="teacher's tokenizer has no padding token"):
+        TwoTokenizers(word_pieces(), tokenizer)
+    cache = distiller.cache_teacher(
+        [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}], tmp_path
+    )
+    with pytest.raises(ValueError, match="known by the student's tokens"):
+        Distiller(cache, student, FCD())(**batch)
