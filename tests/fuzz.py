@@ -14,7 +14,9 @@ of the terms it is made of, plus ten times what rounding the inputs once would c
 
 import argparse
 import contextlib
+import functools
 import itertools
+import os
 import random
 import time
 import traceback
@@ -62,6 +64,8 @@ class Case:
     roundings: float = ROUNDINGS
     # The type whose numbers the kernel multiplies, where that is a half type.
     products: torch.dtype | None = None
+    # Name of the argument whose dtype the result has; others come in the working dtype.
+    like: str | None = None
 
 
 def by_norm(x: Tensor) -> Tensor:
@@ -388,6 +392,55 @@ def cca(draw: Draw) -> Case:
     )
 
 
+def cca_module(draw: Draw) -> Case:
+    B, N, layers = draw.size(), draw.size(), draw.pick([1, 2])
+    sizes = [(draw.size(), draw.size()) for _ in range(layers)]
+    ridge, pool = draw.pick([1e-2, (1e-3, 1e-1)]), draw.pick(["tokens", "cls", "mean"])
+    module, mask = fastkd.CCALoss(ridge, pool=pool), draw.mask(B, N)
+    pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
+    options = {"scales": (0.1, 5.0), "kinds": REGULAR}
+    students = {f"s{i}": draw.features(B, N, s, **options) for i, (s, _) in enumerate(sizes)}
+    teachers = {f"t{i}": draw.features(B, N, t, **options) for i, (_, t) in enumerate(sizes)}
+
+    def observed(x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if pool == "tokens" else oracles.pooled(x, mask, pool)
+
+    def oracle(**x: Tensor) -> Tensor:
+        real = mask.flatten() if pool == "tokens" else mask.any(1)
+        losses = [
+            oracles.correlation(observed(x[s]), observed(x[t]), real, pair, None)
+            for s, t in zip(students, teachers, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    return Case(
+        lambda mask, **x: module([x[n] for n in students], [x[n] for n in teachers], mask),
+        oracle,
+        students,
+        teachers,
+        {"mask": draw.mask_argument(mask)},
+        slope=by_norm,
+        mask=mask,
+        masked=(*students, *teachers),
+    )
+
+
+def correlations(draw: Draw) -> str | None:
+    """A measure without a gradient."""
+    m, D_x, D_y = (draw.size() for _ in range(3))
+    ridge, mask = draw.pick([1e-4, 1e-1, (1e-3, 1e-1)]), draw.mask(m)
+    pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
+    x, y = (draw.features(m, D, scales=(0.1, 5.0), kinds=REGULAR) for D in (D_x, D_y))
+    found = fastkd.canonical_correlations(
+        _poisoned(x, mask), _poisoned(y, mask), ridge=ridge, mask=draw.mask_argument(mask)
+    )
+    if found.shape != (min(m - 1, D_x, D_y),):
+        return f"shape {tuple(found.shape)} of {m} observations of {D_x} and {D_y} features"
+    wanted = -oracles.correlation(x.double(), y.double(), mask, pair, None)
+    error = (found.double().sum() - wanted).abs().item()
+    return f"the sum is {error:.3g} off" if error > 1e-5 * max(1, len(found)) else None
+
+
 def roots(draw: Draw) -> Case:
     n, inverse = draw.pick([1, 2, 5, 16, 33, 63, 64, 65, 100, 129]), draw.chance(0.5)
     ridge = draw.pick([0.0, 1e-3]) if inverse else 0.0
@@ -408,7 +461,7 @@ def cayley(draw: Draw) -> Case:
     n = draw.size(zero=True)
     raw = draw.normal(draw.pick([1, 2]), n, n) * draw.pick([0.01, 1.0])
     skew = draw.laid_out((raw - raw.mT).to(draw.dtype))
-    return Case(fastkd.cayley, oracles.cayley, {"skew": skew})
+    return Case(fastkd.cayley, oracles.cayley, {"skew": skew}, like="skew")
 
 
 def layer_norm(draw: Draw) -> Case:
@@ -455,6 +508,30 @@ def attention(draw: Draw) -> Case:
         return _reduced(torch.stack(losses).mean(0), mask.any(1), reduction)
 
     return Case(call, oracle, students, teachers, scale=0.0)
+
+
+def projection(draw: Draw) -> Case:
+    D_in, D_out = draw.size(), draw.size()
+    module = fastkd.OrthogonalProjection(
+        D_in, D_out, draw.pick([1, 2, 3]), draw.chance(0.7), backend=draw.backend
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * draw.normal(*parameter.shape).float()
+    if draw.dtype == torch.float64:
+        module.double()
+
+    def oracle(x: Tensor, **parameters: Tensor) -> Tensor:
+        if module.orthogonal:
+            raw = parameters["raw"]
+            factors = list(oracles.cayley((raw - raw.mT) / 2))
+        else:
+            factors = list(parameters.values())
+        weight = functools.reduce(torch.matmul, factors)
+        return x @ weight[:D_in, :D_out]
+
+    x = draw.features(draw.size(zero=True), draw.size(), D_in)
+    return Case(module, oracle, {"x": x}, module=module, like="x", slope=lambda x: x.norm(dim=-1))
 
 
 def dual_projection(draw: Draw) -> Case:
@@ -548,18 +625,13 @@ def soft_targets(draw: Draw) -> Case:
         count = mask.sum().clamp_min(1) if denominator is None else denominator
         return rows.sum() / (count if reduction == "batchmean" else 1)
 
+    common = {**options, "reduction": reduction, "scale_by_t2": t2, "backend": draw.backend}
+    call = functools.partial(fastkd.soft_target_loss, **common, denominator=denominator)
+    if draw.chance(0.5):
+        call = functools.partial(fastkd.SoftTargetLoss(**common), denominator=denominator)
     finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
     return Case(
-        lambda student_logits, teacher_logits, mask: fastkd.soft_target_loss(
-            student_logits,
-            teacher_logits,
-            mask=mask,
-            reduction=reduction,
-            scale_by_t2=t2,
-            denominator=denominator,
-            backend=draw.backend,
-            **options,
-        ),
+        call,
         oracle,
         {"student_logits": student},
         {"teacher_logits": teacher},
@@ -692,10 +764,13 @@ FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
     "cos_nce": cos_nce,
     "cos_nce_module": cos_nce_module,
     "cca": cca,
+    "cca_module": cca_module,
+    "correlations": correlations,
     "roots": roots,
     "cayley": cayley,
     "layer_norm": layer_norm,
     "attention": attention,
+    "projection": projection,
     "dual_projection": dual_projection,
     "soft_targets": soft_targets,
     "linear_soft_targets": linear_soft_targets,
@@ -704,7 +779,8 @@ FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
     "made_elsewhere": made_elsewhere,
     "overflowing": overflowing,
 }
-TORCH_ONLY = {"cca", "roots", "cayley", "class_similarity"}
+# Without a backend to choose.
+TORCH_ONLY = {"cca", "cca_module", "correlations", "roots", "cayley", "class_similarity"}
 
 
 def backends(name: str) -> tuple[str, ...]:
@@ -736,7 +812,7 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     with context:
         actual = case.call(**(actual_inputs | leaves), **case.options)
     working = torch.float64 if torch.float64 in dtypes.values() else torch.float32
-    wanted = dtypes["skew"] if name == "cayley" else working
+    wanted = dtypes[case.like] if case.like else working
     if actual.dtype != wanted:
         return f"the result is {actual.dtype}, not {wanted}"
     if actual.shape != expected.shape:
@@ -756,7 +832,8 @@ def failure(name: str, backend: str, seed: int) -> str | None:
         [expected, *expected_grads],
         scales,
         noise,
-        [dtypes["skew"] if name == "cayley" else working, *(dtypes[n] for n in learning)],
+        # An upstream gradient in a half type was rounded to it.
+        [wanted, *(wanted if case.like else dtypes[n] for n in learning)],
         strict=True,
     )
     for what, a, e, scale, rounding, dtype in named:
@@ -894,6 +971,8 @@ def checked(name: str, backend: str, seed: int) -> str | None:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
