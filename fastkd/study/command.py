@@ -23,14 +23,17 @@ def run(settings: StudySettings, console: Console) -> None:
     be_quiet()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_directory("--out", settings.out)
+    if settings.runs is not None:
+        check_directory("--runs", settings.runs)
     with stopping_at_once(), Display(console) as display:
         count = len(study.tasks) * len(study.variants) * len(study.seeds)
         display.say(
             f"{count} runs: {len(study.tasks)} data sets, {len(study.variants)} variants, "
             f"{len(study.seeds)} seeds, {study.budget} each"
         )
-        work.run_all(study, settings.out, settings.jobs, display)
-        summaries = report.write(study, settings.out)
+        runs = settings.runs or settings.out
+        work.run_all(study, runs, settings.jobs, display)
+        summaries = report.write(study, runs, settings.out)
         for summary in summaries:
             display.say(f"{summary.task}: {report.told(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")

@@ -72,13 +72,13 @@ img { max-width: 100%; margin: .5em 0 }
 """
 
 
-def write(study: Study, out: Path) -> list[Summary]:
+def write(study: Study, runs: Path, out: Path) -> list[Summary]:
     """Write report.html, report.md, summary.csv, runs.csv and the pictures into ``out``."""
-    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    tasks = {task.name: TaskWork(study, task, runs) for task in study.tasks}
     teachers = {name: read_json(task.folder / MARKER) for name, task in tasks.items()}
-    found = results(study, out)
+    found = results(study, runs)
     summaries = summarize(study, found, {k: v for k, v in teachers.items() if v})
-    missing = len(jobs(study, out, tasks)) - len(found)
+    missing = len(jobs(study, runs, tasks)) - len(found)
     pictures = []
     for name, title, draw in (
         ("forest", "Difference to the baseline", _forest),

@@ -19,6 +19,9 @@ class StudySettings(Checked):
     out: Path = option(
         Path("runs/study"), "Directory of the runs and the report.", panel=RUN, saved=False
     )
+    runs: Path | None = option(
+        None, "Directory of runs and teachers that studies share (--out).", panel=RUN, saved=False
+    )
     methods: str | None = option(None, "Methods, separated by commas.", panel=WHAT)
     options: Mapping[str, Any] = option(
         {},
