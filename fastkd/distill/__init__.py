@@ -21,6 +21,7 @@ from fastkd.distill.methods import (
     method_by_name,
     resolve,
 )
+from fastkd.distill.several import Several
 from fastkd.distill.spans import TwoTokenizers, align_spans
 from fastkd.distill.step import Step
 from fastkd.distill.student import student_from_teacher
@@ -39,6 +40,7 @@ __all__ = [
     "IntraClassKNN",
     "Labels",
     "Method",
+    "Several",
     "SoftTargets",
     "Step",
     "TeacherCache",

@@ -92,8 +92,8 @@ class Whole:
                 step = part.run(Items(seen=seen))
                 distiller._terms(step, on_logits=True)  # for the numbers of items alone
                 counts.append(seen)
-                step.student = dataclasses.replace(step.student, logits=None)
-                step.teacher = dataclasses.replace(step.teacher, logits=None)
+                step.student = step.student.without_logits()
+                step.teacher = step.teacher.without_logits()
                 steps.append(step)
         self.items = [
             everyones(torch.stack(each).sum(0), ranks) for each in zip(*counts, strict=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
 from fastkd.analysis.layers import Batches
-from fastkd.distill.capture import Model
+from fastkd.distill.capture import Model, placed_for
 from fastkd.distill.method import Method
 from fastkd.distill.step import Outputs, pooled_rows
 
@@ -217,7 +217,7 @@ def wanted_of(method: Method) -> dict[str, Any]:
     """What a method reads of the teacher."""
     wanted = method.wanted("teacher")
     weights = [method.weights(progress) for progress in (0.0, 1.0)]
-    on_logits = [term for term in method.logit_terms if term != "task"]
+    on_logits = [term for term in method.logit_terms if term.rpartition(".")[2] != "task"]
     return {
         "layers": sorted(set(wanted.layers)),
         "pool": method.teacher_pool,
@@ -261,6 +261,11 @@ def write_cache(
 ) -> TeacherCache:
     """See `Distiller.cache_teacher`."""
     check_positive_int("shard_bytes", shard_bytes)
+    if isinstance(distiller.teacher, nn.ModuleList):
+        raise ValueError(
+            "several teachers are cached one by one: Distiller(teacher, student, method)"
+            ".cache_teacher(...) for each, then Distiller([cache, ...], ...)"
+        )
     if isinstance(distiller.teacher, TeacherCache):
         raise ValueError("the teacher is a cache already; pass a model to write another")
     folder = Path(path)
@@ -326,7 +331,8 @@ class _Writer:
     def _head(self, part: "Part") -> dict[str, Tensor] | None:
         """The vocabulary's matrix, if the logits are its product with the last hidden state."""
         teacher = self.distiller._teacher_backbone
-        module: Any = teacher.inner.get_output_embeddings()
+        find = getattr(teacher.inner, "get_output_embeddings", None)
+        module: Any = None if find is None else find()
         weight = getattr(module, "weight", None)
         if not (teacher.per_token and isinstance(module, nn.Linear) and weight is not None):
             return None
@@ -345,8 +351,9 @@ class _Writer:
             layers = tuple({*layers, self.distiller._teacher_backbone.num_layers})
         wanted = self.distiller.method.wanted("teacher")._replace(layers=layers)
         with torch.no_grad():
-            output, kept = self.distiller._teacher_backbone.observe(part.teacher_inputs, wanted)
-        return Outputs.of(output, kept)
+            inputs = placed_for(self.distiller.teacher, part.teacher_inputs)
+            output, kept = self.distiller._teacher_backbone.observe(inputs, wanted)
+        return Outputs.of(output, kept).to(part.token_mask.device)
 
     def add(self, part: "Part", keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class Wanted(NamedTuple):
@@ -354,6 +355,19 @@ def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Mo
         f"{type(backbone.inner).__name__} doesn't show its queries, keys and values (shared or "
         "compiled blocks, or projections of other names)"
     )
+
+
+def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs on the device of a model that may be elsewhere, numbers in its dtype."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return inputs
+
+    def place(x: Tensor) -> Tensor:
+        numbers = x.is_floating_point() and first.is_floating_point()
+        return x.to(first.device, first.dtype if numbers else None)
+
+    return {name: tree_map_only(Tensor, place, x) for name, x in inputs.items()}
 
 
 @contextlib.contextmanager

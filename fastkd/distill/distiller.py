@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,18 @@ from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, wanted_of, write_cache
-from fastkd.distill.capture import QKV, Backbone, Wanted, replaced_embeddings
+from fastkd.distill.capture import QKV, Backbone, Wanted, placed_for, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
 from fastkd.distill.method import Method, Term, weighted
+from fastkd.distill.several import Several, Teachers
 from fastkd.distill.spans import Spans
-from fastkd.distill.step import Items, Outputs, Step, pooled_rows
+from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, pooled_rows
 from fastkd.distributed import Ranks, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    Teacher = PreTrainedModel | Blocks | TeacherCache
 
 
 SPAN_LABELS = ("start_positions", "end_positions")
@@ -63,7 +66,7 @@ class Distiller(nn.Module):
     Args:
         teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place. Or what one
             said before: a `TeacherCache`. Models that aren't from transformers are described by
-            `Blocks`.
+            `Blocks`. A list of teachers goes with as many methods, in `Several`.
         student: another one, which takes the same inputs, or inputs of its own: see `forward`.
         method: see `fastkd.distill.methods`.
         gather: compare the samples of all processes, as one process with the whole batch would:
@@ -95,7 +98,7 @@ class Distiller(nn.Module):
 
     def __init__(
         self,
-        teacher: "PreTrainedModel | Blocks | TeacherCache",
+        teacher: "Teacher | Sequence[Teacher]",
         student: "PreTrainedModel | Blocks",
         method: Method,
         *,
@@ -106,23 +109,26 @@ class Distiller(nn.Module):
         if not isinstance(method, Method):
             raise TypeError(f"method must be a fastkd.distill method, got {type(method).__name__}")
         self._student_backbone = backbone_of(student, "student")
-        if isinstance(teacher, TeacherCache):
-            self._teacher_backbone: Any = teacher.model
-        else:
-            self._teacher_backbone = backbone_of(teacher, "teacher")
-        shared = {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}
+        taught: Any = teacher
+        if isinstance(teacher, (list, tuple)):
+            taught = nn.ModuleList(teacher)
+            if not isinstance(method, Several):
+                raise TypeError("several teachers want a method each: Several(first, second)")
+        self._teacher_backbone = _teacher_backbone(taught)
+        shared = {id(p) for p in taught.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(
                 "teacher and student share parameters, and freezing one freezes the other; "
                 "copy the model, or use student_from_teacher"
             )
-        self.teacher, self.student, self.method = teacher, student, method
+        self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group = gather, group
         self._progress: float | None = None
         method.build(self._teacher_backbone, self._student_backbone)
-        if isinstance(teacher, TeacherCache):
-            teacher.to(next(student.parameters()).device).serve(method)
-        teacher.requires_grad_(False).eval()
+        for each, _, served in self._sides():
+            if isinstance(each, TeacherCache):
+                each.to(next(student.parameters()).device).serve(served)
+        taught.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
         method.to(device=next(student.parameters()).device, dtype=self._student_backbone.dtype)
         self.train()  # from_pretrained gives models in eval mode
@@ -338,43 +344,58 @@ class Distiller(nn.Module):
                 part.spans = Spans.of(*(side.unpacked_spans(x) for side, x in sides))
         return part
 
+    def _sides(self) -> list[tuple[nn.Module, Any, Method]]:
+        """Each teacher, how it is read, and the method that compares it."""
+        if isinstance(self.teacher, nn.ModuleList):
+            methods: Any = self.method.methods
+            return list(zip(self.teacher, self._teacher_backbone.models, methods, strict=True))
+        return [(self.teacher, self._teacher_backbone, self.method)]
+
     def _check_own_inputs(self, part: "Part", spans: bool) -> None:
-        """Raise unless the method can compare a teacher that reads other tokens."""
-        name, wanted = type(self.method).__name__, wanted_of(self.method)
-        if isinstance(self.teacher, TeacherCache):
-            raise ValueError(
-                "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
-            )
-        if wanted["inside"]:
-            raise ValueError(f"{name} compares attention, which other tokens don't share")
-        spanned = self._student_backbone.per_token or isinstance(part.labels, tuple)
-        if wanted["logits"] and spanned:
-            raise ValueError(
-                f"{name} compares the predictions for each token, and the teacher's inputs are "
-                "others; set the weight of soft targets to 0"
-            )
-        if wanted["layers"] and wanted["pool"] == "tokens" and not spans:
-            raise ValueError(
-                f"{name} compares tokens, and the teacher's are others; pass student_spans and "
-                "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
-            )
+        """Raise unless the methods can compare a teacher that reads other tokens."""
+        for teacher, _, method in self._sides():
+            name, wanted = type(method).__name__, wanted_of(method)
+            if isinstance(teacher, TeacherCache):
+                raise ValueError(
+                    "a cached teacher is known by the student's tokens; leave the teacher_ inputs "
+                    "out"
+                )
+            if wanted["inside"]:
+                raise ValueError(f"{name} compares attention, which other tokens don't share")
+            spanned = self._student_backbone.per_token or isinstance(part.labels, tuple)
+            if wanted["logits"] and spanned:
+                raise ValueError(
+                    f"{name} compares the predictions for each token, and the teacher's inputs are "
+                    "others; set the weight of soft targets to 0"
+                )
+            if wanted["layers"] and wanted["pool"] == "tokens" and not spans:
+                raise ValueError(
+                    f"{name} compares tokens, and the teacher's are others; pass student_spans and "
+                    "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
+                )
 
     def _run_teacher(self, part: "Part") -> Outputs:
-        if not self.method.uses_teacher:
+        parts = [self._run_one(part, *side) for side in self._sides()]
+        several = isinstance(self.teacher, nn.ModuleList)
+        return SeveralOutputs({}, None, parts=tuple(parts)) if several else parts[0]
+
+    def _run_one(self, part: "Part", teacher: nn.Module, backbone: Any, method: Method) -> Outputs:
+        if not method.uses_teacher:
             return Outputs({}, None)
-        if isinstance(self.teacher, TeacherCache):
-            return self.teacher.outputs(part, wanted_of(self.method), self._device)
-        backbone, own = self._teacher_backbone, part.teacher or part
+        if isinstance(teacher, TeacherCache):
+            return teacher.outputs(part, wanted_of(method), self._device)
+        own = part.teacher or part
         with torch.no_grad():
-            inputs = _placed_for(self.teacher, own.teacher_inputs)
-            outputs = _run(backbone, inputs, self.method.wanted("teacher"), own, self._device)
+            inputs = placed_for(teacher, own.teacher_inputs)
+            outputs = _run(backbone, inputs, method.wanted("teacher"), own, self._device)
             if part.spans is not None:
                 return part.spans.pool(outputs, 1, backbone, own.feature_mask)
             if own is part:
                 return outputs
-            pool = self.method.teacher_pool
             rows = outputs.features(
-                lambda x, tokens: pooled_rows(pool, backbone, x, own.feature_mask)[:, None]
+                lambda x, tokens: pooled_rows(method.teacher_pool, backbone, x, own.feature_mask)[
+                    :, None
+                ]
             )
             return dataclasses.replace(rows, pooled=True)
 
@@ -509,6 +530,12 @@ class Part:
         return {name: value for name, value in self.batch.items() if name not in SPAN_LABELS}
 
 
+def _teacher_backbone(teacher: nn.Module) -> Any:
+    if isinstance(teacher, nn.ModuleList):
+        return Teachers([_teacher_backbone(each) for each in teacher])
+    return teacher.model if isinstance(teacher, TeacherCache) else backbone_of(teacher, "teacher")
+
+
 def _detached(logits: Any) -> Any:
     """Attached, logits that no term uses would make DistributedDataParallel wait for them."""
     return tree_map_only(Tensor, Tensor.detach, logits)
@@ -550,19 +577,6 @@ def _split(
     if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
         raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
     return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
-
-
-def _placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs on the device of a model that may be elsewhere, numbers in its dtype."""
-    first = next(model.parameters(), None)
-    if first is None:
-        return inputs
-
-    def place(x: Tensor) -> Tensor:
-        numbers = x.is_floating_point() and first.is_floating_point()
-        return x.to(first.device, first.dtype if numbers else None)
-
-    return {name: tree_map_only(Tensor, place, x) for name, x in inputs.items()}
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

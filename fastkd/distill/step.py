@@ -60,6 +60,10 @@ class Outputs:
         logits = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self.logits)
         return dataclasses.replace(moved, logits=logits)
 
+    def without_logits(self) -> "Outputs":
+        """What terms on features read."""
+        return dataclasses.replace(self, logits=None)
+
     def rows(self, count: int) -> "Outputs":
         """Of the first ``count`` samples."""
         logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
@@ -93,6 +97,25 @@ class Outputs:
         if not more or self.pooled:
             return self
         return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
+
+
+@dataclass
+class SeveralOutputs(Outputs):
+    """What is kept of several teachers' runs, in their order."""
+
+    parts: tuple[Outputs, ...] = ()
+
+    def _each(self, change: Callable[[Outputs], Outputs]) -> "SeveralOutputs":
+        return dataclasses.replace(self, parts=tuple(map(change, self.parts)))
+
+    def without_logits(self) -> "Outputs":
+        return self._each(Outputs.without_logits)
+
+    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
+        return self._each(lambda part: part.features(change))
+
+    def padded(self, more: int) -> "Outputs":
+        return self._each(lambda part: part.padded(more))
 
 
 def pooled_rows(pool: str, model: Model, hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -155,6 +178,13 @@ class Step:
     owner: Tensor | None = None  # the document of each token, where rows are packed
     ranks: Ranks | None = None  # the processes whose samples are compared
     items: Items = field(default_factory=Items)
+
+    def of_teacher(self, number: int) -> "Step":
+        """The step with one of several teachers; the same where there is one for all."""
+        if not isinstance(self.teacher, SeveralOutputs):
+            return self
+        teacher, model = self.teacher.parts[number], self.teacher_model.models[number]  # type: ignore[attr-defined]
+        return dataclasses.replace(self, teacher=teacher, teacher_model=model)
 
     def layers(
         self, student: Sequence[int], teacher: Sequence[int]

@@ -211,8 +211,11 @@ class _Step:
         """position_ids of tokens that stand at 0, 1, ... in their documents."""
         student = self.distiller._student_backbone
         models = [student]
-        if not isinstance(self.distiller.teacher, TeacherCache):
-            models.append(self.distiller._teacher_backbone)
+        models += [
+            backbone
+            for teacher, backbone, _ in self.distiller._sides()
+            if not isinstance(teacher, TeacherCache)
+        ]
         starts = set()
         for model in models:
             if not model.takes("position_ids"):
@@ -279,6 +282,8 @@ class _Step:
     def cached(self) -> Gradients:
         if isinstance(self.distiller.teacher, TeacherCache):
             raise _CannotDo("the teacher is a cache")
+        if isinstance(self.distiller.teacher, nn.ModuleList):
+            raise _CannotDo("there are several teachers")
         if any(name.startswith("teacher_") for name in self.batch):
             raise _CannotDo("the teacher has inputs of its own")
         wanted = self.distiller.method.wanted("teacher")

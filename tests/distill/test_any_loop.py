@@ -15,6 +15,6 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     names = {"__name__": "any_loop"}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     printed = capsys.readouterr().out
     assert "cached teacher" in printed and "differs" not in printed

@@ -220,6 +220,16 @@ def test_images_of_another_size():
         Distiller(big, small, FCD())(**own, labels=torch.tensor([0, 1, 0, 1]))
 
 
+@pytest.mark.gpu
+def test_a_teacher_on_another_device():
+    teacher, student = pair()
+    expected = Distiller(teacher, student, FCD()).eval()(**data()).loss
+    batch = {name: x.cuda() for name, x in data().items()}
+    loss = Distiller(teacher, student.cuda(), FCD()).eval()(**batch).loss
+    assert next(teacher.parameters()).device.type == "cpu"
+    torch.testing.assert_close(loss.cpu(), expected)
+
+
 def test_half_precision_and_refusals(tmp_path):
     batch = data()
     teacher, student = pair()

@@ -1,0 +1,113 @@
+"""Several methods at once, of one teacher or each of its own."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fastkd.analysis.layers import Batches
+from fastkd.distill.cache import TeacherCache
+from fastkd.distill.capture import Backbone, Model, Wanted
+from fastkd.distill.method import Method, Term
+from fastkd.distill.step import Step
+
+
+class Teachers(Model):
+    """What is known of several teachers, in their order."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self.models = list(models)
+        self.class_name = ", ".join(model.class_name for model in models)
+
+
+class Several(Method):
+    """Several methods' losses, added up, while the student runs once.
+
+    ``Distiller([first, second], student, Several(FCD(), LRKD()))`` gives each method a teacher of
+    its own; with one teacher all of them learn from that. Each method has its own weights, the
+    task's among them: set those of a term that should count once to 0 in the others. The terms
+    are called ``"0.tokens"``, ``"1.projection"``.
+
+    Args:
+        methods: in the teachers' order.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from fastkd.distill import FCD, LRKD, Distiller, student_from_teacher
+        >>> sizes = dict(vocab_size=50, num_attention_heads=2, intermediate_size=32)
+        >>> teachers = [BertModel(BertConfig(hidden_size=n, num_hidden_layers=4, **sizes))
+        ...             for n in (16, 24)]
+        >>> student = student_from_teacher(teachers[0], [2, 4])
+        >>> method = Several(FCD(task_weight=0), LRKD(alpha=None))
+        >>> out = Distiller(teachers, student, method)(input_ids=torch.arange(48).view(4, 12))
+        >>> sorted(out.terms)
+        ['0.samples', '0.tokens', '1.projection', 'total']
+    """
+
+    def __init__(self, *methods: Method) -> None:
+        super().__init__()
+        if not methods or not all(isinstance(method, Method) for method in methods):
+            raise TypeError(f"methods must be fastkd.distill methods, got {methods}")
+        self.methods = nn.ModuleList(methods)
+        self.perturb = any(method.perturb for method in methods)
+        self.scheduled = any(method.scheduled for method in methods)
+        self.uses_teacher = any(method.uses_teacher for method in methods)
+        pools = {method.teacher_pool for method in methods}
+        self.teacher_pool = pools.pop() if len(pools) == 1 else "tokens"
+        self.logit_terms = self._named("logit_terms")
+        self.across_samples = self._named("across_samples")
+
+    @property
+    def each(self) -> list[Method]:
+        """The methods, in order."""
+        return list(self.methods)  # type: ignore[arg-type]
+
+    def _named(self, kind: str) -> tuple[str, ...]:
+        return tuple(f"{i}.{term}" for i, m in enumerate(self.each) for term in getattr(m, kind))
+
+    def build(self, teacher: Model, student: Backbone) -> None:
+        """See `Method.build`."""
+        count = len(self.methods)
+        teachers = teacher.models if isinstance(teacher, Teachers) else [teacher] * count
+        if len(teachers) != count:
+            raise ValueError(f"pass a teacher for each of the {count} methods, or one for all")
+        for method, model in zip(self.each, teachers, strict=True):
+            method.build(model, student)
+
+    def wanted(self, side: str) -> Wanted:
+        """What any method wants."""
+        each = [method.wanted(side) for method in self.each]
+        return Wanted(*(tuple(sorted(set().union(*layers))) for layers in zip(*each, strict=True)))
+
+    def prepare(self, teacher: nn.Module, batches: Batches) -> None:
+        """Let each method choose."""
+        if self.prepared:
+            return
+        batches = list(batches)
+        one_for_all = [teacher] * len(self.methods)
+        teachers = list(teacher) if isinstance(teacher, nn.ModuleList) else one_for_all
+        for method, model in zip(self.each, teachers, strict=True):
+            if not isinstance(model, TeacherCache):
+                method.prepare(model, batches)
+
+    @property
+    def prepared(self) -> bool:
+        return all(method.prepared for method in self.each)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {
+            f"{i}.{name}": weight
+            for i, method in enumerate(self.each)
+            for name, weight in method.weights(progress).items()
+        }
+
+    def forward(self, step: Step, progress: float, on_logits: bool | None = None) -> list[Term]:
+        """The terms of all."""
+        terms = []
+        for i, method in enumerate(self.each):
+            for term in method(step.of_teacher(i), progress, on_logits):
+                terms.append(term._replace(name=f"{i}.{term.name}"))
+        return terms
+
+    def extra_repr(self) -> str:
+        return ""

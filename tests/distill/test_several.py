@@ -1,0 +1,107 @@
+"""Several methods, of one teacher or each of its own, against the methods one by one."""
+
+import pytest
+import torch
+
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    MC3KD,
+    Distiller,
+    IntraClassKNN,
+    Several,
+    SoftTargets,
+    student_from_teacher,
+)
+from fastkd.distill.verify import verify
+from tests.distill.models import batch, classifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+
+def models():
+    torch.manual_seed(0)
+    teachers = [classifier("bert").double(), classifier("roberta", layers=6).double()]
+    student = student_from_teacher(teachers[0], [2, 4])
+    for module in student.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return teachers, student
+
+
+def methods():
+    torch.manual_seed(1)
+    return [FCD(task_weight=0.5), LRKD(beta=2.0)]
+
+
+def step(distiller, data):
+    distiller.zero_grad()
+    out = distiller(**data)
+    out.loss.backward()
+    return out, {n: p.grad.clone() for n, p in distiller.student.named_parameters()}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_loss_is_the_sum(own):
+    teachers, student = models()
+    data = batch(rows=6)
+    distiller = Distiller(teachers if own else teachers[0], student, Several(*methods())).double()
+    out, gradients = step(distiller, data)
+    total, expected = 0, {}
+    for i, method in enumerate(methods()):
+        alone, grads = step(Distiller(teachers[i if own else 0], student, method).double(), data)
+        total = total + alone.loss
+        for name, value in alone.terms.items():
+            if name != "total":
+                torch.testing.assert_close(out.terms[f"{i}.{name}"], value)
+        expected = {n: expected.get(n, 0) + g for n, g in grads.items()}
+    torch.testing.assert_close(out.loss, total)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+    assert not any(p.requires_grad for p in distiller.teacher.parameters())
+    assert not any(name.startswith("teacher") for name in distiller.state_dict())
+
+
+def test_the_same_step_in_every_way():
+    teachers, student = models()
+    method = Several(FCD(), MC3KD(layers="uniform"), IntraClassKNN())
+    distiller = Distiller([*teachers, teachers[0]], student, method)
+    checks = {c.name: c for c in verify(distiller, batch(rows=4), ranks=2, compile_backend=None)}
+    assert checks.pop("accumulated in a plain loop").verdict == "by definition"
+    for check in checks.values():
+        assert check.verdict in ("equal", "not here"), check
+
+
+def test_perturbation_schedule_preparation_and_caches(tmp_path):
+    teachers, student = models()
+    data = batch(rows=4)
+    method = Several(LRCBERT(first_stage=0.5), MC3KD(beta=0.01))
+    distiller = Distiller(teachers, student, method)
+    with pytest.raises(RuntimeError, match=r"call distiller.prepare"):
+        distiller.eval()(**data)
+    distiller.train().prepare([data])
+    assert method.prepared and len(method.each[1].teacher_layers) == 2
+    distiller.set_progress(1.0)
+    out, _ = step(distiller, data)
+    assert out.loss.isfinite() and "0.soft" in out.terms
+
+    expected = Distiller(teachers, student, Several(*methods())).double()(**data)
+    caches = [
+        Distiller(teacher, student, method).double().cache_teacher([data], tmp_path / str(i))
+        for i, (teacher, method) in enumerate(zip(teachers, methods(), strict=True))
+    ]
+    cached = Distiller(caches, student, Several(*methods())).double()(**data)
+    torch.testing.assert_close(cached.loss, expected.loss)
+    with pytest.raises(ValueError, match="cached one by one"):
+        distiller.cache_teacher([data], tmp_path / "both")
+
+
+def test_mistakes():
+    teachers, student = models()
+    with pytest.raises(TypeError, match="several teachers want a method each"):
+        Distiller(teachers, student, FCD())
+    with pytest.raises(ValueError, match="a teacher for each of the 3 methods"):
+        Distiller(teachers, student, Several(FCD(), LRKD(), SoftTargets()))
+    with pytest.raises(TypeError, match=r"must be fastkd.distill methods"):
+        Several(FCD(), "lrkd")
