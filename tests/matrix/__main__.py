@@ -33,6 +33,7 @@ LEFT_OUT = {
     "tests/test_dry_cuda.py": "a mocked driver, made for one Triton",
     "tests/app/test_kills.py": "about files, not versions",
     "tests/app/test_abuse.py": "about options and files, not versions",
+    "tests/app/test_cli.py": "minutes of training",
     "tests/app/test_demo.py": "minutes of training",
     "tests/app/test_processes.py": "minutes of training in many processes",
     "tests/study": "minutes of training",
@@ -58,6 +59,8 @@ def environment(version: str, transformers: str | None, python: Path, wheel: Pat
     packages += [f"transformers=={transformers}"] if transformers else []
     packages += ["numpy<2.4"] if _older(version, "2.11") else []  # Triton 3.6's interpreter
     subprocess.run([*pip, *packages], check=True)
+    # pip takes a wheel of the same version for the one that is there.
+    subprocess.run([*pip, "--no-deps", "--force-reinstall", wheel], check=True)
     return inside
 
 
