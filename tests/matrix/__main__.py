@@ -23,7 +23,7 @@ from tests.matrix import cuda_stubs, table
 
 ROOT = Path(__file__).parents[2]
 CUDA = re.compile(r"(cuda|nvidia)-", re.IGNORECASE)
-# The core is every test but these.
+# The core is every test but these, with few parameters each (`spread`).
 LEFT_OUT = {
     "tests/test_install.py": "builds wheels of its own",
     "tests/test_house.py": "reads the sources, not the package",
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=sys.executable, help="another interpreter")
     parser.add_argument("--wheel", type=Path, help="built before; nothing is recorded")
     parser.add_argument("--jobs", default="auto", help="processes of pytest")
+    parser.add_argument("--every", action="store_true", help="all parameters of each test")
     parser.add_argument("--no-record", action="store_true", help="leave docs/versions.* alone")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="paths; options go to pytest")
     options, others = parser.parse_known_args()
@@ -160,7 +161,8 @@ def main() -> None:
         shutil.rmtree(place / "fastkd")
         for version in options.version:
             python = environment(version, options.transformers, options.python, wheel)
-            line, status = run_core(python, place, [*options.tests, *others], options.jobs)
+            few = [] if options.every else ["-p", "tests.matrix.spread"]
+            line, status = run_core(python, place, [*options.tests, *few, *others], options.jobs)
             outcome = versions(python) | table.counts(line)
             print(outcome)
             worst = max(worst, status)

@@ -1,0 +1,24 @@
+"""A pytest plugin: of a test with many parameters, few with each backend.
+
+Versions differ in what an operation does, not in what it does to the fortieth shape.
+"""
+
+import collections
+import hashlib
+
+MOST = 4
+
+
+def pytest_collection_modifyitems(config, items):
+    groups = collections.defaultdict(list)
+    for item in items:
+        parameters = item.nodeid.partition("[")[2]
+        backends = ("triton" in parameters, "torch" in parameters)
+        groups[item.nodeid.partition("[")[0], backends].append(item)
+    kept = set()
+    for group in groups.values():
+        kept.update(
+            sorted(group, key=lambda item: hashlib.md5(item.nodeid.encode()).digest())[:MOST]
+        )
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
