@@ -14,7 +14,7 @@ TEXT = """---
 
 A student of {layers} layers and {parameters:,} parameters, distilled by
 fastkd {version} with the method `{method}` from the teacher
-`{teacher}`: {smaller:.1f} times smaller, {faster:.1f} times faster on the machine that trained it.
+`{teacher}`: {smaller:.1f} times smaller{faster}.
 
 | | {headings} |
 |---|{rules}|
@@ -38,6 +38,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     """Write README.md for the student in ``directory``."""
     hub: Any = require("huggingface_hub", "train")
     settings = report["settings"]
+    teacher = settings["teacher"] or settings.get("teacher_cache")
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
     dataset = settings["task"] or settings["data"] or Path(settings["train"]).name
@@ -45,7 +46,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         library_name="transformers",
         pipeline_tag="text-classification",
         tags=["fastkd", "knowledge-distillation"],
-        base_model=None if Path(settings["teacher"]).exists() else settings["teacher"],
+        base_model=None if Path(teacher).exists() else teacher,
         model_name=f"{settings['method']} student",
         eval_results=[
             hub.EvalResult(
@@ -60,20 +61,20 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         ],
     )
     scores = {
-        who: " | ".join(f"{sets[kind][who][name]:.4f}" for kind, name in columns)
+        who: " | ".join(_score(sets[kind].get(who, {}).get(name)) for kind, name in columns)
         for who in ("teacher", "student")
     }
     seconds, size, names = report["seconds_a_batch"], report["bytes"], report["labels"]
     text = TEXT.format(
         data=data.to_yaml(),
-        title=f"{settings['method']} student of {Path(settings['teacher']).name}",
+        title=f"{settings['method']} student of {Path(teacher).name}",
         layers=report["layers"],
         parameters=report["parameters"]["student"],
         version=report["fastkd"],
         method=settings["method"],
-        teacher=settings["teacher"],
+        teacher=teacher,
         smaller=size["teacher"] / size["student"],
-        faster=seconds["teacher"] / seconds["student"],
+        faster=_faster(seconds),
         headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
         rules="---:|" * (len(columns) - 1) + "---:",
         teacher_scores=scores["teacher"],
@@ -83,3 +84,14 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         directory=Path(directory).name,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _score(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _faster(seconds: dict[str, float]) -> str:
+    if "teacher" not in seconds:  # it was not there
+        return ""
+    times = seconds["teacher"] / seconds["student"]
+    return f", {times:.1f} times faster on the machine that trained it"

@@ -13,11 +13,13 @@ from fastkd.app.options import command
 from fastkd.app.settings import (
     AnalyzeSettings,
     BenchSettings,
+    CacheSettings,
     DemoSettings,
     EvaluateSettings,
     ExportSettings,
     Settings,
     UseSettings,
+    VerifySettings,
 )
 from fastkd.study.settings import StudySettings
 
@@ -162,6 +164,38 @@ def export(settings: ExportSettings) -> None:
     from fastkd.app.export import export
 
     export(settings, new_console())
+
+
+@app.command()
+@command(CacheSettings)
+def cache(settings: CacheSettings) -> None:
+    """Keep what a fine-tuned teacher says of every training row, for runs without it.
+
+    For example:
+
+        fastkd cache --teacher ./teacher --train train.tsv --eval dev.tsv --out runs/cache
+
+        fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
+    """
+    _require_training()
+    from fastkd.app.cache import write
+
+    write(settings, new_console())
+
+
+@app.command()
+@command(VerifySettings)
+def verify(settings: VerifySettings) -> None:
+    """Take one step in every way that should be the same, and tell how far the gradients differ.
+
+    Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
+    your teacher, student, method and rows, in float64, without dropout.
+    """
+    _require_training()
+    from fastkd.app.check import verify
+
+    if not verify(settings, new_console()):
+        raise typer.Exit(1)
 
 
 @app.command()

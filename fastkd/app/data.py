@@ -61,6 +61,13 @@ class Corpus:
     test: Rows | None = None
     unlabelled: Rows | None = None
 
+    def place(self, index: int) -> tuple[str, int]:
+        """Source and number of a row to train on, the unlabelled ones behind the others."""
+        behind = index - len(self.train)
+        if behind < 0 or self.unlabelled is None:
+            return self.train.source, self.train.number(index)
+        return self.unlabelled.source, self.unlabelled.number(behind)
+
     @property
     def num_labels(self) -> int:
         return 1 if self.names is None else len(self.names)

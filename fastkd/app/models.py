@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,10 +24,15 @@ from fastkd.app.data import Corpus, meaning
 from fastkd.app.errors import InputError, nearest
 from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.rows import Rows
-from fastkd.app.settings import Settings
+from fastkd.app.saving import MARKER, read_json
+from fastkd.app.settings import Pairing
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.layers import layer_map
 from fastkd.distill.methods import Method, resolve
 from fastkd.distill.student import student_from_teacher
+
+# Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
+STUDENT = "student"
 
 
 def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
@@ -66,7 +72,7 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
     )
 
 
-def load_tokenizer(settings: Settings) -> Any:
+def load_tokenizer(settings: Pairing) -> Any:
     """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
     option = "--teacher" if settings.tokenizer is None else "--tokenizer"
     name = settings.tokenizer or settings.teacher
@@ -113,7 +119,7 @@ def be_quiet() -> None:
 
 
 def load_teacher(
-    settings: Settings, name: str, corpus: Corpus, tokenizer: Any
+    settings: Pairing, name: str, corpus: Corpus, tokenizer: Any
 ) -> tuple[PreTrainedModel, Corpus]:
     """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
@@ -158,7 +164,7 @@ def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def _order(settings: Settings, names: list[str], head: Any | None, numbered: bool) -> list[str]:
+def _order(settings: Pairing, names: list[str], head: Any | None, numbered: bool) -> list[str]:
     """The data's classes in the order of the teacher's head, by their names.
 
     Without a fitting ``head`` (a configuration) the order is free. A head that doesn't say what
@@ -220,10 +226,57 @@ def check_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: s
         raise InputError(f"--max-length {max_length}: the {who} reads at most {limit}")
 
 
-def make_student(settings: Settings, teacher: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
-    """The student: a path or hub name, or layers of the teacher."""
+def load_cached_teacher(
+    settings: Pairing, corpus: Corpus
+) -> tuple[TeacherCache, dict[str, Any], Any, Corpus]:
+    """What `fastkd cache` wrote: cache, report, tokenizer; and the corpus in its order."""
+    folder = settings.teacher_cache
+    assert folder is not None
+    option = "--teacher-cache"
+    about = read_json(folder / MARKER)
+    if not (folder / STUDENT).is_dir() or not isinstance(about, dict):
+        raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
+    name = str(folder / STUDENT)
+    tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
+    _let_pad(tokenizer, option, name)
+    try:
+        cache = TeacherCache(folder, tokenizer=tokenizer)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"{option} {folder}: {error}") from error
+    names, config = corpus.names, _cached_config(settings)
+    if config.num_labels != corpus.num_labels:
+        raise InputError(
+            f"{option} {folder}: its teacher's head has {config.num_labels} outputs, the data "
+            f"needs {corpus.num_labels}"
+        )
+    if names is not None:
+        names = _order(settings, names, config, corpus.numbered)
+    return cache, about, tokenizer, _in_order_of(names, corpus)
+
+
+def _cached_config(settings: Pairing) -> Any:
+    """The configuration of the student in a cache; its head is the teacher's."""
+    assert settings.teacher_cache is not None
+    name = str(settings.teacher_cache / STUDENT)
+    return load("--teacher-cache", name, AutoConfig, settings.trust_remote_code)
+
+
+def make_student(
+    settings: Pairing, teacher: PreTrainedModel | TeacherCache, tokenizer: Any
+) -> PreTrainedModel:
+    """The student: a path or hub name, layers of the teacher, or what a cache holds."""
+    if isinstance(teacher, TeacherCache):
+        if settings.student is not None:
+            config = _cached_config(settings)
+            return _student_from_path(settings, settings.student, config, tokenizer)
+        return load(
+            "--teacher-cache",
+            str(teacher.path / STUDENT),
+            AutoModelForSequenceClassification,
+            settings.trust_remote_code,
+        )
     if settings.student is not None:
-        return _student_from_path(settings, settings.student, teacher, tokenizer)
+        return _student_from_path(settings, settings.student, teacher.config, tokenizer)
     layers = _chosen_layers(settings, teacher.config.num_hidden_layers)
     try:
         return cast(PreTrainedModel, student_from_teacher(teacher, layers))
@@ -231,7 +284,7 @@ def make_student(settings: Settings, teacher: PreTrainedModel, tokenizer: Any) -
         raise InputError(f"--teacher-layers {settings.teacher_layers}: {error}") from error
 
 
-def _chosen_layers(settings: Settings, depth: int) -> list[int]:
+def _chosen_layers(settings: Pairing, depth: int) -> list[int]:
     schemes = ("uniform", "top", "bottom")
     if settings.teacher_layers in schemes:
         wanted = settings.student_layers or max(1, depth // 2)
@@ -254,15 +307,16 @@ def _chosen_layers(settings: Settings, depth: int) -> list[int]:
 
 
 def _student_from_path(
-    settings: Settings, name: str, teacher: PreTrainedModel, tokenizer: Any
+    settings: Pairing, name: str, teacher: Any, tokenizer: Any
 ) -> PreTrainedModel:
+    """The student called ``name``, made to fit the ``teacher``, a configuration."""
     config = load("--student", name, AutoConfig, settings.trust_remote_code)
-    if config.vocab_size != teacher.config.vocab_size:
+    if config.vocab_size != teacher.vocab_size:
         raise InputError(
             f"--student {name}: its vocabulary has {config.vocab_size} tokens, the teacher's "
-            f"{teacher.config.vocab_size}; both must read the same tokens"
+            f"{teacher.vocab_size}; both must read the same tokens"
         )
-    names = None if teacher.config.num_labels == 1 else [*(teacher.config.id2label or {}).values()]
+    names = None if teacher.num_labels == 1 else [*(teacher.id2label or {}).values()]
     _fit(config, names, tokenizer)
     return load(
         "--student",

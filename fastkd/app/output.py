@@ -33,6 +33,7 @@ from fastkd.app.settings import Settings
 from fastkd.distributed import world_size
 
 RESULTS = ("student", "teacher")
+EVAL_ROWS = "evaluation rows"
 
 
 class Output:
@@ -225,7 +226,7 @@ def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
     evals = (rows_fingerprint(rows).encode() for rows in corpus.evals.values())
     prints = {
         "training rows": rows_fingerprint(corpus.train),
-        "evaluation rows": fingerprint(evals),
+        EVAL_ROWS: fingerprint(evals),
     }
     if corpus.test is not None:
         prints["test rows"] = rows_fingerprint(corpus.test)

@@ -6,11 +6,14 @@ What lands in the output directory is told in `fastkd.app.output`.
 import contextlib
 import dataclasses
 import functools
+import json
+import math
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -32,13 +35,14 @@ from fastkd.app.models import (
     be_quiet,
     check_length,
     count,
+    load_cached_teacher,
     load_teacher,
     load_tokenizer,
     make_method,
     make_student,
     num_bytes,
 )
-from fastkd.app.output import Output, corpus_fingerprints, model_fingerprint
+from fastkd.app.output import EVAL_ROWS, Output, corpus_fingerprints, model_fingerprint
 from fastkd.app.plan import Plan, choose_device
 from fastkd.app.rows import Encoded, Encoder, fingerprint
 from fastkd.app.saving import (
@@ -53,7 +57,8 @@ from fastkd.app.saving import (
     seal,
 )
 from fastkd.app.score import accepted, evaluate, predict
-from fastkd.app.settings import Settings
+from fastkd.app.settings import Pairing, Settings
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 
@@ -65,13 +70,17 @@ class Run:
         self,
         corpus: Corpus,
         tokenizer: Any,
-        teacher: PreTrainedModel,
+        teacher: PreTrainedModel | TeacherCache,
         plan: Plan,
         max_length: int,
         display: Display,
     ):
-        check_length(max_length, tokenizer, teacher, "teacher")
-        self.corpus, self.tokenizer, self.teacher = corpus, tokenizer, teacher
+        #: None if only what it said is there.
+        self.teacher_model = None if isinstance(teacher, TeacherCache) else teacher
+        if self.teacher_model is not None:
+            check_length(max_length, tokenizer, self.teacher_model, "teacher")
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.teacher: Any = teacher
         self.plan, self.display = plan, display
 
         encoded = Encoder(tokenizer, max_length)
@@ -83,6 +92,14 @@ class Run:
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
         self.collate = DataCollatorWithPadding(tokenizer)
+
+    #: The report of `fastkd cache`, where its cache is the teacher.
+    cached: Mapping[str, Any] = MappingProxyType({})
+
+    def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
+        """The teacher's size, of which a cache remembers the ``name``."""
+        model = self.teacher_model
+        return {"teacher": self.cached[name] if model is None else measure(model)}
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +123,9 @@ class Run:
         rows = self.eval_rows[""]
         batch = self.collate([rows[i] for i in range(min(32, len(rows)))])
         inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
-        models = {"teacher": self.teacher.eval(), "student": student.eval()}
+        models: dict[str, nn.Module] = {"student": student.eval()}
+        if self.teacher_model is not None:
+            models["teacher"] = self.teacher_model.eval()
         seconds: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(1 + rounds):
             for name, model in models.items():
@@ -219,6 +238,45 @@ def _fit_together(
     settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
 ) -> tuple[Run, dict[str, str], tuple[int, int]]:
     """The run, fingerprints of what it reads, and bytes of teacher and student."""
+    run, prints = _with_teacher(settings, out, corpus, plan, display)
+    prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
+    # A mistake shows now, not after the teacher's fine-tuning.
+    distiller = assemble(settings, run)
+    student = cast(PreTrainedModel, distiller.student)
+    check_length(settings.max_length, run.tokenizer, student, "student")
+    if settings.student is not None:
+        prints["student weights"] = model_fingerprint(student)
+    if run.teacher_model is None:
+        _check_cached(distiller, run)
+    return run, prints, (num_bytes(run.teacher), num_bytes(student))
+
+
+def _check_cached(distiller: Distiller, run: Run) -> None:
+    """Raise unless the cache knows every row to be trained on; the processes share the work."""
+    rows, cache, size = run.all_rows, run.teacher, 256
+    for start in range(processes.rank() * size, len(rows), world_size() * size):
+        batch = run.collate(rows.__getitems__(list(range(start, min(start + size, len(rows))))))
+        for i, key in enumerate(distiller.sample_keys(dict(batch)), start):
+            if key not in cache:
+                source, number = run.corpus.place(i)
+                raise InputError(
+                    f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write it "
+                    "from the same rows with the same --max-length"
+                )
+
+
+def _with_teacher(
+    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+) -> tuple[Run, dict[str, str]]:
+    """The run with its teacher, or what one has said before."""
+    if settings.teacher_cache is not None:
+        cache, about, tokenizer, corpus = load_cached_teacher(settings, corpus)
+        prints = corpus_fingerprints(corpus)
+        prints["teacher cache"] = fingerprint([json.dumps(cache.about).encode()])
+        run = Run(corpus, tokenizer, cache, plan, settings.max_length, display)
+        run.cached = about
+        return run, prints
+    assert settings.teacher is not None
     tokenizer = load_tokenizer(settings)
     finetuned = bool(settings.finetune_teacher) and _is_complete(out.teacher)
     name = str(out.teacher) if finetuned else settings.teacher
@@ -226,13 +284,7 @@ def _fit_together(
     prints = corpus_fingerprints(corpus)
     if not finetuned:
         prints["teacher weights"] = model_fingerprint(teacher)
-    run = Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
-    prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
-    # A mistake shows now, not after the teacher's fine-tuning.
-    student = cast(PreTrainedModel, _assemble(settings, run).student)
-    if settings.student is not None:
-        prints["student weights"] = model_fingerprint(student)
-    return run, prints, (num_bytes(teacher), num_bytes(student))
+    return Run(corpus, tokenizer, teacher, plan, settings.max_length, display), prints
 
 
 def _plan(settings: Settings) -> Plan:
@@ -249,7 +301,7 @@ def _plan(settings: Settings) -> Plan:
     )
 
 
-def _assemble(settings: Settings, run: Run) -> Distiller:
+def assemble(settings: Pairing, run: Run) -> Distiller:
     """A fresh student and method, the same ones every time."""
     set_seed(settings.seed)
     student = make_student(settings, run.teacher, run.tokenizer)
@@ -286,16 +338,16 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
 
 def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     """Train the student, its best state saved as OUT/student; the report of the whole run."""
-    teacher_scores = run.score(run.teacher)
+    teacher_scores = _teacher_scores(run, out)
     run.display.say(f"teacher:  {format_scores(teacher_scores)}")
-    distiller = _assemble(settings, run)
+    distiller = assemble(settings, run)
     student = cast(PreTrainedModel, distiller.student)
     report: dict[str, Any] = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
         "rows": _counts(run),
-        "parameters": {"teacher": count(run.teacher), "student": count(student)},
-        "bytes": {"teacher": num_bytes(run.teacher), "student": num_bytes(student)},
+        "parameters": {**run.size("parameters", count), "student": count(student)},
+        "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
         "layers": student.config.num_hidden_layers,
         "labels": run.corpus.names,
         "teacher": teacher_scores,
@@ -306,7 +358,9 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     best: Any = type(student).from_pretrained(out.student)
     best.to(run.device)
     if run.test_rows:
-        both = {"teacher": run.teacher, "student": best}
+        both = {"student": best}
+        if run.teacher_model is not None:
+            both["teacher"] = run.teacher_model
         report["test"] = {name: run.score(model, run.test_rows) for name, model in both.items()}
     # What the saved student says of itself: that is what people get.
     return {
@@ -317,6 +371,14 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
         "history": history,
         "seconds": {"training": history[-1]["seconds"]},
     }
+
+
+def _teacher_scores(run: Run, out: Output) -> dict[str, float]:
+    """The teacher's scores; those in a cache if it was scored on the same rows."""
+    if run.teacher_model is not None:
+        return run.score(run.teacher_model)
+    same = run.cached["fingerprints"].get(EVAL_ROWS) == out.identity["fingerprints"][EVAL_ROWS]
+    return run.cached["teacher"] if same else {}
 
 
 def _counts(run: Run) -> dict[str, int]:
@@ -381,18 +443,22 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
         for name in scores.get("student", {}):
             table.add_column(prefix + name, justify="right")
     for name in ("teacher", "student"):
+        milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
         scores = (f"{x:.4f}" for found in sets.values() for x in found.get(name, {}).values())
         table.add_row(
             name,
             f"{report['parameters'][name]:,}",
             f"{report['bytes'][name] / 2**20:.1f}",
-            f"{1000 * report['seconds_a_batch'][name]:.1f}",
+            "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
             *scores,
         )
     console.print(table)
     seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
+    faster = ""
+    if "teacher" in batch:
+        faster = f"{batch['teacher'] / batch['student']:.1f} times faster and "
     console.print(
-        f"the student is {batch['teacher'] / batch['student']:.1f} times faster and "
+        f"the student is {faster}"
         f"{report['bytes']['teacher'] / report['bytes']['student']:.1f} times smaller\n"
         f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "

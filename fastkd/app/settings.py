@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fastkd.app.errors import InputError
 from fastkd.app.options import check, given, option
@@ -111,13 +111,15 @@ class Source(ColumnOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Source):
-    """The options of `fastkd distill`, by the names they have there."""
+class Pairing(Source):
+    """Teacher, student and method."""
+
+    # Options that only some commands have.
+    finetune_teacher: ClassVar[float] = 0.0
+    teacher_cache: ClassVar[Path | None] = None
+    gather: ClassVar[bool] = False
 
     teacher: str = option(..., "Teacher: a directory or a hub name.")
-    out: Path = option(
-        Path("runs/distill"), "Directory for the student and its report.", panel=RUN, saved=False
-    )
     trust_remote_code: bool = remote_code()
     tokenizer: str | None = option(None, "Tokenizer, if not the teacher's.", panel=MODELS)
     student: str | None = option(
@@ -131,7 +133,39 @@ class Settings(Source):
         "Which teacher layers: uniform, top, bottom, or numbers such as 2,4,6.",
         panel=MODELS,
     )
-    finetune_teacher: float = option(
+    method: str = option(
+        "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
+    )
+    options: Mapping[str, Any] = option(
+        {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
+    )
+    max_length: int = option(128, "Longest text, in tokens.", panel=TRAINING, least=4)
+    precision: str = precision()
+    device: str = device()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = given(self, "student_layers", "teacher_layers")
+        if self.student is not None and layers:
+            raise InputError(f"--student and {layers[0]} exclude each other")
+        if self.unlabelled is not None and self.method == "labels":
+            raise InputError("--unlabelled and --method labels exclude each other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Pairing):
+    """The options of `fastkd distill`, by the names they have there."""
+
+    teacher: str | None = option(  # type: ignore[assignment]
+        None, "Teacher: a directory or a hub name."
+    )
+    teacher_cache: Path | None = option(  # type: ignore[misc]
+        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR", panel=MODELS
+    )
+    out: Path = option(
+        Path("runs/distill"), "Directory for the student and its report.", panel=RUN, saved=False
+    )
+    finetune_teacher: float = option(  # type: ignore[misc]
         0.0,
         "Fine-tune the teacher on the task first.",
         metavar="EPOCHS",
@@ -139,12 +173,6 @@ class Settings(Source):
         least=0,
     )
     teacher_learning_rate: float = option(5e-5, "Learning rate of that.", panel=MODELS, above=0)
-    method: str = option(
-        "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
-    )
-    options: Mapping[str, Any] = option(
-        {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
-    )
     epochs: float = option(3.0, "Epochs of distillation.", panel=TRAINING, above=0)
     batch_size: int = option(32, "Rows in a step.", panel=TRAINING, least=1)
     learning_rate: float = option(5e-5, "Peak learning rate.", panel=TRAINING, above=0)
@@ -152,10 +180,7 @@ class Settings(Source):
     warmup: float = option(
         0.1, "Share of the steps that warms up, 0 to 1.", panel=TRAINING, least=0, most=1
     )
-    max_length: int = option(128, "Longest text, in tokens.", panel=TRAINING, least=4)
-    precision: str = precision()
-    device: str = device()
-    gather: bool = option(
+    gather: bool = option(  # type: ignore[misc]
         False,
         "Losses that compare samples see those of all processes.",
         panel=TRAINING,
@@ -196,15 +221,44 @@ class Settings(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = given(self, "student_layers", "teacher_layers")
-        if self.student is not None and layers:
-            raise InputError(f"--student and {layers[0]} exclude each other")
+        self._check_teacher()
         if not self.finetune_teacher and given(self, "teacher_learning_rate"):
             raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other")
-        if self.unlabelled is not None and self.method == "labels":
-            raise InputError("--unlabelled and --method labels exclude each other")
+
+    def _check_teacher(self) -> None:
+        if self.teacher_cache is None:
+            if self.teacher is None:
+                raise InputError("--teacher is missing: a directory or a hub name")
+            return
+        settled = given(
+            self, "teacher", "tokenizer", "student_layers", "teacher_layers", "finetune_teacher"
+        )
+        if settled:
+            raise InputError(
+                f"--teacher-cache and {settled[0]} exclude each other: `fastkd cache` settled that"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings(Pairing):
+    """The options of `fastkd cache`."""
+
+    out: Path = option(
+        Path("runs/teacher-cache"), "Directory of the cache.", panel=RUN, saved=False
+    )
+    batch_size: int = option(32, "Rows at a time.", panel=RUN, least=1, saved=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings(Pairing):
+    """The options of `fastkd verify`."""
+
+    finetune_teacher: ClassVar[float] = 1.0  # a head that is still random will do
+
+    rows: int = option(8, "Rows of the step.", panel=RUN, least=2)
+    ranks: int = option(2, "Processes to share it; 0 leaves that out.", panel=RUN, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from fastkd._numerics import upcast
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.blocks import Blocks, backbone_of
-from fastkd.distill.cache import TeacherCache, wanted_of, write_cache
+from fastkd.distill.cache import TeacherCache, sample_keys, wanted_of, write_cache
 from fastkd.distill.capture import QKV, Backbone, Wanted, placed_for, replaced_embeddings
 from fastkd.distill.documents import Documents, find_documents
 from fastkd.distill.method import Method, Term, weighted
@@ -193,6 +193,11 @@ class Distiller(nn.Module):
                 message says what differs.
         """
         return write_cache(self, batches, path, tokenizer, shard_bytes)
+
+    def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
+        """What a `TeacherCache` knows the samples of a batch by: ``key in cache``."""
+        part = self._part({k: v for k, v in batch.items() if k != "labels"}, None, None, None)
+        return sample_keys(part)[0]
 
     @property  # type: ignore[override]
     def training(self) -> bool:

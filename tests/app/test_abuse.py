@@ -17,16 +17,20 @@ from fastkd.app.options import options_of
 from fastkd.app.settings import (
     AnalyzeSettings,
     BenchSettings,
+    CacheSettings,
     DemoSettings,
     EvaluateSettings,
     ExportSettings,
     Settings,
     UseSettings,
+    VerifySettings,
 )
 from tests.tiny import make_teacher, write_tsv
 
 COMMANDS = {
     "distill": Settings,
+    "cache": CacheSettings,
+    "verify": VerifySettings,
     "evaluate": EvaluateSettings,
     "predict": UseSettings,
     "export": ExportSettings,
@@ -64,6 +68,8 @@ def invoke(folder, tmp_path, monkeypatch):
         raise TrainingFailed("reached the training")
 
     monkeypatch.setattr("fastkd.app.run.train", trains)
+    monkeypatch.setattr("fastkd.app.cache._batches", trains)
+    monkeypatch.setattr("fastkd.distill.verify.verify", trains)
     monkeypatch.setattr("fastkd.bench.runner.run_cases", trains)
     monkeypatch.chdir(tmp_path)
     teacher, dev = folder / "teacher", folder / "dev.tsv"
@@ -72,6 +78,14 @@ def invoke(folder, tmp_path, monkeypatch):
         "distill": {
             "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev, "--out": out,
             "--max-length": 16, "--device": "cpu", "--batch-size": 8,
+        },
+        "cache": {
+            "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev, "--out": out,
+            "--max-length": 16, "--device": "cpu",
+        },
+        "verify": {
+            "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev,
+            "--max-length": 16, "--device": "cpu",
         },
         "evaluate": {"--model": teacher, "--data": dev},
         "predict": {"--model": teacher, "--data": dev},

@@ -96,7 +96,7 @@ def test_every_command_of_the_docs_is_one(words, monkeypatch):
         raise RunFailed("reached the work")
 
     for place in ("run.distill", "demo.run_demo", "use.evaluate", "use.predict", "export.export",
-                  "analyze.run"):  # fmt: skip
+                  "analyze.run", "cache.write", "check.verify"):  # fmt: skip
         monkeypatch.setattr(f"fastkd.app.{place}", stop)
     monkeypatch.setattr("fastkd.bench.runner.run", stop)
     result = CliRunner().invoke(app, words)

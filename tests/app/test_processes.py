@@ -32,7 +32,7 @@ def words(tmp_path_factory):
     write_tsv(folder / "train.tsv", ROWS)
     write_tsv(folder / "dev.tsv", 21, seed=1)
 
-    def make(out, processes, **options):
+    def make(out, processes, command="distill", **options):
         usual = {
             "teacher": folder / "teacher",
             "train": folder / "train.tsv",
@@ -45,8 +45,10 @@ def words(tmp_path_factory):
             "learning_rate": 1e-3,
             "method": "soft_targets",
         }
-        found = ["distill"]
+        found = [command]
         for name, value in {**usual, **options}.items():
+            if value is None:
+                continue
             found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
         return found
 
@@ -98,6 +100,13 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_p
         "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
     }
     commands = [words(tmp_path / f"{name}-2", 2, **more) for name, more in runs.items()]
+    # A teacher's cache is written by both, and read by both.
+    kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
+    cached = {"teacher_cache": tmp_path / "cache", "teacher": None}
+    commands += [
+        words(tmp_path / "cache", 2, "cache", **kept),
+        words(tmp_path / "cached-2", 2, **cached),
+    ]
     mistakes = {
         "already holds a student": commands[0],
         "no such directory": words(tmp_path / "x", 2, teacher="./nothing"),
@@ -105,10 +114,11 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_p
         "did you mean": words(tmp_path / "x", 2, method="fdc"),
     }
     results = launch(tmp_path / "launch", [*commands, *mistakes.values()])
-    for codes, outputs, errors in results[: len(runs)]:
+    for codes, outputs, errors in results[: len(commands)]:
         assert codes == (0, 0), errors
-        assert "2 processes: 8 rows a step in all" in outputs[0] and not outputs[1]
-    for part, (codes, _, errors) in zip(mistakes, results[len(runs) :], strict=True):
+        assert not outputs[1]
+        assert "2 processes: 8 rows a step in all" in outputs[0] or "samples" in outputs[0]
+    for part, (codes, _, errors) in zip(mistakes, results[len(commands) :], strict=True):
         assert codes == (2, 2)
         told = "".join(errors)
         assert part in told and told.count("Error: ") == 1 and told.count("\n") == 1, errors
@@ -117,6 +127,8 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_p
         assert visible(tmp_path / f"{name}-2") == ["student", *["teacher"] * (name == "tuned")]
         single(*words(tmp_path / f"{name}-1", 1, **more))
         same_students(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
+    assert len(list((tmp_path / "cache").glob("shard-*"))) == 2
+    same_students(tmp_path / "cached-2", tmp_path / "soft_targets-1")
 
 
 def torchrun(*words):

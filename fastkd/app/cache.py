@@ -1,0 +1,129 @@
+"""`fastkd cache`: what a teacher says of every training row, kept for `--teacher-cache`.
+
+The directory holds the cache of `fastkd.distill.TeacherCache`; beside it the student as it begins,
+with the tokenizer, and `MARKER`, written last: settings, scores and sizes of the teacher.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fastkd.app import data, processes
+from fastkd.app.display import Display
+from fastkd.app.errors import InputError
+from fastkd.app.loop import stopping_at_once
+from fastkd.app.models import (
+    STUDENT,
+    be_quiet,
+    count,
+    load_teacher,
+    load_tokenizer,
+    make_method,
+    num_bytes,
+)
+from fastkd.app.options import as_json
+from fastkd.app.output import corpus_fingerprints
+from fastkd.app.plan import Plan, autocast, choose_device
+from fastkd.app.run import Run, assemble
+from fastkd.app.saving import LOCK, MARKER, locked, saving, write_json
+from fastkd.app.settings import CacheSettings, Pairing
+from fastkd.distill.cache import ABOUT, TeacherCache
+from fastkd.distill.distiller import Distiller
+from fastkd.distributed import world_size
+
+
+def write(settings: CacheSettings, console: Console) -> None:
+    """Run `fastkd cache`, in any number of processes; one that was cut off goes on.
+
+    Raises:
+        InputError: something given can't be used, or the directory holds another cache.
+    """
+    be_quiet()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopping_at_once())
+        processes.join()
+        stack.enter_context(processes.in_first(locked(settings.out)))
+        display = stack.enter_context(Display(console))
+        with processes.agreed():
+            _check_folder(settings.out)
+            run = load(settings, settings.batch_size, display)
+            distiller = assemble(settings, run).to(run.device)
+        # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
+        distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
+        scores = run.score(run.teacher)
+        own = _batches(run, settings.batch_size, processes.rank(), world_size())
+        with processes.agreed(), saving_cache(settings.out), autocast(run.plan):
+            if len(run.all_rows) > processes.rank() * settings.batch_size:
+                distiller.cache_teacher(own, settings.out, tokenizer=run.tokenizer)
+        processes.by_first(lambda: _complete(settings, run, distiller, scores))
+        cache = TeacherCache(settings.out)
+        used = sum(path.stat().st_size for path in settings.out.glob("*.safetensors"))
+        display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {settings.out}")
+
+
+def load(settings: Pairing, batch_size: int, display: Display) -> Run:
+    """Rows and teacher."""
+    device = choose_device(settings.device, settings.precision)
+    plan = Plan(
+        batch_size=batch_size * world_size(),
+        precision=settings.precision,
+        device=device,
+        seed=settings.seed,
+    )
+    make_method(settings.method, settings.options)
+    corpus = data.load(settings)
+    tokenizer = load_tokenizer(settings)
+    teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer)
+    nn.Module.to(teacher, device)
+    return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / ABOUT).exists() and any(p.name != LOCK for p in folder.iterdir()):
+        raise InputError(f"--out {folder} holds something else than a cache; give another --out")
+
+
+@contextlib.contextmanager
+def saving_cache(folder: Path) -> Iterator[None]:
+    """A cache that can't be written, or is another teacher's, is one sentence."""
+    try:
+        with saving(folder):
+            yield
+    except ValueError as error:
+        raise InputError(f"--out {error}") from error
+
+
+def _batches(
+    run: Run, size: int, rank: int, ranks: int, most: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """This process's batches of the training rows, of like lengths."""
+    rows = run.all_rows
+    order = torch.as_tensor(rows.lengths).argsort(stable=True).tolist()
+    for number, start in enumerate(range(rank * size, len(order), ranks * size)):
+        if number == most:
+            return
+        batch = run.collate(rows.__getitems__(order[start : start + size]))
+        yield {name: x.to(run.device) for name, x in batch.items()}
+
+
+def _complete(
+    settings: CacheSettings, run: Run, distiller: Distiller, scores: dict[str, float]
+) -> None:
+    student: Any = distiller.student
+    with saving(settings.out):
+        student.save_pretrained(settings.out / STUDENT)
+        run.tokenizer.save_pretrained(settings.out / STUDENT)
+        report = {
+            "settings": as_json(settings),
+            "fingerprints": corpus_fingerprints(run.corpus),
+            "teacher": scores,
+            "parameters": count(run.teacher),
+            "bytes": num_bytes(run.teacher),
+            "samples": len(TeacherCache(settings.out)),
+        }
+        write_json(settings.out / MARKER, report)
