@@ -75,7 +75,7 @@ def load(settings: Pairing, batch_size: int, display: Display) -> Run:
         device=device,
         seed=settings.seed,
     )
-    make_method(settings.method, settings.options)
+    make_method(settings.method, settings.options, settings.preset)
     corpus = data.load(settings)
     tokenizer = load_tokenizer(settings)
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer)

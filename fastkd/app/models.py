@@ -328,20 +328,22 @@ def _student_from_path(
     )
 
 
-def make_method(name: str, options: Mapping[str, Any]) -> Method:
-    """The method called ``name`` on the command line, with the hyper-parameters of --set."""
+def make_method(name: str, options: Mapping[str, Any], preset: str = "default") -> Method:
+    """The method called ``name`` on the command line, with --preset and --set."""
     if ":" in name and "" not in sys.path:
         sys.path.append("")  # the console script, unlike python -m, doesn't look here
     try:
         kind = resolve(name)
     except (TypeError, ValueError) as error:
         raise InputError(f"--method: {error}") from error
+    if preset not in ("default", "paper"):
+        raise InputError(f"preset {preset!r}; {nearest(preset, ('default', 'paper'))}")
     known = list(inspect.signature(kind).parameters)
     for option in options:
         if option not in known:
             raise InputError(f"--set {option}: {name} has no such option; {nearest(option, known)}")
     try:
-        return kind(**options)
+        return kind(**{**(kind.paper if preset == "paper" else {}), **options})
     except (TypeError, ValueError) as error:
         raise InputError(f"--method {name}: {error}") from error
 

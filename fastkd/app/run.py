@@ -185,7 +185,7 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         processes.join()
         with processes.agreed():
             plan = _plan(settings)
-            make_method(settings.method, settings.options)
+            make_method(settings.method, settings.options, settings.preset)
             check_trackers(settings.report_to)
         stack.enter_context(processes.in_first(locked(settings.out)))
         log_json = settings.log_json if processes.first() else None
@@ -305,7 +305,7 @@ def assemble(settings: Pairing, run: Run) -> Distiller:
     """A fresh student and method, the same ones every time."""
     set_seed(settings.seed)
     student = make_student(settings, run.teacher, run.tokenizer)
-    method = make_method(settings.method, settings.options)
+    method = make_method(settings.method, settings.options, settings.preset)
     try:
         return Distiller(run.teacher, student, method, gather=settings.gather)
     except (TypeError, ValueError) as error:

@@ -136,6 +136,11 @@ class Pairing(Source):
     method: str = option(
         "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
     )
+    preset: str = option(
+        "default",
+        "Hyper-parameters to start from: default, or the paper's.",
+        choices=("default", "paper"),
+    )
     options: Mapping[str, Any] = option(
         {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
     )

@@ -1,7 +1,7 @@
 """What every method is: loss terms with weights, the layers they compare, the parts that learn."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,8 @@ class Method(nn.Module):
         ...         return sum(F.mse_loss(s * real, t * real) for s, t in zip(*maps))
     """
 
+    #: The paper's hyper-parameters where the defaults are others; docs/studies says why.
+    paper: Mapping[str, Any] = {}
     #: Terms that read logits. They are means over items which don't know of each other, and take
     #: them with ``step.mean``.
     logit_terms: tuple[str, ...] = ("task", "soft")

@@ -15,6 +15,7 @@ process of its own:
 
 import inspect
 import pkgutil
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -239,17 +240,19 @@ class LRCBERT(_Soft):
     L = alpha·Σ_layers COS-NCE(h_S W, h_T, H_T) + beta·L_soft + gamma·L_hard  (eqs. 3-6), the
     negatives being the other samples of the batch, at the same token position. Two stages: until
     ``first_stage`` of the steps only the contrastive term counts (1:0:0), then the given weights
-    (1:1:3). In training the loss comes from a second forward pass over embeddings moved along
-    the loss's gradient, normalised per sample (eqs. 7-8). L_hard softens the one-hot label by τ
-    too (eq. 5); regression uses MSE for both.
+    (1:4:1 here, 1:1:3 in the paper). In training the loss comes from a second forward pass over
+    embeddings moved along the loss's gradient, normalised per sample (eqs. 7-8). L_hard softens the
+    one-hot label by τ too (eq. 5); regression uses MSE for both.
 
     One matrix W serves all layers, as in TinyBERT, which the paper follows here. The loop has to
     call ``Distiller.set_progress``, or the second stage never starts.
 
     Args:
-        alpha, beta, gamma: weights of the second stage; searched in {1, 2, 3, 4}.
+        alpha, beta, gamma: weights of the second stage; searched in {1, 2, 3, 4} in the paper,
+            where 1:1:3 was taken. With many classes eq. 5's targets are nearly uniform.
         temperature: τ of eqs. 4-5; no factor τ² (eq. 4).
-        first_stage: share of the training, 0.8 in the paper; 0 turns the stages off (Table 4).
+        first_stage: share of the training, 0.8 in the paper: a short run then hardly sees labels.
+            0 turns the stages off (Table 4).
         perturb: gradient perturbation on or off (Fig. 5).
         layers: φ, as in `FCD`.
         divergence, scale_by_t2: as in `SoftTargets`.
@@ -258,15 +261,16 @@ class LRCBERT(_Soft):
     """
 
     across_samples = ("cos_nce",)
+    paper = MappingProxyType({"beta": 1.0, "gamma": 3.0, "first_stage": 0.8})
 
     def __init__(
         self,
         *,
         alpha: float = 1.0,
-        beta: float = 1.0,
-        gamma: float = 3.0,
+        beta: float = 4.0,
+        gamma: float = 1.0,
         temperature: float = 1.1,
-        first_stage: float = 0.8,
+        first_stage: float = 0.2,
         perturb: bool = True,
         layers: Layers = "uniform",
         divergence: Divergence = "forward_kl",
@@ -312,10 +316,9 @@ class MC3KD(_Soft):
     Args:
         alpha: share of the soft targets; {0.2, 0.5, 0.6, 0.7} in the paper. None leaves task and
             soft targets out, for a student without a head.
-        beta: weight of L_CCC; {0.1, 1, 10} in the paper. The default is the smallest because
-            eq. 7 sums hundreds of correlations when tokens are the observations: at beta = 1 its
-            gradient was 94 times the task loss's (MiniLM, SST-2, batches of 32; 14 times with
-            pool="cls").
+        beta: weight of L_CCC; {0.1, 1, 10} in the paper. Eq. 7 sums hundreds of correlations when
+            tokens are the observations: at beta = 1 its gradient was 94 times the task loss's
+            (MiniLM, SST-2, batches of 32; 14 times with pool="cls"), so the default is 0.01.
         temperature: T; KL carries T² as in PKD, which the paper follows.
         layers: None chooses from data; "uniform" is PKD-skip ("only MC3" in Table 5); or a list.
         ridge: r_t = r_s of eq. 5.
@@ -329,13 +332,14 @@ class MC3KD(_Soft):
     """
 
     across_samples = ("cca",)
+    paper = MappingProxyType({"beta": 0.1})
     _without_head = "pass alpha=None"
 
     def __init__(
         self,
         *,
         alpha: float | None = 0.5,
-        beta: float = 0.1,
+        beta: float = 0.01,
         temperature: float = 20.0,
         layers: Layers | None = None,
         ridge: float = 1e-4,
@@ -401,11 +405,12 @@ class LRKD(_Soft):
     """LRKD: learnable relational knowledge distillation.
 
     L = alpha·L_CE + (1 − alpha)·KL + beta·L_DPL  (eq. 13), with the dual projection loss between
-    the mean-pooled last hidden states (eqs. 3-10) and no factor τ² on KL (eq. 1). The projections
+    the mean-pooled last hidden states (eqs. 3-10); KL carries τ², unlike eq. 1. The projections
     train with the student and go when training ends; hidden sizes may differ.
 
     Args:
-        alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper. None leaves task and
+        alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper, which leaves KL a tenth of
+            the task loss's gradient. None leaves task and
             soft targets out, for a student without a head.
         beta: weight of L_DPL; {1, 10, 15} in the paper. At 1 its gradient is of the task loss's
             size, as L_DPL is a mean over elements here; see `fastkd.DualProjectionLoss`.
@@ -414,25 +419,26 @@ class LRKD(_Soft):
         projection_layers: m, matrices in each projection; 2 for all tasks in the paper.
         orthogonal: False for plain linear projections (Fig. 3b).
         divergence: as in `SoftTargets`; Table 4 adds the method to reverse and adaptive KL.
-        scale_by_t2: as in `SoftTargets`.
+        scale_by_t2: as in `SoftTargets`; False in the paper.
 
     Terms: task, soft, projection.
     """
 
     teacher_pool = "mean"
+    paper = MappingProxyType({"alpha": 0.8, "scale_by_t2": False})
     _without_head = "pass alpha=None"
 
     def __init__(
         self,
         *,
-        alpha: float | None = 0.8,
+        alpha: float | None = 0.5,
         beta: float = 1.0,
         gamma: float = 0.3,
         temperature: float = 2.0,
         projection_layers: int = 2,
         orthogonal: bool = True,
         divergence: Divergence = "forward_kl",
-        scale_by_t2: bool = False,
+        scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
         if alpha is not None:
@@ -583,21 +589,29 @@ def resolve(name: str) -> type[Method]:
     return found
 
 
-def method_by_name(name: str, **hyperparameters: Any) -> Method:
+Preset = Literal["default", "paper"]
+
+
+def method_by_name(name: str, *, preset: Preset = "default", **hyperparameters: Any) -> Method:
     """The method called ``name``, as `resolve` takes it, with these hyper-parameters.
 
+    ``preset="paper"`` starts from the paper's where the defaults are others.
+
     Raises:
-        ValueError: unknown name or hyper-parameter; the message names the nearest one.
+        ValueError: unknown name, preset or hyper-parameter; the message names the nearest one.
 
     Example:
         >>> method_by_name("lrkd", beta=1.0).weights(0.0)["projection"]
         1.0
+        >>> method_by_name("mc3kd", preset="paper").beta
+        0.1
     """
     kind = resolve(name)
+    check_choice("preset", preset, ("default", "paper"))
     known = inspect.signature(kind).parameters
     for option in hyperparameters:
         check_choice(f"hyper-parameter of {name}", option, known)
-    return kind(**hyperparameters)
+    return kind(**{**(kind.paper if preset == "paper" else {}), **hyperparameters})
 
 
 def _check_weights(**weights: float) -> None:

@@ -1,5 +1,8 @@
 """What others distil with, as methods: the rows that a table of losses is read against."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -97,11 +100,13 @@ BASELINES: dict[str, type[Method]] = {
 NAMES = (*METHODS, *BASELINES)
 
 
-def build(name: str, options: dict) -> Method:
-    """A method or a baseline by its name.
+def build(name: str, options: Mapping[str, Any]) -> Method:
+    """A method or a baseline by its name; ``options`` may have a ``preset``.
 
     Raises:
         InputError: an unknown name, or an option that it doesn't have.
     """
     kind = BASELINES.get(name)
-    return make_method(name if kind is None else f"{kind.__module__}:{kind.__name__}", options)
+    rest = {option: value for option, value in options.items() if option != "preset"}
+    full = name if kind is None else f"{kind.__module__}:{kind.__name__}"
+    return make_method(full, rest, options.get("preset", "default"))

@@ -36,6 +36,7 @@ from fastkd.study.baselines import NAMES, build
 from fastkd.study.settings import StudySettings
 
 PACKAGED = "packaged"
+STUDENTS = ("teacher", "pretrained")
 SELECT = "select"  # the teacher layers that MC3KD's Algorithm 1 chooses
 
 
@@ -53,9 +54,10 @@ class Variant:
         layers = self.options.get("layers")
         named = {"layers": "uniform"} if layers is not None else {}
         defaults = build(self.method, {**self.options, **named}).hyperparameters()
+        given = {k: v for k, v in self.options.items() if k != "preset"}
         return {
             "method": self.method,
-            "options": {**defaults, **self.options},
+            "options": {**defaults, **given},
             "teacher_layers": self.teacher_layers,
         }
 
@@ -91,6 +93,9 @@ class Study:
     baseline: str = "labels"
     teacher: str = PACKAGED
     student_layers: int = 3
+    #: What the student is made of: the layers of the fine-tuned teacher with its head, or those of
+    #: the "pretrained" model that it was before, with a fresh head.
+    student: str = "teacher"
     steps: int | None = 80
     seconds: float | None = None
     evaluations: int = 4
@@ -180,6 +185,8 @@ def _check(study: Study) -> None:
         raise InputError("seeds: at least one")
     if (study.steps is None) == (study.seconds is None):
         raise InputError("give the budget as steps or as seconds")
+    if study.student not in STUDENTS:
+        raise InputError(f"student {study.student!r}; {nearest(study.student, STUDENTS)}")
     if study.precision not in PRECISIONS:
         raise InputError(f"precision {study.precision!r}; {nearest(study.precision, PRECISIONS)}")
     for name in ("steps", "seconds", "batch_size", "learning_rate", "evaluations"):

@@ -58,6 +58,16 @@ def key_of(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def _from(name: str, attention: str, labels: int | None = None) -> Any:
+    """A classifier with this implementation of attention, if its family has it."""
+    auto: Any = AutoModelForSequenceClassification
+    options = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
+    try:
+        return auto.from_pretrained(name, attn_implementation=attention, **options)
+    except ValueError:
+        return auto.from_pretrained(name, **options)
+
+
 def silent() -> Display:
     """A display that shows nothing."""
     return Display(Console(file=io.StringIO()))
@@ -164,26 +174,24 @@ class TaskWork:
 
     def _load(self, attention: str) -> PreTrainedModel:
         self.make_teacher()
-        auto: Any = AutoModelForSequenceClassification
-        try:
-            model = auto.from_pretrained(self.folder, attn_implementation=attention)
-        except ValueError:  # the family has no other
-            model = auto.from_pretrained(self.folder)
-        return model.to(self.device)
+        return _from(str(self.folder), attention).to(self.device)
 
-    def _finetune(self) -> None:
+    def _pretrained(self, attention: str) -> PreTrainedModel:
+        """The model that the teacher was, with a fresh head."""
+        model = _from(self.name, attention, self.corpus.num_labels).to(self.device)
         names = self.corpus.names
-        set_seed(TEACHER_SEED)
-        auto: Any = AutoModelForSequenceClassification
-        model = auto.from_pretrained(
-            self.name, num_labels=self.corpus.num_labels, ignore_mismatched_sizes=True
-        ).to(self.device)
         model.config.problem_type = "regression" if names is None else "single_label_classification"
         if names is not None:
             model.config.id2label = dict(enumerate(names))
             model.config.label2id = {name: i for i, name in enumerate(names)}
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
+        return model
+
+    def _finetune(self) -> None:
+        names = self.corpus.names
+        set_seed(TEACHER_SEED)
+        model = self._pretrained("sdpa")
         plan = dataclasses.replace(
             self._plan(self.task.teacher_steps, TEACHER_SEED),
             learning_rate=self.task.teacher_learning_rate,
@@ -243,8 +251,11 @@ class TaskWork:
 
     def _distiller(self, variant: Variant, cached: bool) -> Distiller:
         method = self._method(variant)
-        teacher = self.eager_teacher if variant.method == "tinybert" else self.teacher
-        student = student_from_teacher(teacher, self._layers(variant.teacher_layers))
+        eager = variant.method == "tinybert"
+        teacher = source = self.eager_teacher if eager else self.teacher
+        if self.study.student == "pretrained":
+            source = self._pretrained("eager" if eager else "sdpa")
+        student = student_from_teacher(source, self._layers(variant.teacher_layers))
         kept: Any = self.cache if cached and self._can_cache(variant) else teacher
         return Distiller(kept, cast(PreTrainedModel, student), method)
 

@@ -50,6 +50,7 @@ def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
                     "teacher": tasks[task.name].key,
                     **methods[variant.name],
                     "seed": seed,
+                    "student": study.student,
                     "student_layers": study.student_layers,
                     "steps": study.steps,
                     "seconds": study.seconds,

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from fastkd import distill
 from fastkd.distill import (
     FCD,
-    LRCBERT,
     LRKD,
     MC3KD,
     METHODS,
@@ -171,7 +170,7 @@ def test_lrc_bert_is_equations_1_to_6_in_two_stages(family, progress):
     inputs = batch(rows=4)
     mask = inputs["attention_mask"].bool()
     (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    method = LRCBERT()
+    method = method_by_name("lrc_bert", preset="paper")
     out = total(teacher, student, method, inputs, progress)
     W = method.loss.W.weight.T.detach()
 
@@ -204,7 +203,7 @@ def test_lrc_bert_regression_uses_mse_for_both():
     teacher, student = pair("bert", num_labels=1)
     inputs = batch(num_labels=1)
     (z_t, _), (z_s, _) = both(teacher, student, inputs)
-    out = total(teacher, student, LRCBERT(), inputs, 1.0)
+    out = total(teacher, student, method_by_name("lrc_bert", preset="paper"), inputs, 1.0)
     torch.testing.assert_close(out.terms["soft"], (z_s - z_t).square().mean())
     mse = (z_s[:, 0] - inputs["labels"]).square().mean()
     torch.testing.assert_close(out.terms["task"], mse)
@@ -262,7 +261,7 @@ def test_lrkd_is_equations_1_to_13(family):
     inputs = batch()
     mask = inputs["attention_mask"].double()[..., None]
     (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    method = LRKD(alpha=0.9, beta=15.0, temperature=4.0)
+    method = LRKD(alpha=0.9, beta=15.0, temperature=4.0, scale_by_t2=False)
     distiller = Distiller(teacher, student, method).eval()
     projections = method.loss.student_projection, method.loss.teacher_projection
     with torch.no_grad():
@@ -361,8 +360,9 @@ def test_every_method_has_a_name_and_is_public():
         assert f"`{kind.__name__}`" in DESIGN, f"docs/design.md has no {kind.__name__}"
 
 
-def test_papers_defaults():
-    defaults = {name: cls().hyperparameters() for name, cls in METHODS.items()}
+def test_papers_values():
+    presets = {name: method_by_name(name, preset="paper") for name in METHODS}
+    defaults = {name: method.hyperparameters() for name, method in presets.items()}
     assert defaults["fcd"]["layers"] == "uniform" and defaults["fcd"]["distance"] == "pearson"
     assert defaults["knn"]["alpha2"] == defaults["knn"]["alpha3"] == 0.5
     lrc = defaults["lrc_bert"]
@@ -383,6 +383,16 @@ def test_papers_defaults():
         ("lrkd", "temperature"): {1, 2, 3, 4},
     }
     assert all(defaults[name][option] in grid for (name, option), grid in grids.items())
+
+
+def test_a_preset_is_where_hyperparameters_start():
+    assert method_by_name("lrc_bert").first_stage < 0.8
+    assert method_by_name("lrc_bert", preset="paper", gamma=2.0).gamma == 2.0
+    for kind in METHODS.values():
+        assert kind.paper.items() <= kind(**kind.paper).hyperparameters().items()
+        assert not kind.paper.items() & kind().hyperparameters().items(), "the same as the default"
+    with pytest.raises(ValueError, match="did you mean 'paper'"):
+        method_by_name("fcd", preset="papers")
 
 
 @pytest.mark.parametrize("name", list(METHODS))

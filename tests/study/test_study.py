@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModel
 from typer.testing import CliRunner
 
 from fastkd.app.cli import app
@@ -149,6 +150,18 @@ def test_the_cache_changes_nothing(root):
             assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
 
 
+def test_a_student_of_the_model_before_it_was_the_teacher(root):
+    found = spec.read(StudySettings(spec=write(root, shared='student = "pretrained"\n' + SHARED)))
+    task = TaskWork(found, found.tasks[0], root / "out")
+    for variant in found.variants[:2]:
+        starts = [task._distiller(variant, cached=False).student for _ in range(2)]
+        word = "embeddings.word_embeddings.weight"
+        tiny = AutoModel.from_pretrained(root / "tiny").get_parameter(word)
+        assert torch.equal(starts[0].get_parameter(f"bert.{word}"), tiny)
+        assert not torch.equal(task.teacher.get_parameter(f"bert.{word}"), tiny)
+        assert not torch.equal(starts[0].classifier.weight, starts[1].classifier.weight)
+
+
 def test_a_budget_in_seconds_becomes_steps(root, monkeypatch):
     """As many as a few of them say: here each takes a tenth of a second, or a fifth."""
     began = {"labels": 0.1, "lrc_bert": 0.2}
@@ -195,6 +208,7 @@ def test_options_say_what_a_file_says(root):
         ("[methods]\nfcd = {alfa = 1}\n", "alfa"),
         ("[methods]\nfcd = {alpha = -1}\n", "alpha"),
         ('[methods]\nfcd = {layers = "tops"}\n', "top"),
+        ('[methods]\nlrc_bert = {preset = "papers"}\n', "paper"),
         ("[tasks.two]\nfiles = 1\n", "files"),
         ("[methods\n", "can't be read"),
         ("[tasks.'a b']\ndocstrings = true\n", "letters"),
@@ -220,6 +234,13 @@ def test_mistakes_in_fields_are_named(root, line, message):
     shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != line.split(" ")[0])
     with pytest.raises(InputError, match=message):
         study(write(root, shared=line + "\n" + shared), root / "out")
+
+
+def test_the_papers_values_by_name(root):
+    methods = '[methods]\nlabels = {}\nlrc_bert = {preset = ["paper", "default"]}\n'
+    _, paper, ours = spec.read(StudySettings(spec=write(root, methods))).variants
+    assert paper.json()["options"]["first_stage"] == 0.8 != ours.json()["options"]["first_stage"]
+    assert "preset" not in ours.json()["options"]
 
 
 def test_few_labels_are_even_and_the_seeds_own(root):
