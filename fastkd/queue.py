@@ -11,6 +11,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
+from fastkd.distributed import Group, ranks_of
 
 __all__ = ["FeatureQueue"]
 
@@ -20,7 +21,11 @@ class FeatureQueue(nn.Module):
 
     A micro-batch shows a loss that compares samples only its own rows. The rows of earlier ones
     stand beside them as neighbours (`knn_feature_loss`) or negatives (`cos_nce_loss`). The bank is
-    part of the state_dict and learns nothing; each process has its own.
+    part of the state_dict and learns nothing.
+
+    Of several processes each has a bank of its own rows, and losses with ``gather=True`` take all
+    banks for one. With ``gather`` here every process keeps the rows of all, in the order of their
+    ranks, for losses without it.
 
     Args:
         size: rows of the bank.
@@ -28,6 +33,8 @@ class FeatureQueue(nn.Module):
         dtype: of the features; the losses want that of the student.
         label_dtype: of the labels; a floating one for real-valued labels.
         ignore_index: label of rows that hold nothing yet, as the losses know it.
+        gather: keep the rows of all processes.
+        group: the processes that gather, by default all.
 
     ``enqueue(features, labels=None, mask=None)``, or a call, puts rows (B, ...) in the place of the
     oldest, detached; labels (B,), 0 where not given; mask (B,), 1 for rows to keep. It writes in
@@ -65,12 +72,15 @@ class FeatureQueue(nn.Module):
         dtype: torch.dtype = torch.float32,
         label_dtype: torch.dtype = torch.int64,
         ignore_index: int = -100,
+        gather: bool = False,
+        group: Group = None,
     ) -> None:
         super().__init__()
         check_positive_int("size", size)
         check_int("ignore_index", ignore_index)
         shape = (dim,) if isinstance(dim, int) else tuple(dim)
         self.size, self.ignore_index = size, ignore_index
+        self.gather, self.group = gather, group
         self.register_buffer("_features", torch.zeros(size + 1, *shape, dtype=dtype))
         self.register_buffer("_labels", torch.full((size + 1,), ignore_index, dtype=label_dtype))
         self.register_buffer("_mask", torch.zeros(size + 1, dtype=torch.bool))
@@ -105,6 +115,8 @@ class FeatureQueue(nn.Module):
         if kept is None:
             kept = torch.ones(rows, dtype=torch.bool, device=features.device)
 
+        if (ranks := ranks_of(self.gather, self.group)) is not None:
+            features, labels, kept = (ranks.gather(x) for x in (features, labels, kept))
         order = kept.cumsum(0)  # 1 for the first row that is kept
         total = kept.sum()
         kept = kept & (order > total - self.size)  # of more than the bank holds, the last

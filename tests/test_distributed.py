@@ -13,6 +13,7 @@ from fastkd import (
     CCALoss,
     CosNCELoss,
     FCDLoss,
+    FeatureQueue,
     IntraClassKNNLoss,
     cca_loss,
     cos_nce_loss,
@@ -232,13 +233,20 @@ def test_what_is_sent_is_what_the_table_says(tmp_path):
 def gather_all(rank):
     kinds = (torch.float32, torch.bfloat16, torch.bool, torch.int64)
     found = [gather_rows(torch.full((rank + 1, 2), rank + 1).to(kind)) for kind in kinds]
+    queue = FeatureQueue(4, 1, gather=True)
+    rows = torch.tensor([[0.0], [1.0], [2.0]])[: 2 + rank] + 10 * rank
+    kept = torch.tensor([True, rank == 0, True])[: 2 + rank]
+    queue.enqueue(rows, torch.arange(2 + rank), kept)
+    found.append(queue)
     with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(2, 4\) on ranks 0 to 1"):
         gather_rows(torch.ones(2, 3 + rank))
     return found
 
 
 def test_rows_of_every_dtype_and_count(tmp_path):
-    for found in run_ranks(gather_all, 2, tmp_path):
+    for *found, bank in run_ranks(gather_all, 2, tmp_path):
+        assert bank.features.tolist() == [[0], [1], [10], [12]]
+        assert bank.labels.tolist() == [0, 1, 0, 2] and bank.mask.all()
         for x in found:
             expected = torch.tensor([[1, 1], [2, 2], [2, 2]]).to(x.dtype)
             assert torch.equal(x, expected)
