@@ -388,11 +388,11 @@ class Distiller(nn.Module):
         if not method.uses_teacher:
             return Outputs({}, None)
         if isinstance(teacher, TeacherCache):
-            return teacher.outputs(part, wanted_of(method), self._device)
+            return teacher.outputs(part, wanted_of(method), part.device)
         own = part.teacher or part
         with torch.no_grad():
             inputs = placed_for(teacher, own.teacher_inputs)
-            outputs = _run(backbone, inputs, method.wanted("teacher"), own, self._device)
+            outputs = _run(backbone, inputs, method.wanted("teacher"), own, part.device)
             if part.spans is not None:
                 return part.spans.pool(outputs, 1, backbone, own.feature_mask)
             if own is part:
@@ -410,10 +410,6 @@ class Distiller(nn.Module):
         if part.spans is None:
             return outputs
         return part.spans.pool(outputs, 0, backbone, part.feature_mask)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.student.parameters()).device
 
     def _step(self, part: "Part", student: Outputs, teacher: Outputs, items: Items) -> Step:
         documents = part.documents
@@ -498,6 +494,11 @@ class Part:
     documents: Documents | None
     teacher: "Part | None" = None  # the teacher's inputs where they are its own
     spans: Spans | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batch is; parameters that are sharded and offloaded are elsewhere."""
+        return next(x.device for x in self.batch.values() if isinstance(x, Tensor))
 
     @property
     def feature_mask(self) -> Tensor | None:

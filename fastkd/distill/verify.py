@@ -337,7 +337,10 @@ class _Step:
         if self.distiller._perturbs:
             raise _CannotDo("the method moves the embeddings inside the student")
         twin = copy.deepcopy(self.distiller)
-        torch.compile(twin, backend=backend)(**self.batch).loss.backward()
+        try:
+            torch.compile(twin, backend=backend)(**self.batch).loss.backward()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise _CannotDo(f"torch.compile fails: {str(error).splitlines()[0]}") from error
         return _gradients(twin)
 
     def processes(self, ranks: int) -> Gradients:
