@@ -1,4 +1,4 @@
-"""Distillation losses of five papers as fused, exact, drop-in PyTorch functions."""
+"""Distillation losses of six papers as fused, exact, drop-in PyTorch functions."""
 
 from fastkd import _versions, functional  # noqa: F401 - first, for its word on an old torch
 from fastkd.attention import AttentionLoss
