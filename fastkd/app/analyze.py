@@ -36,6 +36,8 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
             texts, pairs = read_task(str(settings.task))
         model, tokenizer = load_model(settings.model, device, settings.trust_remote_code)
         check_length(settings.max_length, tokenizer, model, "model")
+        if getattr(model.config, "num_hidden_layers", 1) < 1:
+            raise InputError(f"--model {settings.model}: it has no layers to compare")
         rows = slice(settings.rows)
         second = None if pairs is None else pairs[rows]
         batches = batches_of(

@@ -8,6 +8,7 @@ import difflib
 import itertools
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ def read_file(path: Path, columns: Columns, option: str) -> Rows:
                 raise InputError(f"{where}: column {settled.text!r} is empty")
             yield row
         if settled is None:
-            raise InputError(f"{option} {path}: the file has a header but no rows")
+            raise InputError(f"{option} {path}: the file has no rows")
 
     check_file(path, option)
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr(columns))
@@ -444,6 +445,11 @@ def describe(corpus: Corpus) -> Iterator[str]:
             yield f"classes, training/evaluation rows: {', '.join(counts)}"
         else:
             yield f"{len(names)} classes"
+        alike: dict[str, str] = {}
+        for name in names:
+            other = alike.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
+            if other != name:
+                yield f"warning: classes {other!r} and {name!r} look alike"
         for i, name in enumerate(names):
             others = [other for other in names if other != name]
             near = difflib.get_close_matches(name, others, n=1) if not name.isdecimal() else []

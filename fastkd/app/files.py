@@ -42,8 +42,8 @@ def records(path: Path, header: bool, option: str) -> Records:
 def check_file(path: Path, option: str) -> None:
     """Raise unless ``path`` is a file of a kind that is known."""
     if not path.is_file():
-        what = "is a directory, not a file" if path.is_dir() else "no such file"
-        raise InputError(f"{option} {path}: {what}")
+        what = "is a directory, not a file" if path.is_dir() else "is not a regular file"
+        raise InputError(f"{option} {path}: {what if path.exists() else 'no such file'}")
     if _kind(path) not in (*READERS, ".parquet"):
         known = ", ".join([*READERS, ".parquet"])
         raise InputError(f"{option} {path}: unknown kind of file; use {known}, also with .gz")
@@ -109,6 +109,7 @@ def _txt(path: Path, option: str, header: bool) -> Records:
 
 def _separator(line: str) -> str:
     """A comma, or a semicolon where only that splits the first line."""
+    line = line.strip().partition("\r")[0]
     return ";" if len(next(csv.reader([line]), [])) < 2 and ";" in line else ","
 
 
@@ -140,19 +141,23 @@ def _csv(path: Path, option: str, header: bool) -> Records:
 
 def _named(lines: Iterator[tuple[int, list[str]]], source: str, header: bool) -> Records:
     """Rows as dictionaries by column name; a row of another length than the first is an error."""
-    number, first = next(lines)
+    top, first = next(lines)
     names = [name.strip() for name in first] if header else [str(i) for i in range(len(first))]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise InputError(f"{source}, row {number}: column {min(twice)!r} stands there twice")
+    _check_names(names, f"{source}, row {top}")
     if not header:
-        yield number, dict(zip(names, first, strict=True))
+        yield top, dict(zip(names, first, strict=True))
     for number, line in lines:
         if len(line) != len(names):
             raise InputError(
-                f"{source}, row {number}: {len(line)} columns where row 1 has {len(names)}"
+                f"{source}, row {number}: {len(line)} columns where row {top} has {len(names)}"
             )
         yield number, dict(zip(names, line, strict=True))
+
+
+def _check_names(names: list[str], where: str) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise InputError(f"{where}: column {min(twice)!r} stands there twice")
 
 
 def _json_lines(path: Path, option: str, header: bool) -> Records:
@@ -249,11 +254,14 @@ def _object(record: Any, text: str, path: Path, number: int) -> dict[str, Any]:
 def _parquet(path: Path, option: str) -> Records:
     parquet: Any = require("pyarrow.parquet", "train")
     try:
-        number = 0
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=BATCH):
+        file, number = parquet.ParquetFile(path), 0
+        _check_names(file.schema_arrow.names, str(path))
+        for batch in file.iter_batches(batch_size=BATCH):
             for record in batch.to_pylist():
                 number += 1
                 yield number, record
+    except InputError:
+        raise
     except (OSError, ValueError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{option} {path}: can't be read as Parquet ({reason})") from None

@@ -92,13 +92,10 @@ def load_classifier(name: str, remote_code: bool) -> tuple[PreTrainedModel, Any]
     """A finished classifier, called --model, and its tokenizer."""
     tokenizer = load("--model", name, AutoTokenizer, remote_code)
     _let_pad(tokenizer, "--model", name)
-    model, loaded = load(
-        "--model", name, AutoModelForSequenceClassification, remote_code, output_loading_info=True
-    )
-    missing = sorted(loaded["missing_keys"])
-    if missing:
+    model, fresh = _load_weights("--model", name, remote_code)
+    if fresh:
         raise InputError(
-            f"--model {name}: it has no classification head ({missing[0]} would be random)"
+            f"--model {name}: it has no classification head ({fresh[0]} would be random)"
         )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -109,7 +106,32 @@ def class_names(config: Any) -> list[str] | None:
     """The classes of a head; None if it predicts a number."""
     if config.num_labels == 1:
         return None
-    return [str(config.id2label[i]) for i in range(config.num_labels)]
+    return [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels)]
+
+
+def _load_weights(
+    option: str, name: str, remote_code: bool, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """A classifier, and the names of the weights that its files don't hold, in its head only."""
+    model, loaded = load(
+        option,
+        name,
+        AutoModelForSequenceClassification,
+        remote_code,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+    fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
+    body = f"{model.base_model_prefix}."
+    # Encoders are often published without their pooler, which belongs to the head.
+    lost = [key for key in fresh if key.startswith(body) and "pooler" not in key]
+    if lost:
+        raise InputError(
+            f"{option} {name}: its weights don't fit its configuration ({lost[0]} is missing or of "
+            "another size)"
+        )
+    return model, fresh
 
 
 def be_quiet() -> None:
@@ -129,16 +151,7 @@ def load_teacher(
         names = _order(settings, names, config if fitting else None, corpus.numbered)
     _fit(config, names, tokenizer)
     set_seed(settings.seed)
-    teacher, loaded = load(
-        "--teacher",
-        name,
-        AutoModelForSequenceClassification,
-        settings.trust_remote_code,
-        config=config,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
+    teacher, fresh = _load_weights("--teacher", name, settings.trust_remote_code, config=config)
     if fresh and not settings.finetune_teacher:
         what = "no classification head" if fitting else f"no head for {corpus.num_labels} labels"
         raise InputError(
@@ -180,7 +193,7 @@ def _order(settings: Pairing, names: list[str], head: Any | None, numbered: bool
         return order
     if head is None:
         return names
-    theirs = [str(head.id2label[i]) for i in range(head.num_labels)]
+    theirs = class_names(head) or []
     ours = {meaning(name): name for name in names}
     meant = [meaning(name) for name in theirs]
     if len(ours) == len(names) and sorted(meant) == sorted(ours):
@@ -318,14 +331,7 @@ def _student_from_path(
         )
     names = None if teacher.num_labels == 1 else [*(teacher.id2label or {}).values()]
     _fit(config, names, tokenizer)
-    return load(
-        "--student",
-        name,
-        AutoModelForSequenceClassification,
-        settings.trust_remote_code,
-        config=config,
-        ignore_mismatched_sizes=True,
-    )
+    return _load_weights("--student", name, settings.trust_remote_code, config=config)[0]
 
 
 def make_method(name: str, options: Mapping[str, Any], preset: str = "default") -> Method:

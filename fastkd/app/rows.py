@@ -7,6 +7,7 @@ made once, by the first of several processes, while the others wait for it.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import tempfile
@@ -21,9 +22,11 @@ import torch
 
 from fastkd._extras import MissingExtra, require
 from fastkd.app.errors import InputError
+from fastkd.app.saving import saving
 
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
+FEW = 8  # rows that may all be of unknown words
 CODE = ("rows.py", "data.py", "files.py")
 
 
@@ -220,7 +223,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, max_length: int):
         self.tokenizer, self.max_length = tokenizer, max_length
         # Its files say all that it does, whatever class it is.
-        with tempfile.TemporaryDirectory() as folder:
+        with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
             self.words = [type(tokenizer).__name__, str(max_length), *map(file_fingerprint, files)]
@@ -250,7 +253,19 @@ class Encoder:
                 new_fingerprint=name,
             )
         assert rows.labels is not None
-        return Encoded(tokens, rows.labels)
+        encoded = Encoded(tokens, rows.labels)
+        self._check_known(rows, encoded)
+        return encoded
+
+    def _check_known(self, rows: Rows, encoded: Encoded) -> None:
+        """A tokenizer without its files is one that knows no word, and says nothing."""
+        found = {i for ids in itertools.islice(encoded.ids(), BATCH) for i in ids}
+        words = found - {i for i in self.tokenizer.all_special_ids if i is not None}
+        if not words and len(rows) >= FEW:
+            raise InputError(
+                f"{rows.source}: the tokenizer knows no word of the first "
+                f"{min(BATCH, len(rows))} rows; its files are missing, or it is another's"
+            )
 
 
 def _alone(data: Any, name: str) -> contextlib.AbstractContextManager:

@@ -339,6 +339,8 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
 def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     """Train the student, its best state saved as OUT/student; the report of the whole run."""
     teacher_scores = _teacher_scores(run, out)
+    if any(map(math.isnan, teacher_scores.values())):
+        raise InputError(f"--teacher {settings.teacher}: its outputs are not finite")
     run.display.say(f"teacher:  {format_scores(teacher_scores)}")
     distiller = assemble(settings, run)
     student = cast(PreTrainedModel, distiller.student)

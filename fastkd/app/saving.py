@@ -189,7 +189,11 @@ def saving(target: Path) -> Iterator[None]:
     """A save that fails is one sentence, whatever torch, safetensors or the system call it."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
+        # A tokenizer raises nothing more exact than Exception.
+        told = isinstance(error, OSError | RuntimeError | SafetensorError)
+        if not told and type(error) is not Exception:
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
@@ -271,9 +275,9 @@ def locked(out: Path) -> Iterator[None]:
     Raises:
         InputError: another process holds it, or it can't be made or written.
     """
-    made = [p for p in (out, *out.parents) if not p.exists()]
     path = out / LOCK
     try:
+        made = [p for p in (out, *out.parents) if not p.exists()]
         out.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(path, blocking=False)
         lock.acquire()

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from fastkd._extras import require
 from fastkd.app.data import file_columns, read_file, to_classes, to_reals, unlabelled
 from fastkd.app.display import format_scores
-from fastkd.app.errors import InputError, nearest
+from fastkd.app.errors import InputError, RunFailed, nearest
 from fastkd.app.models import be_quiet, class_names, load_classifier, longest
 from fastkd.app.plan import Plan, choose_device
 from fastkd.app.rows import Encoder, Rows
@@ -64,7 +64,10 @@ class Use:
         model: Any = self.model
         if self.settings.onnx is not None:
             model = OnnxModel(self.settings.onnx)
-        return logits_of(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)
+        found = logits_of(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)
+        if not np.isfinite(found[0]).all():
+            raise RunFailed(f"--model {self.settings.model}: its outputs are not finite")
+        return found
 
 
 class OnnxModel(torch.nn.Module):

@@ -1,14 +1,19 @@
 """Malformed options and files, generated: one sentence each, which names option, file or row."""
 
 import dataclasses
+import datetime
+import decimal
+import gzip
 import itertools
 import json
+import os
 import random
 import shutil
 import typing
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fastkd.app.cli import app
@@ -205,6 +210,192 @@ def test_malformed_rows_are_named(invoke, tmp_path, kind):
             case = (kind, name, place, result.output[-300:])
             assert result.exit_code == 2, case
             assert f"broken.{kind}, row {place + 1}: " in result.stderr, case
+
+
+HEAD = b"text\tlabel\n"
+ZIPPED = gzip.compress(HEAD + b"good film\t1\n" * 5000)
+# What else a file may be than what its name says: its name, its bytes, a part of the message.
+OTHER_FILES = [
+    ("mac.tsv", b"text\tlabel\rgood\t1\r", "no rows"),
+    ("utf16.tsv", "text\tlabel\ngood\t1\n".encode("utf-16"), "row 1: not UTF-8"),
+    ("utf16.csv", "text,label\ngood,1\n".encode("utf-16-le"), "which column is the text"),
+    ("latin.json", b'[{"text": "a", "label": 1},\n{"text": "\xfc"}]', "row 2: not UTF-8"),
+    ("nul.jsonl", b'{"text": "a", "label": 1}\n\0\n', "row 2: not JSON"),
+    ("comma.jsonl", b'{"text": "a", "label": 1},\n', "row 1: not JSON"),
+    ("digits.jsonl", b'{"text": "a", "label": ' + b"9" * 5000 + b"}\n", "row 1: not JSON"),
+    ("digits.json", b'[{"text": "a", "label": ' + b"9" * 5000 + b"}]", "row 1: not JSON"),
+    ("half.jsonl", rb'{"text": "\ud800", "label": 1}', "row 1: column 'text' holds half"),
+    ("half.json", rb'[{"text": "a", "label": "\udfff"}]', "row 1: column 'label' holds half"),
+    ("object.json", b'{"data": [{"text": "a", "label": 1}]}', "which column is the text"),
+    ("columns.json", b'{"text": ["a"], "label": [1]}', "row 1: column 'text' is not text"),
+    ("string.json", b'"abc"', "row 1: not a JSON object"),
+    ("null.json", b"null", "row 1: not a JSON object"),
+    ("none.json", b"[]", "no rows"),
+    ("nested.json", b"[[]]", "row 1: not a JSON object"),
+    ("deep.json", b"[" * 100_000, "row 1: not JSON"),
+    ("deep objects.json", b'[{"a":' * 50_000, "row 1: not JSON"),
+    ("two.json", b'[{"text": "a", "label": 1}]\n[]', "row 2: not JSON"),
+    ("cut.json", b'[{"text": "a", "label": 1},\n\n', "row 3: not JSON"),
+    ("zip.csv", b"PK\x03\x04\xff\xfe", "row 1: not UTF-8"),
+    ("names.csv", b",\na,1\n", "row 1: column '' stands there twice"),
+    ("blank.csv", b" , label\na,1\n", "which column is the text"),
+    ("bars.csv", b"text|label\na|1\n", "which column is the text"),
+    ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
+    ("lead.tsv", b"\n\n \ntext\tlabel\na\t1\nb\n", "row 6: 1 columns where row 4 has 2"),
+    ("open.csv", b'text,label\n"a\nb,1\n', "row 2: unexpected end"),
+    ("wide.csv", b"text,label\n" + b"x" * 200_000 + b",1\n", "row 2: field larger"),
+    ("space.tsv", HEAD + "\u3000\t1\n".encode(), "row 2: column 'text' is empty"),
+    ("control.tsv", HEAD + b"a\t\x1b[31m\n", "row 2: label"),
+    ("long.tsv", HEAD + b"a\t" + b"y" * 10**6 + b"\n", "row 2: label"),
+    ("unknown.tsv", HEAD + b"zzz zzz\t1\n" * 8, "the tokenizer knows no word"),
+    ("cut.tsv.gz", ZIPPED[:-9], "can't be read"),
+    ("short.tsv.gz", ZIPPED[:20], "can't be read"),
+    ("sum.tsv.gz", ZIPPED[:-8] + b"\0" * 8, "can't be read"),
+    ("more.tsv.gz", ZIPPED + b"xxx", "can't be read"),
+    ("twice.tsv.gz", gzip.compress(ZIPPED), "row 1: not UTF-8"),
+    ("plain.json.gz", b'[{"text": "a", "label": 1}]', "can't be read"),
+    ("x.parquet", ZIPPED, "can't be read as Parquet"),
+    ("x.parquet.gz", ZIPPED, "can't be read as Parquet"),
+    ("x.tsv.bz2", b"BZh", "unknown kind"),
+    ("x", HEAD, "unknown kind"),
+    (".tsv", HEAD, "unknown kind"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "name"])
+def test_files_that_are_not_what_they_seem(invoke, tmp_path, kind):
+    if kind == "file":
+        for name, content, part in OTHER_FILES:
+            (tmp_path / name).write_bytes(content)
+            result = invoke("evaluate", **{"--data": tmp_path / name})
+            assert result.exit_code == 2, (name, result.output)
+            assert name in result.stderr and part in result.stderr, (name, result.stderr)
+        return
+    os.mkfifo(tmp_path / "pipe.tsv")
+    (tmp_path / "loop.tsv").symlink_to("loop.tsv")
+    (tmp_path / "lost.tsv").symlink_to("nowhere")
+    (tmp_path / "folder.tsv").mkdir()
+    for path, part in (
+        ("pipe.tsv", "not a regular file"), ("loop.tsv", "no such file"),
+        ("lost.tsv", "no such file"), ("folder.tsv", "directory"), ("a\tb.tsv", "no such file"),
+        ("\x1b[31m.tsv", "no such file"), ("\udcff.tsv", "no such file"), ("/dev/null", "--data"),
+        ("/proc/self/mem", "unknown kind"),
+    ):  # fmt: skip
+        result = invoke("evaluate", **{"--data": tmp_path / path})
+        assert result.exit_code == 2 and part in result.stderr, (path, result.stderr)
+
+
+def parquet_files(folder):
+    """(path, a part of the message): columns of other types, and damage anywhere."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    now = datetime.datetime(2020, 1, 1)
+    columns = {
+        "null": (["a", None], [1, 0], "row 2: column 'text' is not text"),
+        "bytes": ([b"a", b"b"], [1, 0], "row 1: column 'text' is not text"),
+        "lists": ([["a"], ["b"]], [1, 0], "row 1: column 'text' is not text"),
+        "times": (["a", "b"], [now, now], "row 1: label"),
+        "nan": (["a", "b"], [float("nan"), 0.0], "row 1: label"),
+        "structs": (["a", "b"], [{"a": 1}, {"a": 2}], "row 1: label"),
+        "decimals": (["a", "b"], [decimal.Decimal("1.5"), decimal.Decimal(1)], "row 1: label"),
+        "empty": (arrow.array([], arrow.string()), arrow.array([], arrow.int64()), "no rows"),
+    }
+    for name, (text, label, part) in columns.items():
+        path = folder / f"{name}.parquet"
+        parquet.write_table(arrow.table({"text": text, "label": label}), path)
+        yield path, part
+    path = folder / "twice.parquet"
+    table = arrow.Table.from_arrays(
+        [arrow.array(["a"])] * 2 + [arrow.array([1])], ["text"] * 2 + ["label"]
+    )
+    parquet.write_table(table, path)
+    yield path, "column 'text' stands there twice"
+    whole = (folder / "nan.parquet").read_bytes()
+    for end in (4, 8, len(whole) // 2, len(whole) - 8, len(whole) - 1):
+        path = folder / f"cut{end}.parquet"
+        path.write_bytes(whole[:end])
+        yield path, "can't be read as Parquet"
+    for place in range(0, len(whole), len(whole) // 30):
+        path = folder / f"flip{place}.parquet"
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        yield path, path.name
+
+
+def test_parquet_of_other_columns_and_damaged(invoke, tmp_path):
+    for path, part in parquet_files(tmp_path):
+        result = invoke("evaluate", **{"--data": path})
+        assert result.exit_code == 2, (path, result.output)  # its labels are NaN where it is read
+        assert path.name in result.stderr and part in result.stderr, (path, result.stderr)
+
+
+CONFIGURATIONS = [
+    {"num_hidden_layers": 0}, {"num_hidden_layers": -1}, {"num_hidden_layers": "x"},
+    {"hidden_size": 15}, {"hidden_size": 32}, {"num_attention_heads": 0}, {"vocab_size": 3},
+    {"vocab_size": 0}, {"vocab_size": "a"}, {"max_position_embeddings": 8}, {"id2label": 5},
+    {"id2label": {"x": "a"}}, {"dtype": "float99"}, {"model_type": "none"}, {"hidden_act": "none"},
+    {"hidden_dropout_prob": 5}, {"pad_token_id": 99999}, {"layer_norm_eps": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("finetune", [0, 1])
+def test_configurations_that_fit_no_weights(invoke, folder, tmp_path, finetune):
+    """With fine-tuning, too: no model begins from random weights where the file has others."""
+    for i, changes in enumerate(CONFIGURATIONS):
+        model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        result = invoke("distill", **{"--teacher": model, "--finetune-teacher": finetune})
+        assert result.exit_code == 2, (changes, result.stderr)
+        assert "--teacher" in result.stderr or "--student-layers" in result.stderr, result.stderr
+        if "num_hidden_layers" not in changes:
+            assert invoke("export", **{"--model": model}).exit_code == 2, changes
+        assert invoke("analyze", **{"--model": model}).exit_code in (0, 2)
+
+
+def test_classes_that_a_head_does_not_name(invoke, folder, tmp_path):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["id2label"] = {"0": "a", "5": "b"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert invoke("predict", **{"--model": model}).exit_code == 0
+    assert "reached the training" in invoke("distill", **{"--teacher": model}).stderr
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38, None])
+def test_weights_that_give_no_outputs(invoke, folder, tmp_path, value):
+    """NaN, an overflow, or one missing: said of the model, not of the learning rate."""
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "query.weight" in name)
+    weights[name] = weights[name].clone()
+    if value is None:
+        del weights[name]
+    else:
+        weights[name].fill_(value)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    said = "missing" if value is None else "not finite"
+    for command, flag in (
+        ("distill", "--teacher"),
+        ("evaluate", "--model"),
+        ("predict", "--model"),
+    ):
+        result = invoke(command, **{flag: model})
+        assert result.exit_code in (1, 2), result.output
+        assert flag in result.stderr and said in result.stderr
+    if value is None:
+        result = invoke("distill", **{"--student": model})
+        assert result.exit_code == 2 and "--student" in result.stderr and said in result.stderr
+
+
+def test_a_tokenizer_without_its_files(invoke, folder, tmp_path):
+    """transformers makes one that knows no word, without a word."""
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    for path in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
+        path.unlink()
+    for command, flag in (("distill", "--teacher"), ("evaluate", "--model")):
+        result = invoke(command, **{flag: model})
+        assert result.exit_code == 2 and "tokenizer" in result.stderr, result.output
 
 
 @pytest.mark.parametrize("word", [

@@ -268,6 +268,9 @@ def test_what_the_rows_hold_is_told(distill, tmp_path, files):
     assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in output
     assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in output
     assert "40 of the 40 evaluation rows are training rows too" in output
+    odd.write_text(odd.read_text().replace("\tpso", "\tPOS"))
+    output = distill(train=odd, eval=dev, finetune_teacher=0.1, out=tmp_path / "alike")
+    assert "warning: classes 'POS' and 'pos' look alike" in output
 
 
 def test_code_of_a_model_is_not_run_unasked(distill, teacher, tmp_path):
@@ -717,6 +720,7 @@ def test_resume_wants_the_same_data_models_and_settings(
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 64 vs 0"),
         SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # of a tokenizer
     ],
 )
 @pytest.mark.parametrize("place", ["model", "optimizer", "marker"])

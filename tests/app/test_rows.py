@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fastkd.app import data, files, rows
-from fastkd.app.errors import InputError
+from fastkd.app.errors import InputError, SaveFailed
 from fastkd.app.files import records
 from fastkd.app.rows import Encoder
 from fastkd.app.tasks import Columns
@@ -131,6 +131,15 @@ def test_a_cache_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, cach
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", blocked)
     with pytest.raises(InputError, match=r"a\.tsv: .*HF_DATASETS_CACHE"):
         read(path)
+
+
+def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
+    def full(self, folder):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers has it
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(SaveFailed, match="No space left"):
+        Encoder(tokenizer, 16)
 
 
 OBJECTS = [
