@@ -47,14 +47,14 @@ def test_every_module_has_one_area():
 def write_library(root):
     root.mkdir()
     methods = "".join(
-        f'    def f{i}(self):\n        """Send mail number {i} home."""\n' for i in range(40)
+        f'    def f{i}(self):\n        """Send mail number {i}, a nice one."""\n' for i in range(40)
     )
     (root / "smtplib.py").write_text(
         '"""The module about sending mail."""\nclass Mail:\n    """One mail to be sent."""\n'
         + methods
     )
     (root / "random.py").write_text(
-        "\n".join(f'def r{i}():\n    """Draw random number {i} now."""' for i in range(40))
+        "\n".join(f'def r{i}():\n    """Draw a random number {i} now."""' for i in range(40))
         + '\ndef both():\n    """Text that stands in two areas."""\n'
         + 'def short():\n    """Too short."""\n'
     )

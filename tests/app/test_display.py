@@ -3,19 +3,14 @@
 import io
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fastkd.app import display
-from fastkd.app.cli import app
 from fastkd.app.display import Display, Steadfast
-from fastkd.app.errors import RunFailed
 from tests.tiny import make_teacher, write_tsv
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -76,28 +71,3 @@ def test_a_reader_may_go_away(tmp_path):
     assert process.wait() == 0, errors
     assert "BrokenPipe" not in errors
     assert json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())["complete"]
-
-
-def documented():
-    """The fastkd commands in README and docs."""
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words[:1] == ["fastkd"] and "doctor" not in words:
-                    yield pytest.param(words[1:], id=f"{path.stem}: {' '.join(words[1:3])}")
-
-
-@pytest.mark.parametrize("words", documented())
-def test_every_command_of_the_docs_is_one(words, monkeypatch):
-    """The options are there and go together; the work itself other tests do."""
-
-    def stop(*args, **kwargs):
-        raise RunFailed("reached the work")
-
-    for place in ("run.distill", "demo.run_demo", "use.evaluate", "use.predict", "export.export",
-                  "analyze.run", "cache.write", "check.verify"):  # fmt: skip
-        monkeypatch.setattr(f"fastkd.app.{place}", stop)
-    monkeypatch.setattr("fastkd.bench.runner.run", stop)
-    result = CliRunner().invoke(app, words)
-    assert "reached the work" in result.stderr, result.output

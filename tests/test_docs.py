@@ -1,0 +1,100 @@
+"""Every command of README, CONTRIBUTING and docs is run: here as far as its work, or by a test."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from fastkd.app.cli import app
+from fastkd.app.errors import RunFailed
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Which test runs what can't be stopped before its work: the beginning of a command, and where.
+RUN_BY = {
+    "fastkd doctor": "app/test_doctor.py::test_all_backends_that_run_are_right",
+    "pip install torch": "test_install.py::test_without_torch",
+    "pip install --no-build-isolation .": "test_install.py::test_pip_install",
+    "pip install --no-deps torch": "matrix/__main__.py::environment",
+    "python -m tests.matrix.cuda_stubs": "matrix/__main__.py::environment",
+    ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_masks",
+    ".venv/bin/python -m tests.fuzz": "test_fuzz.py::test_random_calls_agree_with_the_oracles",
+    ".venv/bin/python -m bench.compile_report": "kernels/test_compile.py::test_compiles_without_",
+    ".venv/bin/python -m bench ": "bench/test_suite.py::test_sets_and_losses",
+}
+
+
+def documented():
+    """The commands of the pages, without what they set in the environment."""
+    for path in PAGES:
+        for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", path.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                if words:
+                    yield pytest.param(words, id=f"{path.stem}: {' '.join(words)[:60]}")
+
+
+COMMANDS = list(documented())
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_of_the_docs_runs(words, monkeypatch, tmp_path):
+    line = " ".join(words)
+    if words[0] == "make":
+        if shutil.which("make") is None:
+            pytest.skip("no make here")
+        done = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    found = [test for start, test in RUN_BY.items() if line.startswith(start)]
+    if found:
+        path, _, name = found[0].partition("::")
+        assert f"def {name}" in (ROOT / "tests" / path).read_text()
+        return
+    if words[0] == "torchrun":
+        words = words[words.index("-m") + 1 :]
+    assert words[0] == "fastkd", f"no test runs {line!r}: stop it before its work, or name one"
+    for word in words:
+        if word.startswith("bench/"):
+            assert (ROOT / word).exists()
+    assert "reached the work" in started(words[1:], monkeypatch)
+
+
+def started(words, monkeypatch):
+    """What a command says that is stopped before its work: its options are there and agree."""
+
+    def stop(*args, **kwargs):
+        raise RunFailed("reached the work")
+
+    for place in (
+        "app.run.distill", "app.demo.run_demo", "app.use.evaluate", "app.use.predict",
+        "app.export.export", "app.analyze.run", "app.cache.write", "app.check.verify",
+        "bench.runner.run", "study.command.run",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"fastkd.{place}", stop)
+    return CliRunner().invoke(app, words).stderr
+
+
+def test_a_command_that_is_wrong_is_seen(monkeypatch):
+    assert "reached the work" not in started(["distill", "--no-such-option"], monkeypatch)
+    assert "reached the work" not in started(["evaluate", "--model", "x"], monkeypatch)
+    assert len(COMMANDS) > 15
+
+
+def test_the_first_command_needs_no_network(monkeypatch):
+    """`make demo` sets up what it needs, and then the command asks nobody for anything."""
+    first = re.search(r"```sh\n(\S+ \S+)", (ROOT / "README.md").read_text())
+    assert first and first[1] == "make demo"
+    done = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].strip().endswith("fastkd demo")
+    assert "HF_HUB_OFFLINE" in (ROOT / "fastkd" / "app" / "demo.py").read_text()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"  # and so it is in the tests of the demo
