@@ -95,7 +95,8 @@ def providers() -> tuple[Provider, ...]:
             from fastkd.distill import methods
 
             chosen = {**options, "layers": layers} if name == "MC3KD" else options
-            return getattr(methods, name)(**chosen)
+            kind = getattr(methods, name)
+            return kind(**{**kind.paper, **chosen})
 
         return build
 

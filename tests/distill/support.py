@@ -133,7 +133,11 @@ def method_of(name, head):
     options = dict(WITHOUT_HEAD.get(name, {}) if head == "none" else {})
     if name == "mc3kd":
         options["layers"] = "uniform"
-    return AttentionMSE(**options) if name == "attention" else method_by_name(name, **options)
+    return (
+        AttentionMSE(**options)
+        if name == "attention"
+        else method_by_name(name, preset="paper", **options)
+    )
 
 
 def verdict(teacher, student, data, name, head):

@@ -53,7 +53,7 @@ def data(rows=6):
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns(name):
     options = {"layers": "uniform"} if name == "mc3kd" else {}
-    distiller = Distiller(*pair(), method_by_name(name, **options))
+    distiller = Distiller(*pair(), method_by_name(name, preset="paper", **options))
     distiller.set_progress(1.0)
     optimizer = torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], 1e-3)
     first = None
@@ -130,4 +130,4 @@ def test_mistakes():
         Distiller(pair()[0], Blocks(model, "blocks", hidden_size=16), method_by_name("fcd"))
     student = Blocks(model, "blocks", hidden_size=16, output_size=3)
     with pytest.raises(ValueError, match=r"pass embeddings=..., or set the method's perturb=False"):
-        Distiller(pair()[0], student, method_by_name("lrc_bert"))(**data())
+        Distiller(pair()[0], student, method_by_name("lrc_bert", preset="paper"))(**data())

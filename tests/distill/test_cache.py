@@ -33,7 +33,7 @@ def method_of(name, **options):
     if name == "mc3kd":
         options.setdefault("layers", "uniform")
     torch.manual_seed(1)
-    method = method_by_name(name, **options)
+    method = method_by_name(name, preset="paper", **options)
     method.perturb = False
     return method
 

@@ -34,7 +34,7 @@ def make(name="fcd", family="bert", teacher_layers=4, **options):
     student = classifier(family, layers=2, num_labels=num_labels)
     if name == "mc3kd":
         options.setdefault("layers", "uniform")
-    distiller = Distiller(teacher, student, method_by_name(name, **options))
+    distiller = Distiller(teacher, student, method_by_name(name, preset="paper", **options))
     distiller.set_progress(1.0)
     return distiller
 
@@ -132,7 +132,7 @@ def test_hidden_sizes_may_differ(name):
             num_labels=3,
         )
     )
-    method = method_by_name(name, **({"layers": "top"} if name == "mc3kd" else {}))
+    method = method_by_name(name, preset="paper", **({"layers": "top"} if name == "mc3kd" else {}))
     distiller = Distiller(teacher, classifier("bert", layers=2), method)
     distiller.set_progress(1.0)
     distiller(**batch()).loss.backward()
@@ -217,7 +217,7 @@ def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient(
     student.config.attention_probs_dropout_prob = 0.0
     for block in student.bert.encoder.layer:
         block.attention.self.dropout.p = 0.0
-    method = LRCBERT()
+    method = method_by_name("lrc_bert", preset="paper")
     distiller = Distiller(teacher, student, method).train()
     distiller.set_progress(1.0)
     data = batch()
@@ -306,7 +306,9 @@ def test_unit_gradient_needs_the_embedding_layer():
 
 
 def test_a_schedule_that_nobody_drives_warns_once():
-    distiller = Distiller(classifier("bert"), classifier("bert", layers=2), LRCBERT()).train()
+    distiller = Distiller(
+        classifier("bert"), classifier("bert", layers=2), method_by_name("lrc_bert", preset="paper")
+    ).train()
     with pytest.warns(UserWarning, match="call distiller.set_progress"):
         out = distiller(**batch())
     assert set(out.terms) == {"cos_nce", "total"}
@@ -377,7 +379,7 @@ def test_masked_language_models_compare_where_labels_are():
 def test_every_method_but_knn_trains_a_causal_language_model(name):
     teacher, student = language_models("gpt2", t.GPT2LMHeadModel)
     options = {"layers": "uniform"} if name == "mc3kd" else {}
-    distiller = Distiller(teacher, student, method_by_name(name, **options)).train()
+    distiller = Distiller(teacher, student, method_by_name(name, preset="paper", **options)).train()
     distiller.set_progress(1.0)
     distiller(**causal_batch()).loss.backward()
     with pytest.raises(ValueError, match="one label per sample"):
@@ -458,7 +460,7 @@ def test_multiple_choice_compares_the_choices_of_a_question():
     ))  # fmt: skip
     for name in ("fcd", "lrc_bert", "lrkd", "mc3kd"):
         options = {"layers": "top"} if name == "mc3kd" else {}
-        distiller = Distiller(teacher, student, method_by_name(name, **options))
+        distiller = Distiller(teacher, student, method_by_name(name, preset="paper", **options))
         distiller.set_progress(1.0)
         distiller(**data).loss.backward()
     with pytest.raises(ValueError, match="got 3 labels for 12 samples"):
@@ -508,7 +510,7 @@ def test_question_answering_compares_starts_and_ends():
         Distiller(teacher, student, FCD())(
             input_ids=data["input_ids"], labels=data["start_positions"]
         )
-    lrc = Distiller(teacher, student, LRCBERT(first_stage=0.0)).train()
+    lrc = Distiller(teacher, student, LRCBERT(perturb=True)).train()
     lrc(**data).loss.backward()
 
 
@@ -626,7 +628,7 @@ UNSUPERVISED_BY_CLASS = [name for name in METHODS if name != "knn"]
 @pytest.mark.parametrize("name", UNSUPERVISED_BY_CLASS)
 def test_packed_rows_learn_what_padded_rows_learn(name, how):
     options = {"layers": "uniform"} if name == "mc3kd" else {}
-    distiller = Distiller(*decoders(), method_by_name(name, **options)).train()
+    distiller = Distiller(*decoders(), method_by_name(name, preset="paper", **options)).train()
     distiller.set_progress(1.0)
     texts = documents()
     expected = loss_and_gradients(distiller, padded(texts))
@@ -666,7 +668,7 @@ def test_a_head_with_one_prediction_a_row_refuses_packed_rows():
 @pytest.mark.parametrize("name", ["soft_targets", "fcd", "labels"])
 def test_left_padding_learns_to_say_nothing(name):
     """The padding before the first token is no context for it."""
-    distiller = Distiller(*decoders(), method_by_name(name)).train()
+    distiller = Distiller(*decoders(), method_by_name(name, preset="paper")).train()
     texts = documents()
     expected = loss_and_gradients(distiller, padded(texts))
     left = padded(texts, left=True)
@@ -681,7 +683,7 @@ def test_the_padding_side_changes_nothing(name):
     config.initializer_range, config.num_labels = 0.2, 3
     teacher = t.LlamaForSequenceClassification(config).double().eval()
     student = student_from_teacher(teacher, [2, 4])
-    distiller = Distiller(teacher, student, method_by_name(name, **options)).train()
+    distiller = Distiller(teacher, student, method_by_name(name, preset="paper", **options)).train()
     distiller.set_progress(1.0)
     texts, labels = documents(), torch.tensor([0, 1, 0, 2, 1])
     expected = loss_and_gradients(distiller, {**padded(texts), "labels": labels})
@@ -730,7 +732,9 @@ def test_half_precision_models(name):
     """A bfloat16 teacher for a float32 student, and a student in bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         teacher = classifier("bert").to(torch.bfloat16)
-        method = method_by_name(name, **({"layers": "top"} if name == "mc3kd" else {}))
+        method = method_by_name(
+            name, preset="paper", **({"layers": "top"} if name == "mc3kd" else {})
+        )
         distiller = Distiller(teacher, classifier("bert", layers=2).to(dtype), method).train()
         distiller.set_progress(1.0)
         out = distiller(**batch())

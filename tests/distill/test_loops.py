@@ -119,7 +119,7 @@ def test_one_compiled_student_serves_two_methods():
         twin = Distiller(teacher, student, method).eval()(**data)
         torch.testing.assert_close(out.loss, twin.loss)
     with pytest.raises(ValueError, match="set perturb=False"):
-        Distiller(teacher, compiled, LRCBERT(first_stage=0.0))(**data)
+        Distiller(teacher, compiled, LRCBERT(perturb=True))(**data)
 
 
 def test_a_teacher_with_adapters_has_to_be_merged_first():

@@ -76,7 +76,7 @@ def test_the_same_step_in_every_way():
 def test_perturbation_schedule_preparation_and_caches(tmp_path):
     teachers, student = models()
     data = batch(rows=4)
-    method = Several(LRCBERT(first_stage=0.5), MC3KD(beta=0.01))
+    method = Several(LRCBERT(first_stage=0.5, perturb=True), MC3KD(beta=0.01))
     distiller = Distiller(teachers, student, method)
     with pytest.raises(RuntimeError, match=r"call distiller.prepare"):
         distiller.eval()(**data)

@@ -143,7 +143,7 @@ def test_relations_of_spans_are_those_by_hand():
 
 METHODS = {
     "fcd": lambda: FCD(),
-    "lrc_bert": lambda: LRCBERT(first_stage=0.0),
+    "lrc_bert": lambda: LRCBERT(perturb=True),
     "mc3kd": lambda: MC3KD(layers="uniform"),
     "lrkd": lambda: LRKD(),
     "knn": lambda: IntraClassKNN(alpha1=0.1),

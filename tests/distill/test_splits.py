@@ -32,7 +32,9 @@ def distiller_of(name, kind="classifier", dropout=0.0, **gather):
     if name == "knn":
         options = {"alpha1": 0.1, "k": 2}
     torch.manual_seed(1)
-    distiller = Distiller(teacher, student, method_by_name(name, **options), **gather)
+    distiller = Distiller(
+        teacher, student, method_by_name(name, preset="paper", **options), **gather
+    )
     distiller.set_progress(1.0)
     return distiller
 

@@ -47,9 +47,9 @@ def trainer(directory, method, data=None, teacher=None, prepare_batches=64, **op
 
 @pytest.mark.parametrize("name", ["lrc_bert", "mc3kd", "lrkd"])
 def test_resuming_gives_the_same_run(name, tmp_path):
-    whole = trainer(tmp_path, method_by_name(name))
+    whole = trainer(tmp_path, method_by_name(name, preset="paper"))
     whole.train()
-    again = trainer(tmp_path, method_by_name(name))
+    again = trainer(tmp_path, method_by_name(name, preset="paper"))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     expected, state = whole.distiller.state_dict(), again.distiller.state_dict()
     assert expected.keys() == state.keys()
@@ -62,7 +62,9 @@ def test_resuming_gives_the_same_run(name, tmp_path):
 
 
 def test_terms_are_logged_and_the_schedule_is_kept(tmp_path):
-    run = trainer(tmp_path, method_by_name("lrc_bert", first_stage=0.5), save_strategy="no")
+    run = trainer(
+        tmp_path, method_by_name("lrc_bert", preset="paper", first_stage=0.5), save_strategy="no"
+    )
     run.train()
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     assert [sorted(entry.keys() & {"cos_nce", "soft", "task"}) for entry in logs] == [
@@ -72,10 +74,12 @@ def test_terms_are_logged_and_the_schedule_is_kept(tmp_path):
 
 
 def test_terms_are_means_over_the_steps_that_had_them(tmp_path):
-    method = method_by_name("lrc_bert", first_stage=0.5)
+    method = method_by_name("lrc_bert", preset="paper", first_stage=0.5)
     run = trainer(tmp_path, method, save_strategy="no", logging_steps=6)
     run.train()
-    every = trainer(tmp_path, method_by_name("lrc_bert", first_stage=0.5), save_strategy="no")
+    every = trainer(
+        tmp_path, method_by_name("lrc_bert", preset="paper", first_stage=0.5), save_strategy="no"
+    )
     every.train()
     steps = [entry for entry in every.state.log_history if "loss" in entry]
     (mean,) = [entry for entry in run.state.log_history if "loss" in entry]

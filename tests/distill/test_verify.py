@@ -15,7 +15,9 @@ def distiller_of(teacher, name):
     torch.manual_seed(1)
     options = {"layers": "uniform"} if name == "mc3kd" else {}
     distiller = Distiller(
-        teacher, student_from_teacher(teacher, [2, 4]), method_by_name(name, **options)
+        teacher,
+        student_from_teacher(teacher, [2, 4]),
+        method_by_name(name, preset="paper", **options),
     )
     distiller.set_progress(1.0)
     return distiller
