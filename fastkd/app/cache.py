@@ -46,7 +46,7 @@ def write(settings: CacheSettings, console: Console) -> None:
     be_quiet()
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopping_at_once())
-        processes.join()
+        processes.join(settings.device)
         stack.enter_context(processes.in_first(locked(settings.out)))
         display = stack.enter_context(Display(console))
         with processes.agreed():

@@ -1,7 +1,8 @@
 """The `fastkd` command. Each command imports what it needs when it runs."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import fastkd
@@ -100,6 +101,17 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
+def _alone(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A command that several processes would only repeat: the first one does it."""
+
+    @functools.wraps(function)
+    def run(settings: Any) -> None:
+        if processes.first():
+            function(settings)
+
+    return run
+
+
 def _require_training() -> None:
     """Say what is missing before an hour of training has passed."""
     for module in ("transformers", "accelerate", "safetensors", "sklearn", "scipy"):
@@ -128,6 +140,7 @@ def distill(settings: Settings) -> None:
 
 @app.command()
 @command(EvaluateSettings)
+@_alone
 def evaluate(settings: EvaluateSettings) -> None:
     """Score a model on labelled rows.
 
@@ -143,6 +156,7 @@ def evaluate(settings: EvaluateSettings) -> None:
 
 @app.command()
 @command(UseSettings)
+@_alone
 def predict(settings: UseSettings) -> None:
     """Label rows with a model: class and probability, or a number.
 
@@ -158,6 +172,7 @@ def predict(settings: UseSettings) -> None:
 
 @app.command()
 @command(ExportSettings)
+@_alone
 def export(settings: ExportSettings) -> None:
     """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
     _require_training()
@@ -185,6 +200,7 @@ def cache(settings: CacheSettings) -> None:
 
 @app.command()
 @command(VerifySettings)
+@_alone
 def verify(settings: VerifySettings) -> None:
     """Take one step in every way that should be the same, and tell how far the gradients differ.
 
@@ -220,6 +236,7 @@ def doctor() -> None:
 
 @app.command()
 @command(BenchSettings)
+@_alone
 def bench(settings: BenchSettings) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.app.saving import check_directory, locked
@@ -267,6 +284,7 @@ def study(settings: StudySettings) -> None:
 
 @app.command()
 @command(AnalyzeSettings)
+@_alone
 def analyze(settings: AnalyzeSettings) -> None:
     """How alike a model's layers are: SVCCA and CKA as numbers and pictures."""
     require("transformers", "train")

@@ -37,11 +37,11 @@ def first() -> bool:
     return rank() == 0
 
 
-def join() -> None:
-    """Meet the other processes of this run."""
+def join(device: str) -> None:
+    """Meet the other processes of this run; ``device`` is that of --device."""
     if not launched() or dist.is_initialized():
         return
-    if not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return
     local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

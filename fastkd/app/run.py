@@ -182,7 +182,7 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
     be_quiet()
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopping_at_once())
-        processes.join()
+        processes.join(settings.device)
         with processes.agreed():
             plan = _plan(settings)
             make_method(settings.method, settings.options, settings.preset)

@@ -1,12 +1,13 @@
 """--trainer-args: what transformers.TrainingArguments offers beyond fastkd's own options."""
 
-import dataclasses
 import enum
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
@@ -42,7 +43,7 @@ PASSED = (
     "logging_steps", "logging_first_step", "run_name", "project", "dataloader_num_workers",
     "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
     "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph", "ddp_timeout", "accelerator_config",
+    "ddp_static_graph", "ddp_timeout",
 )  # fmt: skip
 
 
@@ -87,10 +88,22 @@ def read(path: Path | None) -> dict[str, Any]:
 
 
 def _try(option: str, arguments: Any, found: Mapping[str, Any]) -> None:
-    names = {field.name for field in dataclasses.fields(arguments) if field.init}
-    assert names.issuperset(found)
+    """Raise now what TrainingArguments, optimizer, schedule or loader would raise later."""
+    if found.get("gradient_accumulation_steps", 1) < 1:
+        raise InputError(f"{option}: gradient_accumulation_steps must be at least 1")
+    if found.get("dataloader_persistent_workers") and not found.get("dataloader_num_workers"):
+        raise InputError(f"{option}: dataloader_persistent_workers needs dataloader_num_workers")
+    transformers: Any = require("transformers", "train")
     try:
-        arguments(output_dir="unused", report_to="none", use_cpu=True, **found)
+        args = arguments(output_dir="unused", report_to="none", use_cpu=True, **found)
+        transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+        transformers.get_scheduler(
+            args.lr_scheduler_type,
+            torch.optim.SGD([torch.zeros(1)]),
+            num_warmup_steps=1,
+            num_training_steps=10,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
     except (TypeError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise InputError(f"{option}: {error}") from error
 
