@@ -9,7 +9,7 @@ more shared memory than the architecture has, or has matrix products and doesn't
 cores. What is known of a form is kept in ``build/compiled`` until its source changes.
 
 ``--prove`` is ``--every --check`` for modules that kernels/proven.json does not know in this state,
-and notes there those that have no problem.
+and notes there those that have no problem; ``--unproven`` leaves out the others.
 """
 
 import argparse
@@ -350,6 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
     parser.add_argument("--every", action="store_true", help="every form, not a covering set")
     parser.add_argument("--prove", action="store_true", help="every form that is not proven")
+    parser.add_argument("--unproven", action="store_true", help="only modules that --prove takes")
     parser.add_argument("--check", action="store_true", help="exit with 1 on any problem")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
@@ -371,6 +372,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if wrong else 0
 
     architectures = [int(text) for text in options.arch.split(",") if text]
+    if options.unproven:
+        names = list(unproven(names))
     rows = report(chosen(names, architectures, options.every), options.workers)
     print(json.dumps(rows, indent=1) if options.json else table(rows))
     wrong = [row for row in rows if row["problems"]]
