@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastkd._extras import how_to_get
+
 from .harness import REFERENCE, Bound, Case, Provider
 
 LOSS = "step"
@@ -83,7 +85,7 @@ def why_not(device: torch.device) -> str | None:
     import importlib.util
 
     if importlib.util.find_spec("transformers") is None:
-        return 'transformers is not installed (pip install "fastkd[train]")'
+        return f"transformers is not installed; {how_to_get('train')}"
     return None
 
 

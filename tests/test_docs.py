@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
+from fastkd._extras import how_to_get
 from fastkd.app.cli import app
 from fastkd.app.errors import RunFailed
 
@@ -98,3 +99,11 @@ def test_the_first_command_needs_no_network(monkeypatch):
     assert done.stdout.splitlines()[-1].strip().endswith("fastkd demo")
     assert "HF_HUB_OFFLINE" in (ROOT / "fastkd" / "app" / "demo.py").read_text()
     assert os.environ["HF_HUB_OFFLINE"] == "1"  # and so it is in the tests of the demo
+
+
+def test_an_extra_is_got_in_one_way_that_works_from_a_checkout():
+    """Only `how_to_get` knows whether this is one."""
+    sources = [*ROOT.glob("fastkd/**/*.py"), *ROOT.glob("bench/*.py"), *PAGES]
+    named = {p.name for p in sources if re.search(r"pip install \S*fastkd\[", p.read_text())}
+    assert named <= {"_extras.py", "design.md"}
+    assert f"-e '{ROOT}[train]'" in how_to_get("train") or "-e '.[train]'" in how_to_get("train")

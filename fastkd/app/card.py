@@ -12,8 +12,8 @@ TEXT = """---
 
 # {title}
 
-A student of {layers} layers and {parameters:,} parameters, distilled by
-fastkd {version} with the method `{method}` from the teacher
+A student of {layers} layers and {parameters:,} parameters, made by fastkd {version}:
+{made}
 `{teacher}`: {smaller:.1f} times smaller{faster}.
 
 | | {headings} |
@@ -71,7 +71,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         layers=report["layers"],
         parameters=report["parameters"]["student"],
         version=report["fastkd"],
-        method=settings["method"],
+        made=_made(settings["method"]),
         teacher=teacher,
         smaller=size["teacher"] / size["student"],
         faster=_faster(seconds),
@@ -84,6 +84,12 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         directory=Path(directory).name,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _made(method: str) -> str:
+    if method == "labels":
+        return "trained on the labels alone, and compared with the teacher"
+    return f"distilled with the method `{method}` from the teacher"
 
 
 def _score(value: float | None) -> str:

@@ -123,6 +123,9 @@ def test_every_method_trains_and_saves(distill, tmp_path, method):
     tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
     assert len(tokens["input_ids"]) == 4
     assert [path.name for path in out.iterdir()] == ["student"]
+    card = (out / "student" / "README.md").read_text()
+    made = "on the labels alone" if method == "labels" else f"the method `{method}` from the"
+    assert made in card
 
 
 def test_a_method_of_ones_own(distill, tmp_path):
