@@ -1,4 +1,4 @@
-"""LRC-BERT in Lightning: the Distiller inside a LightningModule, its schedule from the trainer."""
+"""LRC-BERT in Lightning: the Distiller inside a LightningModule, its stages follow the trainer."""
 
 import lightning as L
 import torch
@@ -34,7 +34,7 @@ student = student_from_teacher(teacher, [2, 4])
 rows = [{"input_ids": torch.randint(0, 100, (12,)), "labels": i % 2} for i in range(64)]
 
 # Over several devices: Distiller(..., gather=True), strategy="ddp_find_unused_parameters_true".
-module = Distillation(Distiller(teacher, student, LRCBERT()))
+module = Distillation(Distiller(teacher, student, LRCBERT(first_stage=0.5)))
 trainer = L.Trainer(
     max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
     enable_model_summary=False,
