@@ -325,7 +325,7 @@ def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
 
 def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
     """Mean score over seeds at every evaluation."""
-    figure = new_figure(1.0 + 4.5 * len(summaries), 4.5)
+    figure = new_figure(2.5 + 4.2 * len(summaries), 4.5)
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
         ax.axhline(summary.teacher_score, color="black", linewidth=1, label="teacher")
@@ -346,5 +346,6 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
         ax.set_xlabel("step")
         ax.set_title(f"{summary.task}: {summary.metric}", fontsize=9)
         ax.tick_params(labelsize=8)
-    axes[0].legend(fontsize=6)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", fontsize=7)
     return _png(figure)
