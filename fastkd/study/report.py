@@ -32,8 +32,8 @@ jinja2: Any = require("jinja2", "train")
 
 COLOURS = {ABOVE: "#1a7f37", BELOW: "#b42318"}
 HEADINGS = (
-    "", "score", "difference", "95% over seeds", "95% over rows", "p (Holm)", "beyond noise",
-    "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
+    "", "seeds", "score", "difference", "95% over seeds", "95% over rows", "p (Holm)",
+    "beyond noise", "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
 )  # fmt: skip
 
 PAGE = """<!doctype html>
@@ -154,6 +154,7 @@ def cells(row: Row) -> list[str]:
     d, share, rows = row.difference, row.recovered, row.rows_interval
     return [
         row.variant + (f" ({row.failed} failed)" if row.failed else ""),
+        str(row.seeds),
         f"{_number(row.mean, '.4f')} ± {_number(row.spread, '.4f')}",
         "" if d is None else _number(d.mean, "+.4f"),
         "" if d is None else _interval(d.low, d.high),

@@ -21,7 +21,7 @@ stats: Any = require("scipy.stats", "train")
 LEVEL = 0.95
 RESAMPLES = 2000
 #: A gap between teacher and baseline below this is no scale for a share of it.
-SMALLEST_GAP = 0.01
+SMALLEST_GAP = 0.03
 ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: can't tell"
 
 

@@ -117,7 +117,7 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> None:
     ]
     for worker in started:
         worker.start()
-    seen: set[Path] = set()
+    seen = set((out / "runs").glob("*.json"))
     while any(worker.is_alive() for worker in started):
         started[0].join(1.0)
         for path in sorted((out / "runs").glob("*.json")):
