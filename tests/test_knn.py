@@ -484,7 +484,7 @@ def test_two_graphs_serve_all_sizes(backend):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(knn_feature_loss, fullgraph=True, backend=graphs)
-    for n in (4, 5, 8, 17, 33, 64):
+    for n in (4, 5, 8, 17, *((33, 64) if backend == "torch" else ())):  # the interpreter is slow
         student, teacher, *labels = batch(n, n + 1, n + 2, 3, dtype=torch.float32)
         options = {"k": 2, "reduction": "mean", "backend": backend}
         actual = value_and_grad(compiled, student, teacher, *labels, **options)

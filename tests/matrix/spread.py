@@ -6,7 +6,9 @@ Versions differ in what an operation does, not in what it does to the fortieth s
 import collections
 import hashlib
 
-MOST = 4
+
+def pytest_addoption(parser):
+    parser.addoption("--most", type=int, default=1)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -15,10 +17,9 @@ def pytest_collection_modifyitems(config, items):
         parameters = item.nodeid.partition("[")[2]
         backends = ("triton" in parameters, "torch" in parameters)
         groups[item.nodeid.partition("[")[0], backends].append(item)
-    kept = set()
+    kept, most = set(), config.getoption("most")
     for group in groups.values():
-        kept.update(
-            sorted(group, key=lambda item: hashlib.md5(item.nodeid.encode()).digest())[:MOST]
-        )
+        group.sort(key=lambda item: hashlib.md5(item.nodeid.encode()).digest())
+        kept.update(group[:most])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

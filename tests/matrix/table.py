@@ -9,7 +9,7 @@ PAGE = RESULTS.with_suffix(".md")
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 KEY = ("torch", "transformers", "python")
 COUNTS = ("passed", "skipped", "failed")
-COLUMNS = (*PACKAGES, "python", *COUNTS, "built with", "wheel", "commit", "date")
+COLUMNS = (*PACKAGES, "python", "parameters", *COUNTS, "built with", "wheel", "commit", "date")
 START = "<!-- table:start -->\n"
 END = "<!-- table:end -->\n"
 
