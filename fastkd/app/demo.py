@@ -52,10 +52,10 @@ class Size:
 
     train_rows: int = 300  # of each area
     eval_rows: int = 60
-    labelled: int = 64
+    labelled: int = 24
     seeds: int = 3
     teacher_steps: int = 140
-    student_steps: int = 48
+    student_steps: int = 40
     batch_size: int = 32
     max_length: int = 20
     student_layers: int = 3
