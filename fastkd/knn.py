@@ -166,7 +166,7 @@ def knn_feature_loss(
     count = _count(student_labels, ignore_index) if reduction == "mean" else None
     if ranks is not None and count is not None:
         count = ranks.sum(count)
-    k = torch.sym_min(k, bank_size)
+    k = min(k, bank_size)  # Dynamo makes it sym_min where a size is symbolic
     kernels = use_triton(backend, "knn_feature_loss", student, neighbours=k)
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)

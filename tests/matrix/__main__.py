@@ -63,7 +63,7 @@ def environment(version: str, transformers: str | None, python: Path, wheel: Pat
         info = next(folder.glob("lib/python*/site-packages/torch-*.dist-info/METADATA"))
         take_cuda_off(info)
         print("stubs:", *cuda_stubs.make(info.parents[1] / "torch" / "lib"))
-    packages = [f"torch=={version}", f"fastkd[test] @ {wheel.as_uri()}", "setuptools"]
+    packages = [f"torch=={version}", f"fastkd[test] @ {wheel.as_uri()}", "setuptools>=77"]
     packages += [f"transformers=={transformers}"] if transformers else []
     packages += ["numpy<2.4"] if _older(version, "2.11") else []  # Triton 3.6's interpreter
     subprocess.run([*pip, *packages], check=True)

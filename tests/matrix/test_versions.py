@@ -1,0 +1,74 @@
+"""The table of tested versions, and everything that follows from it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+from setuptools.config.pyprojecttoml import read_configuration
+
+from fastkd._versions import TESTED
+from tests.matrix import table
+
+ROOT = Path(__file__).parents[2]
+ROWS = table.read()
+PROJECT = read_configuration(ROOT / "pyproject.toml")["project"]
+
+
+def minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def test_the_page_is_made_from_the_results():
+    assert table.PAGE.read_text() == table.page(), "python -m tests.matrix.table writes it"
+
+
+def test_oldest_and_newest_ran_one_wheel():
+    for package in ("torch", "transformers", "python"):
+        rows = sorted(ROWS, key=lambda row: table.numbers(row[package]))
+        assert rows[0]["wheel"] == rows[-1]["wheel"], package
+
+
+@pytest.mark.parametrize("package", TESTED)
+def test_the_package_names_what_was_tested(package):
+    found = {row[package].partition("+")[0] for row in ROWS}
+    found = {minor(version) for version in found} if package == "python" else found
+    assert TESTED[package] == tuple(sorted(found, key=table.numbers))
+
+
+def test_bounds_are_the_oldest_tested():
+    extras = PROJECT["optional-dependencies"]
+    needs = map(Requirement, (*PROJECT["dependencies"], *extras["train"]))
+    bounds = {need.name: str(need.specifier) for need in needs if need.name in TESTED}
+    assert set(bounds) == {"torch", "transformers"}
+    for package, bound in bounds.items():
+        assert bound.startswith(">="), "the newest tested is no bound"
+        assert Version(bound[2:]) == Version(TESTED[package][0])
+    assert PROJECT["requires-python"] == f">={TESTED['python'][0]}"
+    start = "Programming Language :: Python :: "
+    pythons = [c.removeprefix(start) for c in PROJECT["classifiers"] if c.startswith(start)]
+    assert pythons == ["3", *TESTED["python"]]
+
+
+def test_the_workflow_runs_oldest_and_newest():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
+    runs = workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    for package in ("torch", "transformers", "python"):
+        assert [run[package] for run in runs] == [TESTED[package][0], TESTED[package][-1]]
+
+
+def test_an_older_torch_gets_one_sentence():
+    code = (
+        "import torch; from torch.torch_version import TorchVersion; "
+        "torch.__version__ = TorchVersion('2.9.1+cpu'); import fastkd; import fastkd.distill"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    said = re.findall(r"UserWarning: (.*)", result.stderr)
+    assert said == [
+        "fastkd was never tested with torch 2.9.1+cpu: the oldest it was tested with is "
+        + TESTED["torch"][0]
+    ]
