@@ -42,7 +42,7 @@ from fastkd.kernels.relation_rows import (
     Term,
     gradient_dtype,
     padded_size,
-    relation_count_kernel,
+    relation_share_kernel,
     same_layout,
 )
 from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
@@ -148,12 +148,12 @@ def relations(
     ]
     per_layer = sum(B if over == "tokens" else N for over, _ in terms)
     losses = torch.empty(len(students) * per_layer, dtype=torch.float32, device=device)
-    counts = None
+    shares = None
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
         if terms:
-            counts = torch.empty(2, 4, dtype=torch.float32, device=device)
-            relation_count_kernel[(2,)](mask, counts, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
+            shares = torch.empty(2, 4, dtype=torch.float32, device=device)
+            relation_share_kernel[(2,)](mask, shares, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
     buffers = []
     done = 0
     for indices in layer_groups(students, teachers):
@@ -166,7 +166,7 @@ def relations(
                 device=device,
             )
         for i, (over, weight) in enumerate(terms):
-            term = _term(layers, over, weight, counts, eps, losses, done, accumulate=i > 0)
+            term = _term(layers, over, weight, shares, eps, losses, done, accumulate=i > 0)
             _launch(layers, term)
             done += len(indices) * term.groups
         if layers.dx is not None:
@@ -178,7 +178,7 @@ def _term(
     layers: Layers,
     over: str,
     weight: float,
-    counts: Tensor | None,
+    shares: Tensor | None,
     eps: float,
     losses: Tensor,
     first_loss: int,
@@ -194,7 +194,7 @@ def _term(
         [t.stride(i) for i in order],
         (layers.N, 1) if tokens else (1, layers.N),
         weight,
-        None if counts is None else counts[order[0]],
+        None if shares is None else shares[order[0]],
         eps,
         losses,
         first_loss,

@@ -70,9 +70,9 @@ def relation_row_scale_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "N"])
-def relation_count_kernel(
+def relation_share_kernel(
     mask_ptr,  # (B, N) bytes
-    counts_ptr,  # (2, 4): first samples, then positions with at least two real members
+    shares_ptr,  # (2, 4): the share of a sample in the average, then that of a position
     B,
     N,
     BLOCK_G: tl.constexpr,
@@ -96,7 +96,8 @@ def relation_count_kernel(
             )
             real += tl.sum((mask != 0).to(tl.int32), axis=1)
         counted += (real >= 2).to(tl.int32)
-    tl.store(counts_ptr + 4 * tl.program_id(0), tl.sum(counted, axis=0).to(tl.float32))
+    share = tl.div_rn(1.0, tl.maximum(tl.sum(counted, axis=0), 1).to(tl.float32))
+    tl.store(shares_ptr + 4 * tl.program_id(0), share)
 
 
 @triton.jit
@@ -222,7 +223,7 @@ class Term(NamedTuple):
     strides_t: list[int]
     strides: tuple[int, int]  # the same in the (B, N) arrays
     weight: float
-    counts: Tensor | None  # the number of groups that count comes first
+    shares: Tensor | None  # first the share of a group with two real members in the average
     eps: float
     losses: Tensor  # of all terms
     first_loss: int  # of this term

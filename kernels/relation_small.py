@@ -90,7 +90,7 @@ def relation_small_groups_kernel(
     s_ptrs,  # layers of (groups, N, Ds)
     t_ptrs,  # layers of (groups, N, Dt)
     scale_ptr,  # (layers, 2, stride_side)
-    counts_ptr,  # (1,): groups that count in the average
+    shares_ptr,  # (1,): the share of a group in the average
     dx_ptr,  # (layers, rows, Ds)
     loss_ptr,  # from first_loss on (layers, groups): weighted losses
     N,
@@ -130,7 +130,7 @@ def relation_small_groups_kernel(
     count = tl.maximum(real, 1).to(tl.float32)
     share = tl.div_rn(1.0, count)
     if HAS_MASK:
-        weight = tl.div_rn(weight, tl.maximum(tl.load(counts_ptr), 1.0))
+        weight *= tl.load(shares_ptr)
 
     start_t = group * stride_t_group + n.to(tl.int64) * stride_t_n
     R_t, own_t = _centred_relation(
@@ -194,20 +194,18 @@ def relation_small_groups_kernel(
             tl.store(dx_tile, dx, mask=inside)
 
 
-def small_blocks(
-    N: int, dtype: torch.dtype, split: bool, gradient: bool, blackwell: bool
-) -> Blocks:
+def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> Blocks:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
     Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
-    for loads in flight, and split float32 without the gradient just too few.
+    for loads in flight, and split float32 just too few.
     """
     n = max(16, triton.next_power_of_2(N))
     if n == 128:
-        stages = 1 if blackwell or (split and not gradient) else 2
+        stages = 1 if blackwell or split else 2
         return Blocks(n, 16 if dtype == torch.float32 else 32, 8, stages)
-    stages = 1 if blackwell else 2
-    return Blocks(n, 32 if split and n > 16 else 64, 4 if n <= 32 else 8, stages)
+    warps = 2 if n == 16 else 4 if n == 32 else 8
+    return Blocks(n, 32 if split else 64, warps, 1 if blackwell else 2)
 
 
 def is_blackwell(device: torch.device) -> bool:
@@ -218,12 +216,12 @@ def launch_small(layers: Layers, term: Term) -> None:
     """Relations of up to SMALL_GROUP rows, all layers in one launch."""
     gradient = layers.dx is not None
     device = layers.students[0].device
-    blocks = small_blocks(term.N, layers.dtype, layers.split, gradient, is_blackwell(device))
+    blocks = small_blocks(term.N, layers.dtype, layers.split, is_blackwell(device))
     relation_small_groups_kernel[(term.groups, len(layers.students))](
         padded(layers.students),
         padded(layers.teachers),
         layers.scale,
-        term.counts,
+        term.shares,
         layers.dx,
         term.losses,
         term.N,
