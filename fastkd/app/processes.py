@@ -1,4 +1,4 @@
-"""One run in several processes, as torchrun and accelerate launch start them.
+"""One run in several processes, as torchrun starts them.
 
 Every process runs the same command; the first one speaks and writes. What only one of them does,
 or what may end differently in each, is told to all, so that none waits for another in vain.
