@@ -241,7 +241,7 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
     blocks is included, and only the layers asked for stay in memory.
     """
     kept: dict[int, Tensor] = {}
-    wanted = set(layers)
+    wanted = {*layers}  # torch 2.10 does not compile set() of a set
     handles = []
     calls = 0
 

@@ -27,6 +27,7 @@ CUDA = re.compile(r"(cuda|nvidia)-", re.IGNORECASE)
 LEFT_OUT = {
     "tests/test_install.py": "builds wheels of its own",
     "tests/test_house.py": "reads the sources, not the package",
+    "tests/test_docs.py": "reads the checkout, not the package",
     "tests/matrix": "is about this",
     "tests/bench": "benchmarks are run in the development environment",
     "tests/kernels/test_compile.py": "GPU code: compiled and proven with one Triton",
