@@ -31,6 +31,7 @@ def test_oldest_and_newest_ran_one_wheel():
     for package in ("torch", "transformers", "python"):
         rows = sorted(ROWS, key=lambda row: table.numbers(row[package]))
         assert rows[0]["wheel"] == rows[-1]["wheel"], package
+    assert not any(row["failed"] for row in ROWS)
 
 
 @pytest.mark.parametrize("package", TESTED)
