@@ -248,8 +248,8 @@ class CCALoss(nn.Module):
         observations = pairs[0][0].shape[0]
         if observed is not None and values_readable(observed):
             observations = int(observed.sum())
-        if ranks is not None:
-            observations = int(ranks.sum(torch.tensor(observations, device=pairs[0][0].device)))
+        if ranks is not None:  # about: no process waits for the others, or the host, for a word
+            observations *= ranks.size
         dims = max(x.shape[-1] for pair in pairs for x in pair)
         if observations <= dims:
             self._warned = True

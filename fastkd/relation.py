@@ -265,10 +265,13 @@ def _weighted_relations(
     teachers = [teacher for _, teacher in pairs]
     if segments is not None:
         _check_segments(segments, first)
+    # Rows of other processes are of other lengths: their documents can't be compared by pairs.
+    masked_pairs = segments is not None and ranks is None and not values_readable(segments)
+    if segments is not None and not masked_pairs:
+        unpacked, mask = _unpacked([*students, *teachers], mask, segments)
+        students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
+        pairs = list(zip(students, teachers, strict=True))
     if ranks is not None:
-        if segments is not None:
-            unpacked, mask = _unpacked([*students, *teachers], mask, segments)
-            students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
         return _across_ranks(
             functools.partial(
                 _weighted_relations, normalize=normalize, distance=distance,
@@ -276,11 +279,6 @@ def _weighted_relations(
             ),
             students, teachers, mask, weights, ranks,
         )  # fmt: skip
-    masked_pairs = segments is not None and not values_readable(segments)
-    if segments is not None and not masked_pairs:
-        unpacked, mask = _unpacked([*students, *teachers], mask, segments)
-        students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
-        pairs = list(zip(students, teachers, strict=True))
     unsupported = None
     if masked_pairs:
         unsupported = "its kernels need segments whose values can be read, on the CPU"

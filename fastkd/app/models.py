@@ -28,7 +28,7 @@ from fastkd.app.saving import MARKER, read_json
 from fastkd.app.settings import Pairing
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.layers import layer_map
-from fastkd.distill.methods import Method, resolve
+from fastkd.distill.methods import Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
@@ -342,14 +342,12 @@ def make_method(name: str, options: Mapping[str, Any], preset: str = "default") 
         kind = resolve(name)
     except (TypeError, ValueError) as error:
         raise InputError(f"--method: {error}") from error
-    if preset not in ("default", "paper"):
-        raise InputError(f"preset {preset!r}; {nearest(preset, ('default', 'paper'))}")
     known = list(inspect.signature(kind).parameters)
     for option in options:
         if option not in known:
             raise InputError(f"--set {option}: {name} has no such option; {nearest(option, known)}")
     try:
-        return kind(**{**(kind.paper if preset == "paper" else {}), **options})
+        return from_preset(kind, preset, options)
     except (TypeError, ValueError) as error:
         raise InputError(f"--method {name}: {error}") from error
 

@@ -15,8 +15,9 @@ process of its own:
 
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -413,8 +414,8 @@ class LRKD(_Soft):
 
     Args:
         alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper, which leaves KL a tenth of
-            the task loss's gradient. None leaves task and
-            soft targets out, for a student without a head.
+            the task loss's gradient. None leaves task and soft targets out, for a student without
+            a head.
         beta: weight of L_DPL; {1, 10, 15} in the paper. At 1 its gradient is of the task loss's
             size, as L_DPL is a mean over elements here; see `fastkd.DualProjectionLoss`.
         gamma: weight of the student's projection within L_DPL; "around 0.3".
@@ -610,10 +611,15 @@ def method_by_name(name: str, *, preset: Preset = "default", **hyperparameters: 
         0.1
     """
     kind = resolve(name)
-    check_choice("preset", preset, ("default", "paper"))
     known = inspect.signature(kind).parameters
     for option in hyperparameters:
         check_choice(f"hyper-parameter of {name}", option, known)
+    return from_preset(kind, preset, hyperparameters)
+
+
+def from_preset(kind: type[Method], preset: str, hyperparameters: Mapping[str, Any]) -> Method:
+    """A method with these hyper-parameters, and the preset's where none is given."""
+    check_choice("preset", preset, get_args(Preset))
     return kind(**{**(kind.paper if preset == "paper" else {}), **hyperparameters})
 
 

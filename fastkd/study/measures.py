@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import fastkd
@@ -40,15 +39,8 @@ def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
                 ]
             )
         labels = torch.cat([batch["labels"] for batch in batches])
-        found["intra_class_similarity"] = intra_class_similarity(features, labels)
+        found["intra_class_similarity"] = float(fastkd.intra_class_similarity(features, labels))
     return found
-
-
-def intra_class_similarity(features: torch.Tensor, labels: torch.Tensor) -> float:
-    """M_ICS: mean cosine between a sample (N, D) and those of its class, itself among them."""
-    unit = F.normalize(features.float(), dim=-1)
-    same = (labels[:, None] == labels).float()
-    return float(((unit @ unit.T * same).sum(1) / same.sum(1)).mean())
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from fastkd.app.run import Run
 from fastkd.distill import METHODS
 from fastkd.study import command, report, spec
 from fastkd.study.baselines import BASELINES
-from fastkd.study.measures import intra_class_similarity
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
 from tests.tiny import make_teacher, write_tsv
@@ -270,17 +269,6 @@ rows = {"fcd, alpha=1.0" = [50.0, 60.0], "fcd, alpha=0.1" = [40.0, 50.0]}
     page = (out / "report.md").read_text()
     assert "fcd, alpha=0.1 is below fcd, alpha=1.0 in the paper (-10.0); here" in page
     assert "paper: x" in page and "ours: one" in page
-
-
-def test_intra_class_similarity_is_the_papers():
-    features = torch.randn(7, 5, dtype=torch.float64)
-    labels = torch.tensor([0, 1, 1, 0, 2, 1, 0])
-    total = 0.0
-    for i in range(7):
-        same = [j for j in range(7) if labels[j] == labels[i]]
-        cosines = [torch.cosine_similarity(features[i], features[j], dim=0) for j in same]
-        total += float(sum(cosines)) / len(same)
-    assert intra_class_similarity(features, labels) == pytest.approx(total / 7, abs=1e-6)
 
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "bench" / "studies").glob("*.toml"))
