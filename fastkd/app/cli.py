@@ -30,6 +30,16 @@ require("typer.core", "train")
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
 
 
+# How a command that was stopped goes on with what it has saved.
+GOES_ON = {
+    "distill": ", --resume continues the run",
+    "bench": ", --resume continues the run",
+    "study": ", the same command goes on",
+    "demo": ", the same command goes on",
+    "cache": ", the same command goes on",
+}
+
+
 class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
     """Commands whose mistakes are one sentence on stderr."""
 
@@ -38,7 +48,7 @@ class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
             return super().make_context(info_name, args or ["--help"], *rest, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with one_sentence():
+        with one_sentence(lambda: GOES_ON.get(ctx.invoked_subcommand, "")):
             return super().invoke(ctx)
 
 
@@ -66,8 +76,11 @@ def common(
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's."""
+def one_sentence(goes_on: Callable[[], str] = str) -> Iterator[None]:
+    """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's.
+
+    ``goes_on`` ends the sentence about a command that was stopped.
+    """
     try:
         yield
     except UsageError as error:
@@ -79,7 +92,7 @@ def one_sentence() -> Iterator[None]:
     except (RunFailed, MissingExtra) as error:
         _fail(str(error), 1)
     except KeyboardInterrupt as error:
-        message = "stopped; what was saved before is intact, --resume continues a run"
+        message = f"stopped; what was saved before is intact{goes_on()}"
         _fail(message, getattr(error, "code", 130))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
@@ -88,7 +101,7 @@ def one_sentence() -> Iterator[None]:
         if not processes.launched() or isinstance(error, (typer.Exit, typer.Abort)):
             raise
         if processes.is_loss_of_others(error):
-            _fail("another process of this run has ended; --resume continues the run", 1)
+            _fail(f"another process of this run has ended{goes_on()}", 1)
         if not processes.first_to_fail():
             raise typer.Exit(1) from None
         raise

@@ -127,6 +127,13 @@ class Watcher(TrainerCallback):
         """Take a signal that reached any process as one to all, which stop at the same step."""
         self.signum = processes.largest(self.received or 0) or None
 
+    def stopped(self, step: int) -> BaseException:
+        """What a heeded signal raises after ``step``: only with checkpoints is that saved."""
+        assert self.signum is not None
+        if self.watch.checkpoints is None:
+            return Stopped(self.signum)
+        return Interrupted(step, self.signum)
+
     def on_epoch_begin(self, args, state, control, **_):
         # A resumed epoch goes on in its own order.
         self.trainer.steps.epoch = state.global_step // self.steps_in_epoch
@@ -173,7 +180,7 @@ class Watcher(TrainerCallback):
             processes.by_first(complete)
         self.display.event("checkpoint", title=self.title, step=state.global_step)
         if self.stopping and self.signum is not None:
-            raise Interrupted(state.global_step, self.signum)
+            raise self.stopped(state.global_step)
 
     def _evaluate(self, state):
         if self.evaluated_at == state.global_step:
@@ -253,7 +260,7 @@ def train(
         trainer.train(resume_from_checkpoint=str(last) if last else None)
         watcher.heed_signals()
         if watcher.signum is not None:  # it came with the last step
-            raise Interrupted(trainer.state.global_step, watcher.signum)
+            raise watcher.stopped(trainer.state.global_step)
     return history_of(trainer.state.log_history)
 
 

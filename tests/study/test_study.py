@@ -23,6 +23,7 @@ from fastkd.study import command, report, spec
 from fastkd.study.baselines import BASELINES
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
+from tests.app.test_cli import stop_at, terminate
 from tests.tiny import make_teacher, write_tsv
 
 SHARED = """
@@ -124,6 +125,20 @@ def test_killed_and_resumed_is_the_same(root):
     (out / "runs" / "left.lock").touch()
     study(path, out, jobs=2)
     assert runs(out) == runs(root / "whole")
+
+
+@pytest.mark.parametrize("step", [None, 2])  # of a run, or before the first
+def test_a_stop_says_that_the_same_command_goes_on(root, monkeypatch, step):
+    if step is None:
+        monkeypatch.setattr(TaskWork, "make_teacher", lambda *_, **__: terminate())
+    else:
+        stop_at(monkeypatch, step, terminate)
+    words = ["study", str(write(root)), "--out", str(root / "out")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 143, result.output
+    assert result.stderr.splitlines()[-1] == (
+        "Error: stopped; what was saved before is intact, the same command goes on"
+    )
 
 
 def test_every_method_and_baseline_has_a_row(root):
