@@ -29,7 +29,7 @@ from fastkd.app.models import (
 from fastkd.app.options import as_json
 from fastkd.app.output import corpus_fingerprints
 from fastkd.app.plan import Plan, autocast, choose_device
-from fastkd.app.run import Run, assemble
+from fastkd.app.run import Run, assemble, select
 from fastkd.app.saving import LOCK, MARKER, locked, saving, write_json
 from fastkd.app.settings import CacheSettings, Pairing
 from fastkd.distill.cache import ABOUT, TeacherCache
@@ -52,7 +52,8 @@ def write(settings: CacheSettings, console: Console) -> None:
         with processes.agreed():
             _check_folder(settings.out)
             run = load(settings, settings.batch_size, display)
-            distiller = assemble(settings, run).to(run.device)
+            selected = select(settings, run)
+            distiller = assemble(settings, run, selected).to(run.device)
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
         distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
         scores = run.score(run.teacher)
@@ -60,7 +61,7 @@ def write(settings: CacheSettings, console: Console) -> None:
         with processes.agreed(), saving_cache(settings.out), autocast(run.plan):
             if len(run.all_rows) > processes.rank() * settings.batch_size:
                 distiller.cache_teacher(own, settings.out, tokenizer=run.tokenizer)
-        processes.by_first(lambda: _complete(settings, run, distiller, scores))
+        processes.by_first(lambda: _complete(settings, run, distiller, scores, selected))
         cache = TeacherCache(settings.out)
         used = sum(path.stat().st_size for path in settings.out.glob("*.safetensors"))
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {settings.out}")
@@ -112,7 +113,11 @@ def _batches(
 
 
 def _complete(
-    settings: CacheSettings, run: Run, distiller: Distiller, scores: dict[str, float]
+    settings: CacheSettings,
+    run: Run,
+    distiller: Distiller,
+    scores: dict[str, float],
+    selected: list[int] | None,
 ) -> None:
     student: Any = distiller.student
     with saving(settings.out):
@@ -124,6 +129,7 @@ def _complete(
             "teacher": scores,
             "parameters": count(run.teacher),
             "bytes": num_bytes(run.teacher),
+            "selected": selected,
             "samples": len(TeacherCache(settings.out)),
         }
         write_json(settings.out / MARKER, report)

@@ -9,7 +9,7 @@ from fastkd.app.display import Display
 from fastkd.app.errors import RunFailed
 from fastkd.app.loop import stopping_at_once
 from fastkd.app.models import be_quiet
-from fastkd.app.run import assemble
+from fastkd.app.run import assemble, select
 from fastkd.app.settings import VerifySettings
 from fastkd.distill import verify as checks
 
@@ -24,7 +24,7 @@ def verify(settings: VerifySettings, console: Console) -> bool:
     with stopping_at_once(), Display(console) as display:
         few = dataclasses.replace(settings, max_train_rows=settings.rows)
         run = load(few, settings.rows, display)
-        distiller = assemble(settings, run).to(run.device)
+        distiller = assemble(settings, run, select(settings, run)).to(run.device)
         rows = run.train_rows
         batch = run.collate(rows.__getitems__(list(range(len(rows)))))
         inputs = {name: x.to(run.device) for name, x in batch.items()}

@@ -20,14 +20,15 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fastkd._extras import MissingExtra
+from fastkd.analysis.layers import Batches
 from fastkd.app.data import Corpus, meaning
 from fastkd.app.errors import InputError, nearest
 from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.rows import Rows
 from fastkd.app.saving import MARKER, read_json
-from fastkd.app.settings import Pairing
+from fastkd.app.settings import SELECT, Pairing
 from fastkd.distill.cache import TeacherCache
-from fastkd.distill.layers import layer_map
+from fastkd.distill.layers import SCHEMES, layer_map, select_layers
 from fastkd.distill.methods import Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
 
@@ -275,9 +276,15 @@ def _cached_config(settings: Pairing) -> Any:
 
 
 def make_student(
-    settings: Pairing, teacher: PreTrainedModel | TeacherCache, tokenizer: Any
+    settings: Pairing,
+    teacher: PreTrainedModel | TeacherCache,
+    tokenizer: Any,
+    layers: list[int] | None = None,
 ) -> PreTrainedModel:
-    """The student: a path or hub name, layers of the teacher, or what a cache holds."""
+    """The student: a path or hub name, what a cache holds, or ``layers`` of the teacher.
+
+    Those are by default what --teacher-layers says.
+    """
     if isinstance(teacher, TeacherCache):
         if settings.student is not None:
             config = _cached_config(settings)
@@ -290,26 +297,34 @@ def make_student(
         )
     if settings.student is not None:
         return _student_from_path(settings, settings.student, teacher.config, tokenizer)
-    layers = _chosen_layers(settings, teacher.config.num_hidden_layers)
     try:
-        return cast(PreTrainedModel, student_from_teacher(teacher, layers))
+        chosen = layers or layers_of(settings, teacher)
+        return cast(PreTrainedModel, student_from_teacher(teacher, chosen))
     except (TypeError, ValueError) as error:
         raise InputError(f"--teacher-layers {settings.teacher_layers}: {error}") from error
 
 
-def _chosen_layers(settings: Pairing, depth: int) -> list[int]:
-    schemes = ("uniform", "top", "bottom")
-    if settings.teacher_layers in schemes:
+def layers_of(
+    settings: Pairing, teacher: PreTrainedModel, batches: Batches | None = None
+) -> list[int]:
+    """The teacher layers that make the student; without ``batches`` as many as a choice takes."""
+    depth, scheme = teacher.config.num_hidden_layers, settings.teacher_layers
+    if scheme in (*SCHEMES, SELECT):
         wanted = settings.student_layers or max(1, depth // 2)
         if wanted > depth:
             raise InputError(f"--student-layers {wanted}: the teacher has only {depth} layers")
-        return layer_map(settings.teacher_layers, depth, wanted)
+        if scheme == SELECT and batches is not None:
+            try:
+                return select_layers(teacher, batches, wanted)
+            except (TypeError, ValueError) as error:
+                raise InputError(f"--teacher-layers {SELECT}: {error}") from error
+        return layer_map("uniform" if scheme == SELECT else scheme, depth, wanted)
     try:
         layers = [int(part) for part in settings.teacher_layers.split(",")]
     except ValueError:
         raise InputError(
             f"--teacher-layers {settings.teacher_layers!r}: neither a scheme nor layer numbers "
-            f"such as 2,4,6; {nearest(settings.teacher_layers, schemes)}"
+            f"such as 2,4,6; {nearest(settings.teacher_layers, (*SCHEMES, SELECT))}"
         ) from None
     if settings.student_layers not in (None, len(layers)):
         raise InputError(
@@ -334,8 +349,16 @@ def _student_from_path(
     return _load_weights("--student", name, settings.trust_remote_code, config=config)[0]
 
 
-def make_method(name: str, options: Mapping[str, Any], preset: str = "default") -> Method:
-    """The method called ``name`` on the command line, with --preset and --set."""
+def make_method(
+    name: str,
+    options: Mapping[str, Any],
+    preset: str = "default",
+    layers: list[int] | None = None,
+) -> Method:
+    """The method called ``name`` on the command line, with --preset and --set.
+
+    ``layers`` are the teacher layers that it compares, if it can and --set doesn't say which.
+    """
     if ":" in name and "" not in sys.path:
         sys.path.append("")  # the console script, unlike python -m, doesn't look here
     try:
@@ -346,6 +369,8 @@ def make_method(name: str, options: Mapping[str, Any], preset: str = "default") 
     for option in options:
         if option not in known:
             raise InputError(f"--set {option}: {name} has no such option; {nearest(option, known)}")
+    if layers is not None and "layers" in known:
+        options = {"layers": layers, **options}
     try:
         return from_preset(kind, preset, options)
     except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ unfinished/   a run in progress: its marker says which, --resume continues it
 
 import dataclasses
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -178,6 +179,15 @@ class Output:
             self.work.mkdir(parents=True, exist_ok=True)
             write_json(self.work / MARKER, marker)
         return marker
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """``make()``, kept for a run that is resumed; all processes call it."""
+        assert self.marker is not None
+        if name not in self.marker:
+            self.marker[name] = make()
+            with saving(self.work):
+                processes.by_first(lambda: write_json(self.work / MARKER, self.identity))
+        return self.marker[name]
 
     @property
     def processes(self) -> int:

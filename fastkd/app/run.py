@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -35,6 +36,7 @@ from fastkd.app.models import (
     be_quiet,
     check_length,
     count,
+    layers_of,
     load_cached_teacher,
     load_teacher,
     load_tokenizer,
@@ -57,10 +59,13 @@ from fastkd.app.saving import (
     seal,
 )
 from fastkd.app.score import accepted, evaluate, predict
-from fastkd.app.settings import Pairing, Settings
+from fastkd.app.settings import SELECT, Pairing, Settings
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
+
+# Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
+SELECTION_ROWS = 2048
 
 
 class Run:
@@ -301,11 +306,29 @@ def _plan(settings: Settings) -> Plan:
     )
 
 
-def assemble(settings: Pairing, run: Run) -> Distiller:
-    """A fresh student and method, the same ones every time."""
+def select(settings: Pairing, run: Run) -> list[int] | None:
+    """The teacher layers that --teacher-layers select takes, by the first process; else None."""
+    if settings.teacher_layers != SELECT:
+        return None
+    rows, size = run.train_rows, 32
+    order = np.random.default_rng(settings.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
+    parts = (order[start : start + size] for start in range(0, len(order), size))
+    batches = (dict(run.collate(rows.__getitems__(part))) for part in parts)
+    found = processes.by_first(lambda: layers_of(settings, run.teacher, batches))
+    run.display.say(f"teacher layers that differ most: {', '.join(map(str, found))}")
+    return found
+
+
+def assemble(settings: Pairing, run: Run, selected: list[int] | None = None) -> Distiller:
+    """A fresh student and method, the same ones every time.
+
+    Layers that were ``selected``, now or for a cache, make the student, and are what the method
+    compares unless --set says otherwise; before they are, others stand in for them.
+    """
+    selected = selected or run.cached.get("selected")
     set_seed(settings.seed)
-    student = make_student(settings, run.teacher, run.tokenizer)
-    method = make_method(settings.method, settings.options, settings.preset)
+    student = make_student(settings, run.teacher, run.tokenizer, selected)
+    method = make_method(settings.method, settings.options, settings.preset, selected)
     try:
         return Distiller(run.teacher, student, method, gather=settings.gather)
     except (TypeError, ValueError) as error:
@@ -342,7 +365,10 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     if any(map(math.isnan, teacher_scores.values())):
         raise InputError(f"--teacher {settings.teacher}: its outputs are not finite")
     run.display.say(f"teacher:  {format_scores(teacher_scores)}")
-    distiller = assemble(settings, run)
+    selected = None
+    if settings.teacher_layers == SELECT:
+        selected = out.once("selected", lambda: select(settings, run))
+    distiller = assemble(settings, run, selected)
     student = cast(PreTrainedModel, distiller.student)
     report: dict[str, Any] = {
         "fastkd": fastkd.__version__,
@@ -351,6 +377,7 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
         "parameters": {**run.size("parameters", count), "student": count(student)},
         "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
         "layers": student.config.num_hidden_layers,
+        "teacher_layers": _made_of(settings, run, selected),
         "labels": run.corpus.names,
         "teacher": teacher_scores,
     }
@@ -368,11 +395,19 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     return {
         **read_json(out.student / MARKER),
         **report,
+        "compared_layers": distiller.method.teacher_layers,
         "seconds_a_batch": run.seconds_a_batch(best),
         "complete": True,
         "history": history,
         "seconds": {"training": history[-1]["seconds"]},
     }
+
+
+def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
+    """The teacher layers that the student began as, where it is made of them here."""
+    if settings.student is not None or run.teacher_model is None:
+        return None
+    return selected or layers_of(settings, run.teacher)
 
 
 def _teacher_scores(run: Run, out: Output) -> dict[str, float]:

@@ -10,6 +10,9 @@ from fastkd.app.options import check, given, option
 from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
 from fastkd.distill.methods import METHODS
 
+# --teacher-layers: chosen from data (MC3KD, Algorithm 1).
+SELECT = "select"
+
 DATA, MODELS, TRAINING, RUN = "Data", "Teacher and student", "Training", "The run"
 
 
@@ -130,7 +133,8 @@ class Pairing(Source):
     )
     teacher_layers: str = option(
         "uniform",
-        "Which teacher layers: uniform, top, bottom, or numbers such as 2,4,6.",
+        "Which teacher layers: uniform, top, bottom, numbers such as 2,4,6, or select: those that "
+        "differ most from the one before, which the method then compares as well.",
         panel=MODELS,
     )
     method: str = option(

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
     BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
+    LlamaConfig,
 )
 from typer.testing import CliRunner
 
@@ -37,6 +40,7 @@ from fastkd.app.saving import (
 )
 from fastkd.app.settings import Settings
 from fastkd.distill import METHODS, Method
+from fastkd.distill.capture import Backbone
 from tests.tiny import make_teacher, write_tsv
 
 
@@ -307,6 +311,72 @@ def test_a_decoder_without_padding_token(distill, teacher, tmp_path):
     student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
     assert student.config.num_hidden_layers == 1
     assert student.config.pad_token_id == 0
+
+
+def family(path, teacher, kind):
+    """A classifier with four unlike layers, and the teacher's tokenizer."""
+    sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = {
+        "bert": BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32),
+        "gpt2": GPT2Config(vocab_size=17, n_embd=16, n_layer=4, n_head=2, n_positions=32),
+        "llama": LlamaConfig(**sizes, intermediate_size=32, pad_token_id=0),
+    }[kind]
+    shutil.copytree(teacher, path)
+    torch.manual_seed(2)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if re.search(r"\.[03]\.", name) and weight.dim() == 2:
+                weight.mul_(40)  # layers 1 and 4 change what comes in
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_selected_layers_make_the_student_and_are_compared(
+    distill, teacher, tmp_path, monkeypatch, kind
+):
+    large = family(tmp_path / kind, teacher, kind)
+    options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, terminate)
+        distill(expect=143, **options)
+    # What was chosen is not chosen again.
+    monkeypatch.setattr("fastkd.app.models.select_layers", None)
+    output = distill("--resume", **options)
+    report = report_of(tmp_path / "out")
+    assert report["teacher_layers"] == report["compared_layers"] == [1, 4], output
+    model = AutoModelForSequenceClassification.from_pretrained(large)
+    blocks, student = (
+        Backbone(m, "model").blocks
+        for m in (
+            model,
+            AutoModelForSequenceClassification.from_pretrained(tmp_path / "out/student"),
+        )
+    )
+    for i, block in enumerate(student):
+        for name, weight in block.named_parameters():
+            original = blocks[(0, 3)[i]].get_parameter(name)
+            torch.testing.assert_close(weight, original, rtol=1e-4, atol=1e-4)
+
+
+def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
+    """After the teacher's fine-tuning, from a cache, and with a map that --set names."""
+    large = family(tmp_path / "bert", teacher, "bert")
+    selecting = {"teacher": large, "teacher_layers": "select"}
+    distill(method="mc3kd", finetune_teacher=0.2, out=tmp_path / "tuned", **selecting)
+    report = report_of(tmp_path / "tuned")
+    assert report["teacher_layers"] == report["compared_layers"] == [1, 4]
+    distill(set="layers=top", out=tmp_path / "top", **selecting)
+    report = report_of(tmp_path / "top")
+    assert report["teacher_layers"] == [1, 4] and report["compared_layers"] == [3, 4]
+    cache = tmp_path / "cache"
+    words = f"cache --teacher {large} --teacher-layers select --out {cache} --max-length 16"
+    words = [*words.split(), "--train", str(files[0]), "--eval", str(files[1])]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    distill(teacher=None, teacher_cache=cache, out=tmp_path / "cached")
+    assert report_of(tmp_path / "cached")["compared_layers"] == [1, 4]
+    assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
 
 
 def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_path):
