@@ -2,7 +2,7 @@
 
 ``python -m bench.compile_report [module ...] [--every] [--arch 80,90,100] [--check] [--json]``:
 modules of ``kernels/``, all by default. What is compiled are the forms that the calls of
-tests/calls.py start, recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each
+tests/losses start, recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each
 of them, else enough that any two choices (types, flags, blocks, alignment) that meet in one of a
 kernel's forms meet in a compiled one. ``--check`` exits with 1 where a form spills registers, wants
 more shared memory than the architecture has, or has matrix products and doesn't use the tensor
@@ -154,9 +154,9 @@ def walked(loss: str) -> dict[str, Any]:
 @functools.cache
 def _sources_key() -> str:
     summary = hashlib.sha256(_versions().encode())
-    folders = (("fastkd", "*.py"), ("fastkd", "*.so"), ("kernels", "*.py"), ("tests", "calls.py"))
-    for folder, pattern in (*folders, ("tests", "dry_cuda.py"), ("bench", "compile_report.py")):
-        for path in sorted((ROOT / folder).glob(pattern)):
+    patterns = ("fastkd/*.py", "fastkd/*.so", "kernels/*.py", "tests/losses/*.py")
+    for pattern in (*patterns, "tests/calls.py", "tests/dry_cuda.py", "bench/compile_report.py"):
+        for path in sorted(ROOT.glob(pattern)):
             summary.update(path.read_bytes())
     return summary.hexdigest()[:16]
 

@@ -41,7 +41,7 @@ class Kernels:
 class Loss:
     """What belongs together under one file name."""
 
-    name: str  # fastkd/<name>.py, bench/<name>.py, tests/test_<name>.py, tests.calls.CALLS
+    name: str  # fastkd/<name>.py, bench/<name>.py, tests/test_<name>.py, tests/losses/<name>.py
     title: str
     paper: str = ""
     functions: Mapping[str, Inputs] = field(default_factory=dict)  # each has a twin `*_ref`

@@ -38,7 +38,7 @@ def cayley_ref(skew: Tensor) -> Tensor:
     return ((identity + q) @ torch.linalg.inv(identity - q)).to(skew.dtype)
 
 
-def cayley(skew: Tensor, *, backend: str = "auto") -> Tensor:
+def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Orthogonal matrix of a skew-symmetric one by the Cayley map.
 
     W = (I + Q)(I − Q)⁻¹  (LRKD, section 3.2)

@@ -2,7 +2,7 @@
 
 Everything runs but the arithmetic: checks, the choice of backend, forward and backward of the
 autograd functions, every launch of a kernel up to where Triton would compile it.
-``python -m tests.dry_cuda LOSS`` prints, as JSON, what went wrong in each of the loss's `CALLS`,
+``python -m tests.dry_cuda LOSS`` prints, as JSON, what went wrong in each of the loss's `calls`,
 and the forms of kernels that they start. Two things would go wrong: a tensor on another device, and
 waiting for the GPU, which a value read by the host, a copy to or from the CPU, or a solver that
 looks at errors does.
@@ -30,7 +30,8 @@ from triton.runtime.jit import JITFunction
 
 from bench.compile_report import SHARED_MEMORY, Form
 from fastkd import _extension
-from tests.calls import CALLS, Call, given, learns, numbers
+from tests.calls import Call, given, learns, numbers
+from tests.losses import FILES
 
 # Operations that wait for the device, as PyTorch's documentation of them says.
 WAITING = {
@@ -229,7 +230,7 @@ def main() -> None:
     load_guard()
     with Device().running():
         found = [name for name, call in PLANTED.items() if problem(call)]
-    print(json.dumps({"planted": found, **walk(CALLS[sys.argv[1]]())}))
+    print(json.dumps({"planted": found, **walk(FILES[sys.argv[1]].calls())}))
 
 
 if __name__ == "__main__":

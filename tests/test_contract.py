@@ -1,105 +1,90 @@
 """The public names and signatures of the package, its examples, and what an import costs."""
 
+import ast
 import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 import fastkd
+from fastkd._dispatch import Backend
 from fastkd._losses import LOSSES
 
 FEATURES = torch.ones(2, 3, 4)
 
-SIGNATURES = {
-    "relation_loss": "student teacher mask * over normalize distance temperature eps segments "
-    "backend gather group",
-    "knn_feature_loss": "student teacher student_labels teacher_labels * k tolerance ignore_index "
-    "reduction backend gather group",
-    "intra_class_similarity": "features labels",
-    "cos_nce_loss": "student teacher * negatives labels mask negatives_mask negatives_labels "
-    "reduction backend gather group",
-    "cca_loss": "student teacher mask * ridge top_k reduction backend gather group",
-    "canonical_correlations": "x y * ridge mask",
-    "sqrtm": "a",
-    "inv_sqrtm": "a ridge",
-    "cayley": "skew",
-    "layer_norm_mse": "x y eps reduction backend",
-    "attention_loss": "student teacher mask * heads reduction backend",
-    "soft_target_loss": "student_logits teacher_logits * temperature divergence mask reduction "
-    "scale_by_t2 denominator backend",
-    "linear_soft_target_loss": "student_hidden student_weight teacher_hidden teacher_weight *",
-}
-
-DEFAULTS = {
-    "relation_loss": {
-        "over": "tokens",
-        "normalize": "l2",
-        "distance": "pearson",
-        "temperature": 10.0,
-        "eps": 1e-8,
-    },
-    "knn_feature_loss": {"k": 1, "tolerance": None, "reduction": "sum"},
-    "cos_nce_loss": {"negatives": None, "labels": None, "reduction": "mean"},
-    "cca_loss": {"ridge": 1e-4, "top_k": None, "reduction": "sum"},
-    "canonical_correlations": {"ridge": 0.0, "mask": None},
-    "inv_sqrtm": {"ridge": 0.0},
-    "layer_norm_mse": {"eps": 1e-5, "reduction": "mean"},
-    "attention_loss": {"heads": "match", "reduction": "mean"},
-    "soft_target_loss": {
-        "temperature": 1.0,
-        "divergence": "forward_kl",
-        "reduction": "batchmean",
-        "scale_by_t2": True,
-        "denominator": None,
-    },
-}
+CONTRACT = (Path(__file__).parent.parent / "docs/design.md").read_text().split("## Contract")[1]
+PUBLIC = [name for loss in LOSSES for name in (*loss.compared, *loss.measures, *loss.modules)]
 
 # What a reference lacks: it is plain PyTorch, in one process.
 AROUND = {"backend", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.compared]
 
-GATHER = {"gather": False, "group": None}
-MODULES = {
-    "FCDLoss": {"alpha": 1.0, "beta": 1.0, **GATHER},
-    "IntraClassKNNLoss": {"k": 1, "student_dim": None, "teacher_dim": None, **GATHER},
-    "CosNCELoss": GATHER,
-    "CCALoss": {"top_k": None, **GATHER},
-    "OrthogonalProjection": {"layers": 2, "orthogonal": True},
-    "DualProjectionLoss": {"layers": 2, "gamma": 0.3, "orthogonal": True},
-    "AttentionLoss": {"heads": "match", "reduction": "mean"},
-    "SoftTargetLoss": {},
-}
+
+class Argument(NamedTuple):
+    name: str
+    keyword_only: bool
+    default: Any
+    words: frozenset[str]  # it takes no others
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_every_signature_is_written_down(loss):
-    for name in (*loss.compared, *loss.measures):
-        assert name in SIGNATURES, f"SIGNATURES lacks {name}"
-    for name in loss.modules:
-        assert name in MODULES, f"MODULES lacks {name}"
+def pieces(text: str, mark: str) -> list[str]:
+    """Parts between marks that stand in no parentheses."""
+    depth, parts = 0, [""]
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        parts = [*parts, ""] if letter == mark and not depth else [*parts[:-1], parts[-1] + letter]
+    return [part.strip() for part in parts if part.strip()]
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_function_signature(name):
-    parameters = inspect.signature(getattr(fastkd, name)).parameters
-    expected = SIGNATURES[name].split()
-    keyword_only = expected[expected.index("*") + 1 :] if "*" in expected else []
-    expected = [word for word in expected if word != "*"]
-    assert [p for p in parameters if p in expected] == expected
-    assert next(iter(parameters)) == expected[0]
-    for word in keyword_only:
-        assert parameters[word].kind is inspect.Parameter.KEYWORD_ONLY, word
-    if "backend" in expected:
-        assert parameters["backend"].default == "auto"
-    gather = GATHER if "gather" in expected else {}
-    for word, default in {**DEFAULTS.get(name, {}), **gather}.items():
-        assert parameters[word].default == default, word
+def written(arguments: str) -> list[Argument]:
+    """``student (B,N,Ds), mask (B,N)=None, *, over="tokens"|"samples"`` of the contract."""
+    found, keyword_only = [], False
+    for piece in pieces(arguments, ","):
+        if piece == "*":
+            keyword_only = True
+            continue
+        declared, _, values = piece.partition("=")
+        name, *_ = declared.split()
+        choices = [ast.literal_eval(x) for x in pieces(values, "|") if not x.startswith("(")]
+        default, *_ = choices or [inspect.Parameter.empty]
+        words = choices if isinstance(default, str) else ()
+        # Those of backend stand in "Rules that every loss keeps".
+        words = get_args(Backend) if name == "backend" else words
+        found.append(Argument(name, keyword_only, default, frozenset(words)))
+    return found
+
+
+def coded(function: Callable[..., Any]) -> list[Argument]:
+    parameters, kinds = inspect.signature(function).parameters, get_type_hints(function)
+    return [
+        Argument(
+            name,
+            parameter.kind is inspect.Parameter.KEYWORD_ONLY,
+            parameter.default,
+            frozenset(get_args(kinds[name]) if get_origin(kinds[name]) is Literal else ()),
+        )
+        for name, parameter in parameters.items()
+        if name != "self"
+    ]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_signature_is_the_contracts(name):
+    entry = re.search(rf"`{name}(\(.*?)( -> .*?)?`", CONTRACT)
+    assert entry, f"the contract in docs/design.md has no {name}"
+    calls = [piece[1:-1] for piece in re.findall(r"\((?:[^()]|\([^()]*\))*\)", entry[1])]
+    public = getattr(fastkd, name)
+    functions = [public.__init__, public.forward] if inspect.isclass(public) else [public]
+    assert list(map(written, calls)) == list(map(coded, functions))
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -113,18 +98,11 @@ def test_reference_takes_what_its_function_takes(name):
         assert parameter.default == function[word].default, word
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_module_options(name):
-    parameters = inspect.signature(getattr(fastkd, name).__init__).parameters
-    for word, default in MODULES[name].items():
-        assert parameters[word].default == default, word
-
-
 def test_functional_holds_every_function_and_nothing_else():
     from fastkd import functional
 
-    functions = set(SIGNATURES) | {f"{name}_ref" for name in REFERENCES}
-    assert functions <= set(functional.__all__)
+    functions = {name for name in PUBLIC if not inspect.isclass(getattr(fastkd, name))}
+    assert functions | {f"{name}_ref" for name in REFERENCES} == set(functional.__all__)
     assert all(getattr(functional, name) is getattr(fastkd, name) for name in functional.__all__)
     assert not any(inspect.isclass(getattr(functional, name)) for name in functional.__all__)
 

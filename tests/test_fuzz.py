@@ -1,4 +1,4 @@
-"""A few of the random calls of `tests/fuzz.py` in every run; `make fuzz` makes as many as asked."""
+"""A few of the random calls of `tests/losses` in every run; `make fuzz` makes as many as asked."""
 
 import pytest
 

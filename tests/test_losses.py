@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastkd
 from bench import suite
 from fastkd import functional
 from fastkd._losses import LOSSES
-from tests import fuzz
-from tests.calls import CALLS
+from tests.losses import FILES, subjects
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
@@ -21,6 +21,11 @@ HELPERS = {"FeatureQueue"}  # public, and no loss
 
 def referred(loss) -> list[str]:
     return [f"{function}_ref" for function in loss.compared]
+
+
+def announced(loss) -> list[str]:
+    """The losses proper: what a page about losses has to name."""
+    return [*loss.functions, *(name for name in loss.modules if name.endswith("Loss"))]
 
 
 @pytest.mark.parametrize("name", [n for n in fastkd.__all__ if callable(getattr(fastkd, n))])
@@ -42,9 +47,10 @@ class TestRow:
             home = inspect.getmodule(getattr(fastkd, name)).__name__
             assert home == f"fastkd.{loss.name}", f"{name} is defined in {home}"
 
-    def test_it_has_tests_and_calls(self, loss):
+    def test_it_has_tests(self, loss):
         assert (ROOT / f"tests/test_{loss.name}.py").exists()
-        assert loss.name in CALLS, f"tests/calls.py has no {loss.name}"
+        assert loss.name in FILES, f"there is no tests/losses/{loss.name}.py"
+        assert list(FILES[loss.name].calls()), f"tests/losses/{loss.name}.py has no calls"
         if loss.kernels:
             file = ROOT / f"tests/kernels/test_{loss.name}_kernel.py"
             assert file.exists(), f"there is no {file.name}"
@@ -59,13 +65,25 @@ class TestRow:
         for name in (*loss.compared, *loss.modules, *loss.measures):
             assert f"`{name}`" in choice + readme, f"README.md and docs/losses.md have no {name}"
             assert f"`{name}(" in contract, f"the contract in docs/design.md has no {name}"
-        for name in (*loss.functions, *(n for n in loss.modules if n.endswith("Loss"))):
+        for name in announced(loss):
             assert f"`{name}`" in choice, f"docs/losses.md has no {name}"
+        changes = (ROOT / "CHANGELOG.md").read_text()
+        for name in set(announced(loss)) & set(loss.modules):
+            assert f"`{name}`" in changes, f"CHANGELOG.md has no {name}"
 
     def test_it_is_called_at_random(self, loss):
-        source = "".join(inspect.getsource(call) for call in fuzz.FUNCTIONS.values())
-        for name in loss.compared:
-            assert re.search(rf"fastkd\.{name}\b", source), f"tests/fuzz.py has no call of {name}"
+        source = "".join(inspect.getsource(call) for call in FILES[loss.name].RANDOM.values())
+        for name in (*loss.compared, *loss.measures, *loss.modules):
+            called = re.search(rf"fastkd\.{name}\b", source)
+            assert called, f"no RANDOM call of tests/losses/{loss.name}.py is of {name}"
+
+    def test_it_keeps_every_promise(self, loss):
+        """As a subject of tests/test_promises.py, unless it compares maps."""
+        inputs = [make(torch.Generator())[0][0] for make in loss.functions.values()]
+        asked = {subject.name.split()[0] for subject in subjects("torch")}
+        if all(x.dim() <= 3 for x in inputs):
+            for name in announced(loss):
+                assert name in asked, f"tests/losses/{loss.name}.py has no subject of {name}"
 
     def test_its_kernels_are_files(self, loss):
         for file in loss.kernel_files:

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,113 +10,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fastkd
 from fastkd._dispatch import TRITON_INSTALLED
 from tests.compare import TOLERANCE, relative_error
-
-B, N, D_S, D_T = 6, 5, 8, 12
-Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class Subject(nn.Module):
-    """A loss as ``(student (B, N, Ds), teacher (B, N, Dt), mask (B, N)) -> scalar``.
-
-    ``masked``: it takes a mask. ``same_size``: Ds must equal Dt. ``kernels``: it runs on Triton.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        call: Loss,
-        module: nn.Module | None = None,
-        *,
-        masked: bool = True,
-        same_size: bool = False,
-        kernels: bool = True,
-    ) -> None:
-        super().__init__()
-        self.name, self.call, self.module = name, call, module
-        self.masked, self.same_size, self.kernels = masked, same_size, kernels
-
-    def forward(self, student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-        if self.same_size and isinstance(student, Tensor):
-            teacher = teacher[..., : student.shape[-1]]
-        return self.call(student, teacher, mask if self.masked else None)
-
-
-def labels(x: Tensor) -> Tensor:
-    return torch.arange(len(x)) % 2
-
-
-def of_module(name: str, module: nn.Module, labelled: bool = False, **options: bool) -> Subject:
-    def call(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
-        given = {"labels": labels(student)} if labelled else {}
-        return module(student, teacher, mask=mask, **given)
-
-    return Subject(name, call, module, **options)
-
-
-def subjects(backend: str) -> Iterator[Subject]:
-    for over in ("tokens", "samples"):
-        yield Subject(
-            f"relation_loss over {over}",
-            lambda s, t, m, over=over: fastkd.relation_loss(s, t, m, over=over, backend=backend),
-        )
-    yield of_module("FCDLoss", fastkd.FCDLoss(backend=backend))
-    yield Subject(
-        "knn_feature_loss",
-        lambda s, t, m: fastkd.knn_feature_loss(s, t, labels(s), backend=backend),
-        masked=False,
-        same_size=True,
-    )
-    for pool in ("cls", "mean", "tokens"):
-        yield of_module(
-            f"IntraClassKNNLoss {pool}",
-            fastkd.IntraClassKNNLoss(2, D_S, D_T, pool=pool, backend=backend),
-            labelled=True,
-        )
-    yield Subject(
-        "cos_nce_loss",
-        lambda s, t, m: fastkd.cos_nce_loss(s, t, mask=m, backend=backend),
-        same_size=True,
-    )
-    yield Subject(
-        "cos_nce_loss with labels",
-        lambda s, t, m: fastkd.cos_nce_loss(s, t, mask=m, labels=labels(s), backend=backend),
-        same_size=True,
-    )
-    for pool in ("tokens", "cls", "mean"):
-        yield of_module(
-            f"CosNCELoss {pool}", fastkd.CosNCELoss(D_S, D_T, pool=pool, backend=backend)
-        )
-    yield Subject(
-        "layer_norm_mse",
-        lambda s, t, m: fastkd.layer_norm_mse(s, t, backend=backend),
-        masked=False,
-        same_size=True,
-    )
-    yield of_module("DualProjectionLoss", fastkd.DualProjectionLoss(D_S, D_T, backend=backend))
-    for divergence in ("forward_kl", "reverse_kl", "adaptive_kl", "js"):
-        yield Subject(
-            f"soft_target_loss {divergence}",
-            lambda s, t, m, d=divergence: fastkd.soft_target_loss(
-                s, t, mask=m, divergence=d, backend=backend
-            ),
-            same_size=True,
-        )
-    yield of_module("SoftTargetLoss", fastkd.SoftTargetLoss(backend=backend), same_size=True)
-    heads = torch.randn(20, D_S), torch.randn(20, D_T)
-    yield Subject(
-        "linear_soft_target_loss",
-        lambda s, t, m: fastkd.linear_soft_target_loss(
-            s, heads[0].to(s), t, heads[1].to(t), mask=m, backend=backend
-        ),
-    )
-    if backend == "torch":
-        yield Subject("cca_loss", lambda s, t, m: fastkd.cca_loss(s, t, m), kernels=False)
-        for pool in ("tokens", "mean"):
-            module = fastkd.CCALoss(ridge=0.1, pool=pool)
-            yield of_module(f"CCALoss {pool}", module, kernels=False)
+from tests.losses import subjects
+from tests.subject import D_S, D_T, B, N, Subject
 
 
 def _parameters(backend: str) -> list:
@@ -127,7 +23,6 @@ def _parameters(backend: str) -> list:
     return [
         pytest.param((backend, s.name), marks=missing, id=f"{backend}: {s.name}")
         for s in subjects(backend)
-        if s.kernels or backend == "torch"
     ]
 
 

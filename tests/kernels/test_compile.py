@@ -30,7 +30,7 @@ def test_compiles_without_spills(module):
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)
     proven = json.loads(PROVEN.read_text())
-    assert rows or module in proven, f"no call of tests/calls.py starts a kernel of {module}"
+    assert rows or module in proven, f"no call of tests/losses starts a kernel of {module}"
     wrong = [
         f"{row['arch']} {row['kernel']} {row['variant']}: {'; '.join(row['problems'])}"
         for row in rows

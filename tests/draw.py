@@ -1,0 +1,166 @@
+"""What a random call is, and the choices of a seed: sizes, dtypes, layouts, masks, labels."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZES = (1, 2, 2, 3, 5, 7, 8, 13, 16, 17, 31)
+KINDS = ("normal", "normal", "parallel", "scaled", "sparse", "few", "constant")
+REGULAR = KINDS[:4]  # of full rank: elsewhere a sum of singular values has no derivative
+ROUNDINGS = 10  # of the inputs, which any implementation may lose
+
+
+@dataclass
+class Case:
+    """One call. Tensors of ``learning`` get gradients; ``given`` tensors and ``options`` not.
+
+    ``oracle`` takes the same names in float64. ``scale`` is the size of the terms that the value
+    is a difference of.
+    """
+
+    call: Callable[..., Tensor]
+    oracle: Callable[..., Tensor]
+    learning: dict[str, Tensor]
+    given: dict[str, Tensor] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.0
+    module: torch.nn.Module | None = None
+    mask: Tensor | None = None  # (B, N): positions whose features become NaN after the oracle
+    masked: tuple[str, ...] = ()  # names of the features it belongs to
+    autocast: bool = False
+    # The size of d(result)/d(row) for a row of features (..., D): 1/‖x‖ where only angles count.
+    slope: Callable[[Tensor], Tensor] | None = None
+    # How many roundings of the inputs the result may cost.
+    roundings: float = ROUNDINGS
+    # The type whose numbers the kernel multiplies, where that is a half type.
+    products: torch.dtype | None = None
+    # Name of the argument whose dtype the result has; others come in the working dtype.
+    like: str | None = None
+
+
+def by_norm(x: Tensor) -> Tensor:
+    norm = x.norm(dim=-1)
+    return torch.where(norm == 0, 0, 1 / torch.where(norm == 0, 1, norm))
+
+
+class Draw:
+    """A seed's choices."""
+
+    def __init__(self, seed: int, backend: str) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.backend = backend
+        types = [torch.float32, torch.float32, torch.float16, torch.bfloat16]
+        self.dtype = self.pick(types if backend == "triton" else [*types, torch.float64])
+
+    def pick(self, choices: Any) -> Any:
+        return self.random.choice(list(choices))
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def size(self, zero: bool = False) -> int:
+        return 0 if zero and self.chance(0.05) else self.pick(SIZES)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def features(
+        self, *shape: int, scales: tuple[float, ...] = (1e-3, 30.0), kinds: tuple[str, ...] = KINDS
+    ) -> Tensor:
+        """(..., D) in the case's dtype, of some kind and some layout."""
+        x = self.normal(*shape)
+        kind = self.pick(kinds)
+        if kind == "parallel":  # mean cosines of real language models, up to 0.9999
+            x = x * self.pick([0.3, 0.1, 0.01]) + self.normal(shape[-1])
+        elif kind == "scaled":
+            x = x * self.pick(scales)
+        elif kind == "sparse":
+            x = torch.where(torch.rand(shape, generator=self.generator) < 0.5, x, 0)
+        elif kind == "few" and x.numel():
+            flat = x.reshape(-1, shape[-1])
+            rows = torch.randint(min(3, len(flat)), (len(flat),), generator=self.generator)
+            x = flat[rows].reshape(shape)
+        elif kind == "constant":
+            x = torch.ones(shape, dtype=torch.float64) * 0.5
+        return self.laid_out(x.to(self.dtype))
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """The same numbers with other strides."""
+        layout = self.pick(["dense", "dense", "sliced", "transposed", "offset"])
+        if layout == "sliced":
+            wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), float("nan"))
+            wide[..., 1::2] = x
+            return wide[..., 1::2]
+        if layout == "transposed":
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        if layout == "offset":
+            padded = x.new_full((x.numel() + 1,), float("nan"))
+            padded[1:] = x.flatten()
+            return padded[1:].view(x.shape)
+        return x
+
+    def mask(self, *shape: int) -> Tensor:
+        kind = self.pick(["none", "random", "right", "left", "nothing"])
+        if kind == "random":
+            return torch.rand(shape, generator=self.generator) < 0.7
+        if kind in ("right", "left"):
+            lengths = torch.randint(0, shape[-1] + 1, (*shape[:-1], 1), generator=self.generator)
+            places = torch.arange(shape[-1])
+            return places < lengths if kind == "right" else places.flip(0) < lengths
+        return torch.full(shape, kind == "none")
+
+    def mask_argument(self, mask: Tensor) -> Tensor | None:
+        """As users have it: none if all is real, bool, or the tokenizer's integers."""
+        if bool(mask.all()) and self.chance(0.5):
+            return None
+        return mask.to(self.pick([torch.bool, torch.int64, torch.float32]))
+
+    def labels(self, size: int) -> Tensor:
+        return torch.randint(0, self.pick([1, 2, 3, 7]), (size,), generator=self.generator)
+
+
+def module_case(
+    draw: Draw,
+    module: torch.nn.Module,
+    call: Callable[..., Tensor],
+    oracle: Callable[..., Tensor],
+    learning: dict[str, Tensor],
+    given: dict[str, Tensor],
+    mask: Tensor,
+    scale: float = 1.0,
+) -> Case:
+    """A Module with parameters in float32 (float64 for float64 features), often under autocast."""
+    if draw.dtype == torch.float64:
+        module.double()
+    return Case(
+        call,
+        oracle,
+        learning,
+        given,
+        {"mask": draw.mask_argument(mask)},
+        module=module,
+        mask=mask,
+        masked=("student", "teacher"),
+        autocast=draw.chance(0.5),
+        scale=scale,
+        slope=None if scale == 0 else by_norm,
+    )
+
+
+def reduced(losses: Tensor, compared: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() / (compared.sum().clamp_min(1) if reduction == "mean" else 1)
+
+
+def poisoned(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` with NaN and inf where it is padding, in the layout it has."""
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
+    if mask is not None:
+        out[~mask] = torch.tensor([float("nan"), float("inf")])[out[~mask].numel() % 2].to(x.dtype)
+    return out

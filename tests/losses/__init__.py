@@ -1,0 +1,26 @@
+"""What a loss adds to the tests that go through every loss: a file each, named as its row.
+
+``<loss>.py`` has the oracle, written from the paper (`tests.oracles` has what they share);
+``RANDOM``, random calls against it, by name (`tests.draw`); ``calls()``, those that are walked
+without a GPU (`tests.calls`); and ``subjects(backend)``, if it has losses of (B, N, D) features
+(`tests.subject`). tests/test_losses.py names a row without a file, and what a file lacks.
+"""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastkd._losses import LOSSES
+from tests.subject import Subject
+
+FILES = {
+    loss.name: importlib.import_module(f"tests.losses.{loss.name}")
+    for loss in LOSSES
+    if Path(__file__).with_name(f"{loss.name}.py").exists()
+}
+
+
+def subjects(backend: str) -> Iterator[Subject]:
+    for loss in LOSSES:
+        if loss.kernels or backend == "torch":
+            yield from getattr(FILES.get(loss.name), "subjects", lambda backend: ())(backend)

@@ -1,0 +1,106 @@
+"""Attention maps, in the tests that go through every loss."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+import fastkd
+from tests.calls import (
+    ALL_TYPES,
+    BOTH,
+    LAYERS,
+    MANY_LAYERS,
+    Call,
+    Calls,
+    given,
+    learns,
+    mask_of,
+    numbers,
+)
+from tests.draw import Case, Draw, reduced
+
+
+def attention(student: Tensor, teacher: Tensor, mask: Tensor, heads: str) -> Tensor:
+    """TinyBERT, eq. 7, of each sample: the mean over heads of the MSE of the real tokens' pairs."""
+    losses = []
+    for A_s, A_t, real in zip(student, teacher, mask, strict=True):
+        A_s, A_t = A_s[:, real][:, :, real], A_t[:, real][:, :, real]
+        if not real.any():
+            losses.append(A_s.sum())
+        elif heads == "mean":
+            losses.append((A_s.mean(0) - A_t.mean(0)).square().mean())
+        else:
+            pairs = zip(A_s, A_t, strict=True)
+            losses.append(torch.stack([(s - t).square().mean() for s, t in pairs]).mean())
+    return torch.stack(losses) if losses else student.sum((1, 2, 3))
+
+
+def random_attention(draw: Draw) -> Case:
+    B, H, N, layers = draw.size(zero=True), draw.pick([1, 2, 3]), draw.size(), draw.pick([1, 2])
+    heads, reduction = draw.pick(["match", "mean"]), draw.pick(["mean", "sum", "none"])
+    H_t = H if heads == "match" else draw.pick([1, 2, 5])
+    options = {"heads": heads, "reduction": reduction, "backend": draw.backend}
+    mask = draw.mask(B, N)
+    argument = draw.mask_argument(mask)
+    pair = mask[:, None, :, None] & mask[:, None, None, :]
+
+    def side(h: int) -> Tensor:
+        x = draw.features(B, h, N, N)
+        # Padded rows alone are poisoned by `failure`; a padded key stands in the rows of others.
+        return draw.laid_out(torch.where(pair, x, torch.tensor(float("nan"), dtype=x.dtype)))
+
+    students = {f"s{i}": side(H) for i in range(layers)}
+    teachers = {f"t{i}": side(H_t) for i in range(layers)}
+
+    def call(**x: Tensor) -> Tensor:
+        if layers == 1:
+            return fastkd.attention_loss(x["s0"], x["t0"], argument, **options)
+        sides = [x[n] for n in students], [x[n] for n in teachers]
+        return fastkd.AttentionLoss(**options)(*sides, argument)
+
+    def oracle(**x: Tensor) -> Tensor:
+        pairs = zip(students, teachers, strict=True)
+        losses = [attention(x[s], x[t], mask, heads) for s, t in pairs]
+        return reduced(torch.stack(losses).mean(0), mask.any(1), reduction)
+
+    return Case(call, oracle, students, teachers, scale=0.0)
+
+
+def calls() -> Calls:
+    # Tokens: few and many, multiples of 16 or not.
+    sizes = (1, 17, 32, 33, 128)
+    for dtype, N, masked, layers, heads, learning in itertools.product(
+        ALL_TYPES, sizes, BOTH, (*LAYERS, MANY_LAYERS), ("match", "mean"), BOTH
+    ):
+        student = learns if learning else given
+        H_t = 4 if heads == "match" else 3
+        yield Call(
+            fastkd.AttentionLoss,
+            lambda: {
+                "student": [student(2, 4, N, N, dtype=dtype) for _ in range(layers)],
+                "teacher": [given(2, H_t, N, N, dtype=dtype) for _ in range(layers)],
+                **mask_of(2, N, masked=masked),
+            },
+            {"heads": heads},
+        )
+    for heads, reduction, backend in itertools.product(
+        ("match", "mean"), ("mean", "sum", "none"), ("auto", "torch", "triton")
+    ):
+        inputs = lambda: {  # noqa: E731
+            "student": learns(3, 4, 20, 20),
+            "teacher": given(3, 4, 20, 20),
+            "mask": numbers(3, 20),
+        }
+        options = {"heads": heads, "reduction": reduction, "backend": backend}
+        for of in (fastkd.AttentionLoss, fastkd.attention_loss):
+            yield Call(of, inputs, options)
+    # More than 2^31 elements.
+    yield Call(
+        fastkd.attention_loss,
+        lambda: {"student": learns(64, 32, 4096, 4096), "teacher": given(64, 32, 4096, 4096)},
+        {},
+    )
+
+
+RANDOM = {"attention": random_attention}

@@ -1,0 +1,165 @@
+"""Canonical correlation, in the tests that go through every loss."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import fastkd
+from tests import oracles
+from tests.calls import ALL_TYPES, Call, Calls, given, learns, numbers
+from tests.draw import REGULAR, Case, Draw, by_norm, poisoned
+from tests.subject import Subject, of_module
+
+
+def correlation(student, teacher, mask, ridge, top_k) -> Tensor:
+    """MC3KD, eqs. 4-7, of one item: −Σ of the singular values of the whitened cross-covariance."""
+    s, t = student[mask], teacher[mask]
+    if len(s) < 2:
+        return student.sum() * 0
+    s, t = s - s.mean(0), t - t.mean(0)
+    spread = len(s) - 1
+    # The singular values are the same with any root of the covariances: here Cholesky's.
+    C_s, C_t = (
+        torch.linalg.cholesky(x.mT @ x / spread + r * torch.eye(x.shape[1], dtype=x.dtype))
+        for x, r in ((s, ridge[0]), (t, ridge[1]))
+    )
+    half = torch.linalg.solve_triangular(C_t, t.mT @ s / spread, upper=False)
+    whitened = torch.linalg.solve_triangular(C_s, half.mT, upper=False)
+    return -torch.linalg.svdvals(whitened)[:top_k].sum()
+
+
+def random_cca(draw: Draw) -> Case:
+    batch, m, D_s, D_t = draw.pick([1, 2]), draw.size(), draw.size(), draw.size()
+    ridge = draw.pick([1e-4, 1e-2, (1e-3, 1e-1)])
+    top_k, reduction = draw.pick([None, None, 2]), draw.pick(["sum", "mean", "none"])
+    mask = draw.mask(batch, m)
+    pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
+    columns = torch.ones(D_s, dtype=torch.float64)
+    if draw.chance(0.3):  # one feature a thousand times the others
+        columns[0] = 1000.0
+    student = (draw.features(batch, m, D_s, scales=(0.1, 5.0), kinds=REGULAR) * columns).to(
+        draw.dtype
+    )
+
+    def oracle(student: Tensor, teacher: Tensor) -> Tensor:
+        losses = torch.stack(
+            [correlation(*item, pair, top_k) for item in zip(student, teacher, mask, strict=True)]
+        )
+        return {"none": losses, "sum": losses.sum(), "mean": losses.mean()}[reduction]
+
+    return Case(
+        lambda student, teacher, mask: fastkd.cca_loss(
+            student, teacher, mask, ridge=ridge, top_k=top_k, reduction=reduction
+        ),
+        oracle,
+        {"student": student},
+        {"teacher": draw.features(batch, m, D_t, scales=(0.1, 5.0), kinds=REGULAR)},
+        {"mask": draw.mask_argument(mask)},
+        slope=lambda x: by_norm(x / columns),
+        mask=mask,
+        masked=("student", "teacher"),
+    )
+
+
+def random_cca_module(draw: Draw) -> Case:
+    B, N, layers = draw.size(), draw.size(), draw.pick([1, 2])
+    sizes = [(draw.size(), draw.size()) for _ in range(layers)]
+    ridge, pool = draw.pick([1e-2, (1e-3, 1e-1)]), draw.pick(["tokens", "cls", "mean"])
+    module, mask = fastkd.CCALoss(ridge, pool=pool), draw.mask(B, N)
+    pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
+    options = {"scales": (0.1, 5.0), "kinds": REGULAR}
+    students = {f"s{i}": draw.features(B, N, s, **options) for i, (s, _) in enumerate(sizes)}
+    teachers = {f"t{i}": draw.features(B, N, t, **options) for i, (_, t) in enumerate(sizes)}
+
+    def observed(x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if pool == "tokens" else oracles.pooled(x, mask, pool)
+
+    def oracle(**x: Tensor) -> Tensor:
+        real = mask.flatten() if pool == "tokens" else mask.any(1)
+        losses = [
+            correlation(observed(x[s]), observed(x[t]), real, pair, None)
+            for s, t in zip(students, teachers, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    return Case(
+        lambda mask, **x: module([x[n] for n in students], [x[n] for n in teachers], mask),
+        oracle,
+        students,
+        teachers,
+        {"mask": draw.mask_argument(mask)},
+        slope=by_norm,
+        mask=mask,
+        masked=(*students, *teachers),
+    )
+
+
+def random_correlations(draw: Draw) -> str | None:
+    """A measure without a gradient."""
+    m, D_x, D_y = (draw.size() for _ in range(3))
+    ridge, mask = draw.pick([1e-4, 1e-1, (1e-3, 1e-1)]), draw.mask(m)
+    pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
+    x, y = (draw.features(m, D, scales=(0.1, 5.0), kinds=REGULAR) for D in (D_x, D_y))
+    found = fastkd.canonical_correlations(
+        poisoned(x, mask), poisoned(y, mask), ridge=ridge, mask=draw.mask_argument(mask)
+    )
+    if found.shape != (min(m - 1, D_x, D_y),):
+        return f"shape {tuple(found.shape)} of {m} observations of {D_x} and {D_y} features"
+    wanted = -correlation(x.double(), y.double(), mask, pair, None)
+    error = (found.double().sum() - wanted).abs().item()
+    return f"the sum is {error:.3g} off" if error > 1e-5 * max(1, len(found)) else None
+
+
+def calls() -> Calls:
+    for (m, D), ridge, top_k, dtype in itertools.product(
+        [(32, 768), (64, 64), (512, 768), (4096, 768)],
+        (1e-2, (1e-6, 1e-4), (0.0, 1e-4), 0.0),
+        (None, 4),
+        ALL_TYPES,
+    ):
+        yield Call(
+            fastkd.cca_loss,
+            lambda: {
+                "student": learns(3, m, D, dtype=dtype),
+                "teacher": given(3, m, 2 * D, dtype=dtype),
+                "mask": numbers(3, m),
+            },
+            {"ridge": ridge, "top_k": top_k},
+        )
+    for reduction, backend in itertools.product(("sum", "mean", "none"), ("auto", "torch")):
+        yield Call(
+            fastkd.cca_loss,
+            lambda: {"student": learns(3, 64, 8), "teacher": given(3, 64, 16)},
+            {"reduction": reduction, "backend": backend},
+        )
+    for m, D, dtype in itertools.product((32, 200, 4096), (8, 768), ALL_TYPES):
+        yield Call(
+            fastkd.canonical_correlations,
+            lambda: {
+                "x": given(2, m, D, dtype=dtype),
+                "y": given(2, m, 16, dtype=dtype),
+                "mask": numbers(2, m),
+            },
+            {},
+        )
+    for pool in ("tokens", "cls", "mean"):
+        yield Call(
+            fastkd.CCALoss,
+            lambda: {
+                "student": [learns(80, 16, 48), learns(80, 16, 32)],
+                "teacher": [given(80, 16, 64)] * 2,
+                "mask": numbers(80, 16),
+            },
+            {"pool": pool},
+        )
+
+
+RANDOM = {"cca": random_cca, "cca_module": random_cca_module, "correlations": random_correlations}
+
+
+def subjects(backend: str) -> Iterator[Subject]:
+    yield Subject("cca_loss", lambda s, t, m: fastkd.cca_loss(s, t, m))
+    for pool in ("tokens", "mean"):
+        yield of_module(f"CCALoss {pool}", fastkd.CCALoss(ridge=0.1, pool=pool))

@@ -1,0 +1,236 @@
+"""COS-NCE, in the tests that go through every loss."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastkd
+from tests import oracles
+from tests.calls import (
+    ALL_TYPES,
+    BOTH,
+    LAYERS,
+    MANY_LAYERS,
+    Call,
+    Calls,
+    given,
+    learns,
+    mask_of,
+    numbers,
+)
+from tests.draw import Case, Draw, by_norm, module_case, reduced
+from tests.subject import D_S, D_T, Subject, labels, of_module
+
+
+def cos_nce(student, teacher, negatives, labels, mask) -> tuple[Tensor, Tensor]:
+    """LRC-BERT, eqs. 1-2, of every position (B, P), and which positions compare anything."""
+    B, P, _ = student.shape
+    losses, compared = student.sum(-1) * 0, torch.zeros(B, P, dtype=torch.bool)
+    rows = []
+    for i, p in itertools.product(range(B), range(P)):
+        if negatives is not None:
+            others = list((negatives if negatives.dim() == 3 else negatives[i])[:, p])
+        else:
+            others = [
+                teacher[j, p]
+                for j in range(B)
+                if mask[j, p] and (j != i if labels is None else labels[j] != labels[i])
+            ]
+        compared[i, p] = bool(mask[i, p]) and len(others) > 0
+        if compared[i, p]:
+            z = student[i, p]
+            positive = 1 - oracles.cosine(teacher[i, p], z)
+            terms = [2 - ((1 - oracles.cosine(n, z)) - positive) for n in others]
+            rows.append((i, p, sum(terms) / (2 * len(others)) + positive))
+    for i, p, value in rows:
+        losses = losses.index_put((torch.tensor(i), torch.tensor(p)), value)
+    return losses, compared
+
+
+def random_cos_nce(draw: Draw) -> Case:
+    B, P, D, K = draw.size(zero=True), draw.size(), draw.size(), draw.size()
+    reduction = draw.pick(["mean", "sum", "none"])
+    kind = draw.pick(["batch", "labels", "shared", "each"])
+    wide = (1e-18, 1e15) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
+    mask = draw.mask(B, P)
+    labels = draw.labels(B) if kind == "labels" else None
+    given = {"teacher": draw.features(B, P, D, scales=wide)}
+    if kind in ("shared", "each"):
+        lead = (B, K) if kind == "each" else (K,)
+        given["negatives"] = draw.features(*lead, P, D, scales=wide)
+
+    def oracle(student: Tensor, teacher: Tensor, negatives: Tensor | None = None) -> Tensor:
+        losses, compared = cos_nce(student, teacher, negatives, labels, mask)
+        return reduced(losses, compared, reduction)
+
+    return Case(
+        lambda student, teacher, mask, negatives=None: fastkd.cos_nce_loss(
+            student,
+            teacher,
+            negatives=negatives,
+            labels=labels,
+            mask=mask,
+            reduction=reduction,
+            backend=draw.backend,
+        ),
+        oracle,
+        {"student": draw.features(B, P, D, scales=wide)},
+        given,
+        {"mask": draw.mask_argument(mask)},
+        scale=2.0,
+        mask=mask,
+        masked=("student", "teacher"),
+        slope=by_norm,
+    )
+
+
+def random_cos_nce_module(draw: Draw) -> Case:
+    B, N, D_s, D_t = (draw.size() for _ in range(4))
+    pool = draw.pick(["tokens", "cls", "mean"])
+    module = fastkd.CosNCELoss(D_s, D_t, pool=pool, backend=draw.backend)
+    mask = draw.mask(B, N)
+
+    def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
+        real = mask
+        if pool != "tokens":
+            student, teacher = (oracles.pooled(x, mask, pool)[:, None] for x in (student, teacher))
+            real = mask.any(1, keepdim=True)
+        student = student @ parameters["W.weight"].mT
+        return reduced(*cos_nce(student, teacher, None, None, real), "mean")
+
+    return module_case(
+        draw,
+        module,
+        lambda student, teacher, mask: module(student, teacher, mask),
+        oracle,
+        {"student": draw.features(B, N, D_s)},
+        {"teacher": draw.features(B, N, D_t)},
+        mask,
+    )
+
+
+def calls() -> Calls:
+    labels: list[torch.dtype | None] = [None, torch.int64, torch.float32, torch.bool, torch.float64]
+    for dtype, kind, shape, masked, D in itertools.product(
+        ALL_TYPES, labels, (None, (5, 3), (6, 5, 3)), BOTH, (8, 16)
+    ):
+
+        def option() -> dict[str, Any]:
+            chosen = {"labels": numbers(6, dtype=kind)} if kind else {}
+            if shape:
+                chosen["negatives"] = given(*shape, D, dtype=dtype)
+                if masked:
+                    chosen["negatives_mask"] = given(*shape) > 0
+                if kind:
+                    chosen["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
+            return chosen
+
+        def layer_option(layers: int) -> dict[str, Any]:
+            chosen = option()
+            if shape:
+                chosen["negatives"] = [given(*shape, D, dtype=dtype) for _ in range(layers)]
+            return chosen
+
+        for reduction in ("mean", "sum", "none"):
+            yield Call(
+                fastkd.cos_nce_loss,
+                lambda: {
+                    "student": learns(6, 3, D, dtype=dtype),
+                    "teacher": given(6, 3, D, dtype=dtype),
+                    **option(),
+                    **mask_of(6, 3, masked=masked),
+                },
+                {"reduction": reduction},
+            )
+        for layers in (*LAYERS, MANY_LAYERS) if D == 16 and masked else LAYERS:
+            yield Call(
+                fastkd.CosNCELoss,
+                lambda: {
+                    "student": [learns(6, 3, 48, dtype=dtype) for _ in range(layers)],
+                    "teacher": [given(6, 3, D, dtype=dtype) for _ in range(layers)],
+                    **layer_option(layers),
+                    **mask_of(6, 3, masked=masked),
+                },
+                {"student_dim": 48, "teacher_dim": D},
+                dtype=dtype,
+            )
+    for dtype, K, described, masked in itertools.product(
+        ALL_TYPES, ((5,), (6, 5)), (torch.int64, torch.float64, None), BOTH
+    ):
+        # Given negatives that are padded, or of known labels.
+        def described_negatives() -> dict[str, Any]:
+            extras = {"negatives_mask": numbers(*K, 3)} if masked or not described else {}
+            if described:
+                extras["negatives_labels"] = numbers(*K, dtype=described)
+                extras["labels"] = numbers(6, dtype=described)
+            return extras
+
+        yield Call(
+            fastkd.cos_nce_loss,
+            lambda: {
+                "student": learns(6, 3, 16, dtype=dtype),
+                "teacher": given(6, 3, 16, dtype=dtype),
+                "negatives": given(*K, 3, 16, dtype=dtype),
+                **described_negatives(),
+                **mask_of(6, 3, masked=masked),
+            },
+            {},
+        )
+        for layers in LAYERS:
+            yield Call(
+                fastkd.CosNCELoss,
+                lambda: {
+                    "student": [learns(6, 3, 16, dtype=dtype) for _ in range(layers)],
+                    "teacher": [given(6, 3, 16, dtype=dtype) for _ in range(layers)],
+                    "negatives": [given(*K, 3, 16, dtype=dtype) for _ in range(layers)],
+                    **described_negatives(),
+                    **mask_of(6, 3, masked=masked),
+                },
+                {"student_dim": 16, "teacher_dim": 16},
+                dtype=dtype,
+            )
+    for pool, reduction, backend in itertools.product(
+        ("tokens", "cls", "mean"), ("mean", "sum"), ("auto", "torch", "triton")
+    ):
+        yield Call(
+            fastkd.CosNCELoss,
+            lambda: {"student": [learns(4, 16, 48)] * 3, "teacher": [given(4, 16, 64)] * 3},
+            {"student_dim": 48, "teacher_dim": 64, "pool": pool, "reduction": reduction}
+            | {"backend": backend},
+        )
+    for labelled, shape in itertools.product(
+        BOTH, ((2, 48), (1, 48), (33, 1, 768), (2**17, 32, 768), (64, 2**20, 64))
+    ):
+        for backend in ("torch", "triton") if len(shape) == 2 else ("auto",):
+            yield Call(
+                fastkd.cos_nce_loss,
+                lambda: {
+                    "student": learns(*shape),
+                    "teacher": given(*shape),
+                    "labels": numbers(shape[0]) if labelled else None,
+                },
+                {"backend": backend},
+            )
+
+
+RANDOM = {"cos_nce": random_cos_nce, "cos_nce_module": random_cos_nce_module}
+
+
+def subjects(backend: str) -> Iterator[Subject]:
+    yield Subject(
+        "cos_nce_loss",
+        lambda s, t, m: fastkd.cos_nce_loss(s, t, mask=m, backend=backend),
+        same_size=True,
+    )
+    yield Subject(
+        "cos_nce_loss with labels",
+        lambda s, t, m: fastkd.cos_nce_loss(s, t, mask=m, labels=labels(s), backend=backend),
+        same_size=True,
+    )
+    for pool in ("tokens", "cls", "mean"):
+        yield of_module(
+            f"CosNCELoss {pool}", fastkd.CosNCELoss(D_S, D_T, pool=pool, backend=backend)
+        )

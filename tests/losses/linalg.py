@@ -1,0 +1,62 @@
+"""Roots of symmetric matrices, in the tests that go through every loss."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+import fastkd
+from tests.calls import ALL_TYPES, Call, Calls, learns
+from tests.draw import ROUNDINGS, Case, Draw
+
+
+def root(a: Tensor, inverse: bool, ridge: float) -> Tensor:
+    """A^½ or (A + ridge·I)^-½ with the gradient of `docs/math.md` by divided differences."""
+    return _Root.apply((a + a.mT) / 2, inverse, ridge)
+
+
+class _Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, inverse, ridge):
+        values, vectors = torch.linalg.eigh(a)
+        values = values.clamp_min(0) + ridge
+        ctx.save_for_backward(values.sqrt(), vectors)
+        ctx.inverse = inverse
+        f = values.rsqrt() if inverse else values.sqrt()
+        return (vectors * f[..., None, :]) @ vectors.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        r, vectors = ctx.saved_tensors
+        sums = r[..., :, None] + r[..., None, :]
+        scale = torch.where(sums == 0, 0, 1 / torch.where(sums == 0, 1, sums))
+        if ctx.inverse:
+            scale = -scale / (r[..., :, None] * r[..., None, :])
+        inner = vectors.mT @ ((grad + grad.mT) / 2) @ vectors
+        return vectors @ (inner * scale) @ vectors.mT, None, None
+
+
+def random_roots(draw: Draw) -> Case:
+    n, inverse = draw.pick([1, 2, 5, 16, 33, 63, 64, 65, 100, 129]), draw.chance(0.5)
+    ridge = draw.pick([0.0, 1e-3]) if inverse else 0.0
+    condition = draw.pick([1.0, 1e2, 1e4, 1e6])
+    basis = torch.linalg.qr(draw.normal(n, n)).Q
+    spectrum = torch.logspace(0, -torch.tensor(condition).log10(), n, dtype=torch.float64)
+    a = ((basis * spectrum) @ basis.mT).to(draw.pick([torch.float32, torch.float64]))
+    options = {"ridge": ridge} if inverse else {}
+    return Case(
+        lambda a: (fastkd.inv_sqrtm if inverse else fastkd.sqrtm)(a, **options),
+        lambda a: root(a, inverse, ridge),
+        {"a": draw.laid_out(a)},
+        roundings=0.1 if a.dtype == torch.float32 else ROUNDINGS,  # which is computed in float64
+    )
+
+
+def calls() -> Calls:
+    for n, dtype, root in itertools.product(
+        (1, 16, 96, 97, 768), ALL_TYPES, (fastkd.sqrtm, fastkd.inv_sqrtm)
+    ):
+        yield Call(root, lambda: {"a": learns(5, n, n, dtype=dtype)}, {})
+
+
+RANDOM = {"roots": random_roots}

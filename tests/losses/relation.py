@@ -1,0 +1,219 @@
+"""FCD's relations, in the tests that go through every loss."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import fastkd
+from tests import oracles
+from tests.calls import (
+    ALL_TYPES,
+    BOTH,
+    HALF_AND_FULL,
+    LAYERS,
+    MANY_LAYERS,
+    Call,
+    Calls,
+    given,
+    learns,
+    mask_of,
+    numbers,
+)
+from tests.draw import Case, Draw, by_norm
+from tests.subject import Subject, of_module
+
+
+def relation(student, teacher, mask, over, normalize, distance, temperature, eps) -> Tensor:
+    """FCD, eqs. 3-9: one relation a sample, or a token position, over its real members only."""
+    if over == "samples":
+        student, teacher, mask = student.transpose(0, 1), teacher.transpose(0, 1), mask.mT
+    losses = []
+    for s, t, real in zip(student, teacher, mask, strict=True):
+        if int(real.sum()) < 2:
+            continue
+        R_s, R_t = (_relation(x[real], normalize) for x in (s, t))
+        if distance == "pearson":
+            X, Y = R_s - R_s.mean(), R_t - R_t.mean()
+            losses.append(1 - (X * Y).sum() / (oracles.norm(X) * oracles.norm(Y) + eps))
+        elif distance == "mse":
+            losses.append((R_s - R_t).square().mean() / 2)
+        else:
+            log_s, log_t = (torch.log_softmax(R.flatten() / temperature, 0) for R in (R_s, R_t))
+            losses.append(temperature**2 * (log_t.exp() * (log_t - log_s)).sum())
+    return torch.stack(losses).mean() if losses else student.sum() * 0
+
+
+def _relation(x: Tensor, normalize: str) -> Tensor:
+    if normalize == "l2":
+        x = x / oracles.norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
+        x = x * (1 + oracles.ROUNDED_NORMS * (torch.rand(len(x), 1, dtype=x.dtype) - 0.5))
+    elif normalize == "layer_norm":
+        centred = x - x.mean(-1, keepdim=True)
+        x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    elif normalize == "softmax":
+        x = x.softmax(-1)
+    return x @ x.mT
+
+
+def random_relation(draw: Draw) -> Case:
+    B, N, D_s, D_t = (draw.size(zero=True) for _ in range(4))
+    kernels = draw.backend == "triton"
+    options = {
+        "over": draw.pick(["tokens", "samples"]),
+        "normalize": "l2" if kernels else draw.pick(["l2", "layer_norm", "softmax", "none"]),
+        "distance": "pearson" if kernels else draw.pick(["pearson", "mse", "kl"]),
+        "temperature": draw.pick([1.0, 10.0]),
+        "eps": draw.pick([1e-8, 1e-4]),
+    }
+    mask = draw.mask(B, N)
+    wide = (1e-18, 1e15) if options["normalize"] == "l2" and draw.dtype != torch.float16 else (0.1,)
+    student, teacher = draw.features(B, N, D_s, scales=wide), draw.features(B, N, D_t, scales=wide)
+    size = 1.0
+    if options["normalize"] == "none" and student.numel() and teacher.numel():
+        size = max(x.double().square().sum(-1).max().item() for x in (student, teacher))
+    return Case(
+        lambda student, teacher, mask: fastkd.relation_loss(
+            student, teacher, mask, backend=draw.backend, **options
+        ),
+        lambda student, teacher: relation(student, teacher, mask, **options),
+        {"student": student},
+        {"teacher": teacher},
+        {"mask": draw.mask_argument(mask)},
+        scale={"mse": size**2, "kl": size * options["temperature"]}.get(options["distance"], 1.0),
+        mask=mask,
+        masked=("student", "teacher"),
+        slope={"softmax": lambda x: x.new_ones(x.shape[:-1]), "none": None}.get(
+            options["normalize"], by_norm
+        ),
+        products=draw.dtype if kernels and draw.dtype != torch.float32 else None,
+    )
+
+
+def random_fcd(draw: Draw) -> Case:
+    B, N, layers = draw.size(), draw.size(), draw.pick([1, 2, 3])
+    sizes = [(draw.size(), draw.size()) for _ in range(layers)]
+    module = fastkd.FCDLoss(draw.pick([0.0, 1.0]), draw.pick([0.5, 1.0]), backend=draw.backend)
+    mask = draw.mask(B, N)
+    students = {f"s{i}": draw.features(B, N, s) for i, (s, _) in enumerate(sizes)}
+    teachers = {f"t{i}": draw.features(B, N, t) for i, (_, t) in enumerate(sizes)}
+
+    def call(mask: Tensor | None, **x: Tensor) -> Tensor:
+        return module([x[n] for n in students], [x[n] for n in teachers], mask)
+
+    def oracle(**x: Tensor) -> Tensor:
+        terms = [
+            weight * relation(x[s], x[t], mask, over, "l2", "pearson", 10.0, 1e-8)
+            for s, t in zip(students, teachers, strict=True)
+            for weight, over in ((module.alpha, "tokens"), (module.beta, "samples"))
+        ]
+        return torch.stack(terms).sum() / layers
+
+    names = (*students, *teachers)
+    argument = {"mask": draw.mask_argument(mask)}
+    return Case(
+        call,
+        oracle,
+        students,
+        teachers,
+        argument,
+        mask=mask,
+        masked=names,
+        slope=by_norm,
+        products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,
+    )
+
+
+def calls() -> Calls:
+    def pair(B: int, N: int, D: int, dtype: torch.dtype, layers: int, learning: bool, masked: bool):
+        student = learns if learning else given
+        return {
+            "student": [student(B, N, D, dtype=dtype) for _ in range(layers)],
+            "teacher": [given(B, N, 2 * D, dtype=dtype) for _ in range(layers)],
+            **mask_of(B, N, masked=masked),
+        }
+
+    sides = (2, 16, 17, 32, 33, 64, 65, 128, 129)
+    for dtype, masked, layers, learning in itertools.product(HALF_AND_FULL, BOTH, LAYERS, BOTH):
+        for B, N in zip(sides, sides[::-1], strict=True):
+            # The kernels see features of any size and layout as multiples of 16.
+            for precision in ("highest", "high") if dtype == torch.float32 else ("highest",):
+                D = 8 if N % 2 else 16
+                yield Call(
+                    fastkd.FCDLoss,
+                    lambda: pair(B, N, D, dtype, layers, learning, masked),
+                    {"backend": "triton"},
+                    precision,
+                )
+    for learning in BOTH:
+        inputs = lambda: pair(32, 128, 768, torch.bfloat16, MANY_LAYERS, learning, True)  # noqa: E731
+        yield Call(fastkd.FCDLoss, inputs, {})
+    for normalize, distance, over in itertools.product(
+        ("l2", "layer_norm", "softmax", "none"), ("pearson", "mse", "kl"), ("tokens", "samples")
+    ):
+        options = {"normalize": normalize, "distance": distance}
+        for (B, N), backend, dtype in (
+            *(((4, 16), "auto", dtype) for dtype in ALL_TYPES),
+            ((2, 300), "torch", torch.bfloat16),
+        ):
+            yield Call(
+                fastkd.relation_loss,
+                lambda: {
+                    "student": learns(B, N, 48, dtype=dtype),
+                    "teacher": given(B, N, 48, dtype=dtype),
+                    "mask": numbers(B, N),
+                },
+                options | {"over": over, "backend": backend},
+            )
+        inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
+        yield Call(fastkd.FCDLoss, inputs, options)
+        packed = lambda: inputs() | {"segments": numbers(4, 16)}  # noqa: E731
+        yield Call(fastkd.FCDLoss, packed, options)
+    for backend in ("torch", "triton"):
+        inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
+        yield Call(fastkd.FCDLoss, inputs, {"backend": backend})
+    yield Call(
+        fastkd.relation_loss,
+        lambda: {
+            "student": learns(4, 16, 48),
+            "teacher": given(4, 16, 48),
+            "segments": numbers(4, 16),
+        },
+        {},
+    )
+    # Sizes that Triton sees as 1, more than 2^31 elements, more blocks than a grid's second
+    # dimension takes.
+    for over, shape in itertools.product(
+        ("tokens", "samples"),
+        (
+            (2, 1, 48),
+            (1, 5, 48),
+            (300, 16, 48),
+            (2, 4096, 64),
+            (100_000, 32, 768),
+            (64, 8192, 4096),
+            (2, 70_000, 16),
+        ),
+    ):
+        yield Call(
+            fastkd.relation_loss,
+            lambda: {
+                "student": learns(*shape),
+                "teacher": given(*shape),
+                "mask": numbers(*shape[:2]),
+            },
+            {"over": over, "backend": "triton"},
+        )
+
+
+RANDOM = {"relation": random_relation, "fcd": random_fcd}
+
+
+def subjects(backend: str) -> Iterator[Subject]:
+    for over in ("tokens", "samples"):
+        yield Subject(
+            f"relation_loss over {over}",
+            lambda s, t, m, over=over: fastkd.relation_loss(s, t, m, over=over, backend=backend),
+        )
+    yield of_module("FCDLoss", fastkd.FCDLoss(backend=backend))

@@ -1,0 +1,46 @@
+"""A loss of features as every other: what `tests/test_promises.py` asks of all of them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+B, N, D_S, D_T = 6, 5, 8, 12
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Subject(nn.Module):
+    """A loss as ``(student (B, N, Ds), teacher (B, N, Dt), mask (B, N)) -> scalar``.
+
+    ``masked``: it takes a mask. ``same_size``: Ds must equal Dt.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Loss,
+        module: nn.Module | None = None,
+        *,
+        masked: bool = True,
+        same_size: bool = False,
+    ) -> None:
+        super().__init__()
+        self.name, self.call, self.module = name, call, module
+        self.masked, self.same_size = masked, same_size
+
+    def forward(self, student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.same_size and isinstance(student, Tensor):
+            teacher = teacher[..., : student.shape[-1]]
+        return self.call(student, teacher, mask if self.masked else None)
+
+
+def labels(x: Tensor) -> Tensor:
+    return torch.arange(len(x)) % 2
+
+
+def of_module(name: str, module: nn.Module, labelled: bool = False, **options: bool) -> Subject:
+    def call(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
+        given = {"labels": labels(student)} if labelled else {}
+        return module(student, teacher, mask=mask, **given)
+
+    return Subject(name, call, module, **options)
