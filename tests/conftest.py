@@ -12,9 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from fastkd import _dispatch
-from tests.interpreter import repair
+from tests.interpreter import prepare
 
-repair()
+prepare()
 
 
 def pytest_configure(config):

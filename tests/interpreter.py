@@ -1,11 +1,13 @@
-"""Faults of Triton's interpreter that stop right kernels, by version; repaired for the tests.
+"""Triton's interpreter for the tests: faults that stop right kernels repaired, waste left out.
 
-Each has a few lines that show it without fastkd in docs/versions.md.
+Each fault has a few lines that show it without fastkd in docs/versions.md.
 """
 
+import dataclasses
 import functools
 import os
 from importlib import metadata
+from types import SimpleNamespace
 
 from packaging.version import Version
 
@@ -22,10 +24,84 @@ def _triton_from(version: str) -> bool:
 MASKS_OF_SCALARS = _triton_from("3.9")
 
 
-def repair() -> None:
-    """Where kernels are interpreted: comparisons give booleans."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or not MASKS_OF_SCALARS:
-        return
+def prepare() -> None:
+    """Where kernels are interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and _triton_from("0"):
+        _prepare()
+
+
+@functools.cache
+def _prepare() -> None:
+    _leave_out_overflow()
+    _replace_language_once()
+    _work_out_types_once()
+    if MASKS_OF_SCALARS:
+        _repair_comparisons()
+
+
+def _leave_out_overflow() -> None:
+    """Each sum, difference and product of integers is computed again in 64 bits and compared with
+    the bounds of its type; what comes of it is asserted in debug mode only.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def _replace_language_once() -> None:
+    """Every launch and every call of a device function searches the language for what it replaces,
+    and a launch puts it back. No kernel is compiled here, so it may stay replaced.
+    """
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+    modules = set()
+
+    def replace_once(function):
+        module = function.__globals__["__name__"]
+        if module not in modules:
+            replace(function)
+            modules.add(module)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = replace_once
+
+
+def _work_out_types_once() -> None:
+    """Every result has a type of its own, which half of the time goes into: equal ones share it."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    numpy_type = interpreter._get_np_dtype
+    types, of_tensors, of_arrays = {}, {}, {}
+
+    def block_type(self, element_ty, shape):
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self)
+        self.__dict__ = types[key]
+
+    def tensor(self, handle, type):
+        if type.name not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[type.name] = {k: v for k, v in vars(self).items() if k != "handle"}
+        vars(self).update(of_tensors[type.name], handle=handle)
+
+    def np_dtype(dtype):
+        name = dtype.scalar.name
+        if name not in of_arrays:
+            of_arrays[name] = numpy_type(dtype)
+        return of_arrays[name]
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+    tl.block_type.to_ir = lambda self, builder: self
+    interpreter._get_np_dtype = np_dtype
+
+
+def _repair_comparisons() -> None:
+    """Comparisons give booleans."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -37,8 +113,5 @@ def repair() -> None:
         return compare
 
     for name in dir(InterpreterBuilder):
-        operation = getattr(InterpreterBuilder, name)
-        if name.startswith(("create_icmp", "create_fcmp")) and not hasattr(
-            operation, "__wrapped__"
-        ):
-            setattr(InterpreterBuilder, name, repaired(operation))
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(InterpreterBuilder, name, repaired(getattr(InterpreterBuilder, name)))
