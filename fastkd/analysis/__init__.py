@@ -1,13 +1,24 @@
-"""How alike a model's layers are (SVCCA, CKA), and pictures of layers and relations."""
+"""How alike layers are (CCA, SVCCA, PWCCA, CKA), and pictures of layers and relations."""
 
-from fastkd.analysis.layers import adjacent_layer_cca, cka_matrix, rccc, svcca_matrix
+from fastkd.analysis.layers import (
+    adjacent_layer_cca,
+    cka_matrix,
+    layer_intra_class_similarity,
+    layer_similarity,
+    rccc,
+    svcca_matrix,
+)
+from fastkd.analysis.measures import similarity
 from fastkd.analysis.pictures import plot_layer_similarity, plot_relations
 
 __all__ = [
     "adjacent_layer_cca",
     "cka_matrix",
+    "layer_intra_class_similarity",
+    "layer_similarity",
     "plot_layer_similarity",
     "plot_relations",
     "rccc",
+    "similarity",
     "svcca_matrix",
 ]

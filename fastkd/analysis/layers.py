@@ -1,67 +1,105 @@
-"""Similarity between the layers of one model, from covariances streamed over a data set."""
+"""Similarity between the layers of one model or two, streamed over a data set."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd._checks import check_number
+from fastkd._checks import check_choice
+from fastkd.analysis.measures import (
+    Measure,
+    check_measures,
+    check_moments,
+    correlation,
+    matrix,
+    moments_for,
+)
+from fastkd.analysis.moments import Covariances, Moments
+from fastkd.distributed import Group, world_size
 
 Batches = Iterable[Mapping[str, Any]]
+Pool = Literal["cls", "mean"]
+IGNORED = -100  # a label that is no class
 
 
-class LayerMoments:
-    """Count, means and cross-covariances of several layers over a stream of observations.
+def layer_similarity(
+    model: nn.Module,
+    batches: Batches,
+    measures: Sequence[Measure] = ("svcca", "cka"),
+    *,
+    other: nn.Module | None = None,
+    variance: float = 0.99,
+    gather: bool = False,
+    group: Group = None,
+) -> dict[str, Tensor]:
+    """Several measures between all layers of a model, or those of two, from one pass.
 
-    Updates are centred (Chan, Golub, LeVeque): each batch is centred by its own mean and the
-    shift between the two means is added, so no digits are lost when |mean| is much larger than
-    the spread. Only ``pairs`` of layers are kept, each one a D×D matrix in float64; the memory
-    does not depend on the number of batches.
+    The measures are those of `fastkd.analysis.similarity`, each equal to that function on all
+    features at once. Every real token is one observation. The data is read once under ``no_grad``
+    and in eval mode (the training mode comes back afterwards); what is kept of it are float64
+    matrices of the size of all layers, however many batches there are.
+
+    With SVCCA of at most 0.99 of the variance and CKA that are covariances, whose rounding is
+    enough for 1e-9 there; the other measures keep a triangular factor, so that their error is
+    about κ·1e-16, and takes about three times the arithmetic.
+
+    Args:
+        model: any transformers model with hidden states, with or without a head.
+        batches: dicts of model inputs; ``attention_mask`` (B, N), if there, marks real tokens.
+            Tensors are moved to the model's device; ``labels`` are left out.
+        measures: "svcca", "pwcca", "cca", "cka", "unbiased_cka".
+        other: a model that reads the same tokens, a student for instance; of any sizes.
+        variance: share of the variance that SVCCA keeps, in (0, 1]; 1 keeps all (plain CCA).
+        gather: compare over the batches of all processes, which each give their own part.
+        group: the processes that gather, by default all.
+
+    Returns:
+        A matrix for each measure, float64 on the CPU: (L+1, L+1), or (L+1, L_other+1); row 0 is the
+        embeddings' output. PWCCA weighs by the row's layer unless the column's rank is lower.
+
+    Raises:
+        ValueError: fewer than two real tokens (four for the unbiased CKA), no hidden states, values
+            that are not finite, or an unknown measure.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
+        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> teacher = BertModel(config)
+        >>> student = BertModel(BertConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1}))
+        >>> ids = torch.arange(48).view(4, 12)
+        >>> found = layer_similarity(teacher, [{"input_ids": ids}], ["cka"], other=student)
+        >>> found["cka"].shape
+        torch.Size([4, 2])
     """
-
-    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
-        self.pairs = sorted({(min(i, j), max(i, j)) for i, j in pairs})
-        self.count = 0
-        self.means: dict[int, Tensor] = {}
-        self._sums: dict[tuple[int, int], Tensor] = {}
-
-    def update(self, layers: Sequence[Tensor]) -> None:
-        """Add the rows of ``layers``, each ``(n, D_l)``: the same n observations in every layer."""
-        n = layers[0].shape[0]
-        if n == 0:
-            return
-        total = self.count + n
-        centred, shift = {}, {}
-        for i in sorted({i for pair in self.pairs for i in pair}):
-            x = layers[i].double()
-            mean = x.mean(0)
-            centred[i] = x - mean
-            shift[i] = mean - self.means[i] if self.count else torch.zeros_like(mean)
-            self.means[i] = self.means[i] + shift[i] * (n / total) if self.count else mean
-        for i, j in self.pairs:
-            new = centred[i].T @ centred[j]  # (D_i, D_j)
-            if self.count:
-                new.addr_(shift[i], shift[j], alpha=self.count * n / total).add_(self._sums[i, j])
-            self._sums[i, j] = new
-        self.count = total
-
-    def covariance(self, i: int, j: int) -> Tensor:
-        """Sample covariance ``(D_i, D_j)`` between layers i and j."""
-        sums = self._sums[i, j] if i <= j else self._sums[j, i].T
-        return sums / (self.count - 1)
+    check_measures(measures, variance)
+    moments = moments_for(measures, variance)
+    models = [model] if other is None else [model, other]
+    moments, counts = stream(models, batches, moments, gather=gather, group=group)
+    check_layers(moments, counts, measures)
+    rows, columns = range(counts[0]), range(sum(counts[:-1]), sum(counts))
+    return {name: matrix(moments, name, rows, columns, variance) for name in measures}
 
 
-def adjacent_layer_cca(model: nn.Module, batches: Batches, *, variance: float = 0.99) -> Tensor:
+def adjacent_layer_cca(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    variance: float = 0.99,
+    gather: bool = False,
+    group: Group = None,
+) -> Tensor:
     """Canonical correlation of every layer with the layer before it (MC3KD, eq. 2).
 
     C(l) = CCA(T_{l-1}, T_l), l = 1..L, with layer 0 the embeddings: the entries beside the
     diagonal of `svcca_matrix`, from 2L + 1 covariances instead of all pairs.
 
     Args:
-        model: as in `svcca_matrix`.
-        batches: as in `svcca_matrix`.
-        variance: as in `svcca_matrix`.
+        model, batches, variance, gather, group: as in `layer_similarity`.
 
     Returns:
         (L,) float64 on the CPU, in [0, 1]: entry l-1 belongs to layer l.
@@ -75,36 +113,34 @@ def adjacent_layer_cca(model: nn.Module, batches: Batches, *, variance: float = 
         >>> adjacent_layer_cca(BertModel(config), batches).shape
         torch.Size([3])
     """
-    check_variance(variance)
-    moments, layers = stream(model, batches, adjacent_only=True)
-    directions = [_whitening(moments.covariance(i, i), variance) for i in range(layers)]
-    return torch.stack(
-        [
-            _mean_correlation(moments.covariance(i, i + 1), directions[i], directions[i + 1])
-            for i in range(layers - 1)
-        ]
-    ).cpu()
+    check_measures(["svcca"], variance)
+    moments = moments_for(["svcca"], variance)
+    if isinstance(moments, Covariances):
+        moments.reach = 1
+    moments, counts = stream([model], batches, moments, gather=gather, group=group)
+    check_layers(moments, counts)
+    pairs = range(counts[0] - 1)
+    return torch.stack([correlation(moments, i, i + 1, variance) for i in pairs]).cpu()
 
 
-def svcca_matrix(model: nn.Module, batches: Batches, *, variance: float = 0.99) -> Tensor:
+def svcca_matrix(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    variance: float = 0.99,
+    other: nn.Module | None = None,
+    gather: bool = False,
+    group: Group = None,
+) -> Tensor:
     """SVCCA between all layers of a model: mean canonical correlation of the main directions.
 
     Each layer is reduced to the leading singular directions that hold ``variance`` of its
     variance; entry (i, j) is the mean of the canonical correlations between layers i and j
-    (Raghu et al. 2017; MC3KD, section 3.2). Every real token is one observation. One pass over
-    the data under ``no_grad`` and in eval mode (the training mode comes back afterwards).
-
-    Args:
-        model: any transformers model with hidden states, with or without a head.
-        batches: dicts of model inputs; ``attention_mask`` (B, N), if there, marks real tokens.
-            Tensors are moved to the model's device; ``labels`` are left out.
-        variance: share of the variance to keep, in (0, 1]; 1 keeps all (plain CCA).
+    (Raghu et al. 2017; MC3KD, section 3.2). Arguments and errors as in `layer_similarity`.
 
     Returns:
-        (L+1, L+1) float64 on the CPU, symmetric, in [0, 1]; row 0 is the embeddings' output.
-
-    Raises:
-        ValueError: fewer than two real tokens, no hidden states, or values that are not finite.
+        (L+1, L+1) float64 on the CPU, symmetric, in [0, 1]; row 0 is the embeddings' output. With
+        ``other`` (L+1, L_other+1).
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -114,15 +150,24 @@ def svcca_matrix(model: nn.Module, batches: Batches, *, variance: float = 0.99) 
         >>> svcca_matrix(BertModel(config), [{"input_ids": ids}]).diagonal()
         tensor([1., 1., 1., 1.], dtype=torch.float64)
     """
-    check_variance(variance)
-    moments, layers = stream(model, batches)
-    return svcca_from_moments(moments, layers, variance)
+    return layer_similarity(
+        model, batches, ["svcca"], other=other, variance=variance, gather=gather, group=group
+    )["svcca"]
 
 
-def cka_matrix(model: nn.Module, batches: Batches) -> Tensor:
+def cka_matrix(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    unbiased: bool = False,
+    other: nn.Module | None = None,
+    gather: bool = False,
+    group: Group = None,
+) -> Tensor:
     """Linear CKA between all layers of a model: ‖Σ_xy‖²_F / (‖Σ_xx‖_F ‖Σ_yy‖_F).
 
-    Kornblith et al. 2019. Arguments, result and errors as in `svcca_matrix`.
+    Kornblith et al. 2019; ``unbiased`` takes Song et al.'s estimate, which few observations don't
+    raise. Other arguments, result and errors as in `layer_similarity`.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -132,8 +177,10 @@ def cka_matrix(model: nn.Module, batches: Batches) -> Tensor:
         >>> cka_matrix(BertModel(config), [{"input_ids": ids}]).shape
         torch.Size([4, 4])
     """
-    moments, layers = stream(model, batches)
-    return cka_from_moments(moments, layers)
+    measure: Measure = "unbiased_cka" if unbiased else "cka"
+    return layer_similarity(model, batches, [measure], other=other, gather=gather, group=group)[
+        measure
+    ]
 
 
 def rccc(matrix: Tensor) -> float:
@@ -150,109 +197,196 @@ def rccc(matrix: Tensor) -> float:
     return float(matrix[0, -1])
 
 
-def check_variance(variance: float) -> None:
-    """Raise unless ``variance`` is in (0, 1]."""
-    check_number("variance", variance, above=0.0)
-    if variance > 1:
-        raise ValueError(f"variance must be at most 1, got {variance}")
+class IntraClass:
+    """Sums of unit vectors by class, from which M_ICS of every layer follows.
+
+    M_ICS = (1/N) Σ_c ‖Σ_{i in c} s_i/‖s_i‖‖² / N_c (intra-class KNN, section 2), of one row a
+    sample and layer: that of the first real token, or the mean of the real tokens.
+    """
+
+    def __init__(self, pool: Pool = "cls") -> None:
+        check_choice("pool", pool, ("cls", "mean"))
+        self.pool = pool
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.counts: dict[int, int] = {}
+        self.sums: dict[int, list[Tensor]] = {}
+
+    def update(self, hidden: Sequence[Tensor], mask: Tensor, labels: Tensor) -> None:
+        """Add a batch: hidden states (B, N, D_l), the mask (B, N) of real tokens, labels (B,)."""
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ValueError(
+                "labels must be one whole number a sample, got "
+                f"{labels.dtype} of shape {tuple(labels.shape)}"
+            )
+        mask, labels = mask.bool().cpu(), labels.cpu()
+        there = mask.any(1) & (labels != IGNORED)
+        rows = []
+        for x in hidden:
+            x = x.cpu().double()
+            if self.pool == "cls":
+                pooled = x[torch.arange(len(x)), mask.int().argmax(1)]
+            else:
+                pooled = x.masked_fill(~mask[..., None], 0).sum(1)  # of the mean's direction
+            rows.append(nn.functional.normalize(pooled, dim=1))
+        for label in labels[there].unique().tolist():
+            chosen = there & (labels == label)
+            self._add(label, int(chosen.sum()), [x[chosen].sum(0) for x in rows])
+
+    def merge(self, other: "IntraClass") -> None:
+        """Add the samples of ``other``."""
+        for label, count in other.counts.items():
+            self._add(label, count, other.sums[label])
+
+    def value(self) -> Tensor:
+        """M_ICS of every layer, (L+1,)."""
+        total = sum(self.counts.values())
+        by_class = [
+            torch.stack([x.square().sum() for x in sums]) / self.counts[label]
+            for label, sums in self.sums.items()
+        ]
+        return torch.stack(by_class).sum(0) / total
+
+    def _add(self, label: int, count: int, sums: list[Tensor]) -> None:
+        before = self.sums.get(label)
+        self.counts[label] = self.counts.get(label, 0) + count
+        self.sums[label] = (
+            sums if before is None else [a + b for a, b in zip(before, sums, strict=True)]
+        )
 
 
-def svcca_from_moments(moments: LayerMoments, layers: int, variance: float = 0.99) -> Tensor:
-    """`svcca_matrix` of moments that hold all pairs of ``layers`` layers."""
-    directions = [_whitening(moments.covariance(i, i), variance) for i in range(layers)]
-    matrix = torch.empty(layers, layers, dtype=torch.float64)
-    for i in range(layers):
-        matrix[i, i] = 1.0 if directions[i].shape[1] else 0.0
-        for j in range(i + 1, layers):
-            value = _mean_correlation(moments.covariance(i, j), directions[i], directions[j])
-            matrix[i, j] = matrix[j, i] = value
-    return matrix
+def layer_intra_class_similarity(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    pool: Pool = "cls",
+    gather: bool = False,
+    group: Group = None,
+) -> Tensor:
+    """M_ICS of every layer: how alike the samples of a class are (`fastkd.intra_class_similarity`).
+
+    Args:
+        model, gather, group: as in `layer_similarity`.
+        batches: as there, with ``labels`` (B,), whole numbers.
+        pool: the row of a sample: its first real token, or the mean of its real tokens.
+
+    Returns:
+        (L+1,) float64 on the CPU; entry 0 is that of the embeddings' output.
+
+    Raises:
+        ValueError: no labelled samples, no hidden states, or values that are not finite.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
+        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> ids, labels = torch.arange(48).view(4, 12), torch.tensor([0, 1, 1, 0])
+        >>> batch = {"input_ids": ids, "labels": labels}
+        >>> layer_intra_class_similarity(BertModel(config), [batch]).shape
+        torch.Size([4])
+    """
+    classes = IntraClass(pool)
+    stream([model], batches, None, [classes], gather=gather, group=group)
+    if not classes.counts:
+        raise ValueError("batches must hold labelled samples with a real token, got none")
+    found = classes.value()
+    if not bool(found.isfinite().all()):
+        raise ValueError("the model gave values that are not finite")
+    return found
 
 
-def cka_from_moments(moments: LayerMoments, layers: int) -> Tensor:
-    """`cka_matrix` of moments that hold all pairs of ``layers`` layers."""
-    norms = [moments.covariance(i, i).norm() for i in range(layers)]
-    matrix = torch.empty(layers, layers, dtype=torch.float64)
-    for i in range(layers):
-        for j in range(i, layers):
-            scale = norms[i] * norms[j]
-            value = moments.covariance(i, j).square().sum() / scale if scale > 0 else 0.0
-            matrix[i, j] = matrix[j, i] = value
-    return matrix
+def check_layers(
+    moments: Moments, counts: Sequence[int], measures: Sequence[str] = ("svcca",)
+) -> None:
+    """Raise unless the models gave enough tokens, and finite values."""
+    names = [f"layer {i} of the model" for i in range(counts[0])] if counts else []
+    names += [f"layer {i} of the other model" for i in range(sum(counts[1:]))]
+    check_moments(moments, measures, names, "real tokens in the batches")
 
 
 def stream(
-    model: nn.Module, batches: Batches, adjacent_only: bool = False
-) -> tuple[LayerMoments, int]:
-    """Moments of all layers of ``model`` over ``batches``, and the number of layers (L + 1)."""
+    models: Sequence[nn.Module],
+    batches: Batches,
+    moments: Moments | None,
+    classes: Sequence[IntraClass] = (),
+    *,
+    gather: bool = False,
+    group: Group = None,
+) -> tuple[Any, list[int]]:
+    """Feed moments of all layers, and classes for the first models, in one pass.
+
+    Returns the moments, with ``gather`` those of all processes, and the layers of each model.
+    """
+    counts: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for model in models:
+            stack.enter_context(_in_eval_mode(model))
+        for batch in batches:
+            labels = batch.get("labels")
+            tokens: list[Tensor] = []
+            counts = []
+            for number, model in enumerate(models):
+                hidden, mask = _hidden_states(model, batch, others=number > 0)
+                if number < len(classes) and labels is not None:
+                    classes[number].update(hidden, mask, labels)
+                tokens += [x[mask] for x in hidden]
+                counts.append(len(hidden))
+            if moments is not None:
+                moments.update([x.to(tokens[0].device) for x in tokens])
+    if gather and world_size(group) > 1:
+        moments = None if moments is None else moments.gathered(group)
+        parts: list[Any] = [None] * world_size(group)
+        dist.all_gather_object(parts, (counts, list(classes)), group=group)
+        counts = max(part[0] for part in parts)  # a process may have had no batch
+        for number, whole in enumerate(classes):
+            whole.clear()
+            for part in parts:
+                whole.merge(part[1][number])
+    return moments, counts
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    moments: LayerMoments | None = None
-    count = 0
     try:
-        with torch.no_grad():
-            for batch in batches:
-                layers = _real_tokens(model, batch)
-                if moments is None:
-                    count = len(layers)
-                    reach = 2 if adjacent_only else count
-                    moments = LayerMoments(
-                        (i, j) for i in range(count) for j in range(i, min(count, i + reach))
-                    )
-                moments.update(layers)
+        yield
     finally:
         for module, training in modes.items():
             module.training = training
-    if moments is None or moments.count < 2:
-        seen = 0 if moments is None else moments.count
-        raise ValueError(f"batches must hold at least two real tokens, got {seen}")
-    for i, mean in moments.means.items():
-        if not bool(mean.isfinite().all()):
-            raise ValueError(f"layer {i} of the model gave values that are not finite")
-    return moments, count
 
 
-def _real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
-    """Hidden states of the batch's real tokens, one (n, D_l) per layer, embeddings first."""
+def _hidden_states(
+    model: nn.Module, batch: Mapping[str, Any], others: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Hidden states (B, N, D_l), embeddings first, and which tokens are real (B, N).
+
+    Inputs that were made for ``others`` may be more than this model knows.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    known = inspect.signature(model.forward).parameters
     inputs = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()
-        if name != "labels"
+        if name != "labels" and (name in known or not others)
     }
     hidden = getattr(model(**inputs, output_hidden_states=True), "hidden_states", None)
     if hidden is None:
         raise ValueError(
             f"{type(model).__name__} returns no hidden_states; pass an encoder or a decoder"
         )
-    mask = inputs.get("attention_mask")
     # mps has no float64.
-    keep = torch.device("cpu") if device.type == "mps" else device
+    hidden = [x.cpu() if device.type == "mps" else x for x in hidden]
+    mask = inputs.get("attention_mask")
     if mask is None:
-        return [x.flatten(0, 1).to(keep) for x in hidden]
+        return hidden, torch.ones(hidden[0].shape[:2], dtype=torch.bool, device=hidden[0].device)
     for i, x in enumerate(hidden):
         if mask.dim() != 2 or x.shape[:2] != mask.shape:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)} but layer {i} has "
                 f"{tuple(x.shape[:2])} tokens"
             )
-    return [x[mask.bool()].to(keep) for x in hidden]
-
-
-def _whitening(covariance: Tensor, variance: float) -> Tensor:
-    """V_k Λ_k^{-1/2}, (D, k): the leading k directions that hold ``variance`` of the variance."""
-    values, vectors = torch.linalg.eigh(covariance)
-    values, vectors = values.flip(0), vectors.flip(1)
-    rank = int((values > values[0] * len(values) * torch.finfo(values.dtype).eps).sum())
-    if rank == 0 or not values[0] > 0:
-        return vectors[:, :0]
-    held = values[:rank].cumsum(0) / values[:rank].sum()
-    kept = min(rank, int((held < variance - 1e-12).sum()) + 1)
-    return vectors[:, :kept] * values[:kept].rsqrt()
-
-
-def _mean_correlation(cross: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Mean canonical correlation from a cross-covariance and both sides' whitening."""
-    if min(left.shape[1], right.shape[1]) == 0:
-        return cross.new_zeros(())
-    return torch.linalg.svdvals(left.T @ cross @ right).clamp(0, 1).mean()
+    return hidden, mask.bool().to(hidden[0].device)

@@ -9,12 +9,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModel, AutoTokenizer
 
-from fastkd.analysis.layers import (
-    cka_from_moments,
-    rccc,
-    stream,
-    svcca_from_moments,
-)
+from fastkd.analysis.layers import check_layers, rccc, stream
+from fastkd.analysis.measures import matrix, moments_for
 from fastkd.analysis.pictures import plot_layer_similarity
 from fastkd.app.data import read_hub
 from fastkd.app.errors import InputError
@@ -108,9 +104,10 @@ def analyze(
     variance: float = 0.99,
 ) -> dict[str, Any]:
     """SVCCA and CKA of all layers from one pass, as ``layers.json`` and two pictures in ``out``."""
-    moments, count = stream(model, batches)
-    svcca = svcca_from_moments(moments, count, variance)
-    cka = cka_from_moments(moments, count)
+    moments, counts = stream([model], batches, moments_for(["svcca"], variance))
+    check_layers(moments, counts)
+    layers = range(counts[0])
+    svcca, cka = (matrix(moments, name, layers, layers, variance) for name in ("svcca", "cka"))
     report = {
         "model": name,
         "tokens": moments.count,

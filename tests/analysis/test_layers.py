@@ -1,11 +1,35 @@
-"""Layer similarity against direct float64 computation on all activations at once."""
+"""Layer similarity of models against direct float64 computation on all activations at once."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, BertModel, GPT2Config, GPT2Model
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2Config,
+    GPT2Model,
+)
 
-from fastkd.analysis import adjacent_layer_cca, cka_matrix, rccc, svcca_matrix
-from fastkd.analysis.layers import LayerMoments
+import fastkd
+from fastkd.analysis import (
+    adjacent_layer_cca,
+    cka_matrix,
+    layer_intra_class_similarity,
+    layer_similarity,
+    rccc,
+    similarity,
+    svcca_matrix,
+)
+from fastkd.analysis.measures import MEASURES
+from fastkd.analysis.moments import Covariances, Factors
+from fastkd.study.measures import PeakMemory
+from tests.distill.processes import run_ranks
 
 
 def bert(cls=BertModel, layers=3, hidden=12):
@@ -81,22 +105,120 @@ def test_split_order_padding_and_labels_change_nothing():
     torch.testing.assert_close(svcca_matrix(model, [longer]), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_moments_keep_digits_far_from_zero():
+@pytest.mark.parametrize("kind", [Covariances, Factors])
+def test_moments_keep_digits_far_from_zero(kind):
     x = torch.randn(3000, 5, dtype=torch.float64) * torch.tensor([1, 2, 3, 4, 5.0])
     far = x + 1e8
-    moments = LayerMoments([(0, 0)])
+    moments = kind()
     for piece in far.split([1, 7, 992, 0, 2000]):
         moments.update([piece])
-    torch.testing.assert_close(moments.covariance(0, 0), (far - 1e8).T.cov(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(moments.means[0], far.mean(0))
+    expected = (far - 1e8).T.cov() * 2999
+    torch.testing.assert_close(moments.cross(0, 0), expected, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(moments.mean, far.mean(0))
     assert moments.count == 3000
 
 
+class Fast(nn.Module):
+    """Two layers of 32 features, at no cost."""
+
+    def forward(self, input_ids, output_hidden_states):
+        x = torch.randn(4, 64, 32)
+        return SimpleNamespace(hidden_states=(x, x.tanh()))
+
+
 def test_memory_does_not_grow_with_batches():
-    moments = LayerMoments([(0, 0), (0, 1), (1, 1)])
-    for _ in range(5):
-        moments.update([torch.randn(50, 4), torch.randn(50, 6)])
-    assert sum(t.numel() for t in moments._sums.values()) == 4 * 4 + 4 * 6 + 6 * 6
+    """1,000 batches are 62 MiB of features."""
+    batch, peaks = {"input_ids": torch.zeros(4, 64)}, []
+    for measures in (["cka"], ["cca"]):
+        for number in (10, 1000):
+            memory = PeakMemory(torch.device("cpu"))
+            layer_similarity(Fast(), (batch for _ in range(number)), measures)
+            peaks.append(memory.read())
+    if None in peaks:
+        pytest.skip("this system doesn't tell peaks of memory")
+    assert max(peaks) < 15 * 2**20, peaks
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_teacher_against_student(measure):
+    """Every entry is that of the two layers' features."""
+    teacher, student, batch = bert(), bert(layers=1, hidden=8), padded_batch(rows=40)
+    pieces = [{k: v[i : i + 9] for k, v in batch.items()} for i in range(0, 40, 9)]
+    found = layer_similarity(teacher, pieces, [measure], other=student)[measure]
+    assert found.shape == (4, 2)
+    # The same features: those of another padding differ in float32's last bits.
+    layers, others = (
+        [torch.cat(parts) for parts in zip(*(activations(m, p) for p in pieces), strict=True)]
+        for m in (teacher, student)
+    )
+    for i, x in enumerate(layers):
+        for j, y in enumerate(others):
+            torch.testing.assert_close(found[i, j], similarity(x, y, measure), rtol=0, atol=1e-9)
+    alone = layer_similarity(teacher, pieces, [measure])[measure]
+    assert torch.equal(alone.diagonal(), torch.ones(4, dtype=torch.float64)) or "cka" in measure
+    assert cka_matrix(teacher, pieces, unbiased=True, other=student).shape == (4, 2)
+
+
+def test_a_student_that_knows_fewer_inputs():
+    batch = {**padded_batch(), "token_type_ids": torch.zeros(24, 10, dtype=torch.long)}
+    config = DistilBertConfig(vocab_size=60, dim=8, n_layers=1, n_heads=2, hidden_dim=16)
+    assert svcca_matrix(bert(), [batch], other=DistilBertModel(config)).shape == (4, 2)
+
+
+def labelled(batch):
+    return {**batch, "labels": torch.arange(len(batch["input_ids"])) % 3}
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_intra_class_similarity_of_every_layer(pool):
+    model, batch = bert(), labelled(padded_batch())
+    pieces = [{k: v[i : i + 5] for k, v in batch.items()} for i in range(0, 24, 5)]
+    found = layer_intra_class_similarity(model, iter(pieces), pool=pool)
+    with torch.no_grad():
+        hidden = [
+            model.eval()(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
+        ][0].hidden_states
+    real = batch["attention_mask"][..., None]
+    for i, x in enumerate(hidden):
+        pooled = x[:, 0] if pool == "cls" else (x * real).sum(1) / real.sum(1)
+        expected = fastkd.intra_class_similarity(pooled.double(), batch["labels"])
+        torch.testing.assert_close(found[i], expected, rtol=1e-6, atol=1e-6)
+    unlabelled = {**batch, "labels": torch.full((24,), -100)}
+    assert torch.equal(layer_intra_class_similarity(model, [*pieces, unlabelled], pool=pool), found)
+    with pytest.raises(ValueError, match="labelled samples"):
+        layer_intra_class_similarity(model, [padded_batch()])
+    with pytest.raises(ValueError, match="whole number"):
+        layer_intra_class_similarity(model, [{**batch, "labels": torch.rand(24)}])
+
+
+def measured(ends, **options):
+    """Everything that can be gathered, of these parts of one batch."""
+    torch.manual_seed(3)
+    batch = labelled(padded_batch())
+    batches = [{k: v[a:b] for k, v in batch.items()} for a, b in ends]
+    return (
+        layer_similarity(bert(), batches, ["svcca", "cka"], **options),
+        layer_similarity(bert(), batches, MEASURES, **options),
+        adjacent_layer_cca(bert(), batches, **options),
+        layer_intra_class_similarity(bert(), batches, **options),
+    )
+
+
+def on_ranks(rank, ends):
+    two = dist.new_group([1, 2])
+    whole = measured(ends[rank], gather=True)
+    return whole, measured(ends[rank], gather=True, group=two) if rank else whole
+
+
+def test_ranks_equal_one_process(tmp_path):
+    """Two uneven parts, without and with a process that has no batch."""
+    ends = [[], [(0, 5), (5, 7)], [(7, 24)]]
+    alone = measured(ends[1] + ends[2])
+    ranks = run_ranks(on_ranks, 3, tmp_path, ends)
+    for of_all, of_two in ranks:
+        for found in (of_all, of_two):
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)
+        torch.testing.assert_close(of_all, ranks[0][0], rtol=0, atol=0)
 
 
 def test_modes_and_gradients_are_left_alone():

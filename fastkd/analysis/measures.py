@@ -1,0 +1,187 @@
+"""How alike two layers are: a number from what `Moments` keep of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fastkd._checks import check_choice, check_floating, check_number, check_shape
+from fastkd.analysis.moments import EPS, Covariances, Factors, Moments
+
+Measure = Literal["svcca", "pwcca", "cca", "cka", "unbiased_cka"]
+MEASURES = get_args(Measure)
+
+# Covariances give SVCCA to 1e-9 up to this share of the variance, which bounds κ² by 100·D.
+WELL_CONDITIONED = 0.99
+# Canonical correlations that differ by less are the same one, whose directions are any.
+TIED = 1e-12
+
+
+def similarity(
+    x: Tensor, y: Tensor, measure: Measure = "svcca", *, variance: float = 0.99
+) -> Tensor:
+    """How alike two sets of features of the same observations are, from 0 to 1.
+
+    With x̄, ȳ the centred features and ρ_1 ≥ ρ_2 ≥ ... their canonical correlations:
+
+    - ``"cca"``: the mean of the ρ_i (Raghu et al. 2017), as many as the lower rank.
+    - ``"svcca"``: the same of the leading singular directions of x̄ and ȳ that hold ``variance`` of
+      the variance each (Raghu et al. 2017; MC3KD, section 3.2).
+    - ``"pwcca"``: Σ α_i ρ_i / Σ α_i, α_i = Σ_j |⟨h_i, x̄_j⟩| with the canonical variates h_i of x
+      and its features x̄_j (Morcos et al. 2018), or of y if its rank is lower. Where equal ρ_i
+      leave the h_i open they are the principal directions of what they span.
+    - ``"cka"``: ‖x̄ᵀȳ‖²_F / (‖x̄ᵀx̄‖_F ‖ȳᵀȳ‖_F) (Kornblith et al. 2019).
+    - ``"unbiased_cka"``: the same of the unbiased HSIC (Song et al. 2012), whose expectation
+      doesn't depend on the number of observations; may be below 0.
+
+    Features of any rank, fewer rows than dimensions and constant features are fine; what has no
+    direction is like nothing: 0. Float64 throughout. The error of a correlation is about κ·1e-16, κ
+    being the ratio of the largest to the smallest singular value that counts: that of the
+    decomposition of all rows at once.
+
+    Args:
+        x: (n, Dx), a row for each observation.
+        y: (n, Dy).
+        measure: one of the above.
+        variance: share of the variance that SVCCA keeps, in (0, 1].
+
+    Returns:
+        Scalar, float64, on the CPU.
+
+    Raises:
+        TypeError: no floating-point tensors.
+        ValueError: fewer than two rows (four for the unbiased CKA), values that are not finite, or
+            a wrong shape or option.
+
+    Example:
+        >>> x = torch.randn(100, 8, dtype=torch.float64)
+        >>> similarity(x, x @ torch.randn(8, 8, dtype=torch.float64) + 1.0, "pwcca")
+        tensor(1.0000, dtype=torch.float64)
+    """
+    check_floating("x", x, ndim=2)
+    check_floating("y", y, ndim=2)
+    check_shape("y", y, (len(x), y.shape[1]), "a row for each of x's")
+    check_measures([measure], variance)
+    moments = moments_for([measure], variance)
+    moments.update([x.detach().cpu(), y.detach().cpu()])
+    check_moments(moments, [measure], ("x", "y"))
+    return matrix(moments, measure, [0], [1], variance)[0, 0]
+
+
+def check_measures(measures: Sequence[str], variance: float) -> None:
+    """Raise unless these are measures, and ``variance`` in (0, 1]."""
+    for measure in measures:
+        check_choice("measure", measure, MEASURES)
+    check_number("variance", variance, above=0.0)
+    if variance > 1:
+        raise ValueError(f"variance must be at most 1, got {variance}")
+
+
+def moments_for(measures: Sequence[str], variance: float) -> Moments:
+    """What to keep of a stream for these measures."""
+    exact = not {"cca", "pwcca"}.isdisjoint(measures)
+    exact = exact or ("svcca" in measures and variance > WELL_CONDITIONED)
+    return (Factors if exact else Covariances)(fourth="unbiased_cka" in measures)
+
+
+def check_moments(
+    moments: Moments, measures: Sequence[str], names: Sequence[str], rows: str = "rows"
+) -> None:
+    """Raise unless there were enough ``rows``, and finite ones in each of the layers' ``names``."""
+    least, word = (4, "four") if "unbiased_cka" in measures else (2, "two")
+    if moments.count < least:
+        raise ValueError(f"at least {word} {rows} are needed, got {moments.count}")
+    for name, mean in zip(names, moments.split(moments.mean), strict=True):
+        if not bool(mean.isfinite().all()):
+            raise ValueError(f"{name} gave values that are not finite")
+
+
+def matrix(
+    moments: Moments,
+    measure: Measure,
+    rows: Sequence[int],
+    columns: Sequence[int],
+    variance: float = 0.99,
+) -> Tensor:
+    """The measure between each of the layers ``rows`` and each of ``columns``; on the CPU."""
+    found = torch.empty(len(rows), len(columns), dtype=torch.float64)
+    value = _VALUES[measure]
+    done: dict[tuple[int, int], Tensor] = {}
+    for a, i in enumerate(rows):
+        for b, j in enumerate(columns):
+            if measure != "pwcca" and (j, i) in done:
+                done[i, j] = done[j, i]
+            else:
+                done[i, j] = value(moments, i, j, variance)
+            found[a, b] = done[i, j]
+    return found
+
+
+def correlation(moments: Moments, i: int, j: int, variance: float) -> Tensor:
+    """SVCCA: the mean correlation of the leading directions."""
+    kept = moments.directions(i).leading(variance), moments.directions(j).leading(variance)
+    if min(kept) == 0:
+        return torch.zeros((), dtype=torch.float64)
+    if i == j:
+        return torch.ones((), dtype=torch.float64)
+    return torch.linalg.svdvals(moments.overlap(i, j, kept)).clamp(0, 1).mean()
+
+
+def _cca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
+    return correlation(moments, i, j, 1.0)
+
+
+def _pwcca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
+    ranks = moments.directions(i).leading(1.0), moments.directions(j).leading(1.0)
+    if min(ranks) == 0 or i == j:
+        return correlation(moments, i, j, 1.0)
+    left, rho, right = torch.linalg.svd(moments.overlap(i, j, ranks), full_matrices=False)
+    rho = rho.clamp(0, 1)
+    own = i if ranks[0] <= ranks[1] else j
+    turns = left.T if own == i else right
+    found = moments.directions(own)
+    features = turns @ (found.values[:, None] * found.vectors)  # ⟨h_i, x̄_j⟩
+    ends = (rho.diff().abs() > TIED).nonzero().flatten().add(1).tolist()
+    parts = []
+    for part in features.tensor_split(ends):
+        if len(part) > 1:
+            _, values, vectors = torch.linalg.svd(part, full_matrices=False)
+            part = values[:, None] * vectors
+        parts.append(part.abs().sum(1))
+    alpha = torch.cat(parts)
+    return (alpha * rho).sum() / alpha.sum()
+
+
+def _cka(moments: Moments, i: int, j: int, variance: float) -> Tensor:
+    return _ratio(moments, moments.energy, i, j)
+
+
+def _unbiased_cka(moments: Moments, i: int, j: int, variance: float) -> Tensor:
+    """HSIC_1 of linear kernels: n(n-3)·HSIC = ‖S_xy‖² - n/(n-2)·Σpq + ΣpΣq/((n-1)(n-2))."""
+    n = moments.count
+    pairs, squares = moments.pairs()
+
+    def hsic(a: int, b: int) -> Tensor:
+        whole = moments.energy(a, b) + squares[a] * squares[b] / ((n - 1) * (n - 2))
+        return whole - pairs[a, b] * (n / (n - 2))
+
+    return _ratio(moments, hsic, i, j)
+
+
+def _ratio(moments: Moments, hsic: Callable[[int, int], Tensor], i: int, j: int) -> Tensor:
+    """hsic(i, j) / √(hsic(i, i)·hsic(j, j)); 0 where one of these is no more than rounding."""
+    xy, *own = hsic(i, j), hsic(i, i), hsic(j, j)
+    for a, x in zip((i, j), own, strict=True):
+        if float(x) <= max(moments.rounding(a) ** 4, float(moments.energy(a, a)) * EPS):
+            return xy.new_zeros(())
+    return xy / (own[0].sqrt() * own[1].sqrt())
+
+
+_VALUES: dict[str, Callable[[Moments, int, int, float], Tensor]] = {
+    "svcca": correlation,
+    "cca": _cca,
+    "pwcca": _pwcca,
+    "cka": _cka,
+    "unbiased_cka": _unbiased_cka,
+}

@@ -1,0 +1,316 @@
+"""What is kept of several layers over a stream of observations: enough for every measure.
+
+Both kinds keep float64 matrices of the layers' sizes, however many observations there are, and
+both are centred as they grow (Chan, Golub, LeVeque), so no digits are lost where |mean| is much
+larger than the spread. `Covariances` costs least; `Factors` doesn't square condition numbers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkd.distributed import Group, world_size
+
+EPS = torch.finfo(torch.float64).eps
+
+
+class Directions(NamedTuple):
+    """Singular directions of a layer's centred features, but for those of rounding.
+
+    ``values`` (r,), largest first; ``vectors`` (r, D). ``basis`` (m, r) are the left singular
+    vectors, in the space of a factor's rows.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    basis: Tensor | None = None
+
+    def leading(self, variance: float) -> int:
+        """How many directions hold this share of the variance."""
+        held = self.values.square().cumsum(0)
+        if not len(held) or variance == 1:
+            return len(held)
+        return min(len(held), int((held / held[-1] < variance - 1e-12).sum()) + 1)
+
+
+class Moments(ABC):
+    """Count and means of L layers, of W features in all; a subclass keeps second moments.
+
+    With ``fourth`` also what the unbiased CKA needs: Σ p_i p_j (L, L), Σ p_i x (L, W) and Σ p_i
+    (L,) over the observations, p_i = ‖x_i‖² being that of the centred features of layer i.
+    """
+
+    mean: Tensor
+    fourths: tuple[Tensor, Tensor, Tensor]
+
+    def __init__(self, fourth: bool = False) -> None:
+        self.fourth = fourth
+        self.count = 0
+        self.widths: list[int] = []
+        self.second: dict[Any, Tensor] = {}
+        self._forget()
+
+    def update(self, layers: Sequence[Tensor]) -> None:
+        """Add the rows of ``layers``, each ``(n, D_l)``: the same n observations in every layer."""
+        rows = torch.cat([x.double() for x in layers], 1)  # (n, W)
+        if not len(rows):
+            return
+        if not self.widths:
+            self.widths = [x.shape[1] for x in layers]
+            self.mean = rows.new_zeros(rows.shape[1])
+            sizes = ((len(layers),), (rows.shape[1],), ())
+            self.fourths = tuple(rows.new_zeros(len(layers), *size) for size in sizes)  # type: ignore[assignment]
+            self._begin(rows)
+        share = len(rows) / (self.count + len(rows))
+        self._move_to(self.mean + (rows.mean(0) - self.mean) * share)
+        rows -= self.mean
+        if self.fourth:
+            p = torch.stack([x.square().sum(1) for x in self.split(rows)])  # (L, n)
+            self._add_fourths((p @ p.T, p @ rows, p.sum(1)))
+        self._add(rows)
+        self.count += len(rows)
+        self._forget()
+
+    def merge(self, other: "Moments") -> None:
+        """Add the observations of ``other``, which is used up."""
+        if not other.count:
+            return
+        if not self.count:
+            self.__dict__.update(other.__dict__)
+            return
+        share = other.count / (self.count + other.count)
+        mean = self.mean + (other.mean - self.mean) * share
+        for moments in (self, other):
+            moments._move_to(mean)
+        self._add_fourths(other.fourths)
+        self._join(other.second)
+        self.count += other.count
+        self._forget()
+
+    def gathered(self, group: Group = None) -> "Moments":
+        """The moments of all processes' observations, to the same bits in each; on the CPU."""
+        ranks = world_size(group)
+        if ranks == 1:
+            return self
+        self._forget()
+        self.second = {key: x.cpu() for key, x in self.second.items()}
+        if self.widths:
+            self.mean = self.mean.cpu()
+            self.fourths = tuple(x.cpu() for x in self.fourths)  # type: ignore[assignment]
+        parts: list[Any] = []
+        for rank in range(ranks):
+            sent = [self if rank == dist.get_rank(group) else None]
+            source = rank if group is None else dist.get_global_rank(group, rank)
+            dist.broadcast_object_list(sent, src=source, group=group)
+            parts.append(sent[0])
+            if len(parts) == 2:
+                parts[0].merge(parts.pop())
+        return parts[0]
+
+    def _forget(self) -> None:
+        """What followed from the moments before they changed."""
+        self._known: dict[int, Directions] = {}
+        self._energies: dict[tuple[int, int], Tensor] = {}
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``x`` (..., W) by layers."""
+        return x.split(self.widths, -1)
+
+    def directions(self, i: int) -> Directions:
+        """The singular directions of layer i."""
+        if i not in self._known:
+            self._known[i] = self._directions(i)
+        return self._known[i]
+
+    def rounding(self, i: int) -> float:
+        """Singular values that centring layer i leaves where there is nothing but its mean."""
+        return 4 * EPS * self.count**0.5 * float(self.split(self.mean)[i].norm())
+
+    def energy(self, i: int, j: int) -> Tensor:
+        """‖Σ x_i x_jᵀ‖²_F."""
+        pair = min(i, j), max(i, j)
+        if pair not in self._energies:
+            self._energies[pair] = self.cross(*pair).square().sum()
+        return self._energies[pair]
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Σ p_i p_j (L, L) and Σ p_i (L,), if ``fourth``."""
+        return self.fourths[0], self.fourths[2]
+
+    def _add_fourths(self, more: tuple[Tensor, Tensor, Tensor]) -> None:
+        for mine, theirs in zip(self.fourths, more, strict=True):
+            mine += theirs
+
+    def _by_layer(self, x: Tensor) -> Tensor:
+        """``x`` (L, W), summed over each layer's features: (L, L)."""
+        return torch.stack([part.sum(-1) for part in self.split(x)], 1)
+
+    def _move_to(self, mean: Tensor) -> None:
+        """Take all moments about ``mean`` instead of about these observations' own."""
+        shift, self.mean = mean - self.mean, mean
+        if not self.count:
+            return
+        if self.fourth:
+            # x becomes x - a, p becomes p - 2 x·a + a·a, and Σx is 0.
+            pairs, thirds, squares = self.fourths
+            length = torch.stack([a.square().sum() for a in self.split(shift)])
+            moved = self._times(shift)  # (L, W): S_ji a_i
+            turned = self._by_layer(thirds * shift)
+            pairs += torch.outer(squares, length) + torch.outer(length, squares)
+            pairs += 4 * self._by_layer(moved * shift) - 2 * (turned + turned.T)
+            pairs += self.count * torch.outer(length, length)
+            squares += self.count * length
+            thirds -= squares[:, None] * shift + 2 * moved
+        self._shift_by(shift)
+
+    @abstractmethod
+    def cross(self, i: int, j: int) -> Tensor:
+        """Σ x_i x_jᵀ (D_i, D_j) of the centred features of layers i and j."""
+
+    @abstractmethod
+    def overlap(self, i: int, j: int, kept: tuple[int, int]) -> Tensor:
+        """Cosines between the ``kept`` leading directions of layers i and j, as observations."""
+
+    @abstractmethod
+    def _directions(self, i: int) -> Directions: ...
+
+    @abstractmethod
+    def _begin(self, rows: Tensor) -> None: ...
+
+    @abstractmethod
+    def _add(self, rows: Tensor) -> None: ...
+
+    @abstractmethod
+    def _join(self, second: dict[Any, Tensor]) -> None: ...
+
+    @abstractmethod
+    def _shift_by(self, shift: Tensor) -> None:
+        """Take the second moments about a mean that lies ``shift`` further."""
+
+    @abstractmethod
+    def _times(self, shift: Tensor) -> Tensor:
+        """S_ji a_i for all layers i and j: (L, W)."""
+
+
+class Covariances(Moments):
+    """Σ x_i x_jᵀ of all pairs of layers, or only of those at most ``reach`` apart.
+
+    A correlation from them has an error of about κ²·1e-16, κ being the ratio of the largest
+    singular value to the smallest that counts; the share of variance v bounds κ² by D / (1 - v).
+    """
+
+    def __init__(self, fourth: bool = False, reach: int | None = None) -> None:
+        super().__init__(fourth)
+        self.reach = reach
+
+    def cross(self, i: int, j: int) -> Tensor:
+        return self.second[i, j] if i <= j else self.second[j, i].T
+
+    def overlap(self, i: int, j: int, kept: tuple[int, int]) -> Tensor:
+        left, right = (
+            found.vectors[:k].T / found.values[:k]
+            for found, k in zip(map(self.directions, (i, j)), kept, strict=True)
+        )
+        return left.T @ self.cross(i, j) @ right
+
+    def _directions(self, i: int) -> Directions:
+        squares, vectors = torch.linalg.eigh(self.cross(i, i))
+        squares, vectors = squares.flip(0), vectors.flip(1)
+        least = max(float(squares[0]) * len(squares) * EPS, self.rounding(i) ** 2)
+        rank = int((squares > least).sum())
+        return Directions(squares[:rank].sqrt(), vectors[:, :rank].T)
+
+    def _begin(self, rows: Tensor) -> None:
+        layers = len(self.widths)
+        reach = layers if self.reach is None else self.reach
+        for i in range(layers):
+            for j in range(i, min(layers, i + reach + 1)):
+                self.second[i, j] = rows.new_zeros(self.widths[i], self.widths[j])
+
+    def _add(self, rows: Tensor) -> None:
+        parts = self.split(rows)
+        for (i, j), total in self.second.items():
+            total.addmm_(parts[i].T, parts[j])
+
+    def _join(self, second: dict[Any, Tensor]) -> None:
+        for pair, total in self.second.items():
+            total += second[pair]
+
+    def _shift_by(self, shift: Tensor) -> None:
+        parts = self.split(shift)
+        for (i, j), total in self.second.items():
+            total.addr_(parts[i], parts[j], alpha=self.count)
+
+    def _times(self, shift: Tensor) -> Tensor:
+        parts, layers = self.split(shift), range(len(self.widths))
+        return torch.stack(
+            [torch.cat([self.cross(j, i) @ parts[i] for j in layers]) for i in layers]
+        )
+
+
+class Factors(Moments):
+    """The triangle R of a QR decomposition of all layers' centred features side by side.
+
+    It is updated by Householder reflections, layer by layer: row panel k, (D_k, Σ_{j≥k} D_j), meets
+    what is left of the new rows. No product of features is formed, so singular values and
+    correlations are those of the whole features to about κ·1e-16, as if all rows were at hand.
+    """
+
+    def cross(self, i: int, j: int) -> Tensor:
+        height = sum(self.widths[: min(i, j) + 1])
+        return self._column(i)[:height].T @ self._column(j)[:height]
+
+    def overlap(self, i: int, j: int, kept: tuple[int, int]) -> Tensor:
+        left, right = self.directions(i).basis, self.directions(j).basis
+        assert left is not None and right is not None
+        height = min(len(left), len(right))
+        return left[:height, : kept[0]].T @ right[:height, : kept[1]]
+
+    def _column(self, i: int) -> Tensor:
+        """R's columns of layer i, (Σ_{k≤i} D_k, D_i): its features, turned."""
+        start = [sum(self.widths[k:i]) for k in range(i + 1)]
+        width = self.widths[i]
+        return torch.cat([self.second[k][:, start[k] : start[k] + width] for k in range(i + 1)])
+
+    def _directions(self, i: int) -> Directions:
+        basis, values, vectors = torch.linalg.svd(self._column(i), full_matrices=False)
+        size = max(self.count, self.widths[i])
+        least = max(float(values[0]) * size * EPS, self.rounding(i))
+        rank = int((values > least).sum())
+        return Directions(values[:rank], vectors[:rank], basis[:, :rank])
+
+    def _begin(self, rows: Tensor) -> None:
+        for k, width in enumerate(self.widths):
+            self.second[k] = rows.new_zeros(width, sum(self.widths[k:]))
+
+    def _add(self, rows: Tensor, first: int = 0) -> None:
+        for k in range(first, len(self.widths)):
+            width = self.widths[k]
+            both = torch.cat([self.second[k], rows])
+            reflections, scales = torch.geqrf(both[:, :width])
+            turned = torch.ormqr(reflections, scales, both[:, width:], transpose=True)
+            self.second[k] = torch.cat([reflections[:width].triu(), turned[:width]], 1)
+            rows = turned[width:]
+
+    def _join(self, second: dict[Any, Tensor]) -> None:
+        for k, panel in second.items():
+            self._add(panel, k)
+
+    def _shift_by(self, shift: Tensor) -> None:
+        self._add(shift[None] * self.count**0.5)
+
+    def _times(self, shift: Tensor) -> Tensor:
+        parts, layers = self.split(shift), range(len(self.widths))
+        moved = [self._column(i) @ parts[i] for i in layers]
+        columns = [self._column(j) for j in layers]
+        return torch.stack([torch.cat([_upper(c, x) for c in columns]) for x in moved])
+
+
+def _upper(column: Tensor, x: Tensor) -> Tensor:
+    """columnᵀ x over the rows that both have."""
+    height = min(len(column), len(x))
+    return column[:height].T @ x[:height]

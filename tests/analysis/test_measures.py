@@ -1,0 +1,198 @@
+"""Measures against plain numpy on all features at once, in any split, and where others fail."""
+
+import pickle
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from fastkd.analysis import similarity
+from fastkd.analysis.measures import MEASURES, check_moments, matrix, moments_for
+from fastkd.analysis.moments import Covariances, Factors
+
+CLOSE = {"rtol": 0, "atol": 1e-9}
+
+
+def basis(x, variance=1.0):
+    """Orthonormal columns that span the leading directions of the centred rows."""
+    u, s, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
+    rank = int((s > s[0] * max(x.shape) * np.finfo(float).eps).sum())
+    held = np.cumsum(s**2) / (s**2).sum() if rank else s
+    kept = rank if variance == 1 else int((held < variance).sum()) + 1
+    return np.linalg.qr(u[:, :kept] * s[:kept])[0]
+
+
+def mean_cca(x, y, variance=1.0):
+    return np.linalg.svd(basis(x, variance).T @ basis(y, variance), compute_uv=False).mean()
+
+
+def pwcca(x, y):
+    a, b = basis(x), basis(y)
+    left, rho, right = np.linalg.svd(a.T @ b, full_matrices=False)
+    h, z = (a @ left, x) if a.shape[1] <= b.shape[1] else (b @ right.T, y)
+    alpha = np.abs(h.T @ (z - z.mean(0))).sum(1)
+    return (alpha * rho).sum() / alpha.sum()
+
+
+def hsic(k, j):
+    """Gretton et al.: of centred Gram matrices."""
+    centre = np.eye(len(k)) - 1 / len(k)
+    return np.trace(centre @ k @ centre @ j)
+
+
+def unbiased_hsic(k, j):
+    """Song et al. 2012, eq. 5."""
+    n, k, j = len(k), k - np.diag(np.diag(k)), j - np.diag(np.diag(j))
+    sums = k.sum() * j.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ j).sum()
+    return (np.trace(k @ j) + sums) / (n * (n - 3))
+
+
+def cka(x, y, hsic=hsic):
+    k, j = x @ x.T, y @ y.T
+    return hsic(k, j) / np.sqrt(hsic(k, k) * hsic(j, j))
+
+
+PLAIN = {
+    "svcca": lambda x, y: mean_cca(x, y, 0.99),
+    "pwcca": pwcca,
+    "cca": mean_cca,
+    "cka": cka,
+    "unbiased_cka": lambda x, y: cka(x, y, unbiased_hsic),
+}
+
+
+def features(condition=1e3, rows=300, seed=0):
+    """Two layers that share causes, turned, far from zero, of this ratio of singular values."""
+    rng = np.random.default_rng(seed)
+    causes = rng.standard_normal((rows, 12))
+    made = []
+    for size, mean in ((14, 3.0), (17, -20.0)):
+        x = causes @ rng.standard_normal((12, size)) + 2 * rng.standard_normal((rows, size))
+        turn = np.linalg.qr(rng.standard_normal((size, size)))[0]
+        made.append(torch.tensor(x * np.geomspace(1, 1 / condition, size) @ turn + mean))
+    return made
+
+
+def streamed(measure, *layers, splits):
+    moments = moments_for([measure], 0.99)
+    for parts in zip(*(x.split(splits) for x in layers), strict=True):
+        moments.update(parts)
+    return matrix(moments, measure, [0], [1])[0, 0]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("condition", [1, 1e3, 1e6])
+def test_equals_numpy_on_all_features(measure, condition):
+    for x, y in (features(condition), features(condition)[::-1]):
+        expected = torch.tensor(PLAIN[measure](x.numpy(), y.numpy()))
+        torch.testing.assert_close(similarity(x, y, measure), expected, **CLOSE)
+        for splits in ([1, 2, 0, 197, 100], 7):
+            found = streamed(measure, x, y, splits=splits)
+            torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [Covariances, Factors])
+def test_moments_are_those_of_all_rows(kind):
+    x = torch.cat(features(1e2), 1)
+    far, layers = x + 1e4, [range(14), range(14, 31)]
+    first, second = kind(fourth=True), kind(fourth=True)
+    for i, part in enumerate(far.split(37)):
+        (first if i % 3 else second).update([part[:, list(columns)] for columns in layers])
+    for merged in (kind(fourth=True), first, second, kind(fourth=True)):
+        if merged is not first:
+            first.merge(merged)
+    centred = [(x - x.mean(0))[:, list(columns)] for columns in layers]
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    assert first.count == 300
+    torch.testing.assert_close(first.mean, far.mean(0))
+    for i, j in product(range(2), repeat=2):
+        torch.testing.assert_close(first.cross(i, j), centred[i].T @ centred[j], **close)
+    p = torch.stack([c.square().sum(1) for c in centred])
+    torch.testing.assert_close(first.pairs()[0], p @ p.T, **close)
+    torch.testing.assert_close(first.pairs()[1], p.sum(1), **close)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_never_fails(measure):
+    """Where packages raise, or return NaN: what is left of the directions is compared."""
+    rng = np.random.default_rng(0)
+    wide = [torch.tensor(rng.standard_normal((5, size))) for size in (30, 20)]
+    few = similarity(*wide, measure)
+    if "cka" in measure:
+        assert few == pytest.approx(PLAIN[measure](*(x.numpy() for x in wide)), abs=1e-9)
+    else:  # five points see no difference
+        assert few == pytest.approx(1.0, abs=1e-9)
+
+    x, y = features()
+    repeated = torch.cat([x, x[:, :4] * 3 - 1, torch.ones(300, 2)], 1)
+    for split in (300, 41):
+        found = streamed(measure, repeated, y, splits=split)
+        plain = PLAIN[measure](repeated.numpy(), y.numpy())
+        assert found == pytest.approx(plain, abs=1e-9)
+    if measure == "cca":
+        assert found == pytest.approx(mean_cca(x.numpy(), y.numpy()), abs=1e-9)
+
+    for value, dtype in product((1.0, 0.1, -1e6 / 3), (torch.float32, torch.float64)):
+        constant = torch.full((300, 3), value, dtype=dtype)
+        assert similarity(constant, y, measure) == 0.0
+        assert streamed(measure, y, constant, splits=31) == 0.0
+    assert similarity(torch.zeros(300, 3), torch.zeros(300, 3), measure) == 0.0
+    assert similarity(x, x, measure) == pytest.approx(1.0, abs=1e-12)
+    if measure != "unbiased_cka":
+        assert similarity(x[:2], y[:2], measure) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_pwcca_where_correlations_are_equal():
+    """Three shared directions: what the solver turns within them doesn't matter."""
+    rng = np.random.default_rng(1)
+    shared = torch.tensor(rng.standard_normal((200, 3)))
+    x, y = (
+        torch.cat([shared, torch.tensor(rng.standard_normal((200, n)))], 1)
+        @ torch.tensor(rng.standard_normal((3 + n, 3 + n)))
+        for n in (5, 6)
+    )
+    found = [streamed("pwcca", x, y, splits=s) for s in (200, 50, [1, 199])]
+    found.append(similarity(x, 2 * y.flip(1) - 1, "pwcca"))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], **CLOSE)
+
+
+def test_unbiased_cka_of_unlike_layers_is_small_with_few_rows():
+    rng = np.random.default_rng(0)
+    x, y = (torch.tensor(rng.standard_normal((40, 60))) for _ in range(2))
+    assert similarity(x, y, "cka") > 0.5 > 0.1 > abs(similarity(x, y, "unbiased_cka"))
+
+
+def test_what_is_kept_does_not_grow():
+    for measures in (["svcca"], ["pwcca", "unbiased_cka"]):
+        moments, sizes = moments_for(measures, 0.99), {}
+        for number in range(1, 1001):
+            moments.update([torch.randn(3, 4), torch.randn(3, 6)])
+            if number in (10, 1000):
+                sizes[number] = len(pickle.dumps(moments))
+        assert sizes[1000] - sizes[10] < 16  # the digits of the count
+
+
+def test_float32_counts_as_it_is():
+    x, y = (z.float() for z in features(10))
+    for measure in MEASURES:
+        found = similarity(x, y, measure)
+        torch.testing.assert_close(found, similarity(x.double(), y.double(), measure))
+
+
+def test_mistakes_are_named():
+    x = torch.randn(5, 3)
+    for arguments, message in (
+        ((x, torch.randn(4, 3)), "y must have shape"),
+        ((x, x, "ckaa"), "measure must be"),
+        ((x[:1], x[:1]), "at least two"),
+        ((x[:3], x[:3], "unbiased_cka"), "at least four"),
+        ((x, x.log().abs() * torch.nan), "y gave values that are not finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            similarity(*arguments)
+    with pytest.raises(ValueError, match="variance"):
+        similarity(x, x, variance=0.0)
+    with pytest.raises(ValueError, match="at least two tokens are needed, got 0"):
+        check_moments(Factors(), ["cca"], [], "tokens")
