@@ -1,5 +1,6 @@
 """Fixtures for every test: backends, fixed seeds, outputs pre-filled with NaN."""
 
+import gc
 import os
 import tempfile
 
@@ -56,6 +57,12 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items):
     """The longest first, so that no process waits for another's at the end."""
     items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_dry_cuda.py"))
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage, and accelerate makes many, looks at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):
