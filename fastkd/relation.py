@@ -68,13 +68,7 @@ def relation_loss_ref(
         mask = torch.ones(F_s.shape[:2], dtype=torch.bool, device=F_s.device)
     mask = mask != 0
     F_s, F_t = F_s.masked_fill(~mask[..., None], 0), F_t.masked_fill(~mask[..., None], 0)
-    norm = {
-        "l2": lambda x: F.normalize(x, dim=-1),
-        "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-        "softmax": lambda x: x.softmax(-1),
-        "none": lambda x: x,
-    }[normalize]
-    F_s, F_t = norm(F_s), norm(F_t)
+    F_s, F_t = normalized(F_s, normalize), normalized(F_t, normalize)
     if over == "samples":
         F_s, F_t, mask = F_s.transpose(0, 1), F_t.transpose(0, 1), mask.transpose(0, 1)
 
@@ -386,15 +380,18 @@ def _of_segments(
         alike = alike & there[:, :, None] & there[:, None, :]
         for student, teacher in zip(students, teachers, strict=True):
             y_s, y_t = (
-                _normalized(x.flatten(0, 1)[None] if whole else x, there, options.normalize)
+                normalized(
+                    zero_padding(upcast(x.flatten(0, 1)[None] if whole else x), there),
+                    options.normalize,
+                )
                 for x in (first_order_only(student), teacher)
             )
             loss = loss + weight / options.layers * _mean_of_groups(y_s, y_t, alike, options)
     return loss
 
 
-def _normalized(x: Tensor, mask: Tensor, normalize: str) -> Tensor:
-    x = zero_padding(upcast(x), mask)
+def normalized(x: Tensor, normalize: str) -> Tensor:
+    """Features (..., D) as their relations take them (Table 4)."""
     if normalize == "l2":
         return F.normalize(x, dim=-1)
     if normalize == "layer_norm":

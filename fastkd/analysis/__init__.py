@@ -9,7 +9,13 @@ from fastkd.analysis.layers import (
     svcca_matrix,
 )
 from fastkd.analysis.measures import similarity
-from fastkd.analysis.pictures import plot_layer_similarity, plot_relations
+from fastkd.analysis.pictures import (
+    plot_layer_similarity,
+    plot_relations,
+    plot_sentence,
+    relation_agreement,
+    relation_maps,
+)
 
 __all__ = [
     "adjacent_layer_cca",
@@ -18,7 +24,10 @@ __all__ = [
     "layer_similarity",
     "plot_layer_similarity",
     "plot_relations",
+    "plot_sentence",
     "rccc",
+    "relation_agreement",
+    "relation_maps",
     "similarity",
     "svcca_matrix",
 ]

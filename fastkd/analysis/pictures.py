@@ -1,5 +1,6 @@
 """Pictures: heat maps of layer similarity, and relation maps of student and teacher."""
 
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from fastkd._checks import check_shape
 from fastkd._extras import require
+from fastkd.relation import NORMALIZE, normalized, relation_loss_ref
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -28,14 +30,17 @@ def plot_layer_similarity(
     *,
     ax: Any = None,
     title: str | None = None,
+    names: tuple[str, str] = ("layer", "layer"),
 ) -> Any:
-    """Draw a matrix of layer similarities (`svcca_matrix`, `cka_matrix`) as a heat map.
+    """Draw a matrix of layer similarities, of one model or two, as a heat map.
 
     Args:
-        matrix: (L, L), values in [0, 1].
+        matrix: (L, M), values in [0, 1], as `layer_similarity`, `svcca_matrix` and `cka_matrix`
+            give it.
         path: where to save the picture (the ending names the format); None saves nothing.
         ax: a matplotlib axes to draw into; None makes a new figure.
         title: heading.
+        names: whose layers the rows and the columns are.
 
     Returns:
         The matplotlib figure.
@@ -45,30 +50,117 @@ def plot_layer_similarity(
         >>> len(figure.axes)  # the map and its colour bar
         2
     """
-    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"matrix must be square, got shape {tuple(matrix.shape)}")
-    layers = matrix.shape[0]
+    if matrix.dim() != 2 or not matrix.numel():
+        raise ValueError(f"matrix must be (L, M) and not empty, got {tuple(matrix.shape)}")
+    rows, columns = matrix.shape
     if ax is None:
-        side = max(3.6, 0.42 * layers + 1.6)
-        ax = new_figure(side + 0.9, side).subplots()
+        width, height = (max(3.6, 0.42 * layers + 1.6) for layers in (columns, rows))
+        ax = new_figure(width + 0.9, height).subplots()
     values = matrix.detach().double().cpu().numpy()
     image = ax.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis")
-    if layers <= 13:
-        for i in range(layers):
-            for j in range(layers):
+    if max(rows, columns) <= 13:
+        for i in range(rows):
+            for j in range(columns):
                 colour = "black" if values[i, j] > 0.6 else "white"
                 text = f"{values[i, j]:.2f}"
                 ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=7)
-    step = 1 if layers <= 25 else layers // 12
-    ax.set_xticks(range(0, layers, step))
-    ax.set_yticks(range(0, layers, step))
-    ax.set_xlabel("layer (0: embeddings)")
-    ax.set_ylabel("layer")
+    for layers, set_ticks in ((columns, ax.set_xticks), (rows, ax.set_yticks)):
+        set_ticks(range(0, layers, 1 if layers <= 25 else layers // 12))
+    ax.set_xlabel(f"{names[1]} (0: embeddings)")
+    ax.set_ylabel(names[0])
     if title:
         ax.set_title(title)
     ax.figure.colorbar(image, ax=ax, fraction=0.046)
     _save(ax.figure, path)
     return ax.figure
+
+
+def relation_maps(features: Tensor) -> dict[str, Tensor]:
+    """The relations F·Fᵀ between tokens (FCD, eq. 3) under each normalisation of `relation_loss`.
+
+    Args:
+        features: (N, D).
+
+    Returns:
+        "l2", "layer_norm", "softmax", "none" (Table 4): (N, N) each, float64 on the CPU.
+
+    Example:
+        >>> relation_maps(torch.eye(2))["l2"]
+        tensor([[1., 0.],
+                [0., 1.]], dtype=torch.float64)
+    """
+    x = features.detach().double().cpu()
+    taken = {name: normalized(x, name) for name in NORMALIZE}
+    return {name: y @ y.T for name, y in taken.items()}
+
+
+def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
+    """Pearson's ρ (FCD, eq. 6) of the two relation maps of a sentence, by normalisation.
+
+    That is 1 - `fastkd.relation_loss` of this sample.
+
+    Args:
+        student: (N, Ds).
+        teacher: (N, Dt).
+
+    Example:
+        >>> x = torch.randn(5, 8, dtype=torch.float64)
+        >>> round(relation_agreement(2 * x, x)["l2"], 6)
+        1.0
+    """
+    s, t = (x.detach().double().cpu()[None] for x in (student, teacher))
+    return {name: 1 - float(relation_loss_ref(s, t, normalize=name)) for name in NORMALIZE}
+
+
+def plot_sentence(
+    features: Mapping[str, Tensor],
+    tokens: Sequence[str],
+    path: str | PathLike | None = None,
+) -> Any:
+    """Draw a sentence's relation maps under the four normalisations, a row for each model.
+
+    The first model is the teacher; above each other map stands its Pearson correlation with the
+    teacher's (FCD, eq. 6). It doesn't depend on a map's scale, so every map has its own colours.
+
+    Args:
+        features: a model's name and its (N, D), such as of the teacher, of the student before
+            distillation, and after.
+        tokens: the sentence's N tokens, beside the maps.
+        path: where to save the picture; None saves nothing.
+
+    Returns:
+        The matplotlib figure.
+
+    Example:
+        >>> features = {"teacher": torch.randn(3, 8), "student": torch.randn(3, 4)}
+        >>> len(plot_sentence(features, ["[CLS]", "word", "[SEP]"]).axes)
+        8
+    """
+    for name, x in features.items():
+        if x.dim() != 2 or len(x) != len(tokens):
+            raise ValueError(
+                f"features of {name!r} must be (N, D) with a row for each of the {len(tokens)} "
+                f"tokens, got {tuple(x.shape)}"
+            )
+    side = max(2.4, 0.17 * len(tokens))
+    figure = new_figure(len(NORMALIZE) * side + 1.2, len(features) * (side + 0.4) + 0.6)
+    axes = figure.subplots(len(features), len(NORMALIZE), squeeze=False)
+    teacher = next(iter(features.values()))
+    size = 7 if len(tokens) <= 40 else 5
+    for row, (name, x) in zip(axes, features.items(), strict=True):
+        rho = relation_agreement(x, teacher)
+        for ax, (kind, values) in zip(row, relation_maps(x).items(), strict=True):
+            ax.imshow(values.numpy(), cmap="viridis")
+            title = kind if x is teacher else f"{kind}, ρ = {rho[kind]:.3f}"
+            ax.set_title(title, fontsize=9)
+            ax.set_xticks([])
+            ax.set_yticks([])
+            if ax in axes[-1]:
+                ax.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=size)
+        row[0].set_yticks(range(len(tokens)), tokens, fontsize=size)
+        row[0].set_ylabel(name)
+    _save(figure, path)
+    return figure
 
 
 def plot_relations(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from fastkd.analysis import plot_layer_similarity, plot_relations
+import fastkd
+from fastkd.analysis import (
+    plot_layer_similarity,
+    plot_relations,
+    plot_sentence,
+    relation_agreement,
+    relation_maps,
+)
 
 
 def test_layer_similarity_shows_the_matrix(tmp_path):
@@ -14,8 +21,9 @@ def test_layer_similarity_shows_the_matrix(tmp_path):
     torch.testing.assert_close(torch.tensor(shown), matrix.double())
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plot_layer_similarity(matrix, ax=figure.add_subplot()) is figure
-    with pytest.raises(ValueError, match="square"):
-        plot_layer_similarity(torch.ones(2, 3))
+    assert plot_layer_similarity(torch.ones(2, 3), names=("teacher", "student")).axes
+    with pytest.raises(ValueError, match="not empty"):
+        plot_layer_similarity(torch.ones(3))
 
 
 def test_relations_leave_padding_out(tmp_path):
@@ -30,3 +38,37 @@ def test_relations_leave_padding_out(tmp_path):
     assert (tmp_path / "relations.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="equal B and N"):
         plot_relations(student, teacher[:, :5])
+
+
+def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
+    """They are what the loss compares, with the sentence's tokens beside them."""
+    torch.manual_seed(0)
+    tokens = ["[CLS]", "a", "word", "[SEP]"]
+    features = {
+        name: torch.randn(4, d) for name, d in (("teacher", 9), ("before", 6), ("after", 6))
+    }
+    figure = plot_sentence(features, tokens, tmp_path / "relations.png")
+    assert (tmp_path / "relations.png").read_bytes().startswith(b"\x89PNG")
+    axes = iter(figure.axes)
+    for name, x in features.items():
+        x = x.double()
+        centred = x - x.mean(1, keepdim=True)
+        taken = {
+            "l2": x / x.norm(dim=1, keepdim=True),
+            "layer_norm": centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt(),
+            "softmax": x.exp() / x.exp().sum(1, keepdim=True),
+            "none": x,
+        }
+        found, rho = relation_maps(x), relation_agreement(x, features["teacher"])
+        for kind, y in taken.items():
+            ax = next(axes)
+            torch.testing.assert_close(found[kind], y @ y.T)
+            assert torch.equal(torch.tensor(ax.images[0].get_array()), found[kind])
+            loss = fastkd.relation_loss(x[None], features["teacher"].double()[None], normalize=kind)
+            assert rho[kind] == pytest.approx(1 - float(loss))
+            assert ax.get_title() == (kind if name == "teacher" else f"{kind}, ρ = {rho[kind]:.3f}")
+            if kind == "l2":
+                assert [label.get_text() for label in ax.get_yticklabels()] == tokens
+                assert ax.get_ylabel() == name
+    with pytest.raises(ValueError, match="'after' must be"):
+        plot_sentence({**features, "after": torch.randn(3, 6)}, tokens)
