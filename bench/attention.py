@@ -9,7 +9,7 @@ from torch import Tensor
 from fastkd.attention import attention_loss, attention_loss_ref
 
 from .features import features
-from .harness import REFERENCE, Case, Provider, call, compiled, fastkd_providers
+from .harness import Case, Work
 
 LOSS = "attention"
 
@@ -23,32 +23,16 @@ def make_maps(*, B, H, N, device, dtype) -> dict[str, Tensor]:
     return {"student": student.requires_grad_(), "teacher": teacher, "mask": mask}
 
 
-def attention_case(
-    set: str, dtype: torch.dtype = torch.float32, *, headline: bool = False, **sizes: int
-) -> Case:
-    """Sizes B, H, N."""
-    entries = sizes["B"] * sizes["H"] * sizes["N"] ** 2
-    return Case(
-        loss=LOSS,
-        title="maps",
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make_maps,
-        providers=(
-            Provider(REFERENCE, call(attention_loss_ref)),
-            compiled(attention_loss_ref),
-            *fastkd_providers(attention_loss, "attention_loss"),
-        ),
-        bytes_moved=3 * entries * dtype.itemsize,
-        operations=6 * entries,
-        headline=headline,
-    )
+def cost(*, B, H, N) -> tuple[int, int]:
+    return 3 * B * H * N**2, 6 * B * H * N**2
 
 
 def cases() -> Iterator[Case]:
     """Every size."""
-    yield attention_case("cpu", headline=True, B=32, H=12, N=128)
-    yield attention_case("bert", torch.bfloat16, B=32, H=12, N=128)
-    yield attention_case("bert", headline=True, B=32, H=12, N=128)
-    yield attention_case("long", torch.bfloat16, headline=True, B=4, H=32, N=2048)
+    case = Work(
+        LOSS, "maps", make_maps, attention_loss_ref, attention_loss, "attention_loss", cost
+    ).case
+    yield case("cpu", headline=True, B=32, H=12, N=128)
+    yield case("bert", torch.bfloat16, B=32, H=12, N=128)
+    yield case("bert", headline=True, B=32, H=12, N=128)
+    yield case("long", torch.bfloat16, headline=True, B=4, H=32, N=2048)

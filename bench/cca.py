@@ -1,8 +1,7 @@
 """MC3KD: canonical correlation between student and teacher layers."""
 
 import functools
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from fastkd.cca import cca_loss, cca_loss_ref
 
 from .features import features
-from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
 
 LOSS = "cca"
 RIDGE = 1e-4
@@ -59,9 +58,7 @@ def cca_zoo() -> Provider:
         )
 
     def why_not(device: torch.device) -> str | None:
-        if importlib.util.find_spec("cca_zoo") is None:
-            return "cca-zoo is not installed (pip install cca-zoo)"
-        return None
+        return why_not_installed("cca-zoo", "cca_zoo")
 
     return Provider("cca-zoo", bind, why_not, own_objective=True)
 
@@ -75,46 +72,23 @@ def operations(m: int, Ds: int, Dt: int) -> int:
     return covariances + factors + 2 * m * Ds * (Ds + Dt)
 
 
-def case(
-    set: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    compile: bool = False,
-    peer: bool = True,
-    sweep: str = "",
-    headline: bool = False,
-    **sizes: int,
-) -> Case:
-    """Sizes pairs, m, Ds, Dt."""
-    pairs, m, Ds, Dt = (sizes[name] for name in ("pairs", "m", "Ds", "Dt"))
-    reference = functools.partial(cca_loss_ref, ridge=RIDGE)
-    return Case(
-        loss=LOSS,
-        title="observations",
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(REFERENCE, call(reference)),
-            *([compiled(reference)] if compile else []),
-            *fastkd_providers(functools.partial(cca_loss, ridge=RIDGE), "cca_loss"),
-            *([cca_zoo()] if peer else []),
-        ),
-        bytes_moved=pairs * m * (2 * Ds + Dt) * dtype.itemsize,
-        operations=pairs * operations(m, Ds, Dt),
-        oracle=oracle,
-        sweep=sweep,
-        headline=headline,
-    )
+def cost(*, pairs, m, Ds, Dt) -> tuple[int, int]:
+    return pairs * m * (2 * Ds + Dt), pairs * operations(m, Ds, Dt)
+
+
+def work(*peers: Provider) -> Callable[..., Case]:
+    functions, options = (cca_loss_ref, cca_loss, "cca_loss"), {"ridge": RIDGE}
+    timed = Work(LOSS, "observations", make, *functions, cost, peers, options)
+    return functools.partial(timed.case, compile=False, oracle=oracle)
 
 
 def cases() -> Iterator[Case]:
     """Every size."""
+    case, alone = work(cca_zoo()), work()
     yield case("cpu", headline=True, pairs=1, m=32, Ds=768, Dt=768)
     yield case("cpu", headline=True, pairs=1, m=4096, Ds=768, Dt=768)
-    yield case("cca-12", peer=False, pairs=12, m=32, Ds=768, Dt=768)
-    yield case("cca-12", peer=False, pairs=12, m=4096, Ds=768, Dt=768)
+    yield alone("cca-12", pairs=12, m=32, Ds=768, Dt=768)
+    yield alone("cca-12", pairs=12, m=4096, Ds=768, Dt=768)
     yield case("bert", pairs=6, m=32, Ds=768, Dt=768)
     yield case("bert", headline=True, pairs=6, m=4096, Ds=768, Dt=768)
     yield case("bert", torch.bfloat16, pairs=6, m=4096, Ds=768, Dt=768)

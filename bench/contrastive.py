@@ -9,7 +9,7 @@ from torch import Tensor
 from fastkd.contrastive import cos_nce_loss, cos_nce_loss_ref
 
 from .features import features
-from .harness import REFERENCE, Case, Provider, call, compiled, fastkd_providers
+from .harness import Case, Work
 
 LOSS = "contrastive"
 
@@ -21,45 +21,23 @@ def make(*, B, D, device, dtype, N=0) -> dict[str, Tensor]:
     return {"student": make(seed=0, requires_grad=True), "teacher": make(seed=1)}
 
 
-def case(
-    set: str,
-    title: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    compile: bool = True,
-    sweep: str = "",
-    headline: bool = False,
-    **sizes: int,
-) -> Case:
-    """Sizes B, D and, for tokens, N; a dozen operations an entry."""
-    entries = sizes["B"] * sizes.get("N", 1) * sizes["D"]
-    return Case(
-        loss=LOSS,
-        title=title,
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(REFERENCE, call(cos_nce_loss_ref)),
-            *([compiled(cos_nce_loss_ref)] if compile else []),
-            *fastkd_providers(cos_nce_loss, "cos_nce_loss"),
-        ),
-        bytes_moved=3 * entries * dtype.itemsize,
-        operations=12 * entries,
-        sweep=sweep,
-        headline=headline,
-    )
+def cost(*, B, D, N=1) -> tuple[int, int]:
+    """A dozen operations an entry."""
+    return 3 * B * N * D, 12 * B * N * D
 
 
 def cases() -> Iterator[Case]:
     """Every size."""
+    tokens, cls = (
+        Work(LOSS, title, make, cos_nce_loss_ref, cos_nce_loss, "cos_nce_loss", cost).case
+        for title in ("tokens", "cls")
+    )
     half = torch.bfloat16
-    yield case("cpu", "tokens", headline=True, B=32, N=128, D=768)
+    yield tokens("cpu", headline=True, B=32, N=128, D=768)
     for b in (64, 128, 256, 512, 1024):
-        yield case("cpu", "cls", compile=False, sweep="B", B=b, D=768)
-    yield case("bert", "tokens", half, headline=True, B=32, N=128, D=768)
-    yield case("bert", "cls", half, B=32, D=768)
-    yield case("long", "tokens", half, B=8, N=4096, D=4096)
+        yield cls("cpu", compile=False, sweep="B", B=b, D=768)
+    yield tokens("bert", half, headline=True, B=32, N=128, D=768)
+    yield cls("bert", half, B=32, D=768)
+    yield tokens("long", half, B=8, N=4096, D=4096)
     for b in (64, 256, 1024, 4096, 16384):
-        yield case("sweep", "cls", half, compile=False, sweep="B", B=b, D=768)
+        yield cls("sweep", half, compile=False, sweep="B", B=b, D=768)

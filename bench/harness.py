@@ -9,11 +9,13 @@ first is `measure`, the later ones `measure_again`.
 """
 
 import contextlib
+import functools
 import gc
+import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,6 +190,62 @@ def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provide
         Provider("fastkd triton", bind_triton, no_triton),
         Provider("fastkd, CUDA graph", bind_graph, no_graph),
     ]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a loss's cases have in common: `fastkd_providers` of ``function`` beside a reference.
+
+    ``cost(**sizes)`` gives the entries that are moved and the operations, as `Case` counts them;
+    ``peers`` are other packages that do the same.
+    """
+
+    loss: str
+    title: str
+    make: Callable[..., dict[str, Any]]
+    reference: Callable[..., Tensor]
+    function: Callable[..., Tensor]
+    name: str  # of the public function
+    cost: Callable[..., tuple[int, int]]
+    peers: tuple[Provider, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)  # of both functions
+
+    def case(
+        self, set: str, dtype: torch.dtype = torch.float32, *, compile: bool = True,
+        sweep: str = "", headline: bool = False, check_sizes: dict[str, int] | None = None,
+        oracle: Callable[..., Tensor] | None = None, **sizes: int,
+    ) -> Case:  # fmt: skip
+        """A row; ``compile`` adds the reference under torch.compile."""
+        entries, operations = self.cost(**sizes)
+        reference = functools.partial(self.reference, **self.options)
+        function = functools.partial(self.function, **self.options)
+        return Case(
+            loss=self.loss,
+            title=self.title,
+            set=set,
+            sizes=sizes,
+            dtype=dtype,
+            make=self.make,
+            providers=(
+                Provider(REFERENCE, call(reference)),
+                *([compiled(reference)] if compile else []),
+                *fastkd_providers(function, self.name),
+                *self.peers,
+            ),
+            bytes_moved=entries * dtype.itemsize,
+            operations=operations,
+            check_sizes=check_sizes or {},
+            oracle=oracle,
+            sweep=sweep,
+            headline=headline,
+        )
+
+
+def why_not_installed(package: str, name: str) -> str | None:
+    """Where ``package``, imported as ``name``, is missing."""
+    if importlib.util.find_spec(name) is None:
+        return f"{package} is not installed (pip install {package})"
+    return None
 
 
 def ours(loss: str, name: str) -> bool:

@@ -1,7 +1,6 @@
 """Intra-class similarity: nearest neighbours of the same class."""
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from fastkd.knn import knn_feature_loss, knn_feature_loss_ref
 
 from .features import features, labels
-from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
 
 LOSS = "knn"
 
@@ -52,52 +51,24 @@ def keops(k: int) -> Provider:
         return Bound(forward, leaves_of(inputs))
 
     def why_not(device: torch.device) -> str | None:
-        if importlib.util.find_spec("pykeops") is None:
-            return "pykeops is not installed (pip install pykeops)"
-        return None
+        return why_not_installed("pykeops", "pykeops")
 
     return Provider("pykeops", bind, why_not)
 
 
-def case(
-    set: str,
-    title: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    k: int = 1,
-    compile: bool = True,
-    peer: bool = False,
-    sweep: str = "",
-    headline: bool = False,
-    check_sizes: dict[str, int] | None = None,
-    **sizes: int,
-) -> Case:
-    """Sizes N, M, D and ``classes``; operations count only pairs of the same class.
+def cost(*, N, M, D, classes) -> tuple[int, int]:
+    """Operations count only pairs of the same class."""
+    return (2 * N + M) * D, 2 * N * M * D // classes
 
-    ``peer`` adds pykeops, where its scalar loops (a CPU) or its unrolled ones (D beyond a few
+
+def case(set: str, title: str, *more: Any, k: int = 1, peer: bool = False, **options: Any) -> Case:
+    """``peer`` adds pykeops, where its scalar loops (a CPU) or its unrolled ones (D beyond a few
     thousand, minutes to compile) can finish.
     """
-    N, M, D = (sizes[name] for name in ("N", "M", "D"))
-    reference = functools.partial(knn_feature_loss_ref, k=k)
-    return Case(
-        loss=LOSS,
-        title=f"{title}, k={k}",
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(REFERENCE, call(reference)),
-            *([compiled(reference)] if compile else []),
-            *fastkd_providers(functools.partial(knn_feature_loss, k=k), "knn_feature_loss"),
-            *([keops(k)] if peer else []),
-        ),
-        bytes_moved=(2 * N + M) * D * dtype.itemsize,
-        operations=2 * N * M * D // sizes["classes"],
-        check_sizes=check_sizes or {},
-        sweep=sweep,
-        headline=headline,
-    )
+    functions = knn_feature_loss_ref, knn_feature_loss, "knn_feature_loss"
+    peers = (keops(k),) if peer else ()
+    work = Work(LOSS, f"{title}, k={k}", make, *functions, cost, peers, {"k": k})
+    return work.case(set, *more, **options)
 
 
 def cases() -> Iterator[Case]:

@@ -18,7 +18,7 @@ from fastkd.projection import (
 )
 
 from .features import features
-from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+from .harness import REFERENCE, Bound, Case, Provider, Work, call, leaves_of
 
 LOSS = "projection"
 
@@ -29,34 +29,8 @@ def make_pair(*, rows, D, device, dtype) -> dict[str, Tensor]:
     return {"x": make(seed=0), "y": make(seed=1)}
 
 
-def layer_norm_case(
-    set: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    compile: bool = True,
-    sweep: str = "",
-    headline: bool = False,
-    **sizes: int,
-) -> Case:
-    """Sizes rows and D."""
-    entries = sizes["rows"] * sizes["D"]
-    return Case(
-        loss=LOSS,
-        title="LayerNorm-MSE",
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make_pair,
-        providers=(
-            Provider(REFERENCE, call(layer_norm_mse_ref)),
-            *([compiled(layer_norm_mse_ref)] if compile else []),
-            *fastkd_providers(layer_norm_mse, "layer_norm_mse"),
-        ),
-        bytes_moved=4 * entries * dtype.itemsize,
-        operations=20 * entries,
-        sweep=sweep,
-        headline=headline,
-    )
+def layer_norm_cost(*, rows, D) -> tuple[int, int]:
+    return 4 * rows * D, 20 * rows * D
 
 
 def make_skew(*, D, device, dtype) -> dict[str, Tensor]:
@@ -191,6 +165,8 @@ def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
 
 def cases() -> Iterator[Case]:
     """Every size."""
+    functions = layer_norm_mse_ref, layer_norm_mse, "layer_norm_mse"
+    layer_norm_case = Work(LOSS, "LayerNorm-MSE", make_pair, *functions, layer_norm_cost).case
     yield layer_norm_case("cpu", headline=True, rows=4096, D=768)
     yield cayley_case("cpu", D=768)
     yield dual_case("cpu", headline=True, B=32, Ds=768, Dt=768)

@@ -1,7 +1,7 @@
 """FCD: relations between tokens and between samples."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from fastkd._dispatch import Backend
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
 
 from .features import features
-from .harness import REFERENCE, Case, Provider, call, compiled, fastkd_providers
+from .harness import Case, Work
 
 LOSS = "relation"
 
@@ -53,44 +53,19 @@ def operations(groups: int, members: int, Ds: int, Dt: int) -> int:
     return groups * min(relation_side, feature_side)
 
 
-def case(
-    set: str,
-    over: Any,
-    dtype: torch.dtype = torch.float32,
-    *,
-    compile: bool = True,
-    sweep: str = "",
-    headline: bool = False,
-    **sizes: int,
-) -> Case:
-    """``over`` is "tokens", "samples", or "tokens + samples" for a list of layers."""
-    B, N, Ds, Dt = (sizes[name] for name in ("B", "N", "Ds", "Dt"))
-    count = sizes.get("layers", 1)
-    make: Callable[..., dict[str, Any]]
-    if over == "tokens + samples":
-        reference, fast, make = layers_ref, layers, make_layers
-        work = operations(B, N, Ds, Dt) + operations(N, B, Ds, Dt)
-    else:
-        reference = functools.partial(relation_loss_ref, over=over)
-        fast, make = functools.partial(relation_loss, over=over), make_pair
-        work = operations(B, N, Ds, Dt) if over == "tokens" else operations(N, B, Ds, Dt)
-    return Case(
-        loss=LOSS,
-        title=over,
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(REFERENCE, call(reference)),
-            *([compiled(reference)] if compile else []),
-            *fastkd_providers(fast, "relation_loss"),
-        ),
-        bytes_moved=count * B * N * (2 * Ds + Dt) * dtype.itemsize,
-        operations=count * work,
-        sweep=sweep,
-        headline=headline,
-    )
+def cost(over: str, *, B, N, Ds, Dt, layers=1) -> tuple[int, int]:
+    """Of "tokens", "samples", or "tokens + samples" for a list of layers."""
+    kinds = {"tokens": operations(B, N, Ds, Dt), "samples": operations(N, B, Ds, Dt)}
+    return layers * B * N * (2 * Ds + Dt), layers * sum(kinds[kind] for kind in over.split(" + "))
+
+
+def case(set: str, over: str, *more: Any, **rest: Any) -> Case:
+    name, least = "relation_loss", functools.partial(cost, over)
+    work = Work(LOSS, over, make_layers, layers_ref, layers, name, least)
+    if over in ("tokens", "samples"):
+        functions = relation_loss_ref, relation_loss, name
+        work = Work(LOSS, over, make_pair, *functions, least, options={"over": over})
+    return work.case(set, *more, **rest)
 
 
 def cases() -> Iterator[Case]:

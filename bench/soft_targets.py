@@ -1,7 +1,6 @@
 """Soft targets: divergences between the logits of student and teacher."""
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from fastkd.soft_targets import (
 )
 
 from .features import features
-from .harness import REFERENCE, Bound, Case, Provider, call, compiled, fastkd_providers, leaves_of
+from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
 
 LOSS = "soft_targets"
 NAMES = {
@@ -42,12 +41,10 @@ def why_no_liger(device: torch.device) -> str | None:
     """Liger's kernels are Triton without an interpreter path."""
     if device.type != "cuda":
         return "its kernels need a CUDA device"
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed (pip install liger-kernel)"
-    return None
+    return why_not_installed("liger-kernel", "liger_kernel")
 
 
-def liger(divergence: Divergence) -> list[Provider]:
+def liger(divergence: Divergence) -> tuple[Provider, ...]:
     """Liger's KL and JSD; both take log-probabilities, so the softmax before them counts."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
@@ -67,44 +64,20 @@ def liger(divergence: Divergence) -> list[Provider]:
         return Bound(forward, leaves_of(inputs))
 
     if divergence == "adaptive_kl":
-        return []
-    return [Provider("liger-kernel", bind, why_no_liger)]
+        return ()
+    return (Provider("liger-kernel", bind, why_no_liger),)
 
 
-def case(
-    set: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    divergence: Divergence = "forward_kl",
-    compile: bool = True,
-    sweep: str = "",
-    headline: bool = False,
-    check_sizes: dict[str, int] | None = None,
-    **sizes: int,
-) -> Case:
-    """Sizes rows and V; one read of both logits, one write of the gradient."""
-    entries = sizes["rows"] * sizes["V"]
-    reference = functools.partial(soft_target_loss_ref, divergence=divergence)
-    fast = functools.partial(soft_target_loss, divergence=divergence)
-    return Case(
-        loss=LOSS,
-        title=NAMES[divergence],
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(REFERENCE, call(reference)),
-            *([compiled(reference)] if compile else []),
-            *fastkd_providers(fast, "soft_target_loss"),
-            *liger(divergence),
-        ),
-        bytes_moved=3 * entries * dtype.itemsize,
-        operations=12 * entries,
-        check_sizes=check_sizes or {},
-        sweep=sweep,
-        headline=headline,
-    )
+def cost(*, rows, V) -> tuple[int, int]:
+    """One read of both logits, one write of the gradient."""
+    return 3 * rows * V, 12 * rows * V
+
+
+def case(*more: Any, divergence: Divergence = "forward_kl", **rest: Any) -> Case:
+    functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
+    title, options = NAMES[divergence], {"divergence": divergence}
+    work = Work(LOSS, title, make, *functions, cost, liger(divergence), options)
+    return work.case(*more, **rest)
 
 
 def make_linear(*, rows, Ds, Dt, V, device, dtype) -> dict[str, Tensor]:
@@ -130,36 +103,17 @@ def liger_linear() -> Provider:
     return Provider("liger-kernel", bind, why_no_liger)
 
 
-def linear_case(
-    set: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    divergence: Divergence = "js",
-    compile: bool = False,
-    check_sizes: dict[str, int] | None = None,
-    **sizes: int,
-) -> Case:
-    """Sizes rows, Ds, Dt and V: logits of both sides, and the gradients of state and weight."""
-    rows, Ds, Dt, V = (sizes[name] for name in ("rows", "Ds", "Dt", "V"))
-    reference = functools.partial(linear_soft_target_loss_ref, divergence=divergence)
-    fast = functools.partial(linear_soft_target_loss, divergence=divergence)
-    return Case(
-        loss=LOSS,
-        title=f"from hidden states, {NAMES[divergence]}",
-        set=set,
-        sizes=sizes,
-        dtype=dtype,
-        make=make_linear,
-        providers=(
-            Provider(REFERENCE, call(reference)),
-            *([compiled(reference)] if compile else []),
-            *fastkd_providers(fast, "linear_soft_target_loss"),
-            *([liger_linear()] if divergence == "js" else []),
-        ),
-        bytes_moved=((rows + V) * (2 * Ds + Dt)) * dtype.itemsize,
-        operations=2 * rows * V * (3 * Ds + Dt),
-        check_sizes=check_sizes or {},
-    )
+def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
+    """Logits of both sides, and the gradients of state and weight."""
+    return (rows + V) * (2 * Ds + Dt), 2 * rows * V * (3 * Ds + Dt)
+
+
+def linear_case(*more: Any, divergence: Divergence = "js", **rest: Any) -> Case:
+    functions = linear_soft_target_loss_ref, linear_soft_target_loss, "linear_soft_target_loss"
+    title, options = f"from hidden states, {NAMES[divergence]}", {"divergence": divergence}
+    peers = (liger_linear(),) if divergence == "js" else ()
+    work = Work(LOSS, title, make_linear, *functions, linear_cost, peers, options)
+    return work.case(*more, compile=False, **rest)
 
 
 def cases() -> Iterator[Case]:
