@@ -4,6 +4,8 @@ import torch
 import transformers as t
 from torch import Tensor
 
+from fastkd.distill import Distiller, Method, method_by_name
+
 VOCAB, PAD = 60, 0
 SMALL = {"vocab_size": VOCAB, "pad_token_id": PAD}
 BERT = {
@@ -44,6 +46,20 @@ def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> 
     for name, value in options.items():
         setattr(config, name, value)
     return t.AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def recipe(name: str, **options) -> Method:
+    """A method with its paper's values, whose layers need no choice from data."""
+    if name == "mc3kd":
+        options.setdefault("layers", "uniform")
+    return method_by_name(name, preset="paper", **options)
+
+
+def ready(teacher, student, name: str, gather: bool = False, **options) -> Distiller:
+    """A distiller with all terms of a recipe."""
+    distiller = Distiller(teacher, student, recipe(name, **options), gather=gather)
+    distiller.set_progress(1.0)
+    return distiller
 
 
 def batch(

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import transformers as t
 
-from fastkd.distill import METHODS, AttentionMSE, Distiller, method_by_name, student_from_teacher
-from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch
+from fastkd.distill import METHODS, AttentionMSE, Distiller, student_from_teacher
+from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch, recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -131,13 +131,7 @@ def data_of(family, head):
 
 def method_of(name, head):
     options = dict(WITHOUT_HEAD.get(name, {}) if head == "none" else {})
-    if name == "mc3kd":
-        options["layers"] = "uniform"
-    return (
-        AttentionMSE(**options)
-        if name == "attention"
-        else method_by_name(name, preset="paper", **options)
-    )
+    return AttentionMSE(**options) if name == "attention" else recipe(name, **options)
 
 
 def verdict(teacher, student, data, name, head):

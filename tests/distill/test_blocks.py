@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastkd.distill import METHODS, AttentionMSE, Blocks, Distiller, method_by_name
+from tests.distill.models import ready
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -52,9 +53,7 @@ def data(rows=6):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns(name):
-    options = {"layers": "uniform"} if name == "mc3kd" else {}
-    distiller = Distiller(*pair(), method_by_name(name, preset="paper", **options))
-    distiller.set_progress(1.0)
+    distiller = ready(*pair(), name)
     optimizer = torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], 1e-3)
     first = None
     for _ in range(15):

@@ -16,7 +16,7 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
-from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.models import CONFIGS, batch, classifier, recipe
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks
 from tests.distill.test_distiller import documents, packed, padded, question_answering
@@ -30,10 +30,8 @@ def batches(count=3):
 
 
 def method_of(name, **options):
-    if name == "mc3kd":
-        options.setdefault("layers", "uniform")
     torch.manual_seed(1)
-    method = method_by_name(name, preset="paper", **options)
+    method = recipe(name, **options)
     method.perturb = False
     return method
 

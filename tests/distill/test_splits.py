@@ -5,8 +5,8 @@ import torch
 import transformers as t
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd.distill import METHODS, Distiller, IntraClassKNN, method_by_name, student_from_teacher
-from tests.distill.models import CONFIGS, classifier
+from fastkd.distill import METHODS, Distiller, IntraClassKNN, student_from_teacher
+from tests.distill.models import CONFIGS, classifier, ready
 from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -28,15 +28,10 @@ def distiller_of(name, kind="classifier", dropout=0.0, **gather):
     for module in student.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-    options = {"layers": "uniform"} if name == "mc3kd" else {}
-    if name == "knn":
-        options = {"alpha1": 0.1, "k": 2}
     torch.manual_seed(1)
-    distiller = Distiller(
-        teacher, student, method_by_name(name, preset="paper", **options), **gather
+    return ready(
+        teacher, student, name, **({"alpha1": 0.1, "k": 2} if name == "knn" else {}), **gather
     )
-    distiller.set_progress(1.0)
-    return distiller
 
 
 def data_of(kind="classifier"):
@@ -190,33 +185,3 @@ def test_knn_does_not_shrink_with_the_number_of_processes(tmp_path):
     alone = [knn_loss(rank, ends) for rank in (0, 1)]
     spread = run_ranks(knn_loss, 2, tmp_path, ends)
     assert sum(spread) / 2 == pytest.approx(sum(alone), rel=1e-6)
-
-
-def sharded(rank, names, ends):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
-    results = {}
-    for name in names:
-        distiller = distiller_of(name, gather=True)
-        for block in distiller.student.bert.encoder.layer:
-            fully_shard(block, mesh=mesh)
-        fully_shard(distiller.student, mesh=mesh)
-        if list(distiller.method.parameters()):
-            fully_shard(distiller.method, mesh=mesh)
-        out = distiller(**part(data_of(), *ends[rank]))
-        out.loss.backward()
-        gradients = {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
-        results[name] = out.terms, {n: g.full_tensor() for n, g in gradients.items()}
-    return results
-
-
-def test_sharded_processes_that_gather_are_one_process(tmp_path):
-    """FSDP2 around the student, its blocks and the method."""
-    names = list(METHODS)
-    ranks = run_ranks(sharded, 2, tmp_path, names, [(0, 6), (6, 9)])
-    for name in names:
-        expected = whole_batch(name, "classifier")
-        for rank in ranks:
-            assert_equal(expected, *rank[name])

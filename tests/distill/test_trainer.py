@@ -13,7 +13,7 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
-from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.models import CONFIGS, batch, classifier, recipe
 from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -62,27 +62,18 @@ def test_resuming_gives_the_same_run(name, tmp_path):
 
 
 def test_terms_are_logged_and_the_schedule_is_kept(tmp_path):
-    run = trainer(
-        tmp_path, method_by_name("lrc_bert", preset="paper", first_stage=0.5), save_strategy="no"
-    )
-    run.train()
-    logs = [entry for entry in run.state.log_history if "loss" in entry]
-    assert [sorted(entry.keys() & {"cos_nce", "soft", "task"}) for entry in logs] == [
-        ["cos_nce"]
-    ] * 3 + [["cos_nce", "soft", "task"]] * 3
-    assert all(abs(entry["total"] - entry["loss"]) < 1e-4 for entry in logs)
+    """The mean of a term is over the steps that had it."""
 
+    def logs(steps):
+        method = recipe("lrc_bert", first_stage=0.5)
+        run = trainer(tmp_path, method, save_strategy="no", logging_steps=steps)
+        run.train()
+        return [entry for entry in run.state.log_history if "loss" in entry]
 
-def test_terms_are_means_over_the_steps_that_had_them(tmp_path):
-    method = method_by_name("lrc_bert", preset="paper", first_stage=0.5)
-    run = trainer(tmp_path, method, save_strategy="no", logging_steps=6)
-    run.train()
-    every = trainer(
-        tmp_path, method_by_name("lrc_bert", preset="paper", first_stage=0.5), save_strategy="no"
-    )
-    every.train()
-    steps = [entry for entry in every.state.log_history if "loss" in entry]
-    (mean,) = [entry for entry in run.state.log_history if "loss" in entry]
+    steps, (mean,) = logs(1), logs(6)
+    names = {"cos_nce", "soft", "task"}
+    assert [entry.keys() & names for entry in steps] == [{"cos_nce"}] * 3 + [names] * 3
+    assert all(abs(entry["total"] - entry["loss"]) < 1e-4 for entry in steps)
     for name in ("cos_nce", "soft", "task"):
         values = [entry[name] for entry in steps if name in entry]
         assert mean[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
@@ -113,23 +104,6 @@ def test_evaluation_and_prediction_are_the_students(tmp_path):
     unlabelled = [{key: row[key] for key in row if key != "labels"} for row in data]
     predictions = torch.from_numpy(run.predict(unlabelled).predictions)
     torch.testing.assert_close(predictions, expected.logits)
-
-
-def test_the_best_student_comes_back(tmp_path):
-    run = trainer(
-        tmp_path,
-        method_by_name("fcd"),
-        learning_rate=0.05,
-        eval_strategy="steps",
-        eval_steps=3,
-        load_best_model_at_end=True,
-    )
-    run.train()
-    scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
-    best = tmp_path / f"checkpoint-{3 * (scores.index(min(scores)) + 1)}"
-    student = t.AutoModelForSequenceClassification.from_pretrained(best)
-    for key, value in student.state_dict().items():
-        assert torch.equal(value, run.distiller.student.state_dict()[key])
 
 
 def test_mc3kd_prepares_itself_from_training_data(tmp_path):
@@ -222,7 +196,7 @@ def test_a_ready_distiller_and_mistakes(tmp_path):
         DistillationTrainer(model=distiller, args=arguments, prepare_batches=0)
 
 
-def test_the_best_method_comes_back_too(tmp_path):
+def test_the_best_student_and_method_come_back(tmp_path):
     run = trainer(
         tmp_path,
         method_by_name("lrkd"),
@@ -235,10 +209,14 @@ def test_the_best_method_comes_back_too(tmp_path):
     )
     run.train()
     scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
-    best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}" / "method.pt"
-    kept = torch.load(best)
-    for key, value in run.distiller.method.state_dict().items():
-        assert torch.equal(value, kept[key])
+    best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}"
+    student = t.AutoModelForSequenceClassification.from_pretrained(best)
+    distiller = run.distiller
+    for part, kept in (
+        (distiller.method, torch.load(best / "method.pt")),
+        (distiller.student, student.state_dict()),
+    ):
+        assert all(torch.equal(value, kept[key]) for key, value in part.state_dict().items())
 
 
 def test_options_that_would_act_in_evaluation_alone_are_refused(tmp_path):

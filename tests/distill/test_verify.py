@@ -4,23 +4,16 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import METHODS, Distiller, method_by_name, student_from_teacher
+from fastkd.distill import METHODS, student_from_teacher
 from fastkd.distill.verify import Check, _Step, table, verify
-from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.models import CONFIGS, batch, classifier, ready
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
 
 def distiller_of(teacher, name):
     torch.manual_seed(1)
-    options = {"layers": "uniform"} if name == "mc3kd" else {}
-    distiller = Distiller(
-        teacher,
-        student_from_teacher(teacher, [2, 4]),
-        method_by_name(name, preset="paper", **options),
-    )
-    distiller.set_progress(1.0)
-    return distiller
+    return ready(teacher, student_from_teacher(teacher, [2, 4]), name)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
