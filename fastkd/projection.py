@@ -442,38 +442,54 @@ class _LayerNormMSE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, y):
         with autocast_off(x):
-            norm_x, mean_x, rstd_x = _normalise(x, options.eps)
-            norm_y, mean_y, rstd_y = _normalise(y, options.eps)
-            difference = norm_x - norm_y
-            total = difference.square().sum(-1).sum()
-        ctx.save_for_backward(x, y, difference, mean_x, rstd_x, mean_y, rstd_y)
-        ctx.options = options
-        return total / (2 * _divisor(x, options.reduction))
+            norm_x, rstd_x = _normalise(x, options.eps)
+            norm_y, rstd_y = _normalise(y, options.eps)
+            total = (norm_x - norm_y).square().sum(-1).sum()
+        ctx.save_for_backward(norm_x, norm_y, rstd_x, rstd_y)
+        ctx.options, ctx.divisor = options, _divisor(x, options.reduction)
+        ctx.dtypes = x.dtype, y.dtype
+        return total / (2 * ctx.divisor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, y, difference, mean_x, rstd_x, mean_y, rstd_y = ctx.saved_tensors
-        with autocast_off(x):
-            difference = difference * (grad / _divisor(x, ctx.options.reduction))
+        norm_x, norm_y, rstd_x, rstd_y = ctx.saved_tensors
+        with autocast_off(norm_x):
+            scale = grad / ctx.divisor
+            along = (norm_x * norm_y).sum(-1, keepdim=True)
             dx = dy = None
             if ctx.needs_input_grad[1]:
-                dx = _normalise_backward(difference, x, mean_x, rstd_x)
+                dx = _row_gradient(norm_x, norm_y, along, rstd_x, ctx.options.eps, scale)
+                dx = dx.to(ctx.dtypes[0])
             if ctx.needs_input_grad[2]:
-                dy = _normalise_backward(-difference, y, mean_y, rstd_y)
+                dy = _row_gradient(norm_y, norm_x, along, rstd_y, ctx.options.eps, scale)
+                dy = dy.to(ctx.dtypes[1])
         return None, dx, dy
 
 
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """norm(x), and the mean and 1/√(var + eps) of every row."""
-    return torch.native_layer_norm(upcast(x), x.shape[-1:], None, None, eps)
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """norm(x), and 1/√(var + eps) of every row."""
+    norm, _, rstd = torch.native_layer_norm(upcast(x), x.shape[-1:], None, None, eps)
+    return norm, rstd
 
 
-def _normalise_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-        grad, upcast(x), x.shape[-1:], mean, rstd, None, None, [True, False, False]
-    )
-    return dx.to(x.dtype)
+def _row_gradient(
+    norm: Tensor, other: Tensor, along: Tensor, rstd: Tensor, eps: float, scale: Tensor
+) -> Tensor:
+    """Gradient of scale/2 ‖norm − other‖² with respect to the row that ``norm`` was made of.
+
+    That is the difference without its part along ``norm``, but for that part's share of eps. The
+    part is divided by norm·norm and not by D, which is larger by eps: rows of two columns have
+    nothing else, and the difference would be rounding, of the size of that share.
+
+    Args:
+        along: norm·other (R, 1).
+    """
+    squares = norm.square().sum(-1, keepdim=True)
+    part = along / squares.where(squares != 0, 1)
+    rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * eps * rstd.square())
+    # Its mean is 0 but for the rounding of the rows' own means.
+    return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 
 
 class _LayerNormMSETriton(torch.autograd.Function):

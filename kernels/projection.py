@@ -29,11 +29,12 @@ def blocks(D: int) -> dict[str, int]:
     """Block sizes and warps for rows of D.
 
     At least 1024 elements of each side a program, so that short rows share one, in 8 elements a
-    thread; 4 up to 128 columns, where each row's own numbers take registers too; 16 from 4096
-    columns on and 32 beyond 8192, as 32 warps would leave only 64 registers to a thread.
+    thread; 4 up to 128 columns, where each row's own numbers take registers too; 16 at 4096, and
+    more beyond 8192, where 32 warps would leave too few registers to a thread.
     """
     block_d = max(triton.next_power_of_2(D), 16)
-    num_warps = 8 if block_d <= 128 else 4 if block_d <= 1024 else 8 if block_d <= 4096 else 16
+    warps = {2048: 8, 4096: 8, 8192: 32} | dict.fromkeys((16, 32, 64, 128), 8)
+    num_warps = warps.get(block_d, 16 if block_d > 8192 else 4)
     return {"BLOCK_R": max(1024 // block_d, 1), "BLOCK_D": block_d, "num_warps": num_warps}
 
 
@@ -88,18 +89,23 @@ def layer_norm_mse_forward_kernel(
 
 
 @triton.jit
-def _gradient(along, norm, rstd, D, eps):
-    """``along`` minus its mean and its part along ``norm``, but for that part's share of eps.
+def _normalised(x, mean, rstd, inside, D):
+    """norm(x) of mean 0: rows of few columns would feel how ``mean`` was rounded."""
+    centred = tl.where(inside, x.to(tl.float32) - mean[:, None], 0.0)
+    rest = tl.sum(centred, axis=1) / D
+    return tl.where(inside, (centred - rest[:, None]) * rstd[:, None], 0.0)
+
+
+@triton.jit
+def _gradient(along, norm, rstd, eps):
+    """``along`` without its part along ``norm``, but for that part's share of eps.
 
     The part is divided by norm·norm and not by D, which is larger by eps: where it is all there
     is, the difference would be rounding, of the size of that share.
     """
-    # The mean of the difference is 0 but for rounding, which rows of few columns would feel.
-    mean = tl.sum(along, axis=1) / D
     squares = tl.sum(norm * norm, axis=1)
     part = tl.sum(along * norm, axis=1) / tl.where(squares == 0.0, 1.0, squares)
-    rest = along - mean[:, None] - norm * part[:, None]
-    return rest + norm * (part * (eps * rstd * rstd))[:, None]
+    return along - norm * part[:, None] + norm * (part * (eps * rstd * rstd))[:, None]
 
 
 @triton.jit(do_not_specialize=["R", "first"])
@@ -132,14 +138,14 @@ def layer_norm_mse_backward_kernel(
     mean_y = tl.load(stats_y, mask=row < R, other=0.0)
     rstd_y = tl.load(stats_y + 1, mask=row < R, other=0.0)
 
-    norm_x = tl.where(inside, (x.to(tl.float32) - mean_x[:, None]) * rstd_x[:, None], 0.0)
-    norm_y = tl.where(inside, (y.to(tl.float32) - mean_y[:, None]) * rstd_y[:, None], 0.0)
+    norm_x = _normalised(x, mean_x, rstd_x, inside, D)
+    norm_y = _normalised(y, mean_y, rstd_y, inside, D)
     dloss = tl.load(dloss_ptr) * scale
     out = row[:, None] * D + column[None, :]
-    dx = _gradient(norm_x - norm_y, norm_x, rstd_x, D, eps)
+    dx = _gradient(norm_x - norm_y, norm_x, rstd_x, eps)
     tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
     if BOTH:
-        dy = _gradient(norm_y - norm_x, norm_y, rstd_y, D, eps)
+        dy = _gradient(norm_y - norm_x, norm_y, rstd_y, eps)
         tl.store(dy_ptr + out, dy * (dloss * rstd_y)[:, None], mask=inside)
 
 
