@@ -3,7 +3,10 @@
 python -m torch.distributed.run --nproc-per-node 2 -m tests.app.launched FOLDER
 """
 
+import functools
+import gc
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -12,29 +15,43 @@ from unittest import mock
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from fastkd.app import demo, processes
+from fastkd.app import demo, docstrings, processes
 from fastkd.app.cli import app
 from fastkd.distill import Method
 from fastkd.study import task
 
+LEAVES_THE_LAUNCHER = "demo", "study"
+
 
 def main(folder: Path) -> None:
-    """Run FOLDER/commands.json, a list of lists of words; results in FOLDER/<rank>.json.
+    """Run FOLDER/commands.json, lists of words by name; results in FOLDER/<rank>.json.
 
-    The demo's teacher is FOLDER/teacher.
+    The demo's teacher is FOLDER/teacher, and what it reads FOLDER/library.
     """
     demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
-    results = []
-    for words in json.loads((folder / "commands.json").read_text()):
-        with mock.patch.dict(os.environ):  # a study leaves the launcher
-            result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
-        results.append([result.exit_code, result.stdout, result.stderr])
+    task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
+    gc.freeze()  # accelerate collects garbage once a run
+    commands = json.loads((folder / "commands.json").read_text())
+    with multiprocessing.get_context("fork").Pool(1) as apart:  # before there are threads
+        results = {
+            name: apart.apply(result_of, (words,))
+            for name, words in commands.items()
+            if words[0] in LEAVES_THE_LAUNCHER
+        }
+    for name in [name for name in commands if name not in results]:
+        results[name] = result_of(commands[name])
         if dist.is_initialized():
             dist.barrier()
             if processes.first():
                 dist.distributed_c10d._get_default_store().delete_key("fastkd failed")
             dist.barrier()
-        (folder / f"{processes.rank()}.json").write_text(json.dumps(results))
+    (folder / f"{processes.rank()}.json").write_text(json.dumps(results))
+
+
+def result_of(words: list[str]) -> tuple[int, str, str]:
+    with mock.patch.dict(os.environ):
+        result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    return result.exit_code, result.stdout, result.stderr
 
 
 class FailsInTheSecond(Method):

@@ -16,11 +16,23 @@ from fastkd.app.cli import app
 from fastkd.app.feed import Steps
 from fastkd.app.saving import damage
 from tests.app.test_cli import report_of, stop_at, visible
+from tests.app.test_demo import write_library
 from tests.tiny import make_teacher, write_tsv
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
+RUNS: dict[str, dict] = {
+    "soft_targets": {},
+    "lrkd": {"method": "lrkd"},
+    # These compare samples with each other.
+    "knn": {"method": "knn", "gather": True},
+    "fcd": {"method": "fcd", "gather": True},
+    "lrc_bert": {"method": "lrc_bert", "gather": True},
+    "mc3kd": {"method": "mc3kd", "gather": True},
+    "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
+}
+STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +67,42 @@ def words(tmp_path_factory):
     return make
 
 
-def launch(folder, commands, processes=2):
-    """Run the commands in so many processes; (exit codes, outputs, errors) of each by rank."""
-    folder.mkdir(parents=True, exist_ok=True)
+@pytest.fixture(scope="module")
+def launched(words, tmp_path_factory):
+    """All that ends by itself, in one start of two processes: folder and results by name.
+
+    A result is (exit codes, outputs, errors), each by rank.
+    """
+    folder = tmp_path_factory.mktemp("launch")
+    make_teacher(folder / "teacher", layers=6, head=False)
+    library = write_library(folder / "library")
+    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
+    task = f"t={write_tsv(folder / 'train.tsv')},{write_tsv(folder / 'dev.tsv', 20, 1)}"
+    study = ["study", "--methods", "labels,fcd", "--steps", "2", "--seeds", "2", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, random.randint(4, 17), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        single(*words(folder / "stopped", 1, **STOPPED), expect=130)
+    # A teacher's cache is written by both, and read by both.
+    kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
+    cached = {"teacher_cache": folder / "cache", "teacher": None}
+    commands = {
+        "demo": ["demo", "--fast", "--device", "cpu", "--out", str(folder / "demo")],
+        "study": [*study, "--tasks", task, "--out", str(folder / "study")],
+        **{name: words(folder / name, 2, **more) for name, more in RUNS.items()},
+        "cache": words(folder / "cache", 2, "cache", **kept),
+        "cached": words(folder / "cached", 2, **cached),
+        "stopped": words(folder / "stopped", 1, resume=True, **STOPPED),
+        "already holds a student": words(folder / "soft_targets", 2),
+        "no such directory": words(folder / "x", 2, teacher="./nothing"),
+        "not here": words(folder / "x", 2, method="tests.app.launched:FailsInTheSecond"),
+        "did you mean": words(folder / "x", 2, method="fdc"),
+    }
     (folder / "commands.json").write_text(json.dumps(commands))
-    run = started(processes, "tests.app.launched", folder)
+    run = started(2, "tests.app.launched", folder)
     _, errors = end_of(run, 300)
     assert run.returncode == 0, errors
-    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
-    return [list(zip(*of_command, strict=True)) for of_command in zip(*by_rank, strict=True)]
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    return folder, {name: tuple(zip(first[name], second[name], strict=True)) for name in commands}
 
 
 def single(*words, expect=0):
@@ -84,47 +123,37 @@ def same_students(one, other):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, tmp_path):
-    runs = {
-        "soft_targets": {},
-        "lrkd": {"method": "lrkd"},
-        # These compare samples with each other.
-        "knn": {"method": "knn", "gather": True},
-        "fcd": {"method": "fcd", "gather": True},
-        "lrc_bert": {"method": "lrc_bert", "gather": True},
-        "mc3kd": {"method": "mc3kd", "gather": True},
-        "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
-    }
-    commands = [words(tmp_path / f"{name}-2", 2, **more) for name, more in runs.items()]
-    # A teacher's cache is written by both, and read by both.
-    kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
-    cached = {"teacher_cache": tmp_path / "cache", "teacher": None}
-    commands += [
-        words(tmp_path / "cache", 2, "cache", **kept),
-        words(tmp_path / "cached-2", 2, **cached),
-    ]
-    mistakes = {
-        "already holds a student": commands[0],
-        "no such directory": words(tmp_path / "x", 2, teacher="./nothing"),
-        "not here": words(tmp_path / "x", 2, method="tests.app.launched:FailsInTheSecond"),
-        "did you mean": words(tmp_path / "x", 2, method="fdc"),
-    }
-    results = launch(tmp_path / "launch", [*commands, *mistakes.values()])
-    for codes, outputs, errors in results[: len(commands)]:
-        assert codes == (0, 0), errors
-        assert not outputs[1]
-    assert all("2 processes: 8 rows a step in all" in done[1][0] for done in results[: len(runs)])
-    for part, (codes, _, errors) in zip(mistakes, results[len(commands) :], strict=True):
-        assert codes == (2, 2)
-        told = "".join(errors)
-        assert part in told and told.count("Error: ") == 1 and told.count("\n") == 1, errors
-    assert not (tmp_path / "x").exists()
-    for name, more in runs.items():
-        assert visible(tmp_path / f"{name}-2") == ["student", *["teacher"] * (name == "tuned")]
-        single(*words(tmp_path / f"{name}-1", 1, **more))
-        same_students(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
-    assert len(list((tmp_path / "cache").glob("shard-*"))) == 2
-    same_students(tmp_path / "cached-2", tmp_path / "soft_targets-1")
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_give_the_student_of_one_with_twice_the_batch(
+    words, launched, tmp_path, name
+):
+    folder, results = launched
+    codes, outputs, errors = results[name]
+    assert codes == (0, 0), errors
+    assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
+    assert visible(folder / name) == ["student", *["teacher"] * (name == "tuned")]
+    single(*words(tmp_path / "one", 1, **RUNS[name]))
+    same_students(folder / name, tmp_path / "one")
+
+
+def test_a_cache_of_two_processes(launched):
+    folder, results = launched
+    for name in ("cache", "cached"):
+        assert results[name][0] == (0, 0), results[name]
+    assert len(list((folder / "cache").glob("shard-*"))) == 2
+    same_students(folder / "cached", folder / "soft_targets")
+
+
+@pytest.mark.parametrize(
+    "part", ["already holds a student", "no such directory", "not here", "did you mean"]
+)
+def test_a_mistake_is_told_once(launched, part):
+    folder, results = launched
+    codes, _, errors = results[part]
+    assert codes == (2, 2)
+    told = "".join(errors)
+    assert part in told and told.count("Error: ") == 1 and told.count("\n") == 1, errors
+    assert not (folder / "x").exists()
 
 
 def started(processes, module, *words):
@@ -193,15 +222,11 @@ def test_a_run_in_two_processes_goes_on_in_one(words, tmp_path, how):
 
 
 @pytest.mark.slow
-def test_a_run_in_one_process_goes_on_in_two(words, tmp_path, monkeypatch):
-    out, more = tmp_path / "out", {"checkpoint_every": 3, "method": "lrkd"}
-    with monkeypatch.context() as patch:
-        stop_at(patch, random.randint(4, 17), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-        single(*words(out, 1, **more), expect=130)
-    ((codes, _, errors),) = launch(tmp_path / "go", [words(out, 1, resume=True, **more)])
-    assert codes == (0, 0), errors
-    single(*words(tmp_path / "whole", 1, **more))
-    same_students(out, tmp_path / "whole")
+def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
+    folder, results = launched
+    assert results["stopped"][0] == (0, 0), results["stopped"]
+    single(*words(tmp_path / "whole", 1, **STOPPED))
+    same_students(folder / "stopped", tmp_path / "whole")
 
 
 def test_what_several_would_only_repeat_is_done_by_the_first(words, tmp_path, monkeypatch):
@@ -246,17 +271,12 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
     assert len(alone) == -(-rows // 8)
 
 
-def test_processes_share_the_runs_of_the_demo_and_of_a_study(tmp_path):
-    folder = tmp_path / "launch"
-    folder.mkdir()
-    make_teacher(folder / "teacher", layers=6, head=False)
-    train, dev = write_tsv(tmp_path / "train.tsv"), write_tsv(tmp_path / "dev.tsv", 20, 1)
-    demo = ["demo", "--fast", "--device", "cpu", "--out", str(tmp_path / "demo")]
-    study = ["study", "--methods", "labels,fcd", "--steps", "2", "--seeds", "2", "--device", "cpu"]
-    study += ["--tasks", f"t={train},{dev}", "--out", str(tmp_path / "study")]
-    for shown, said in zip(launch(folder, [demo, study]), ("labels only", "report:"), strict=True):
-        assert shown[0] == (0, 0), shown
-        assert said in shown[1][0] and not shown[1][1]
-    assert json.loads((tmp_path / "demo" / "demo.json").read_text())["processes"] == 2
-    assert len(list((tmp_path / "study" / "runs").glob("*.json"))) == 4
-    assert (tmp_path / "study" / "report.html").exists()
+def test_processes_share_the_runs_of_the_demo_and_of_a_study(launched):
+    folder, results = launched
+    for name, said in (("demo", "labels only"), ("study", "report:")):
+        codes, outputs, _ = results[name]
+        assert codes == (0, 0), results[name]
+        assert said in outputs[0] and not outputs[1]
+    assert json.loads((folder / "demo" / "demo.json").read_text())["processes"] == 2
+    assert len(list((folder / "study" / "runs").glob("*.json"))) == 4
+    assert (folder / "study" / "report.html").exists()
