@@ -297,9 +297,15 @@ def study(settings: StudySettings) -> None:
 
 @app.command()
 @command(AnalyzeSettings)
-@_alone
 def analyze(settings: AnalyzeSettings) -> None:
-    """How alike a model's layers are: SVCCA and CKA as numbers and pictures."""
+    """How alike the layers of a model are, or of teacher and student, as numbers and pictures.
+
+    For example:
+
+        fastkd analyze --model bert-base-uncased --task rte --measures svcca,pwcca
+
+        fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
+    """
     require("transformers", "train")
     require("matplotlib", "train")
     from fastkd.app.analyze import run

@@ -78,11 +78,12 @@ def load_tokenizer(settings: Pairing) -> Any:
     option = "--teacher" if settings.tokenizer is None else "--tokenizer"
     name = settings.tokenizer or settings.teacher
     tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
-    _let_pad(tokenizer, option, name)
+    let_pad(tokenizer, option, name)
     return tokenizer
 
 
-def _let_pad(tokenizer: Any, option: str, name: str) -> None:
+def let_pad(tokenizer: Any, option: str, name: str) -> None:
+    """Pad with the end token where there is no padding token."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise InputError(f"{option} {name}: its tokenizer has no padding and no end token")
@@ -92,7 +93,7 @@ def _let_pad(tokenizer: Any, option: str, name: str) -> None:
 def load_classifier(name: str, remote_code: bool) -> tuple[PreTrainedModel, Any]:
     """A finished classifier, called --model, and its tokenizer."""
     tokenizer = load("--model", name, AutoTokenizer, remote_code)
-    _let_pad(tokenizer, "--model", name)
+    let_pad(tokenizer, "--model", name)
     model, fresh = _load_weights("--model", name, remote_code)
     if fresh:
         raise InputError(
@@ -252,7 +253,7 @@ def load_cached_teacher(
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     name = str(folder / STUDENT)
     tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
-    _let_pad(tokenizer, option, name)
+    let_pad(tokenizer, option, name)
     try:
         cache = TeacherCache(folder, tokenizer=tokenizer)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

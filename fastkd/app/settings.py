@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastkd.app.errors import InputError
+from fastkd.analysis.measures import MEASURES
+from fastkd.app.errors import InputError, nearest
 from fastkd.app.options import check, given, option
 from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
 from fastkd.distill.methods import METHODS
@@ -298,24 +299,56 @@ class BenchSettings(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyzeSettings(Checked):
+class AnalyzeSettings(ColumnOptions):
     """The options of `fastkd analyze`."""
 
-    model: str = option(..., "Model: a directory or a hub name.")
-    text: Path | None = option(None, "Text file, one text a line.")
-    task: str | None = option(None, "GLUE task, its validation split.", choices=tuple(TASKS))
+    model: str = option(..., "Model, a teacher for instance: a directory or a hub name.")
+    student: str | None = option(None, "A student to compare with it.")
+    before: str | None = option(
+        None, "The student before distillation, if `fastkd distill` didn't make it of --model."
+    )
+    text: Path | None = option(None, "Text file, one text a line.", panel=DATA)
+    data: Path | None = option(None, "Labelled rows: .tsv, .csv, .jsonl, ...", panel=DATA)
+    task: str | None = option(
+        None,
+        "GLUE task: its validation split, or the columns of --data.",
+        panel=DATA,
+        choices=tuple(TASKS),
+    )
+    rows: int | None = option(None, "Use only the first rows.", panel=DATA, least=1)
+    sentence: str | None = option(
+        None, "Sentence whose relation maps are drawn, instead of the first text.", panel=DATA
+    )
+    measures: str = option(
+        "svcca,cka", f"Which of {', '.join(MEASURES)}; separated by commas.", metavar="NAME,NAME"
+    )
+    variance: float = option(0.99, "Share of the variance SVCCA keeps.", above=0, most=1)
+    pool: str = option(
+        "cls",
+        "What stands for a row in the intra-class similarity: its first token, or the mean.",
+        choices=("cls", "mean"),
+    )
     out: Path = option(Path("runs/analyze"), "Directory for the numbers and pictures.")
-    rows: int | None = option(None, "Use only the first rows.", least=1)
     batch_size: int = option(32, "Texts in a batch.", least=1)
     max_length: int = option(128, "Longest text, in tokens.", least=4)
-    variance: float = option(0.99, "Share of the variance SVCCA keeps.", above=0, most=1)
     device: str = device()
     trust_remote_code: bool = remote_code()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.text is None) == (self.task is None):
-            raise InputError("give either --text FILE or --task NAME")
+        if (self.text is None) == (self.task is None and self.data is None):
+            raise InputError("give one of --text FILE, --data FILE and --task NAME")
+        if self.data is None:
+            columns = given(self, "text_column", "text_pair_column", "label_column", "no_header")
+            if columns:
+                raise InputError(f"{columns[0]} is about --data FILE")
+        if self.sentence is not None and not self.sentence.strip():
+            raise InputError("--sentence holds no text")
+        if self.before is not None and self.student is None:
+            raise InputError("--before needs --student")
+        for name in self.measures.split(","):
+            if name not in MEASURES:
+                raise InputError(f"--measures {name!r}: {nearest(name, MEASURES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

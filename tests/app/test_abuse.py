@@ -50,6 +50,7 @@ BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none
 FREE = {
     "data", "data_config", "train_split", "eval_split", "label_order", "text_column",
     "text_pair_column", "label_column", "options", "set", "only", "report_to", "tokenizer",
+    "sentence",
 }  # fmt: skip
 # A path to write may be new; one to read may not.
 WRITTEN = {"out", "log_json", "plot"}
