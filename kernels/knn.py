@@ -689,10 +689,13 @@ def norm_blocks(itemsize: int) -> dict[str, int]:
 def settle_blocks(k: int, aligned: bool) -> dict[str, int]:
     """Candidates merged at a time, and features of a tile: 8 or 16 differences a thread.
 
-    In float64 each is two registers, more where each has an address; these sizes spill none.
+    In float64 each is two registers, more where each has an address; these sizes spill none. For 64
+    candidates the assembler takes 56 or 128 registers and keeps one value in memory, but none where
+    it is told a bound.
     """
     tile = 2048 if aligned and keep(k) == 8 else 1024
-    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 4}
+    bound = {"maxnreg": 168} if keep(k) == 64 else {}
+    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 4, **bound}
 
 
 def _backward_shapes(student, teacher, nearest, factor, dloss):

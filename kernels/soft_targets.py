@@ -48,12 +48,13 @@ def blocks(V: int, divergence: str) -> dict[str, int]:
     Two shapes only, to keep the compiled forms few. Long rows stream 4096 logits of each side at
     a time, 16 a thread: enough loads in flight, and few enough registers for several programs on
     a multiprocessor; js and adaptive_kl have more intermediate values, and half the logits. Up to
-    1024 words, 16 rows share a program.
+    1024 words, 16 rows share a program; without a bound on its registers, the assembler takes 80
+    and keeps one value in memory.
     """
     if V > 1024:
         block_v = 2048 if divergence in ("js", "adaptive_kl") else 4096
         return {"BLOCK_R": 1, "BLOCK_V": block_v, "num_warps": 8}
-    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8}
+    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8, "maxnreg": 168}
 
 
 def forward_blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[str, int]:
@@ -444,7 +445,6 @@ def soft_target_backward_kernel(
         is_real = is_real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
     student_row = student_ptr + row * stride_student
     teacher_row = teacher_ptr + row * stride_teacher
-    # In a row that isn't real every weight is 2^−∞, and what it is multiplied by is finite.
     stats_ptr += row * STATS
     base_s = tl.load(stats_ptr, mask=is_real, other=0.0)[:, None]
     sum_s = tl.load(stats_ptr + 1, mask=is_real, other=1.0)[:, None]
@@ -455,18 +455,16 @@ def soft_target_backward_kernel(
     dloss = tl.load(dloss_ptr + row * stride_dloss, mask=is_real, other=0.0)[:, None] * scale
     if REDUCED:
         dloss = dloss / tl.load(divisor_ptr)
+    # Where nothing is loaded, logits and maxima are 0 and sums 1: all is finite, and times 0.
+    dloss = tl.where(is_real[:, None], dloss, 0.0)
     to_student, to_teacher = dloss / sum_s, dloss / sum_t
     log_ratio = tl.log2(sum_t / sum_s)
 
     for start in range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)[None, :]
         inside = is_real[:, None] & (column < V)
-        if HAS_MASK:
-            z_s = tl.load(student_row[:, None] + column, mask=inside, other=-float("inf"))
-            z_t = tl.load(teacher_row[:, None] + column, mask=inside, other=-float("inf"))
-        else:  # what lies outside is not stored
-            z_s = tl.load(student_row[:, None] + column, mask=inside)
-            z_t = tl.load(teacher_row[:, None] + column, mask=inside)
+        z_s = tl.load(student_row[:, None] + column, mask=inside, other=0.0)
+        z_t = tl.load(teacher_row[:, None] + column, mask=inside, other=0.0)
         x_s = (z_s.to(tl.float32) - base_s) * slope
         x_t = (z_t.to(tl.float32) - base_t) * slope
         w_s = tl.exp2(x_s)
