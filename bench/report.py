@@ -33,6 +33,9 @@ in float64, whichever is larger; a provider that is wrong is not timed. On CUDA 
 from an idle GPU with a cold L2 cache, so launch costs count; *launches* are device kernels, on the
 CPU dispatched tensor operations.
 
+What the kernels should take on a GPU, from their compiled code, is in
+[estimates.md](estimates.md): `fastkd bench --estimate --device h200`, predicted and not measured.
+
 Make your own: `make bench`, or `fastkd bench` where fastkd is installed; then
 `python -m bench.report`. `python -m bench.compare A.json B.json` says what of fastkd got worse.
 """

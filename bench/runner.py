@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -76,6 +77,17 @@ def run(
         for picture in draw(results, Path(plot)):
             print(f"picture: {picture}")
     return results
+
+
+def estimate(device: str, sets: str, only: str) -> int:
+    """``python -m bench.estimate``, in a process of its own: it replaces the GPU's driver."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "tests" / "dry_cuda.py").exists():
+        raise WrongChoice("--estimate needs fastkd's repository: it starts what the tests start")
+    command = [sys.executable, "-m", "bench.estimate", "--device", device]
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    options = [f"--set={sets}", f"--only={only}"]
+    return subprocess.run([*command, *options], cwd=root, env=environment).returncode
 
 
 def _choose(

@@ -255,6 +255,12 @@ def bench(settings: BenchSettings) -> None:
     from fastkd.app.saving import check_directory, locked
     from fastkd.bench import runner
 
+    if settings.estimate:
+        try:
+            code = runner.estimate(settings.device, settings.set, settings.only)
+        except runner.WrongChoice as error:
+            raise InputError(str(error)) from error
+        raise typer.Exit(code)
     if settings.plot is not None:
         require("matplotlib", "train")
         check_directory("--plot", settings.plot)

@@ -1,0 +1,259 @@
+"""Predict the benchmark's cases on a GPU that is not there: *predicted, not measured*.
+
+``python -m bench.estimate [--device h100|h200|a100] [--set ...] [--only ...]`` prints a line for
+each case; ``--page FILE`` writes docs/estimates.md. It runs the cases on tensors without data
+(tests/dry_cuda.py) and compiles what they start, so it needs the repository, Triton and a C++
+compiler, and no GPU. `prediction` has the arithmetic.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import suite
+from .prediction import GPUS, LATENCY, LAUNCH, REACHED, SCHEDULERS, Gpu, predict
+from .runner import split
+
+SHOWN = "soft_targets/forward KL/rows8192 V152064/bfloat16"  # whose arithmetic stands in full
+
+
+class Aim(NamedTuple):
+    """Work that was found to be far from its floor, in milliseconds by hand from machine code."""
+
+    title: str
+    key: str
+    before: tuple[float, float]
+    floor: float
+    why_not: str = ""  # it has lost less than half of the distance
+
+
+AIMS = (
+    Aim("CCA, 6 pairs, m 4096", "cca/observations/pairs6 m4096 Ds768 Dt768/float32", (25, 40), 0.5),
+    Aim(
+        "CCA, 24 pairs, m 4096",
+        "cca/observations/pairs24 m4096 Ds768 Dt768/float32",
+        (60, 120),
+        2.0,
+    ),
+    Aim(
+        "FCD, 6 layers, B32 N128",
+        "relation/tokens + samples/B32 N128 Ds768 Dt768 layers6/bfloat16",
+        (0.150, 0.220),
+        0.026,
+        "every row is still read for its norm, for the relations of each kind and for the "
+        "gradient, and a program of a sample fills a multiprocessor alone",
+    ),
+    Aim("forward KL 8192 × 152k", SHOWN, (3.4, 4.1), 2.9),
+    Aim(
+        "adaptive KL 8192 × 152k",
+        "soft_targets/adaptive KL/rows8192 V152064/bfloat16",
+        (17, 17),
+        2.9,
+        "two histograms in place of eight reads, but Triton's counting takes most of a program's "
+        "instructions, and 243 registers leave one program a multiprocessor",
+    ),
+    Aim(
+        "KNN 32 × 65,536 × 768",
+        "knn/bank, k=1/N32 M65536 D768 classes2/bfloat16",
+        (0.150, 0.180),
+        0.023,
+    ),
+    Aim(
+        "KNN 65,536² × 768",
+        "knn/all pairs, k=1/N65536 M65536 D768 classes2/bfloat16",
+        (14, 14),
+        4.2,
+        "tiles of 128 × 64 read both sides from the L2 cache for every 64 features; larger ones "
+        "don't fit into the registers beside the candidates",
+    ),
+    Aim(
+        "relation B8 N4096 2048/4096",
+        "relation/tokens/B8 N4096 Ds2048 Dt4096/bfloat16",
+        (4.0, 4.7),
+        1.7,
+        "the tiles of both products are bound by the L2 cache",
+    ),
+    Aim(
+        "Cayley 768",
+        "projection/Cayley/D768/float32",
+        (1.3, 1.3),
+        0.05,
+        "without a guess, ten rounds and 31 launches",
+    ),
+    Aim(
+        "Cayley 4096",
+        "projection/Cayley/D4096/float32",
+        (10, 15),
+        3.2,
+        "without a guess it takes ten rounds of two products in three parts each; a training step, "
+        "which has the last inverse for a guess, takes about two rounds",
+    ),
+)
+
+
+def page(gpu: Gpu, rows: list[dict[str, Any]]) -> str:
+    """The whole page."""
+    found = {row["key"]: row for row in rows}
+    parts = [_head(gpu)]
+    if SHOWN in found:
+        parts.append(_in_full(gpu, found[SHOWN]))
+    if table := [_aim(aim, found[aim.key]) for aim in AIMS if aim.key in found]:
+        parts.append(AIMS_HEAD + "\n".join(table))
+    if serial := _serial(rows):
+        parts.append(serial)
+    parts.append(ALL_HEAD + "\n".join(_row(row) for row in rows))
+    return "\n\n".join(parts) + "\n"
+
+
+AIMS_HEAD = """\
+## What was far from its floor
+
+"Before" is what an earlier version was estimated to take, by hand from its machine code. The last
+column says whether at least half of the distance to the floor is gone, and what keeps it if not.
+
+| work | before, ms | predicted now | floor | bound by | half of the distance lost |
+|---|---|---|---|---|---|
+"""
+
+ALL_HEAD = """\
+## Every case
+
+| case | predicted, ms | floor | device alone | host alone | launches | bound by |
+|---|---|---|---|---|---|---|
+"""
+
+
+def _head(gpu: Gpu) -> str:
+    return f"""\
+# Estimates: predicted, not measured
+
+No number here comes from a clock. They are computed from compiled kernels, for an
+{gpu.name.upper()} without one at hand, and written by
+
+```sh
+python -m bench.estimate --device {gpu.name} --page docs/estimates.md
+```
+
+fastkd's own provider of every GPU case of the benchmarks runs, forward and backward, on tensors
+without data. Each kernel that it starts is compiled for the GPU. Triton's code gives the trips of
+every loop, the bytes of every load and store and the matrix products of one program; the
+disassembled machine code gives the instructions of a trip. A launch takes the longest of
+
+- **memory**: each load or store reads or writes its tensor's bytes once, at {REACHED["memory"]:.0%}
+  of {gpu.bandwidth / 1e12:g} TB/s; tensors smaller than half of the L2 cache come from it but once;
+- **L2 cache**: all bytes asked for, at {gpu.cache_bandwidth / 1e12:g} TB/s;
+- **instructions**: of all warps on the busiest multiprocessor, {SCHEDULERS} a cycle at
+  {gpu.clock / 1e9:g} GHz, and no more than one in two cycles of one warp;
+- **tensor cores**: at {REACHED["tensor cores"]:.0%} of the data sheet's rate, less where a warp and
+  not a warp group multiplies on sm_90;
+- **latency**: {LATENCY * 1e6:g} µs for each trip whose loads the next one waits for, in every wave
+  of programs;
+- {LAUNCH * 1e6:g} µs, the least from one launch to the next.
+
+A step is the sum of its launches, or what Python takes to start them where that is longer. What
+depends on data is assumed: KNN's labels are spread evenly, rare branches are not taken, Cayley maps
+take the rounds of their benchmark's matrices. Not in it: the CUDA extension (roots of matrices up
+to 119 rows, where only what surrounds it is counted), what PyTorch's autograd starts around fastkd,
+conflicts of shared memory, clocks below the boost clock. Expect the order of magnitude and what
+binds, not the second digit."""
+
+
+def _in_full(gpu: Gpu, row: dict[str, Any]) -> str:
+    lines = [f"## One case in full\n\n{row['key']}, {row['launches']} launches.\n"]
+    for kernel in row["kernels"]:
+        detail = kernel["detail"]
+        limits = ", ".join(f"{name} {us:.1f}" for name, us in kernel["limits_us"].items())
+        if detail.get("warps"):
+            per = kernel["programs"] / gpu.processors
+            issue = detail["instructions"] * detail["warps"] / SCHEDULERS / gpu.clock * 1e6
+            lines.append(
+                f"- `{kernel['name']}`: {kernel['programs']} programs, {per:.1f} a multiprocessor, "
+                f"{detail['programs a processor']:.0f} at a time ({detail['registers']} registers, "
+                f"{detail['warps']} warps): {kernel['waves']:.1f} waves. "
+                f"{detail['bytes'] / 1e9:.3f} GB asked for. {detail['instructions']:.0f} "
+                f"instructions a warp: × {detail['warps']} warps / {SCHEDULERS} / "
+                f"{gpu.clock / 1e9:g} GHz = {issue:.2f} µs a program. Limits in µs: {limits}. "
+                f"Taken: {kernel['us']:.1f} µs, {kernel['bound']}."
+            )
+        else:
+            lines.append(f"- `{kernel['name']}`: {limits} µs. Taken: {kernel['us']:.1f} µs.")
+    lines.append(
+        f"\nDevice {row['device_ms']:.3f} ms, host {row['host_ms']:.3f} ms: predicted "
+        f"{row['predicted_ms']:.3f} ms, bound by {row['bound']}."
+    )
+    return "\n".join(lines)
+
+
+def _aim(aim: Aim, row: dict[str, Any]) -> str:
+    low, high = aim.before
+    before = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    now = row["predicted_ms"]
+    lost = now - aim.floor <= ((low + high) / 2 - aim.floor) / 2
+    answer = "yes" if lost else f"no: {aim.why_not}"
+    return f"| {aim.title} | {before} | {now:.3g} | {aim.floor:g} | {row['bound']} | {answer} |"
+
+
+def _serial(rows: list[dict[str, Any]]) -> str:
+    """Kernels of few programs, which once took 20 to 160 µs."""
+    longest: dict[str, tuple[float, str]] = {}
+    for row in rows:
+        for kernel in row["kernels"]:
+            if 0 < kernel["programs"] <= 6:
+                now = (kernel["us"], row["key"])
+                longest[kernel["name"]] = max(longest.get(kernel["name"], (0.0, "")), now)
+    lines = [f"| `{name}` | {us:.1f} | {key} |" for name, (us, key) in sorted(longest.items())]
+    if not lines:
+        return ""
+    return (
+        "## Kernels of one to six programs\n\nThe longest launch of each, where one multiprocessor "
+        "works while the others wait.\n\n| kernel | predicted, µs | case |\n|---|---|---|\n"
+        + "\n".join(lines)
+    )
+
+
+def _row(row: dict[str, Any]) -> str:
+    problem = f" ({row['problem']})" if row["problem"] else ""
+    return (
+        f"| {row['key']}{problem} | {row['predicted_ms']:.3g} | {row['floor_ms']:.3g} | "
+        f"{row['device_ms']:.3g} | {row['host_ms']:.3g} | {row['launches']} | {row['bound']} |"
+    )
+
+
+def line(row: dict[str, Any]) -> str:
+    """A case and its prediction."""
+    return (
+        f"{row['predicted_ms']:9.3f} ms predicted, floor {row['floor_ms']:.3f}, device "
+        f"{row['device_ms']:.3f}, host {row['host_ms']:.3f}, {row['launches']} launches, bound by "
+        f"{row['bound']}: {row['key']}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m bench.estimate``."""
+    parser = argparse.ArgumentParser(prog="python -m bench.estimate", description=__doc__)
+    parser.add_argument("--device", choices=tuple(GPUS), default="h200")
+    parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(suite.SETS)}")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(suite.LOSSES)}")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON, a line each")
+    parser.add_argument("--page", type=Path, help="write the page of the documentation")
+    options = parser.parse_args(arguments)
+    # The interpreter replaces kernels by Python functions, which have nothing to compile.
+    if os.environ.pop("TRITON_INTERPRET", "0") == "1" and "triton" in sys.modules:
+        parser.error("triton is already imported with TRITON_INTERPRET=1")
+    sets = split(options.set) or suite.CUDA_SETS
+    # A training step is mostly the models' own work.
+    cases = [case for case in suite.cases(sets, split(options.only)) if case.loss != "step"]
+    gpu, rows = GPUS[options.device], []
+    for prediction in predict(gpu, cases):
+        rows.append(prediction.row())
+        print(json.dumps(rows[-1]) if options.json else line(rows[-1]), flush=True)
+    if options.page:
+        options.page.write_text(page(gpu, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
