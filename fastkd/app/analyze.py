@@ -123,7 +123,7 @@ def load_models(
                 except (TypeError, ValueError) as error:
                     raise InputError(f"--student was made of another --model: {error}") from error
     for name, found in models.items():
-        check_length(settings.max_length, tokenizer, found, name)
+        check_length(settings.max_length, tokenizer, found, SAID[name])
         if getattr(found.config, "num_hidden_layers", 1) < 1:
             raise InputError(f"--{name} {getattr(settings, name)}: it has no layers to compare")
         if found.config.vocab_size != model.config.vocab_size:
@@ -187,7 +187,7 @@ def analyze(
     moments = moments_for(wanted, settings.variance)
     try:
         moments, counts = stream(list(models.values()), batches, moments, classes, gather=True)
-        check_layers(moments, counts, wanted)
+        check_layers(moments, counts, wanted, [SAID[name] for name in models])
     except ValueError as error:
         raise InputError(f"--model {settings.model}: {error}") from error
     ends = torch.tensor(counts).cumsum(0).tolist()

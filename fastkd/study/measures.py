@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fastkd
-from fastkd.analysis import rccc, svcca_matrix
+from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
 from fastkd.app.run import Run
 from fastkd.bench import machine
 
@@ -27,19 +27,8 @@ def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
     ]
     found = {"rccc": rccc(svcca_matrix(student, batches))}
     if run.corpus.names is not None:
-        layer = student.config.num_hidden_layers
-        with torch.no_grad():
-            features = torch.cat(
-                [
-                    student(
-                        **{k: v for k, v in batch.items() if k != "labels"},
-                        output_hidden_states=True,
-                    ).hidden_states[layer][:, 0]
-                    for batch in batches
-                ]
-            )
-        labels = torch.cat([batch["labels"] for batch in batches])
-        found["intra_class_similarity"] = float(fastkd.intra_class_similarity(features, labels))
+        every = layer_intra_class_similarity(student, batches)
+        found["intra_class_similarity"] = float(every[-1])
     return found
 
 

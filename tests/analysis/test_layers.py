@@ -261,6 +261,8 @@ def test_mistakes_are_named():
     torch.nn.init.constant_(model.encoder.layer[2].output.LayerNorm.weight, float("nan"))
     with pytest.raises(ValueError, match="layer 3 of the model gave values that are not finite"):
         svcca_matrix(model, [batch])
+    with pytest.raises(ValueError, match="layer 3 of the other model gave values"):
+        svcca_matrix(bert(), [batch], other=model)
 
 
 def test_rccc_is_first_against_last():

@@ -17,6 +17,7 @@ from fastkd.analysis import (
 )
 from fastkd.app import analyze as report
 from fastkd.app.cli import app
+from fastkd.app.data import read_file
 from fastkd.app.saving import MARKER
 from fastkd.distill import student_from_teacher
 from tests.distill.processes import run_ranks
@@ -197,3 +198,14 @@ def test_mistakes_are_one_sentence(folder, arguments, message):
     assert result.exit_code == 2
     assert message.format(folder=folder) in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+
+
+def test_a_task_from_the_hub(folder, tmp_path, monkeypatch):
+    def hub(name, config, split, columns, option):
+        assert (name, config, split) == ("nyu-mll/glue", "sst2", "validation")
+        return read_file(folder / "data.tsv", columns, option), None
+
+    monkeypatch.setattr(report, "read_hub", hub)
+    result = run("--model", folder, "--task", "sst2", "--rows", 9, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "intra-class similarity, last layer" in result.output
