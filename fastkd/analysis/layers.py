@@ -201,7 +201,7 @@ class IntraClass:
     """Sums of unit vectors by class, from which M_ICS of every layer follows.
 
     M_ICS = (1/N) Σ_c ‖Σ_{i in c} s_i/‖s_i‖‖² / N_c (intra-class KNN, section 2), of one row a
-    sample and layer: that of the first real token, or the mean of the real tokens.
+    sample and layer: that of the first or the last real token, or the mean of the real tokens.
     """
 
     def __init__(self, pool: Pool = "cls") -> None:
@@ -214,8 +214,13 @@ class IntraClass:
         self.counts: dict[int, int] = {}
         self.sums: dict[int, list[Tensor]] = {}
 
-    def update(self, hidden: Sequence[Tensor], mask: Tensor, labels: Tensor) -> None:
-        """Add a batch: hidden states (B, N, D_l), the mask (B, N) of real tokens, labels (B,)."""
+    def update(
+        self, hidden: Sequence[Tensor], mask: Tensor, labels: Tensor, last: bool = False
+    ) -> None:
+        """Add a batch: hidden states (B, N, D_l), the mask (B, N) of real tokens, labels (B,).
+
+        "cls" is the first real token, or the ``last``.
+        """
         if labels.dim() != 1 or labels.is_floating_point():
             raise ValueError(
                 "labels must be one whole number a sample, got "
@@ -223,11 +228,12 @@ class IntraClass:
             )
         mask, labels = mask.bool().cpu(), labels.cpu()
         there = mask.any(1) & (labels != IGNORED)
-        rows = []
+        rows, positions = [], torch.arange(mask.shape[1]) if last else torch.tensor(1)
+        token = (mask * positions).argmax(1)
         for x in hidden:
             x = x.cpu().double()
             if self.pool == "cls":
-                pooled = x[torch.arange(len(x)), mask.int().argmax(1)]
+                pooled = x[torch.arange(len(x)), token]
             else:
                 pooled = x.masked_fill(~mask[..., None], 0).sum(1)  # of the mean's direction
             rows.append(nn.functional.normalize(pooled, dim=1))
@@ -270,7 +276,8 @@ def layer_intra_class_similarity(
     Args:
         model, gather, group: as in `layer_similarity`.
         batches: as there, with ``labels`` (B,), whole numbers.
-        pool: the row of a sample: its first real token, or the mean of its real tokens.
+        pool: the row of a sample: "cls", the token that a classification head reads (the first
+            real one, in decoders the last), or "mean", the mean of its real tokens.
 
     Returns:
         (L+1,) float64 on the CPU; entry 0 is that of the embeddings' output.
@@ -338,7 +345,8 @@ def stream(
             for number, model in enumerate(models):
                 hidden, mask = _hidden_states(model, batch, others=number > 0)
                 if number < len(classes) and labels is not None:
-                    classes[number].update(hidden, mask, labels)
+                    last = reads_last_token(getattr(model, "config", None))
+                    classes[number].update(hidden, mask, labels, last)
                 tokens += [x[mask] for x in hidden]
                 counts.append(len(hidden))
             if moments is not None:
@@ -358,6 +366,18 @@ def stream(
             for part in parts:
                 whole.merge(part[1][number])
     return moments, counts
+
+
+def reads_last_token(config: Any) -> bool:
+    """Whether the classification head of a family reads the last token, not the first."""
+    from transformers.models.auto import modeling_auto
+
+    kind = getattr(config, "model_type", None)
+    if kind == "xlnet":
+        return config.summary_type != "first"
+    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return kind in decoders and kind not in encoders
 
 
 @contextlib.contextmanager

@@ -337,7 +337,8 @@ class AnalyzeSettings(ColumnOptions):
     variance: float = option(0.99, "Share of the variance SVCCA keeps.", above=0, most=1)
     pool: str = option(
         "cls",
-        "What stands for a row in the intra-class similarity: its first token, or the mean.",
+        "What stands for a row in the intra-class similarity: the token that a head reads, or the "
+        "mean of all.",
         choices=("cls", "mean"),
     )
     out: Path = option(Path("runs/analyze"), "Directory for the numbers and pictures.")

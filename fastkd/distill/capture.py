@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fastkd.analysis.layers import reads_last_token
+
 
 class Wanted(NamedTuple):
     """Layers whose hidden states, attention maps, queries, keys and values to keep."""
@@ -107,7 +109,7 @@ class Backbone(Model):
         self.last_modules: set[nn.Module] = {self.stack, base}
         # XLNet's blocks see (N, B, D).
         self.batch_dim = 1 if config.model_type == "xlnet" else 0
-        self.sentence_last = _reads_last_token(inner, config)
+        self.sentence_last = reads_last_token(config)
         self.causal = _predicts_next_token(inner)
         # Hooks on blocks are not seen by compiled code, nor where a model calls block.forward.
         self.compiled = (
@@ -424,17 +426,6 @@ def _passed_on(inner: nn.Module, base: nn.Module) -> set[str]:
     below = inspect.signature(base.forward).parameters
     # The collator for packed rows made seq_idx before transformers listed it, in 5.0 for one.
     return {*below, *TransformersKwargs.__annotations__, "return_dict", "seq_idx"}
-
-
-def _reads_last_token(inner: nn.Module, config: Any) -> bool:
-    """Whether the classification head of this family reads the last token, not the first."""
-    from transformers.models.auto import modeling_auto
-
-    if config.model_type == "xlnet":
-        return config.summary_type != "first"
-    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return config.model_type in decoders and config.model_type not in encoders
 
 
 def _predicts_next_token(model: nn.Module) -> bool:

@@ -191,6 +191,20 @@ def test_intra_class_similarity_of_every_layer(pool):
         layer_intra_class_similarity(model, [{**batch, "labels": torch.rand(24)}])
 
 
+def test_a_decoders_sentence_token_is_its_last():
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    batch = labelled(padded_batch())
+    found = layer_intra_class_similarity(model, [batch])
+    with torch.no_grad():
+        hidden = model.eval()(
+            batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
+        ).hidden_states[-1]
+    rows = hidden[torch.arange(24), batch["attention_mask"].sum(1) - 1]
+    expected = fastkd.intra_class_similarity(rows.double(), batch["labels"])
+    torch.testing.assert_close(found[-1], expected, rtol=1e-6, atol=1e-6)
+
+
 def measured(ends, **options):
     """Everything that can be gathered, of these parts of one batch."""
     torch.manual_seed(3)
