@@ -1,5 +1,9 @@
 """One yardstick for all tests: as close to the float64 oracle as plain PyTorch, plus one table."""
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,3 +43,18 @@ def assert_accurate(
         allowed += relative_error(reference, oracle, floor)
     error = relative_error(actual, oracle, floor)
     assert error <= allowed, f"relative error {error:.3g} > {allowed:.3g} in {dtype}"
+
+
+def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few of the options' products, in which any choice of one meets any choice of another."""
+    rows = list(itertools.product(*(range(len(choices)) for choices in options)))
+
+    def pairs(row: tuple[int, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(row), 2))
+
+    chosen, missing = [], set().union(*map(pairs, rows))
+    while missing:
+        row = max(rows, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(row)
+        chosen.append(tuple(choices[i] for choices, i in zip(options, row, strict=True)))
+    return chosen

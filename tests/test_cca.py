@@ -13,7 +13,7 @@ from fastkd import _cca_solver, _extension, cca
 from fastkd._cca_solver import Options, Plan, polar
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 
-from .compare import DTYPES, assert_accurate, relative_error
+from .compare import DTYPES, assert_accurate, every_two_meet, relative_error
 
 TRITON_FUNCTION = "cca_loss"
 
@@ -661,9 +661,10 @@ def graphs_of(call):
     return torch.compile(call, fullgraph=True, backend=backend), graphs
 
 
-@pytest.mark.parametrize("options", [{}, {"ridge": 0.0}, {"top_k": 2}], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(
+    ("options", "masked", "few"),
+    every_two_meet([{}, {"ridge": 0.0}, {"top_k": 2}], [False, True], [False, True]),
+)
 def test_compiles_once_for_all_sizes(options, masked, few, backend):
     """Observations and leading dimensions, 11 of each."""
     compiled, graphs = graphs_of(lambda s, t, mask: cca_loss(s, t, mask, **options))
