@@ -1,5 +1,6 @@
 """Pictures: heat maps of layer similarity, and relation maps of student and teacher."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -69,7 +70,7 @@ def plot_layer_similarity(
     ax.set_xlabel(f"{names[1]} (0: embeddings)")
     ax.set_ylabel(names[0])
     if title:
-        ax.set_title(title)
+        ax.set_title(title, parse_math=False)
     ax.figure.colorbar(image, ax=ax, fraction=0.046)
     _save(ax.figure, path)
     return ax.figure
@@ -125,7 +126,7 @@ def plot_sentence(
     Args:
         features: a model's name and its (N, D), such as of the teacher, of the student before
             distillation, and after.
-        tokens: the sentence's N tokens, beside the maps.
+        tokens: the sentence's N tokens, beside the maps; of more than 48 some are left out.
         path: where to save the picture; None saves nothing.
 
     Returns:
@@ -142,11 +143,12 @@ def plot_sentence(
                 f"features of {name!r} must be (N, D) with a row for each of the {len(tokens)} "
                 f"tokens, got {tuple(x.shape)}"
             )
-    side = max(2.4, 0.17 * len(tokens))
+    side = min(max(2.4, 0.17 * len(tokens)), 6.0)  # inches
+    said = range(0, len(tokens), -(-len(tokens) // 48))  # more would not be read
+    labels = [tokens[i] for i in said]
     figure = new_figure(len(NORMALIZE) * side + 1.2, len(features) * (side + 0.4) + 0.6)
     axes = figure.subplots(len(features), len(NORMALIZE), squeeze=False)
     teacher = next(iter(features.values()))
-    size = 7 if len(tokens) <= 40 else 5
     for row, (name, x) in zip(axes, features.items(), strict=True):
         rho = relation_agreement(x, teacher)
         for ax, (kind, values) in zip(row, relation_maps(x).items(), strict=True):
@@ -156,8 +158,8 @@ def plot_sentence(
             ax.set_xticks([])
             ax.set_yticks([])
             if ax in axes[-1]:
-                ax.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=size)
-        row[0].set_yticks(range(len(tokens)), tokens, fontsize=size)
+                ax.set_xticks(said, labels, rotation=90, fontsize=7, parse_math=False)
+        row[0].set_yticks(said, labels, fontsize=7, parse_math=False)
         row[0].set_ylabel(name)
     _save(figure, path)
     return figure
@@ -226,4 +228,6 @@ def plot_relations(
 def _save(figure: Any, path: str | PathLike | None) -> None:
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a script that the font doesn't have
+            figure.savefig(path, dpi=130)

@@ -72,3 +72,14 @@ def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
                 assert ax.get_ylabel() == name
     with pytest.raises(ValueError, match="'after' must be"):
         plot_sentence({**features, "after": torch.randn(3, 6)}, tokens)
+
+
+def test_any_sentence_can_be_drawn(tmp_path, recwarn):
+    """Marks that mean mathematics, a script without glyphs, and a page of text."""
+    for tokens, path in (
+        (["$$", "a$b$c", "蒸"], tmp_path / "relations.png"), (["word"] * 400, None), (["one"], None)
+    ):  # fmt: skip
+        x = torch.randn(len(tokens), 3)
+        figure = plot_sentence({"teacher": x, "student": -x}, tokens, path)
+        assert max(figure.get_size_inches()) < 30
+    assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
