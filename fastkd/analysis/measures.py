@@ -56,8 +56,9 @@ def similarity(
 
     Example:
         >>> x = torch.randn(100, 8, dtype=torch.float64)
-        >>> similarity(x, x @ torch.randn(8, 8, dtype=torch.float64) + 1.0, "pwcca")
-        tensor(1.0000, dtype=torch.float64)
+        >>> found = similarity(x, x @ torch.randn(8, 8, dtype=torch.float64) + 1.0, "pwcca")
+        >>> round(found.item(), 6)
+        1.0
     """
     check_floating("x", x, ndim=2)
     check_floating("y", y, ndim=2)
