@@ -5,6 +5,9 @@ from pathlib import Path
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+from typer.testing import CliRunner
+
+from fastkd.app.cli import app
 
 WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
 
@@ -32,6 +35,26 @@ def make_teacher(path: Path, labels: int = 2, layers: int = 4, head: bool = True
     model = BertForSequenceClassification(BertConfig(**settings))
     (model if head else model.bert).save_pretrained(path)
     return path
+
+
+def words_of(command: str, *flags: object, **options: object) -> list[str]:
+    """A command line; an option that is None is left out, one that is True is a flag."""
+    words = [command, *map(str, flags)]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def run(command: str, *flags: object, expect: int = 0, **options: object) -> str:
+    """What a command prints; of one that must fail with ``expect`` its errors, a sentence."""
+    words = words_of(command, *flags, **options)
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    if result.exit_code != expect:
+        raise AssertionError(result.output) from result.exception
+    if expect in (1, 2):
+        assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr if expect else result.output
 
 
 def sentences(rows: int, seed: int) -> list[tuple[str, int]]:

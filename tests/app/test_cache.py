@@ -4,12 +4,10 @@ import shutil
 
 import pytest
 from transformers import AutoModelForSequenceClassification
-from typer.testing import CliRunner
 
-from fastkd.app.cli import app
 from fastkd.app.saving import read_json
 from tests.app.test_cli import report_of
-from tests.tiny import make_teacher, write_tsv
+from tests.tiny import make_teacher, run, write_tsv
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -25,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def call(folder):
-    def call(command, out, *flags, expect=0, **options):
+    def call(command, out, *flags, **options):
         usual = {
             "train": folder / "train.tsv",
             "eval": folder / "dev.tsv",
@@ -38,16 +36,7 @@ def call(folder):
             usual |= {"epochs": 2, "learning_rate": 1e-3}
         if "teacher_cache" not in options:
             usual["teacher"] = folder / "teacher"
-        words = [command, *flags]
-        for name, value in {**usual, **options}.items():
-            if value is not None:
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
-        if result.exit_code != expect:
-            raise AssertionError(result.output) from result.exception
-        if expect:
-            assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
-        return result.stderr if expect else result.output
+        return run(command, *flags, **{**usual, **options})
 
     return call
 

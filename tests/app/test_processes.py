@@ -17,7 +17,7 @@ from fastkd.app.feed import Steps
 from fastkd.app.saving import damage
 from tests.app.test_cli import report_of, stop_at, visible
 from tests.app.test_demo import write_library
-from tests.tiny import make_teacher, write_tsv
+from tests.tiny import make_teacher, words_of, write_tsv
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 # 45 rows, 8 a step: the last step of an epoch has 5.
@@ -57,12 +57,7 @@ def words(tmp_path_factory):
             "learning_rate": 1e-3,
             "method": "soft_targets",
         }
-        found = [command]
-        for name, value in {**usual, **options}.items():
-            if value is None:
-                continue
-            found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-        return found
+        return words_of(command, **{**usual, **options})
 
     return make
 

@@ -7,22 +7,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
-from typer.testing import CliRunner
 
-from fastkd.app.cli import app
 from fastkd.distill import METHODS
-from tests.tiny import make_teacher, sentences, write_tsv
+from tests.tiny import make_teacher, run, sentences, write_tsv
 
 CLASSES = ("neg", "pos")
-
-
-def run(*words, expect=0):
-    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
-    if result.exit_code != expect:
-        raise AssertionError(result.output) from result.exception
-    if expect:
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-    return result.stderr if expect else result.output
 
 
 @pytest.fixture(scope="module")
