@@ -2,8 +2,8 @@
 
 Every public function and Module, every fixed word of every option and every choice inside a
 launcher (dtype, size, alignment, mask, number of layers) has a call in `calls` of the loss's file
-in tests/losses; tests/test_dry_cuda.py names a word that has none. Inputs are made when a call
-runs, on the device that stands for a GPU, and before the loop that makes the call goes on.
+in tests/losses; tests/test_dry_cuda.py names a word that has none. Inputs are described, and made
+when a call runs, on the device that stands for a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,47 @@ LAYERS = (1, 2)
 MANY_LAYERS = 9
 
 
+class Made(NamedTuple):
+    """A tensor of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool = False
+
+    def tensor(self) -> Tensor:
+        options = {"dtype": self.dtype, "device": "cuda", "requires_grad": self.learns}
+        return torch.empty(self.shape, **options)
+
+
+def learns(*shape: int, dtype: torch.dtype = torch.float32) -> Made:
+    return Made(shape, dtype, True)
+
+
+def given(*shape: int, dtype: torch.dtype = torch.float32) -> Made:
+    """A teacher's features."""
+    return Made(shape, dtype)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Made:
+    """Labels, or a mask."""
+    return Made(shape, dtype)
+
+
+def mask_of(*shape: int, masked: bool) -> dict[str, Made]:
+    return {"mask": numbers(*shape)} if masked else {}
+
+
+def _made(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_made(y) for y in x]
+    return x.tensor() if isinstance(x, Made) else x
+
+
 class Call(NamedTuple):
     """A public function, or a Module that ``options`` make, and its inputs."""
 
     of: Callable[..., Any]
-    inputs: Callable[[], dict[str, Any]]
+    inputs: dict[str, Any]
     options: dict[str, Any]
     precision: str = "highest"  # of float32 matrix products
     dtype: torch.dtype = torch.float32  # of the Module's parameters
@@ -33,7 +69,7 @@ class Call(NamedTuple):
         """Run it, backward too."""
         torch.set_float32_matmul_precision(self.precision)
         try:
-            inputs = self.inputs()
+            inputs = {name: _made(x) for name, x in self.inputs.items()}
             if isinstance(self.of, type):
                 self._module()(**inputs)
             else:
@@ -52,13 +88,12 @@ class Call(NamedTuple):
 
     def given(self) -> set[str]:
         """Names of arguments that have a value."""
-        return {
-            name for name, x in (*self.inputs().items(), *self.options.items()) if x is not None
-        }
+        return {name for name, x in (self.inputs | self.options).items() if x is not None}
 
     def __str__(self) -> str:
-        given = {name: _summary(x) for name, x in self.inputs().items()} | self.options
-        words = ", ".join(f"{name}={value}" for name, value in given.items())
+        words = ", ".join(
+            f"{name}={_summary(x)}" for name, x in (self.inputs | self.options).items()
+        )
         return f"{self.of.__name__}({words})"
 
 
@@ -68,22 +103,4 @@ Calls = Iterator[Call]
 def _summary(x: Any) -> Any:
     if isinstance(x, list):
         return f"{len(x)} x {_summary(x[0])}"
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else x
-
-
-def learns(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
-
-
-def given(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A teacher's features."""
-    return torch.empty(shape, dtype=dtype, device="cuda")
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Labels, or a mask."""
-    return given(*shape, dtype=dtype)
-
-
-def mask_of(*shape: int, masked: bool) -> dict[str, Tensor]:
-    return {"mask": numbers(*shape)} if masked else {}
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Made) else x

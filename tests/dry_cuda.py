@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.compile_report import SHARED_MEMORY, Form
 from fastkd import _extension
-from tests.calls import Call, given, learns, numbers
+from tests.calls import Call, learns
 from tests.losses import FILES
 
 # Operations that wait for the device, as PyTorch's documentation of them says.
@@ -49,15 +49,15 @@ LARGEST_GRID = 65535
 # Compute capabilities; what does not depend on them is seen on the first alone.
 FIRST, *OTHERS = sorted(SHARED_MEMORY, key=lambda capability: capability != 90)
 
-# Mistakes that have to be found.
-PLANTED: dict[str, Callable[[], Any]] = {
-    "a value read": lambda: learns(3).sum().item(),
-    "a choice": lambda: bool(learns(3).isnan().any()),
-    "a selection": lambda: learns(3)[numbers(3, dtype=torch.bool)],
-    "a copy to the CPU": lambda: learns(3).cpu(),
-    "a copy from the CPU": lambda: learns(3) + torch.tensor([1.0, 2.0, 3.0]).cuda(),
-    "two devices": lambda: learns(3) + torch.ones(3),
-    "a solver": lambda: torch.linalg.eigh(given(3, 3)),
+# Mistakes that have to be found, with a tensor (3, 3).
+PLANTED: dict[str, Callable[[Tensor], Any]] = {
+    "a value read": lambda x: x.sum().item(),
+    "a choice": lambda x: bool(x.isnan().any()),
+    "a selection": lambda x: x[x > 0],
+    "a copy to the CPU": lambda x: x.cpu(),
+    "a copy from the CPU": lambda x: x + torch.tensor([1.0, 2.0, 3.0]).cuda(),
+    "two devices": lambda x: x + torch.ones(3),
+    "a solver": lambda x: torch.linalg.eigh(x.detach()),
 }
 
 
@@ -179,10 +179,10 @@ def check_launch(kernel: JITFunction, args: Iterable[Any], grid: Iterable[int]) 
     assert fits, f"{kernel.__name__}: grid {sizes}"
 
 
-def problem(call: Callable[[], Any]) -> str | None:
+def problem(call: Callable[..., Any], *arguments: Any) -> str | None:
     """Type and message of what a call raises."""
     try:
-        call()
+        call(*arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}".split("\n")[0]
     return None
@@ -229,7 +229,7 @@ def load_guard() -> None:
 def main() -> None:
     load_guard()
     with Device().running():
-        found = [name for name, call in PLANTED.items() if problem(call)]
+        found = [name for name, call in PLANTED.items() if problem(call, learns(3, 3).tensor())]
     print(json.dumps({"planted": found, **walk(FILES[sys.argv[1]].calls())}))
 
 

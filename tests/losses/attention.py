@@ -77,9 +77,9 @@ def calls() -> Calls:
         H_t = 4 if heads == "match" else 3
         yield Call(
             fastkd.AttentionLoss,
-            lambda: {
-                "student": [student(2, 4, N, N, dtype=dtype) for _ in range(layers)],
-                "teacher": [given(2, H_t, N, N, dtype=dtype) for _ in range(layers)],
+            {
+                "student": [student(2, 4, N, N, dtype=dtype)] * layers,
+                "teacher": [given(2, H_t, N, N, dtype=dtype)] * layers,
                 **mask_of(2, N, masked=masked),
             },
             {"heads": heads},
@@ -87,7 +87,7 @@ def calls() -> Calls:
     for heads, reduction, backend in itertools.product(
         ("match", "mean"), ("mean", "sum", "none"), ("auto", "torch", "triton")
     ):
-        inputs = lambda: {  # noqa: E731
+        inputs = {
             "student": learns(3, 4, 20, 20),
             "teacher": given(3, 4, 20, 20),
             "mask": numbers(3, 20),
@@ -98,7 +98,7 @@ def calls() -> Calls:
     # More than 2^31 elements.
     yield Call(
         fastkd.attention_loss,
-        lambda: {"student": learns(64, 32, 4096, 4096), "teacher": given(64, 32, 4096, 4096)},
+        {"student": learns(64, 32, 4096, 4096), "teacher": given(64, 32, 4096, 4096)},
         {},
     )
 

@@ -121,7 +121,7 @@ def calls() -> Calls:
     ):
         yield Call(
             fastkd.cca_loss,
-            lambda: {
+            {
                 "student": learns(3, m, D, dtype=dtype),
                 "teacher": given(3, m, 2 * D, dtype=dtype),
                 "mask": numbers(3, m),
@@ -131,13 +131,13 @@ def calls() -> Calls:
     for reduction, backend in itertools.product(("sum", "mean", "none"), ("auto", "torch")):
         yield Call(
             fastkd.cca_loss,
-            lambda: {"student": learns(3, 64, 8), "teacher": given(3, 64, 16)},
+            {"student": learns(3, 64, 8), "teacher": given(3, 64, 16)},
             {"reduction": reduction, "backend": backend},
         )
     for m, D, dtype in itertools.product((32, 200, 4096), (8, 768), ALL_TYPES):
         yield Call(
             fastkd.canonical_correlations,
-            lambda: {
+            {
                 "x": given(2, m, D, dtype=dtype),
                 "y": given(2, m, 16, dtype=dtype),
                 "mask": numbers(2, m),
@@ -147,7 +147,7 @@ def calls() -> Calls:
     for pool in ("tokens", "cls", "mean"):
         yield Call(
             fastkd.CCALoss,
-            lambda: {
+            {
                 "student": [learns(80, 16, 48), learns(80, 16, 32)],
                 "teacher": [given(80, 16, 64)] * 2,
                 "mask": numbers(80, 16),

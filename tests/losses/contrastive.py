@@ -117,42 +117,33 @@ def calls() -> Calls:
     for dtype, kind, shape, masked, D in itertools.product(
         ALL_TYPES, labels, (None, (5, 3), (6, 5, 3)), BOTH, (8, 16)
     ):
-
-        def option() -> dict[str, Any]:
-            chosen = {"labels": numbers(6, dtype=kind)} if kind else {}
-            if shape:
-                chosen["negatives"] = given(*shape, D, dtype=dtype)
-                if masked:
-                    chosen["negatives_mask"] = given(*shape) > 0
-                if kind:
-                    chosen["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
-            return chosen
-
-        def layer_option(layers: int) -> dict[str, Any]:
-            chosen = option()
-            if shape:
-                chosen["negatives"] = [given(*shape, D, dtype=dtype) for _ in range(layers)]
-            return chosen
-
+        options: dict[str, Any] = {"labels": numbers(6, dtype=kind)} if kind else {}
+        if shape:
+            options["negatives"] = given(*shape, D, dtype=dtype)
+            if masked:
+                options["negatives_mask"] = numbers(*shape, dtype=torch.bool)
+            if kind:
+                options["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
+        options |= mask_of(6, 3, masked=masked)
         for reduction in ("mean", "sum", "none"):
             yield Call(
                 fastkd.cos_nce_loss,
-                lambda: {
+                {
                     "student": learns(6, 3, D, dtype=dtype),
                     "teacher": given(6, 3, D, dtype=dtype),
-                    **option(),
-                    **mask_of(6, 3, masked=masked),
+                    **options,
                 },
                 {"reduction": reduction},
             )
         for layers in (*LAYERS, MANY_LAYERS) if D == 16 and masked else LAYERS:
+            if shape:
+                options["negatives"] = [given(*shape, D, dtype=dtype)] * layers
             yield Call(
                 fastkd.CosNCELoss,
-                lambda: {
-                    "student": [learns(6, 3, 48, dtype=dtype) for _ in range(layers)],
-                    "teacher": [given(6, 3, D, dtype=dtype) for _ in range(layers)],
-                    **layer_option(layers),
-                    **mask_of(6, 3, masked=masked),
+                {
+                    "student": [learns(6, 3, 48, dtype=dtype)] * layers,
+                    "teacher": [given(6, 3, D, dtype=dtype)] * layers,
+                    **options,
                 },
                 {"student_dim": 48, "teacher_dim": D},
                 dtype=dtype,
@@ -161,33 +152,29 @@ def calls() -> Calls:
         ALL_TYPES, ((5,), (6, 5)), (torch.int64, torch.float64, None), BOTH
     ):
         # Given negatives that are padded, or of known labels.
-        def described_negatives() -> dict[str, Any]:
-            extras = {"negatives_mask": numbers(*K, 3)} if masked or not described else {}
-            if described:
-                extras["negatives_labels"] = numbers(*K, dtype=described)
-                extras["labels"] = numbers(6, dtype=described)
-            return extras
-
+        extras = {"negatives_mask": numbers(*K, 3)} if masked or not described else {}
+        if described:
+            extras["negatives_labels"] = numbers(*K, dtype=described)
+            extras["labels"] = numbers(6, dtype=described)
+        extras |= mask_of(6, 3, masked=masked)
         yield Call(
             fastkd.cos_nce_loss,
-            lambda: {
+            {
                 "student": learns(6, 3, 16, dtype=dtype),
                 "teacher": given(6, 3, 16, dtype=dtype),
                 "negatives": given(*K, 3, 16, dtype=dtype),
-                **described_negatives(),
-                **mask_of(6, 3, masked=masked),
+                **extras,
             },
             {},
         )
         for layers in LAYERS:
             yield Call(
                 fastkd.CosNCELoss,
-                lambda: {
-                    "student": [learns(6, 3, 16, dtype=dtype) for _ in range(layers)],
-                    "teacher": [given(6, 3, 16, dtype=dtype) for _ in range(layers)],
-                    "negatives": [given(*K, 3, 16, dtype=dtype) for _ in range(layers)],
-                    **described_negatives(),
-                    **mask_of(6, 3, masked=masked),
+                {
+                    "student": [learns(6, 3, 16, dtype=dtype)] * layers,
+                    "teacher": [given(6, 3, 16, dtype=dtype)] * layers,
+                    "negatives": [given(*K, 3, 16, dtype=dtype)] * layers,
+                    **extras,
                 },
                 {"student_dim": 16, "teacher_dim": 16},
                 dtype=dtype,
@@ -197,7 +184,7 @@ def calls() -> Calls:
     ):
         yield Call(
             fastkd.CosNCELoss,
-            lambda: {"student": [learns(4, 16, 48)] * 3, "teacher": [given(4, 16, 64)] * 3},
+            {"student": [learns(4, 16, 48)] * 3, "teacher": [given(4, 16, 64)] * 3},
             {"student_dim": 48, "teacher_dim": 64, "pool": pool, "reduction": reduction}
             | {"backend": backend},
         )
@@ -207,7 +194,7 @@ def calls() -> Calls:
         for backend in ("torch", "triton") if len(shape) == 2 else ("auto",):
             yield Call(
                 fastkd.cos_nce_loss,
-                lambda: {
+                {
                     "student": learns(*shape),
                     "teacher": given(*shape),
                     "labels": numbers(shape[0]) if labelled else None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastkd
 from tests import oracles
-from tests.calls import ALL_TYPES, HALF_AND_FULL, Call, Calls, given, learns, numbers
+from tests.calls import ALL_TYPES, HALF_AND_FULL, Call, Calls, Made, given, learns, numbers
 from tests.draw import Case, Draw, by_norm, module_case
 from tests.subject import D_S, D_T, Subject, labels, of_module
 
@@ -122,7 +122,7 @@ def random_class_similarity(draw: Draw) -> Case:
 
 
 def calls() -> Calls:
-    def rows(N: int, M: int, D: int, kind: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+    def rows(N: int, M: int, D: int, kind: torch.dtype, dtype: torch.dtype) -> dict[str, Made]:
         return {
             "student": learns(N, D, dtype=dtype),
             "teacher": given(M, D, dtype=dtype),
@@ -137,26 +137,26 @@ def calls() -> Calls:
     for dtype, kind, (N, M, D), tolerance, k, reduction in itertools.product(
         HALF_AND_FULL, kinds, sizes, (None, 0.5), (1, 8, 32), ("sum", "mean")
     ):
-        inputs = lambda: rows(N, M, D, kind, dtype)  # noqa: E731
+        inputs = rows(N, M, D, kind, dtype)
         options = {"k": k, "tolerance": tolerance, "reduction": reduction}
         yield Call(fastkd.knn_feature_loss, inputs, options)
     sizes = [(1, 32, 8), (4096, 4096, 64), (17, 300, 70_000), (32, 65536, 768)]
     for dtype, kind, (N, M, D), tolerance, k in itertools.product(
         ALL_TYPES, (torch.int64, torch.float32), sizes, (None, 2.0**40), (1, 8)
     ):
-        inputs = lambda: rows(N, M, D, kind, dtype)  # noqa: E731
+        inputs = rows(N, M, D, kind, dtype)
         yield Call(fastkd.knn_feature_loss, inputs, {"k": k, "tolerance": tolerance})
     # More than 2^31 elements.
     sizes = [(2**20, 2**20, 64), (2**22, 2**12, 768), (64, 2**22, 768), (32, 32, 2**24)]
     for N, M, D in sizes:
-        inputs = lambda: rows(N, M, D, torch.int64, torch.float32)  # noqa: E731
+        inputs = rows(N, M, D, torch.int64, torch.float32)
         yield Call(fastkd.knn_feature_loss, inputs, {"k": 4})
     others = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, *HALF_AND_FULL)
     for kind, tolerance, reduction in itertools.product(others, (None, 1), ("sum", "mean", "none")):
         for backend in ("torch", "triton"):
             yield Call(
                 fastkd.knn_feature_loss,
-                lambda: {
+                {
                     "student": learns(65, 16),
                     "teacher": given(65, 16),
                     "student_labels": numbers(65, dtype=kind),
@@ -168,7 +168,7 @@ def calls() -> Calls:
     ):
         yield Call(
             fastkd.IntraClassKNNLoss,
-            lambda: {
+            {
                 "student": learns(8, 16, 48),
                 "teacher": given(8, 16, 64),
                 "labels": numbers(8),
@@ -185,7 +185,7 @@ def calls() -> Calls:
         )
     yield Call(
         fastkd.IntraClassKNNLoss,
-        lambda: {
+        {
             "student": learns(8, 16, 48),
             "teacher": given(300, 20, 48),
             "labels": numbers(8),
@@ -198,16 +198,12 @@ def calls() -> Calls:
     for dtype in ALL_TYPES:
         yield Call(
             fastkd.FeatureQueue,
-            lambda: {
-                "features": given(8, 16, dtype=dtype),
-                "labels": numbers(8),
-                "mask": numbers(8),
-            },
+            {"features": given(8, 16, dtype=dtype), "labels": numbers(8), "mask": numbers(8)},
             {"size": 32, "dim": 16, "dtype": dtype, "label_dtype": torch.int64},
         )
         yield Call(
             fastkd.intra_class_similarity,
-            lambda: {"features": learns(8, 16, dtype=dtype), "labels": numbers(8)},
+            {"features": learns(8, 16, dtype=dtype), "labels": numbers(8)},
             {},
         )
 

@@ -56,7 +56,7 @@ def calls() -> Calls:
     for n, dtype, root in itertools.product(
         (1, 16, 96, 97, 768), ALL_TYPES, (fastkd.sqrtm, fastkd.inv_sqrtm)
     ):
-        yield Call(root, lambda: {"a": learns(5, n, n, dtype=dtype)}, {})
+        yield Call(root, {"a": learns(5, n, n, dtype=dtype)}, {})
 
 
 RANDOM = {"roots": random_roots}

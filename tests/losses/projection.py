@@ -116,30 +116,26 @@ def random_dual_projection(draw: Draw) -> Case:
 
 def calls() -> Calls:
     for dtype in ALL_TYPES:
-        yield Call(fastkd.cayley, lambda: {"skew": learns(3, 20, 20, dtype=dtype)}, {})
+        yield Call(fastkd.cayley, {"skew": learns(3, 20, 20, dtype=dtype)}, {})
     for backend in ("torch", "triton"):
-        yield Call(fastkd.cayley, lambda: {"skew": learns(48, 48)}, {"backend": backend})
+        yield Call(fastkd.cayley, {"skew": learns(48, 48)}, {"backend": backend})
     columns = [1, 15, 16, 17, 48, 770, 9000, 20000]
     columns += [size for log in range(5, 15) for size in (2**log - 1, 2**log)]
     for dtype, D, (x, y) in itertools.product(
         ALL_TYPES, columns, ((learns, given), (given, learns), (learns, learns))
     ):
         yield Call(
-            fastkd.layer_norm_mse,
-            lambda: {"x": x(5, D, dtype=dtype), "y": y(5, D, dtype=dtype)},
-            {},
+            fastkd.layer_norm_mse, {"x": x(5, D, dtype=dtype), "y": y(5, D, dtype=dtype)}, {}
         )
     for reduction, backend in itertools.product(
         ("mean", "batchmean", "sum"), ("auto", "torch", "triton")
     ):
         yield Call(
             fastkd.layer_norm_mse,
-            lambda: {"x": learns(2, 3, 48), "y": learns(2, 3, 48)},
+            {"x": learns(2, 3, 48), "y": learns(2, 3, 48)},
             {"reduction": reduction, "backend": backend},
         )
-    yield Call(
-        fastkd.layer_norm_mse, lambda: {"x": learns(2**22, 768), "y": learns(2**22, 768)}, {}
-    )
+    yield Call(fastkd.layer_norm_mse, {"x": learns(2**22, 768), "y": learns(2**22, 768)}, {})
     for (n, out), rows, backend in itertools.product(
         ((1, 1), (48, 32), (48, 64), (256, 256), (257, 257), (2047, 2047), (2048, 2048)),
         (4, 4096),
@@ -147,7 +143,7 @@ def calls() -> Calls:
     ):
         yield Call(
             fastkd.OrthogonalProjection,
-            lambda: {"x": learns(rows, n)},
+            {"x": learns(rows, n)},
             {"in_dim": n, "out_dim": out, "backend": backend},
         )
     for shape, orthogonal, reduction, backend in itertools.product(
@@ -155,7 +151,7 @@ def calls() -> Calls:
     ):
         yield Call(
             fastkd.DualProjectionLoss,
-            lambda: {
+            {
                 "student": learns(*shape, 48),
                 "teacher": given(*shape, 64),
                 **mask_of(*shape, masked=len(shape) == 2),
@@ -165,7 +161,7 @@ def calls() -> Calls:
         )
     yield Call(
         fastkd.DualProjectionLoss,
-        lambda: {
+        {
             "student": learns(8, 16, 48),
             "teacher": given(8, 20, 64),
             "mask": numbers(8, 16),

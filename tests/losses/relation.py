@@ -129,8 +129,8 @@ def calls() -> Calls:
     def pair(B: int, N: int, D: int, dtype: torch.dtype, layers: int, learning: bool, masked: bool):
         student = learns if learning else given
         return {
-            "student": [student(B, N, D, dtype=dtype) for _ in range(layers)],
-            "teacher": [given(B, N, 2 * D, dtype=dtype) for _ in range(layers)],
+            "student": [student(B, N, D, dtype=dtype)] * layers,
+            "teacher": [given(B, N, 2 * D, dtype=dtype)] * layers,
             **mask_of(B, N, masked=masked),
         }
 
@@ -142,12 +142,12 @@ def calls() -> Calls:
                 D = 8 if N % 2 else 16
                 yield Call(
                     fastkd.FCDLoss,
-                    lambda: pair(B, N, D, dtype, layers, learning, masked),
+                    pair(B, N, D, dtype, layers, learning, masked),
                     {"backend": "triton"},
                     precision,
                 )
     for learning in BOTH:
-        inputs = lambda: pair(32, 128, 768, torch.bfloat16, MANY_LAYERS, learning, True)  # noqa: E731
+        inputs = pair(32, 128, 768, torch.bfloat16, MANY_LAYERS, learning, True)
         yield Call(fastkd.FCDLoss, inputs, {})
     for normalize, distance, over in itertools.product(
         ("l2", "layer_norm", "softmax", "none"), ("pearson", "mse", "kl"), ("tokens", "samples")
@@ -159,27 +159,23 @@ def calls() -> Calls:
         ):
             yield Call(
                 fastkd.relation_loss,
-                lambda: {
+                {
                     "student": learns(B, N, 48, dtype=dtype),
                     "teacher": given(B, N, 48, dtype=dtype),
                     "mask": numbers(B, N),
                 },
                 options | {"over": over, "backend": backend},
             )
-        inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
+        inputs = pair(4, 16, 48, torch.float32, 2, True, True)
         yield Call(fastkd.FCDLoss, inputs, options)
-        packed = lambda: inputs() | {"segments": numbers(4, 16)}  # noqa: E731
+        packed = inputs | {"segments": numbers(4, 16)}
         yield Call(fastkd.FCDLoss, packed, options)
     for backend in ("torch", "triton"):
-        inputs = lambda: pair(4, 16, 48, torch.float32, 2, True, True)  # noqa: E731
+        inputs = pair(4, 16, 48, torch.float32, 2, True, True)
         yield Call(fastkd.FCDLoss, inputs, {"backend": backend})
     yield Call(
         fastkd.relation_loss,
-        lambda: {
-            "student": learns(4, 16, 48),
-            "teacher": given(4, 16, 48),
-            "segments": numbers(4, 16),
-        },
+        {"student": learns(4, 16, 48), "teacher": given(4, 16, 48), "segments": numbers(4, 16)},
         {},
     )
     # Sizes that Triton sees as 1, more than 2^31 elements, more blocks than a grid's second
@@ -198,11 +194,7 @@ def calls() -> Calls:
     ):
         yield Call(
             fastkd.relation_loss,
-            lambda: {
-                "student": learns(*shape),
-                "teacher": given(*shape),
-                "mask": numbers(*shape[:2]),
-            },
+            {"student": learns(*shape), "teacher": given(*shape), "mask": numbers(*shape[:2])},
             {"over": over, "backend": "triton"},
         )
 

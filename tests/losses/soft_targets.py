@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastkd
-from tests.calls import ALL_TYPES, BOTH, Call, Calls, given, learns, mask_of, numbers
+from tests.calls import ALL_TYPES, BOTH, Call, Calls, Made, given, learns, mask_of, numbers
 from tests.draw import SIZES, Case, Draw
 from tests.subject import D_S, D_T, Subject, of_module
 
@@ -137,7 +137,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
 def calls() -> Calls:
     divergences = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
     kinds = (torch.int8, torch.int64, *ALL_TYPES)
-    denominators = [7, 2.5, *(lambda kind=kind: numbers(dtype=kind) for kind in kinds)]
+    denominators = [7, 2.5, *(numbers(dtype=kind) for kind in kinds)]
     reductions = ("batchmean", "sum", "none")
     choices: list[tuple[str, Any]] = [(reduction, None) for reduction in reductions]
     choices += [("batchmean", number) for number in denominators]
@@ -147,30 +147,26 @@ def calls() -> Calls:
         if number is not None and V not in (1024, 1025):
             continue
         options = {"divergence": divergence, "reduction": reduction}
-
-        def extras() -> dict[str, Any]:
-            denominator = number() if callable(number) else number
-            return mask_of(2, 3, masked=masked) | {"denominator": denominator}
-
+        extras = mask_of(2, 3, masked=masked) | {"denominator": number}
         yield Call(
             fastkd.soft_target_loss,
-            lambda: {
+            {
                 "student_logits": learns(2, 3, V, dtype=dtype),
                 "teacher_logits": given(2, 3, V, dtype=dtype),
-                **extras(),
+                **extras,
             },
             options,
         )
-        if number is not None and callable(number):
+        if isinstance(number, Made):
             continue
         yield Call(
             fastkd.linear_soft_target_loss,
-            lambda: {
+            {
                 "student_hidden": learns(2, 3, 48, dtype=dtype),
                 "student_weight": learns(V, 48, dtype=dtype),
                 "teacher_hidden": given(2, 3, 64, dtype=dtype),
                 "teacher_weight": given(V, 64, dtype=dtype),
-                **extras(),
+                **extras,
             },
             options,
         )
@@ -180,13 +176,11 @@ def calls() -> Calls:
         options = {"divergence": divergence, "reduction": reduction, "backend": backend}
         for of in (fastkd.SoftTargetLoss, fastkd.soft_target_loss):
             yield Call(
-                of,
-                lambda: {"student_logits": learns(6, 50), "teacher_logits": given(6, 50)},
-                options,
+                of, {"student_logits": learns(6, 50), "teacher_logits": given(6, 50)}, options
             )
         yield Call(
             fastkd.linear_soft_target_loss,
-            lambda: {
+            {
                 "student_hidden": given(3, 8),
                 "student_weight": given(50, 8),
                 "teacher_hidden": given(3, 8),
@@ -196,7 +190,7 @@ def calls() -> Calls:
         )
     yield Call(
         fastkd.SoftTargetLoss,
-        lambda: {
+        {
             "student_logits": learns(6, 50),
             "teacher_logits": given(6, 50),
             "mask": numbers(6),
@@ -207,10 +201,7 @@ def calls() -> Calls:
     for divergence in ("forward_kl", "adaptive_kl"):
         yield Call(
             fastkd.soft_target_loss,
-            lambda: {
-                "student_logits": learns(2**15, 152_064),
-                "teacher_logits": given(2**15, 152_064),
-            },
+            {"student_logits": learns(2**15, 152_064), "teacher_logits": given(2**15, 152_064)},
             {"divergence": divergence},
         )
 
