@@ -13,7 +13,7 @@ from typing import Any
 
 from . import suite
 from .harness import REFERENCE
-from .table import dtype, milliseconds, sizes, speed_up, swept, times
+from .table import cells, dtype, mebibytes, milliseconds, sizes, speed_up, swept, times
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -91,17 +91,9 @@ def loss_section(result: dict[str, Any], loss: str) -> list[str]:
     for row in rows:
         first = f"{row['title']}, {sizes(row)}, {row['dtype']}"
         for name, r in row["providers"].items():
-            if "both" not in r:
-                continue
-            both, launches = r["both"], r.get("launches", r.get("operations_dispatched"))
-            lines.append(
-                f"| {first} | {name} | {_part(r, 'forward')} "
-                f"| {_part(r, 'backward')} | {milliseconds(both['median'])} "
-                f"| {50 * (both['q3'] - both['q1']) / both['median']:.0f}% | {speed_up(r)} "
-                f"| {mebibytes(r)} | {'-' if launches is None else launches} "
-                f"| {both['median'] / row['floor_ms']:.1f} | {error(r)} |"
-            )
-            first = ""
+            if "both" in r:
+                lines.append(f"| {' | '.join([first, *cells(row, name, r)])} |")
+                first = ""
     return [f"### {loss}", "\n".join(lines)]
 
 
@@ -241,23 +233,6 @@ def fill_readme(text: str, table: str) -> str:
     before, _, rest = text.partition(START)
     after = rest.partition(END)[2]
     return f"{before}{START}\n{table}\n{END}{after}"
-
-
-def mebibytes(result: dict[str, Any]) -> str:
-    """Peak memory."""
-    return f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-"
-
-
-def error(result: dict[str, Any]) -> str:
-    """The larger of both errors."""
-    if "value_error" not in result:
-        return "own objective"
-    worst = max(result["value_error"], result["gradient_error"])
-    return "not finite" if worst == float("inf") else f"{worst:.0e}"
-
-
-def _part(result: dict[str, Any], part: str) -> str:
-    return milliseconds(result[part]["median"]) if part in result else "-"
 
 
 def _median(result: dict[str, Any]) -> str:

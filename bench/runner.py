@@ -37,12 +37,7 @@ def run(
     device: str | None = None,
     out: str | Path | None = None,
     plot: str | Path | None = None,
-    *,
-    commit: str | None = None,
-    resume: bool = False,
-    seconds: float = 1.5,
-    passes: int | None = None,
-    budget: float = math.inf,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure the chosen cases and return the results as written to ``out``.
 
@@ -52,24 +47,11 @@ def run(
         device: "cpu" or "cuda"; None takes CUDA where there is one.
         out: result file, or a folder that gets ``<machine>.json``; None means ``runs/bench/``.
         plot: folder for pictures; None draws none.
-        commit: what to record as the commit where git can't tell.
-        resume: keep what ``out`` already holds from the same code on the same machine.
-        seconds: timing budget of one case, all passes together.
-        passes: how often every case is timed; None means `PASSES` of the device.
-        budget: seconds after which no case is begun; the rest is listed in the result as "left".
+        options: see `run_cases`.
     """
     target, cases = _choose(sets, only, device)
     path = _result_path(out, target)
-    results = run_cases(
-        cases,
-        target,
-        path,
-        commit=commit,
-        resume=resume,
-        seconds=seconds,
-        passes=passes,
-        budget=budget,
-    )
+    results = run_cases(cases, target, path, **options)
     print(f"\nresults: {path}")
     if plot is not None:
         from .plots import draw
@@ -125,7 +107,15 @@ def run_cases(
     budget: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Measure ``cases``; see `run`. With one pass they need not be the suite's."""
+    """Measure ``cases`` into ``path``; see `run`. With one pass they need not be the suite's.
+
+    Args:
+        commit: what to record as the commit where git can't tell.
+        resume: keep what ``path`` already holds from the same code on the same machine.
+        seconds: timing budget of one case, all passes together.
+        passes: how often every case is timed; None means `PASSES` of the device.
+        budget: seconds after which no case is begun; the rest is listed in the result as "left".
+    """
     end = clock() + budget
     cases = list(cases)
     passes = passes or PASSES[device.type]

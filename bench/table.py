@@ -55,7 +55,6 @@ def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
     """The columns of `HEADER` for one provider."""
     both = result["both"]
     launches = result.get("launches", result.get("operations_dispatched"))
-    error = result.get("gradient_error")
     return [
         name,
         milliseconds(result["forward"]["median"]) if "forward" in result else "-",
@@ -63,11 +62,24 @@ def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
         milliseconds(both["median"]),
         f"{50 * (both['q3'] - both['q1']) / both['median']:.0f}%",
         speed_up(result),
-        f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-",
+        mebibytes(result),
         str(launches) if launches is not None else "-",
         f"{both['median'] / row['floor_ms']:.1f}" if row.get("floor_ms") else "-",
-        "own" if error is None else f"{max(error, result['value_error']):.0e}",
+        error(result),
     ]
+
+
+def mebibytes(result: dict[str, Any]) -> str:
+    """Peak memory."""
+    return f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-"
+
+
+def error(result: dict[str, Any]) -> str:
+    """The larger of both errors."""
+    if "value_error" not in result:
+        return "own objective"
+    worst = max(result["value_error"], result["gradient_error"])
+    return "not finite" if worst == float("inf") else f"{worst:.0e}"
 
 
 def speed_up(result: dict[str, Any]) -> str:

@@ -21,17 +21,21 @@ typer: Any = require("typer", "train")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What an option is besides its name, type and default."""
+    """What an option is besides its name, type and default.
+
+    ``flag`` is needed only where it isn't the field's name, or as a word in capitals for an
+    argument without one; an option that doesn't change the result is not ``saved``.
+    """
 
     help: str
-    flag: str
-    metavar: str | None
-    panel: str | None
-    least: float | None
-    above: float | None
-    most: float | None
-    choices: Callable[[], Iterable[str]] | Iterable[str]
-    saved: bool
+    flag: str = ""
+    metavar: str | None = None
+    panel: str | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: Callable[[], Iterable[str]] | Iterable[str] = ()
+    saved: bool = True
 
     def check(self, value: Any) -> None:
         """Raise InputError unless ``value`` lies within the bounds and among the choices."""
@@ -50,26 +54,9 @@ class Option:
             raise InputError(f"{self.flag} must be at most {self.most}, got {value}")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str = "",
-    metavar: str | None = None,
-    panel: str | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: Callable[[], Iterable[str]] | Iterable[str] = (),
-    saved: bool = True,
-) -> Any:
-    """A dataclass field that is an option.
-
-    ``flag`` is needed only where it isn't the field's name, or as a word in capitals for an
-    argument without one; an option that doesn't change the result is not ``saved``; ``...`` as the
-    default makes it required.
-    """
-    meta = Option(help, flag, metavar, panel, least, above, most, choices, saved)
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field that is an `Option`; ``...`` as the default makes it required."""
+    meta = Option(help, **more)
     if default is ...:
         return dataclasses.field(metadata={"option": meta})
     if isinstance(default, Mapping):
