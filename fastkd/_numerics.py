@@ -68,6 +68,14 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[..., None], x, 0)
 
 
+def reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
+    """``losses``, zero where they are not ``counted``: "none", "sum", or "mean" of the others."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / counted.sum().clamp_min(1)
+
+
 def autocast_off(x: Tensor) -> AbstractContextManager:
     """Context in which autocast does not touch the loss; needed in forward and backward alike."""
     if x.is_meta:  # which autocast refuses

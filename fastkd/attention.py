@@ -13,6 +13,7 @@ from fastkd._numerics import (
     apply,
     autocast_off,
     once_differentiable,
+    reduced,
     saveable,
     upcast,
     working_dtype,
@@ -40,7 +41,7 @@ def attention_loss_ref(
     pair = real[:, None, :, None] & real[:, None, None, :]
     squares = torch.where(pair, A_s - A_t, 0).square()
     mse = squares.sum((2, 3)) / pair.sum((2, 3)).clamp(min=1)  # (B, h), of each head
-    return _reduce(mse.sum(1) / h, real.any(1), reduction)
+    return reduced(mse.sum(1) / h, real.any(1), reduction)
 
 
 def attention_loss(
@@ -139,9 +140,14 @@ def _attention_layers(
     real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
     kernels = [use_triton(backend, "attention_loss", student) for student, _ in pairs]
+    groups = [[i] for i in range(len(pairs))]
+    if all(kernels):
+        from fastkd.kernels.pointers import layer_groups
+
+        groups = layer_groups(pairs)
     parts = []
-    for group in _alike(pairs) if all(kernels) else [[pair] for pair in pairs]:
-        students, teachers = zip(*group, strict=True)
+    for group in groups:
+        students, teachers = zip(*(pairs[i] for i in group), strict=True)
         options = _Options(heads == "mean", len(pairs))
         function = _AttentionTriton if all(kernels) else _Attention
         parts.append(apply(function, options, real, *students, *teachers))
@@ -149,7 +155,7 @@ def _attention_layers(
     if real is None:
         real = torch.ones((), dtype=torch.bool, device=first.device)
         real = real.expand(first.shape[0], first.shape[2])
-    return _reduce(losses, real.any(1), reduction)
+    return reduced(losses, real.any(1), reduction)
 
 
 def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -> None:
@@ -169,14 +175,6 @@ def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -
         raise ValueError(
             f"student has {H} heads but teacher has {H_t}; heads='mean' compares their averages"
         )
-
-
-def _reduce(losses: Tensor, real: Tensor, reduction: Reduction) -> Tensor:
-    """Of the samples' losses (B,), zero where a sample is not ``real``."""
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / real.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -230,26 +228,6 @@ def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     B, h, N, _ = d.shape
     tokens = d.new_full((B,), N) if mask is None else mask.sum(1).to(d.dtype)
     return tokens.clamp(min=1).square() * (h * options.layers)
-
-
-def _alike(pairs: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """The layers that can share a launch."""
-    from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
-
-    def fits(pair, group):  # by comparison: a hash would fix the sizes in a compiled graph
-        same = all(
-            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(pair, group[0], strict=True)
-        )
-        return same and len(group) < LAYERS_PER_LAUNCH
-
-    groups: list[list[tuple[Tensor, Tensor]]] = []
-    for pair in pairs:
-        group = next((g for g in groups if fits(pair, g)), None)
-        if group is None:
-            groups.append([pair])
-        else:
-            group.append(pair)
-    return groups
 
 
 class _AttentionTriton(torch.autograd.Function):

@@ -28,6 +28,7 @@ from fastkd._numerics import (
     autocast_off,
     once_differentiable,
     project,
+    reduced,
     saveable,
     upcast,
     values_readable,
@@ -97,7 +98,7 @@ def cos_nce_loss_ref(
     total = torch.where(counts, 2 - (g_n - g_p[:, None]), 0).sum(1)
     compared = real & (k > 0)
     losses = torch.where(compared, total / (2 * k.clamp_min(1)) + g_p, 0)
-    return _reduce(losses, compared, reduction)
+    return reduced(losses, compared, reduction)
 
 
 def _direction_ref(x: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ def _cos_nce_layers(
         losses = []
         for layer in layers:
             terms, compared = apply(_CosNCE, *layer, *which)
-            losses.append(_reduce(terms, compared, reduction))
+            losses.append(reduced(terms, compared, reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
 
@@ -430,13 +431,6 @@ def _check_negatives(negatives: Tensor, student: Tensor) -> None:
         )
 
 
-def _reduce(losses: Tensor, compared: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / compared.sum().clamp_min(1)
-
-
 class _CosNCE(torch.autograd.Function):
     """Loss per position (B, P), and which positions had a negative.
 
@@ -597,26 +591,14 @@ def _triton_layers(
     reduction: str,
 ) -> Tensor:
     """The layers' average by `fastkd.kernels.contrastive`, those alike in one go."""
-    from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
+    from fastkd.kernels.pointers import layer_groups
 
-    def alike(layer, other):  # by comparison: a hash would fix the sizes in a compiled graph
-        return layer[0].shape == other[0].shape and layer[0].dtype == other[0].dtype
-
-    groups: list[list[tuple[Tensor, Tensor, Tensor | None]]] = []
-    for layer in layers:
-        group = next((g for g in groups if alike(g[0], layer)), None)
-        if group is None:
-            groups.append([layer])
-        else:
-            group.append(layer)
     losses = []
-    for group in groups:
-        for start in range(0, len(group), LAYERS_PER_LAUNCH):
-            part = group[start : start + LAYERS_PER_LAUNCH]
-            features = [x for side in zip(*part, strict=True) for x in side if x is not None]
-            options = _Options(reduction, len(part))
-            loss = apply(_CosNCETriton, options, *which, *features)
-            losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
+    for group in layer_groups([layer[:1] for layer in layers]):  # checked: the rest is as alike
+        part = [layers[i] for i in group]
+        features = [x for side in zip(*part, strict=True) for x in side if x is not None]
+        loss = apply(_CosNCETriton, _Options(reduction, len(part)), *which, *features)
+        losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 

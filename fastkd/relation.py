@@ -531,6 +531,7 @@ class _TritonRelations(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, mask, *features):
         from fastkd.kernels import relation as kernels
+        from fastkd.kernels.pointers import layer_groups
 
         layers = options.layers
         students, teachers = list(features[:layers]), list(features[layers:])
@@ -544,7 +545,7 @@ class _TritonRelations(torch.autograd.Function):
             options.eps,
             any(ctx.needs_grad),
         )
-        ctx.groups = kernels.layer_groups(students, teachers)
+        ctx.groups = layer_groups(list(zip(students, teachers, strict=True)))
         if gradients:
             ctx.save_for_backward(mask, *gradients, *(saveable(x) for x in students))
         return loss

@@ -27,3 +27,17 @@ def pick(pointers, index, SLOTS: tl.constexpr):
     for i in tl.static_range(1, SLOTS):
         pointer = tl.where(index == i, pointers[i], pointer)
     return pointer
+
+
+def layer_groups(layers: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Numbers of the layers that share a launch: tensors alike, at most LAYERS_PER_LAUNCH."""
+    groups: list[tuple[list, list[int]]] = []
+    for i, layer in enumerate(layers):
+        kind = [(x.shape, x.dtype) for x in layer]
+        for other, indices in groups:  # compared: a hash would fix the sizes in a compiled graph
+            if kind == other and len(indices) < LAYERS_PER_LAUNCH:
+                indices.append(i)
+                break
+        else:
+            groups.append((kind, [i]))
+    return [indices for _, indices in groups]

@@ -26,15 +26,13 @@ groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for the gradi
 bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import operator
-from fastkd.kernels.pointers import LAYERS_PER_LAUNCH, padded, pick, slots
+from fastkd.kernels.pointers import layer_groups, padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
 from fastkd.kernels.relation_rows import (
     SMALLEST_NORM,
@@ -97,24 +95,10 @@ def relation_project_kernel(
         tl.store(out_ptr + start_dx[:, None] + d, dx, mask=in_rows[:, None] & (d < D))
 
 
-def layer_groups(students: list[Tensor], teachers: list[Tensor]) -> list[list[int]]:
-    """Layers that share a launch: equal shapes and dtype, at most LAYERS_PER_LAUNCH."""
-    groups: list[tuple[Any, list[int]]] = []
-    for i, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
-        kind = student.shape, teacher.shape, student.dtype  # sizes in a graph have no hash
-        for other, indices in groups:
-            if kind == other and len(indices) < LAYERS_PER_LAUNCH:
-                indices.append(i)
-                break
-        else:
-            groups.append((kind, [i]))
-    return [indices for _, indices in groups]
-
-
 def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
     loss = students[0].new_empty((), dtype=torch.float32)
     buffers = []
-    for indices in layer_groups(students, teachers) if gradient else []:
+    for indices in layer_groups(list(zip(students, teachers, strict=True))) if gradient else []:
         first = students[indices[0]]
         shape = len(indices), *first.shape[:2], padded_size(first.shape[-1])
         buffers.append(first.new_empty(shape, dtype=gradient_dtype(first.dtype)))
@@ -134,7 +118,7 @@ def relations(
     """tokens · loss over tokens + samples · loss over samples, averaged over the layers.
 
     Returns the loss and, with ``gradient``, one (layers, B, N, `padded_size` of Ds) buffer of
-    gradients for each of `layer_groups`, for an upstream gradient of 1 and before `projected`.
+    gradients for each of the `layer_groups`, for an upstream gradient of 1 and before `projected`.
     """
     B, N, _ = students[0].shape
     device = students[0].device
@@ -156,7 +140,7 @@ def relations(
             relation_share_kernel[(2,)](mask, shares, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
     buffers = []
     done = 0
-    for indices in layer_groups(students, teachers):
+    for indices in layer_groups(list(zip(students, teachers, strict=True))):
         layers = Layers([students[i] for i in indices], [teachers[i] for i in indices], mask)
         if gradient:
             allocate = torch.empty if terms else torch.zeros
