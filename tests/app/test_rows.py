@@ -216,14 +216,6 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     }
 
 
-def test_half_a_character_is_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for record in ({"text": "\ud83d", "label": "x"}, {"text": "b", "label": "\udca9"}):
-        path.write_text('{"text": "a", "label": "y"}\n' + json.dumps(record) + "\n")
-        with pytest.raises(InputError, match=r"a\.jsonl, row 2: .*half a character"):
-            data.read_file(path, Columns("text"), "--train")
-
-
 LIMIT = 4  # MiB
 LARGE = """
 import resource, sys

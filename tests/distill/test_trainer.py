@@ -45,10 +45,15 @@ def trainer(directory, method, data=None, teacher=None, prepare_batches=64, **op
     )
 
 
+def trained(*arguments, **options):
+    run = trainer(*arguments, **options)
+    run.train()
+    return run
+
+
 @pytest.mark.parametrize("name", ["lrc_bert", "mc3kd", "lrkd"])
 def test_resuming_gives_the_same_run(name, tmp_path):
-    whole = trainer(tmp_path, method_by_name(name, preset="paper"))
-    whole.train()
+    whole = trained(tmp_path, method_by_name(name, preset="paper"))
     again = trainer(tmp_path, method_by_name(name, preset="paper"))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     expected, state = whole.distiller.state_dict(), again.distiller.state_dict()
@@ -80,8 +85,7 @@ def test_terms_are_logged_and_the_schedule_is_kept(tmp_path):
 
 
 def test_checkpoints_are_students(tmp_path):
-    run = trainer(tmp_path, method_by_name("lrkd"))
-    run.train()
+    run = trained(tmp_path, method_by_name("lrkd"))
     run.save_model(str(tmp_path / "final"))
     for directory in (tmp_path / "checkpoint-6", tmp_path / "final"):
         student, info = t.AutoModelForSequenceClassification.from_pretrained(
@@ -107,25 +111,21 @@ def test_evaluation_and_prediction_are_the_students(tmp_path):
 
 
 def test_mc3kd_prepares_itself_from_training_data(tmp_path):
-    run = trainer(tmp_path, method_by_name("mc3kd"), save_strategy="no", prepare_batches=2)
-    run.train()
+    run = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no", prepare_batches=2)
     layers = run.distiller.method.teacher_layers
     torch.manual_seed(0)
     assert len(layers) == 2 and all(1 <= i <= 4 for i in layers)
     everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
-    whole = trainer(tmp_path, method_by_name("mc3kd"), save_strategy="no")
-    whole.train()
+    whole = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no")
     assert whole.distiller.method.teacher_layers == select_layers(
         whole.distiller.teacher, everything, 2
     )
 
 
 def test_preparing_leaves_the_order_of_the_data_alone(tmp_path):
-    chosen = trainer(tmp_path, method_by_name("mc3kd"), save_strategy="no")
-    chosen.train()
+    chosen = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no")
     layers = chosen.distiller.method.teacher_layers
-    given = trainer(tmp_path, method_by_name("mc3kd", layers=layers), save_strategy="no")
-    given.train()
+    given = trained(tmp_path, method_by_name("mc3kd", layers=layers), save_strategy="no")
     for a, b in zip(chosen.distiller.parameters(), given.distiller.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -134,8 +134,7 @@ def test_columns_that_the_student_does_not_take_are_dropped(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = [{**{key: value.tolist() for key, value in row.items()}, "text": "x"} for row in rows(8)]
     data = datasets.Dataset.from_list(data)
-    run = trainer(tmp_path, method_by_name("fcd"), data, save_strategy="no", max_steps=1)
-    run.train()
+    run = trained(tmp_path, method_by_name("fcd"), data, save_strategy="no", max_steps=1)
     assert "text" not in next(iter(run.get_train_dataloader()))
 
 
@@ -168,17 +167,15 @@ def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
 
 
 def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
-    run = trainer(
+    run = trained(
         tmp_path, method_by_name("fcd"), gradient_accumulation_steps=2, save_strategy="no"
     )
-    run.train()
     log = next(entry for entry in run.state.log_history if "loss" in entry)
     assert log["loss"] == pytest.approx(log["total"], rel=1e-4)
 
 
 def test_gradient_checkpointing_reaches_the_student(tmp_path):
-    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no", gradient_checkpointing=True)
-    run.train()
+    run = trained(tmp_path, method_by_name("fcd"), save_strategy="no", gradient_checkpointing=True)
     assert run.distiller.student.is_gradient_checkpointing
     assert not run.distiller.teacher.is_gradient_checkpointing
 
@@ -197,7 +194,7 @@ def test_a_ready_distiller_and_mistakes(tmp_path):
 
 
 def test_the_best_student_and_method_come_back(tmp_path):
-    run = trainer(
+    run = trained(
         tmp_path,
         method_by_name("lrkd"),
         learning_rate=0.05,
@@ -207,7 +204,6 @@ def test_the_best_student_and_method_come_back(tmp_path):
         metric_for_best_model="eval_loss",
         greater_is_better=True,  # the untrained one, so that the last is not the best
     )
-    run.train()
     scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
     best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}"
     student = t.AutoModelForSequenceClassification.from_pretrained(best)
@@ -234,13 +230,11 @@ def test_options_that_would_act_in_evaluation_alone_are_refused(tmp_path):
 
 
 def test_neftune_reaches_the_student(tmp_path):
-    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no", neftune_noise_alpha=5.0)
-    run.train()
+    trained(tmp_path, method_by_name("fcd"), save_strategy="no", neftune_noise_alpha=5.0)
 
 
 def test_without_logs_no_step_is_kept(tmp_path):
-    run = trainer(tmp_path, method_by_name("fcd"), save_strategy="no", logging_strategy="no")
-    run.train()
+    run = trained(tmp_path, method_by_name("fcd"), save_strategy="no", logging_strategy="no")
     assert all(total.dim() == 0 and count == 6 for total, count in run._logged.values())
     assert set(run._logged) == {"task", "tokens", "samples", "total"}
 
