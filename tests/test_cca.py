@@ -662,9 +662,11 @@ def test_compiles_once_for_all_sizes(options, masked, few, backend):
 @pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
 def test_module_compiles_once_for_all_sizes(pool):
     compiled, graphs = graphs_of(CCALoss(pool=pool))
+    layers = 2 if pool == "tokens" else 1
     for i in range(11):
         student, teacher, mask = hidden_states(b=10 + i, n=4 + i)
-        compiled([student.requires_grad_(), student[..., :3]], [teacher] * 2, mask).backward()
+        students = [student.requires_grad_(), student[..., :3]][:layers]
+        compiled(students, [teacher] * layers, mask).backward()
     assert len(graphs) <= 2
 
 
@@ -677,13 +679,13 @@ def test_the_same_tensor_twice_under_compile():
         lambda: canonical_correlations(x, x),
         lambda: CCALoss()([y, y], [x, x], mask),
     ):
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
         assert relative_error(compiled(), call()) <= 1e-12
     for loss in (cca_loss, CCALoss()):
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(loss, fullgraph=True, backend="eager")
         compiled(y, y.detach()).backward()
         compiled(x, x)
-    module = torch.compile(CCALoss(), fullgraph=True, backend="aot_eager")
+    module = torch.compile(CCALoss(), fullgraph=True, backend="eager")
     module([y, y], [x, x]).backward()
 
 

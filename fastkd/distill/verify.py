@@ -1,9 +1,9 @@
 """Is it the same step? The gradient of one batch, taken in every other way that promises it."""
 
-import contextlib
 import copy
 import functools
 import io
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -386,28 +386,35 @@ def _padding_of(name: str, distiller: Distiller) -> int:
 
 
 def _run_processes(folder: str, world: int) -> None:
-    """Start them and wait; where one fails the others would wait for it in vain."""
+    """In a new process, which has no threads that forks of it would lose; wait for it."""
     command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(world)]
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for rank in range(world):
-            errors = stack.enter_context(open(f"{folder}/{rank}.txt", "w"))
-            processes.append(subprocess.Popen([*command, str(rank)], stderr=errors))
-            stack.callback(processes[-1].wait)
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes):
-                for process in processes:
-                    process.kill()
-            time.sleep(0.05)
-    failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
-    if failed:
-        text = Path(folder, f"{failed[0]}.txt").read_text()
-        raise RuntimeError(f"a process of the check failed:\n{text}")
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
 
 
-def _rank(folder: str, world: int, rank: int) -> None:
-    """What one of the processes does."""
+def _fork(folder: str, world: int) -> int:
+    """One process a rank; where one fails, the others would wait for it in vain."""
     distiller, batch = torch.load(f"{folder}/step.pt", weights_only=False)
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=_rank, args=(folder, world, rank, distiller, batch))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.05)
+    return any(process.exitcode for process in processes)
+
+
+def _rank(
+    folder: str, world: int, rank: int, distiller: Distiller, batch: dict[str, Tensor]
+) -> None:
+    """What one of the processes does."""
     size = -(-len(batch["input_ids"]) // world)
     rows = slice(rank * size, (rank + 1) * size)
     distiller.gather = True
@@ -425,4 +432,4 @@ def _rank(folder: str, world: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(_fork(sys.argv[1], int(sys.argv[2])))
