@@ -21,9 +21,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One thread a process: the test processes share the cores already.
+# A process a core, with one thread. What Python compiles it may keep: the tests start many.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
 
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test

@@ -17,6 +17,8 @@ from tests.interpreter import prepare
 
 prepare()
 
+LONGEST = ("test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_install.py")
+
 
 def pytest_configure(config):
     """Rows that tests read are kept no longer than the tests run, in whatever process."""
@@ -55,8 +57,11 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that no process waits for another's at the end."""
-    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_dry_cuda.py"))
+    """The longest first, so that no process waits for another's at the end.
+
+    And in one process, which others take from at its other end: each sets up what a file shares.
+    """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish():
