@@ -96,6 +96,24 @@ def interrupted(distill, monkeypatch):
     return call
 
 
+@pytest.fixture(scope="module")
+def _begun(tmp_path_factory):
+    return tmp_path_factory.mktemp("begun")
+
+
+@pytest.fixture
+def begun(request, _begun, tmp_path):
+    """A copy of what every case of a test begins with, made for the first of them."""
+
+    def call(name, make):
+        kept = _begun / request.node.originalname / name
+        if not kept.exists():
+            make(kept)
+        shutil.copytree(kept, tmp_path / name)
+
+    return call
+
+
 def report_of(out):
     return json.loads((out / "student" / "fastkd.json").read_text())
 
@@ -706,11 +724,11 @@ def test_resuming_in_the_teachers_fine_tuning(distill, interrupted, tmp_path):
     ],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    distill, interrupted, tmp_path, harm
+    distill, interrupted, begun, tmp_path, harm
 ):
     options = {"epochs": 3, "method": "lrkd"}
-    distill(out=tmp_path / "whole", **options)
-    interrupted(12, press_ctrl_c, **options)
+    begun("whole", lambda out: distill(out=out, **options))
+    begun("out", lambda out: interrupted(12, press_ctrl_c, out=out, **options))
     checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
     assert visible(checkpoints) == ["checkpoint-10", "checkpoint-12"]
     newest = checkpoints / "checkpoint-12"
@@ -788,9 +806,9 @@ def test_resume_wants_the_same_data_models_and_settings(
 )
 @pytest.mark.parametrize("place", ["model", "optimizer", "marker"])
 def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
-    distill, tmp_path, monkeypatch, error, place
+    distill, begun, tmp_path, monkeypatch, error, place
 ):
-    distill(seed=1)
+    begun("out", lambda out: distill(out=out, seed=1))
     before = weights_of(tmp_path / "out")
 
     def full(*args, **kwargs):
