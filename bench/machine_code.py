@@ -56,9 +56,10 @@ class Loop(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """Instructions in order, without predicates, and the loops among them."""
+    """Instructions in order, without predicates, their places in the source, and the loops."""
 
     instructions: list[str]
+    lines: list[str]  # file:line
     loops: list[Loop]
 
 
@@ -157,7 +158,7 @@ def machine_code(text: str) -> MachineCode:
         first = labels.get(found[1], place) if found else place
         if first < place:
             last[first] = place
-    return MachineCode(instructions, [Loop(a, b, lines[b]) for a, b in sorted(last.items())])
+    return MachineCode(instructions, lines, [Loop(a, b, lines[b]) for a, b in sorted(last.items())])
 
 
 def executed(code: MachineCode, trips: Mapping[str, Sequence[float]]) -> float:

@@ -1,7 +1,7 @@
 """Squared differences of attention maps (B, H, N, N), and their gradient.
 
 Data path. A program takes BLOCK_Q queries of one map, or of one sample where the heads are averaged
-first, and goes over the keys: it reads both sides once, skips padding, and writes one partial loss.
+first, and goes over the keys: it reads both sides once but for padded queries, and writes one loss.
 One PyTorch sum adds the partials of a sample. Backward: the same once more, writing the gradient
 with the upstream one applied, so that no difference is kept.
 
@@ -14,14 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, operator
 from fastkd.kernels.pointers import padded, pick, slots
 
 
-def blocks(N: int) -> dict[str, int]:
-    """Tiles of 1024 pairs, 8 a thread; narrow ones for short sequences, for few compiled forms."""
-    block_k = 32 if N <= 32 else 128
-    return {"BLOCK_Q": 1024 // block_k, "BLOCK_K": block_k, "num_warps": 4}
+def blocks(N: int, mean: bool) -> dict[str, int]:
+    """Tiles of 1024 pairs, 8 a thread; narrow ones for short sequences, for few compiled forms.
+
+    Without a bound on registers, the assembler keeps one value of a mean of heads in memory.
+    """
+    block_k, bound = 32 if N <= 32 else 128, {"maxnreg": 224} if mean else {}
+    return {"BLOCK_Q": 1024 // block_k, "BLOCK_K": block_k, "num_warps": 4, **bound}
 
 
 @triton.jit
@@ -34,9 +37,13 @@ def _real(mask_ptr, sample, token, N, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def _map(x_ptr, heads, q, k, N, inside, MEAN: tl.constexpr):
-    """A tile of one map, or of the mean over so many that follow each other; 0 outside."""
+def _map(x_ptr, heads, q, k, N, real_q, MEAN: tl.constexpr):
+    """A tile of one map, or of the mean over so many that follow each other.
+
+    Anything where a key is padding: a mask that changes within 16 bytes would split their access.
+    """
     at = q[:, None] * N + k[None, :]
+    inside = real_q[:, None] & (k < N)[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if MEAN:
         for _ in range(1, heads):
@@ -80,9 +87,9 @@ def attention_forward_kernel(
         real_k = _real(mask_ptr, sample, k, N, HAS_MASK)
         counts += real_k.to(tl.int32)
         inside = real_q[:, None] & real_k[None, :]
-        d = _map(student_ptr, heads_s, q, k, N, inside, MEAN)
-        d -= _map(teacher_ptr, heads_t, q, k, N, inside, MEAN)
-        squares += d * d
+        d = _map(student_ptr, heads_s, q, k, N, real_q, MEAN)
+        d -= _map(teacher_ptr, heads_t, q, k, N, real_q, MEAN)
+        squares += tl.where(inside, d * d, 0.0)
     tokens = tl.sum(counts, axis=0)
     # Divided before all are added: the sum over a whole map may overflow.
     n = tl.maximum(tokens, 1).to(tl.float32)
@@ -131,8 +138,8 @@ def attention_backward_kernel(
     for first in range(0, N, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         inside = real_q[:, None] & _real(mask_ptr, sample, k, N, HAS_MASK)[None, :]
-        d = _map(student_ptr, heads_s, q, k, N, inside, MEAN)
-        d -= _map(teacher_ptr, heads_t, q, k, N, inside, MEAN)
+        d = _map(student_ptr, heads_s, q, k, N, real_q, MEAN)
+        d -= _map(teacher_ptr, heads_t, q, k, N, real_q, MEAN)
         dx = tl.where(inside, d * factor, 0.0)
         there = (q < N)[:, None] & (k < N)[None, :]
         at = q[:, None] * N + k[None, :]
@@ -145,8 +152,8 @@ def attention_backward_kernel(
 
 def _grid(student: Tensor, mean: bool, layers: int) -> tuple[tuple[int, int], dict[str, int]]:
     B, H, N, _ = student.shape
-    config = blocks(N)
-    return (B * (1 if mean else H) * triton.cdiv(N, config["BLOCK_Q"]), layers), config
+    config = blocks(N, mean)
+    return (B * (1 if mean else H) * cdiv(N, config["BLOCK_Q"]), layers), config
 
 
 def _heads(student: Tensor, teacher: Tensor, mean: bool) -> tuple[int, int, int]:

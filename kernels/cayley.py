@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, operator
 
 # Steps after a measured residual: each further one would let the drift grow by a factor of 2.
 STEPS = tl.constexpr(6)
@@ -365,7 +365,7 @@ def refine(skew: Tensor, guess: Tensor, launches: int) -> tuple[Tensor, Tensor]:
     skew = skew.contiguous()
     n = size + missing
     config = blocks(n)
-    tiles = triton.cdiv(n, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
+    tiles = cdiv(n, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
     out = torch.full_like(skew, float("nan"))
     x = torch.empty(2, 2, B, n, n, dtype=torch.float32, device=skew.device)
     x[0, 0] = guess

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, operator
 from fastkd.kernels.pointers import padded, pick, slots
 
 # Rows that one program adds up; more are split among programs and added in a second pass.
@@ -460,7 +460,7 @@ def cos_nce(
 
     each = each or labels is not None
     config = blocks(each)
-    programs = P * triton.cdiv(B, config["BLOCK_I"])
+    programs = P * cdiv(B, config["BLOCK_I"])
     weight, pull, losses = (inverse.new_empty(layers, B, P) for _ in range(3))
     partial, counted = inverse.new_empty(layers, programs), inverse.new_empty(programs)
     cos_nce_loss_kernel[(programs, layers)](
@@ -526,7 +526,7 @@ def cos_nce_gradient(
     dx = students[0].new_empty(layers, B, P, D)
     each = total.dim() == 4
     config = blocks(each)
-    cos_nce_gradient_kernel[(P * triton.cdiv(B, config["BLOCK_I"]), layers)](
+    cos_nce_gradient_kernel[(P * cdiv(B, config["BLOCK_I"]), layers)](
         padded(students),
         padded(teachers),
         None if mask is None else mask.view(torch.uint8),
@@ -563,7 +563,7 @@ def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor
     inverse = torch.empty(len(sides) * layers, R, P, dtype=torch.float32, device=first[0].device)
     if inverse.numel():
         config = row_blocks()
-        cos_nce_norm_kernel[(triton.cdiv(R * P, config["BLOCK_R"]), layers, len(sides))](
+        cos_nce_norm_kernel[(cdiv(R * P, config["BLOCK_R"]), layers, len(sides))](
             padded(first),
             padded(second),
             mask,
@@ -581,7 +581,7 @@ def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor
 
 def _splits(rows: int) -> int:
     """Programs among which ``rows`` are split."""
-    return max(triton.cdiv(rows, ROWS_PER_SUM), 1)
+    return max(cdiv(rows, ROWS_PER_SUM), 1)
 
 
 def _added(parts: Tensor) -> Tensor:
@@ -599,7 +599,7 @@ def _direction_sums(
     total = inverse.new_empty(splits, layers, groups, D)
     count = inverse.new_empty(splits, layers, groups)
     config = row_blocks()
-    cos_nce_sum_kernel[(groups * triton.cdiv(D, config["BLOCK_D"]), layers, splits)](
+    cos_nce_sum_kernel[(groups * cdiv(D, config["BLOCK_D"]), layers, splits)](
         padded(tensors),
         mask,
         inverse,
@@ -611,7 +611,7 @@ def _direction_sums(
         groups,
         tensors[0].stride(0),
         tensors[0].stride(1),
-        triton.cdiv(rows, splits),
+        cdiv(rows, splits),
         SLOTS=slots(layers),
         HAS_MASK=mask is not None,
         **config,
@@ -634,7 +634,7 @@ def _labelled_sums(
     count = inverse.new_empty(splits, layers, B, P)
     real = labels.is_floating_point() or row_labels.is_floating_point()
     config = labelled_blocks()
-    tiles = P * triton.cdiv(B, config["BLOCK_I"]) * triton.cdiv(D, config["BLOCK_D"])
+    tiles = P * cdiv(B, config["BLOCK_I"]) * cdiv(D, config["BLOCK_D"])
     cos_nce_labelled_sum_kernel[(tiles, layers, splits)](
         padded(tensors),
         _comparable(labels, real),
@@ -649,7 +649,7 @@ def _labelled_sums(
         D,
         tensors[0].stride(0),
         tensors[0].stride(1),
-        triton.cdiv(rows, splits),
+        cdiv(rows, splits),
         SLOTS=slots(layers),
         HAS_MASK=mask is not None,
         **config,

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._dispatch import triton_interpreted
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, operator
 
 # Rows of the student and of the bank from which sorting by label and norms beforehand pay.
 ROWS_TO_SORT = 65
@@ -583,7 +583,7 @@ def _norms(teacher: Tensor) -> Tensor:
     M, D = teacher.shape
     squares = torch.empty(M, dtype=torch.float32, device=teacher.device)
     config = norm_blocks(teacher.element_size())
-    knn_norm_kernel[(triton.cdiv(M, config["BLOCK_M"]),)](
+    knn_norm_kernel[(cdiv(M, config["BLOCK_M"]),)](
         teacher, squares, M, D, teacher.stride(0), **config
     )
     return squares
@@ -594,9 +594,9 @@ def _products(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, int]:
     (N, D), M = student.shape, teacher.shape[0]
     sizes = (D, student.stride(0), teacher.stride(0))
     config = product_blocks(student.element_size(), is_aligned(*sizes))
-    tiles = triton.cdiv(N, config["BLOCK_N"]), triton.cdiv(M, config["BLOCK_M"])
-    features = max(1024, triton.cdiv(D * tiles[0] * tiles[1], 64 * PROGRAMS) * 64)
-    splits = triton.cdiv(D, features)
+    tiles = cdiv(N, config["BLOCK_N"]), cdiv(M, config["BLOCK_M"])
+    features = max(1024, cdiv(D * tiles[0] * tiles[1], 64 * PROGRAMS) * 64)
+    splits = cdiv(D, features)
     product = torch.empty(splits, N, M, dtype=torch.float32, device=student.device)
     squares = torch.empty(splits, M, dtype=torch.float32, device=student.device)
     knn_product_kernel[(*tiles, splits)](
@@ -634,8 +634,8 @@ def _search(
     else:
         config = search_blocks(k, student.element_size(), is_sorted, is_aligned(*sizes))
         config |= {"WIDEN": _widens(student.dtype)}
-    tiles = triton.cdiv(N, config["BLOCK_N"])
-    splits = max(min(triton.cdiv(PROGRAMS, tiles), triton.cdiv(M, config["BLOCK_M"])), 1)
+    tiles = cdiv(N, config["BLOCK_N"])
+    splits = max(min(cdiv(PROGRAMS, tiles), cdiv(M, config["BLOCK_M"])), 1)
     score = torch.empty(N, splits, keep(k), dtype=torch.float32, device=student.device)
     candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
     rows = (None, None) if from_products else (student, teacher)
@@ -677,7 +677,7 @@ def score_rounding(features: int, splits: int, itemsize: int) -> float:
     One more for each split of the features, eight for the rest.
     """
     step = 64 if itemsize == 2 else 25 + 3 * 32
-    terms = step + triton.cdiv(features, 64 if itemsize == 2 else 16)
+    terms = step + cdiv(features, 64 if itemsize == 2 else 16)
     return (terms + splits + 8) * 2.0**-23
 
 
@@ -710,7 +710,7 @@ def knn_backward(
     N, D = student.shape
     dx = torch.empty(N, D, dtype=student.dtype, device=student.device)
     config = gradient_blocks()
-    knn_gradient_kernel[(N, triton.cdiv(D, config["BLOCK_D"]))](
+    knn_gradient_kernel[(N, cdiv(D, config["BLOCK_D"]))](
         student,
         teacher,
         nearest,

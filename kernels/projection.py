@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, next_power_of_2, operator
 
 # Variances outside are computed again from scaled rows.
 SMALLEST_VARIANCE = tl.constexpr(1e-25)
@@ -32,7 +32,7 @@ def blocks(D: int) -> dict[str, int]:
     thread; 4 up to 128 columns, where each row's own numbers take registers too; 16 at 4096, and
     more beyond 8192, where 32 warps would leave too few registers to a thread.
     """
-    block_d = max(triton.next_power_of_2(D), 16)
+    block_d = max(next_power_of_2(D), 16)
     warps = {2048: 8, 4096: 8, 8192: 32} | dict.fromkeys((16, 32, 64, 128), 8)
     num_warps = warps.get(block_d, 16 if block_d > 8192 else 4)
     return {"BLOCK_R": max(1024 // block_d, 1), "BLOCK_D": block_d, "num_warps": num_warps}
@@ -158,7 +158,7 @@ def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, divisor: int) -> tu
     """½Σ(norm(x) − norm(y))² / divisor as a scalar, and the rows' statistics; x, y (R, D)."""
     R, D = x.shape
     config = blocks(D)
-    programs = triton.cdiv(R, config["BLOCK_R"])
+    programs = cdiv(R, config["BLOCK_R"])
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     stats = torch.empty(R, 4, dtype=torch.float32, device=x.device)
     if programs:
@@ -187,7 +187,7 @@ def layer_norm_mse_backward(
     """dx and dy (R, D) in the dtype of x, those of the two that are needed."""
     R, D = x.shape
     config = blocks(D)
-    programs = triton.cdiv(R, config["BLOCK_R"])
+    programs = cdiv(R, config["BLOCK_R"])
     dx = torch.empty(R, D, dtype=x.dtype, device=x.device) if needs_dx else None
     dy = torch.empty(R, D, dtype=y.dtype, device=y.device) if needs_dy else None
     both = needs_dx and needs_dy and config["BLOCK_D"] <= MOST_COLUMNS_OF_BOTH

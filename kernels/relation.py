@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, operator
 from fastkd.kernels.pointers import layer_groups, padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
 from fastkd.kernels.relation_rows import (
@@ -209,7 +209,7 @@ def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: T
             mask = mask.contiguous().view(torch.uint8)
         layers, B, N, size = dx.shape
         block_r, block_d = 16, 128
-        relation_project_kernel[(triton.cdiv(B * N, block_r), layers)](
+        relation_project_kernel[(cdiv(B * N, block_r), layers)](
             dx,
             padded(students),
             mask,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels.launch import cdiv
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
     OPERAND_SCALE,
@@ -26,8 +27,7 @@ from fastkd.kernels.relation_rows import (
     low_part,
 )
 
-# Rows and columns of a tile of a long relation.
-TILE = 128
+TILE = 128  # rows and columns of a tile of a long relation
 # Entries of the relations that are worked on at once; bounds the workspace of long groups.
 CHUNK_ENTRIES = 2**24
 
@@ -493,7 +493,7 @@ class _Workspace:
         self.student, self.teacher = layers.students[layer], layers.teachers[layer]
         self.scale = layers.scale[layer]  # (2, stride_side)
         self.dx = None if layers.dx is None else layers.dx[layer]
-        self.blocks = triton.cdiv(term.N, TILE)
+        self.blocks = cdiv(term.N, TILE)
         self.tiles = self.blocks * (self.blocks + 1) // 2
         self.side = self.blocks * TILE
         self.chunk = min(term.groups, max(1, CHUNK_ENTRIES // (self.side * self.side)))
@@ -520,7 +520,7 @@ class _Workspace:
     def take_means(self) -> None:
         """The mean of the unit rows of every group, and how many rows it has."""
         for side in self.sides:
-            relation_mean_kernel[(self.term.groups, triton.cdiv(side.D, 64))](
+            relation_mean_kernel[(self.term.groups, cdiv(side.D, 64))](
                 side.x, side.scale, side.mean, side.size, self.term.N, side.D,
                 *side.strides, *self.term.strides,
                 BLOCK_N=64, BLOCK_D=64, num_warps=4,
@@ -531,7 +531,7 @@ class _Workspace:
         N, split, strides = self.term.N, self.layers.split, self.term.strides
         offsets = self._empty(2, groups, 2, N)
         for i, side in enumerate(self.sides):
-            relation_centre_kernel[(triton.cdiv(N, 32), groups)](
+            relation_centre_kernel[(cdiv(N, 32), groups)](
                 side.x, side.scale, side.mean, side.size, side.centred, offsets,
                 first, i * groups, N, side.D, *side.strides, *strides,
                 SPLIT=split, BLOCK_N=32, BLOCK_D=128, num_warps=8,
@@ -578,7 +578,7 @@ class _Workspace:
             SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
         )  # fmt: skip
         blocks, block_k = gradient_blocks(self.layers.dtype, split)
-        relation_gradient_kernel[(self.side // blocks.n, triton.cdiv(Ds, blocks.d), groups)](
+        relation_gradient_kernel[(self.side // blocks.n, cdiv(Ds, blocks.d), groups)](
             a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
             first, N, Ds, *term.strides, int(term.accumulate),
             HALF=self.layers.dtype == torch.float16, SPLIT=split,

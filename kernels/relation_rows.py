@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
-# Sizes of features and bytes of addresses in multiples of this make wide loads.
-ALIGNMENT = 16
+ALIGNMENT = 16  # of features of a row and bytes of an address, for wide loads
 
 SMALLEST_NORM = tl.constexpr(1e-12)  # of torch.nn.functional.normalize
 LARGEST_SCALE = tl.constexpr(1e12)  # 1/‖x‖ of rows that are too short to normalise
@@ -152,7 +152,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def aligned_size(entries: int) -> int:
     """``entries`` of four bytes, rounded up so that what follows them is aligned."""
-    return triton.cdiv(entries, 4) * 4
+    return cdiv(entries, 4) * 4
 
 
 class Layers:
@@ -175,7 +175,7 @@ class Layers:
         if self.rows == 0:
             return
         block_r, block_d = 16, 128
-        relation_row_scale_kernel[(triton.cdiv(self.rows, block_r), len(students), 2)](
+        relation_row_scale_kernel[(cdiv(self.rows, block_r), len(students), 2)](
             padded(self.students),
             padded(self.teachers),
             mask,
@@ -197,7 +197,7 @@ class Layers:
 
 def padded_size(D: int) -> int:
     """Features of a row in a kernel; zeros, which change no relation, fill up what is missing."""
-    return triton.cdiv(D, ALIGNMENT) * ALIGNMENT
+    return cdiv(D, ALIGNMENT) * ALIGNMENT
 
 
 def same_layout(layers: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkd.kernels.launch import next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
@@ -21,8 +22,7 @@ from fastkd.kernels.relation_rows import (
     low_part,
 )
 
-# Groups of up to this many rows keep both their relations in registers.
-SMALL_GROUP = 128
+SMALL_GROUP = 128  # most rows of a group that keeps both relations in registers
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> Bl
     Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
     for loads in flight, and split float32 just too few.
     """
-    n = max(16, triton.next_power_of_2(N))
+    n = max(16, next_power_of_2(N))
     if n == 128:
         stages = 1 if blackwell or split else 2
         return Blocks(n, 16 if dtype == torch.float32 else 32, 8, stages)

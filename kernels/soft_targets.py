@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import operator
+from fastkd.kernels.launch import cdiv, operator
 
 STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
@@ -524,7 +524,7 @@ def _launch_forward(
     if divergence == "adaptive_kl":
         members = torch.empty(R, 2, BINS.value, dtype=torch.float32, device=student.device)
     if R:
-        soft_target_forward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+        soft_target_forward_kernel[(cdiv(R, config["BLOCK_R"]),)](
             student,
             teacher,
             _bytes(mask),
@@ -640,7 +640,7 @@ def _launch_backward(
     if R == 0:
         return
     config = blocks(V, divergence)
-    soft_target_backward_kernel[(triton.cdiv(R, config["BLOCK_R"]),)](
+    soft_target_backward_kernel[(cdiv(R, config["BLOCK_R"]),)](
         student,
         teacher,
         _bytes(mask),

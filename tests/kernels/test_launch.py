@@ -6,8 +6,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton")
 
+import triton
+
 from fastkd import layer_norm_mse, layer_norm_mse_ref
-from fastkd.kernels.launch import aligned
+from fastkd.kernels.launch import aligned, cdiv, next_power_of_2
 
 TRITON_FUNCTION = "layer_norm_mse"
 
@@ -46,3 +48,11 @@ def test_tensors_are_aligned():
     for moved in (aligned(x[1:]), *aligned([x[1:], x[1:]])):
         assert moved.data_ptr() % 16 == 0
         assert moved.equal(x[1:])
+
+
+def test_sizes_are_rounded_as_triton_does():
+    for n in (1, 2, 3, 16, 17, 1000, 2**31 + 1):
+        assert next_power_of_2(n) == triton.next_power_of_2(n)
+        for size in (1, 7, 16):
+            assert cdiv(n, size) == triton.cdiv(n, size)
+    assert cdiv(0, 16) == 0

@@ -1,0 +1,50 @@
+"""No kernel of the benchmarks reads or writes aligned rows less than 16 bytes at a time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Where a thread's share of a tile is no run of 16 bytes at an address known to be aligned, and why
+# it stays so: the line's beginning, by kernel.
+ALLOWED = {
+    # Rows of the bank in the order of their labels lie anywhere, as do candidates.
+    "knn_search_kernel": ("return tl.load(order_ptr + position",),
+    # Rows of M numbers, few and in the cache; M is not specialised, for few compiled forms.
+    "knn_product_kernel": ("tl.store(product_ptr + offsets",),
+    # One number a row, added up by one program; the number of rows is not specialised.
+    "cos_nce_reduce_kernel": ("total += tl.load(partial_ptr", "counted += tl.load(counted_ptr"),
+    "soft_target_reduce_kernel": ("total += tl.load(loss_ptr",),
+    # Those few entries that may be the head's end, each where its place is.
+    "soft_target_forward_kernel": ("tl.store(members_ptr",),
+}
+
+
+def test_accesses_are_wide():
+    # In a process of its own: under TRITON_INTERPRET there is nothing to compile.
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.widths"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    unaligned = found.pop("unaligned")
+    assert any("tl.load(row_ptr" in line for line in unaligned), "narrow accesses are not seen"
+    assert len(found) > 15
+    wrong = [
+        f"{kernel}: {line}"
+        for kernel, lines in found.items()
+        for line in lines
+        if not line.startswith(ALLOWED.get(kernel, ("nothing",)))
+    ]
+    assert not wrong, "\n".join(wrong)
+    unused = [
+        start
+        for kernel, starts in ALLOWED.items()
+        for start in starts
+        if not any(line.startswith(start) for line in found[kernel])
+    ]
+    assert not unused, f"these are wide now: {unused}"
