@@ -1,7 +1,7 @@
 """One yardstick for all tests: as close to the float64 oracle as plain PyTorch, plus one table."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,3 +58,31 @@ def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs(row)
         chosen.append(tuple(choices[i] for choices, i in zip(options, row, strict=True)))
     return chosen
+
+
+def value_and_grad(
+    function: Callable[..., Tensor],
+    student: Tensor,
+    *arguments: Any,
+    upstream: Tensor | float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Value and gradient of ``student``, which keeps its strides; the upstream gradient is 1."""
+    student = student.detach().requires_grad_()
+    value = function(student, *arguments, **options)
+    if not isinstance(upstream, Tensor):
+        upstream = torch.full_like(value, 1.0 if upstream is None else upstream)
+    value.backward(upstream.to(value))
+    return value.detach(), student.grad
+
+
+def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """The function compiled anew in one graph a call, and its graphs so far."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()  # of what the same lines were compiled to before
+    return torch.compile(function, fullgraph=True, backend=backend), graphs

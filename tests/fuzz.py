@@ -19,7 +19,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from fastkd._losses import LOSSES
 from tests import oracles
-from tests.compare import TOLERANCE, relative_error
+from tests.compare import TOLERANCE, counted, relative_error
 from tests.draw import Case, Draw, poisoned
 from tests.losses import FILES, subjects
 from tests.subject import D_S, D_T, Subject
@@ -38,8 +37,8 @@ MAGNIFIED = 16  # so that a rounding of float64 is seen in float64
 def compiled(draw: Draw) -> str | None:
     """As few graphs as `kl_div` for the same sizes, eager's numbers; a tensor may come twice."""
     subject = _subject(draw)
-    call, graphs = _counted(subject)
-    yardstick, fewest = _counted(lambda x, y: torch.nn.functional.kl_div(x, y, reduction="sum"))
+    call, graphs = counted(subject)
+    yardstick, fewest = counted(lambda x, y: torch.nn.functional.kl_div(x, y, reduction="sum"))
     repeated = subject.same_size and draw.chance(0.3)
     for _ in range(4):
         # More samples and tokens than features: an algorithm may change where they cross.
@@ -60,18 +59,6 @@ def compiled(draw: Draw) -> str | None:
     if len(graphs) > max(2, len(fewest)):  # one for each size that begins to change
         return f"{len(graphs)} graphs of {subject.name} where kl_div has {len(fewest)}"
     return None
-
-
-def _counted(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], list[Any]]:
-    """The function compiled anew, and its graphs so far."""
-    graphs: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend=backend), graphs
 
 
 def made_elsewhere(draw: Draw) -> str | None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.attention import AttentionLoss, attention_loss, attention_loss_ref
-from tests.compare import DTYPES, assert_accurate
+from tests.compare import DTYPES, assert_accurate, value_and_grad
 
 TRITON_FUNCTION = "attention_loss"
 
@@ -16,13 +16,6 @@ REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 
 def maps(B=3, H=2, N=5, H_t=None, dtype=torch.float64):
     return (torch.randn(B, h, N, N, dtype=torch.float64).to(dtype) for h in (H, H_t or H))
-
-
-def value_and_grad(function, student, teacher, *args, upstream=None, **options):
-    student = student.detach().requires_grad_()
-    loss = function(student, teacher, *args, **options)
-    (grad,) = torch.autograd.grad(loss, student, upstream)
-    return loss.detach(), grad
 
 
 def check(backend, student, teacher, mask=None, upstream=None, **options):

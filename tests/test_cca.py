@@ -13,7 +13,7 @@ from fastkd import _cca_solver, _extension, cca
 from fastkd._cca_solver import Options, Plan, polar
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 
-from .compare import DTYPES, assert_accurate, every_two_meet, relative_error
+from .compare import DTYPES, assert_accurate, counted, every_two_meet, relative_error
 
 TRITON_FUNCTION = "cca_loss"
 
@@ -636,21 +636,13 @@ def test_compiles_without_graph_breaks(m, backend):
     assert relative_error(actual[1], eager[1]) <= 1e-4
 
 
-def graphs_of(call):
-    """``call`` compiled, and the list of graphs that it was compiled to."""
-    torch._dynamo.reset()  # what the same lines were compiled to for other options
-    graphs = []
-    backend = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
-    return torch.compile(call, fullgraph=True, backend=backend), graphs
-
-
 @pytest.mark.parametrize(
     ("options", "masked", "few"),
     every_two_meet([{}, {"ridge": 0.0}, {"top_k": 2}], [False, True], [False, True]),
 )
 def test_compiles_once_for_all_sizes(options, masked, few, backend):
     """Observations and leading dimensions, 11 of each."""
-    compiled, graphs = graphs_of(lambda s, t, mask: cca_loss(s, t, mask, **options))
+    compiled, graphs = counted(lambda s, t, mask: cca_loss(s, t, mask, **options))
     dims = (30, 40) if few else (4, 5)
     for i in range(11):
         student, teacher = related(2 + i, 7 + i, dims=dims, dtype=torch.float32)
@@ -661,7 +653,7 @@ def test_compiles_once_for_all_sizes(options, masked, few, backend):
 
 @pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
 def test_module_compiles_once_for_all_sizes(pool):
-    compiled, graphs = graphs_of(CCALoss(pool=pool))
+    compiled, graphs = counted(CCALoss(pool=pool))
     layers = 2 if pool == "tokens" else 1
     for i in range(11):
         student, teacher, mask = hidden_states(b=10 + i, n=4 + i)

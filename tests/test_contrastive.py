@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
-from tests.compare import DTYPES, assert_accurate
+from tests.compare import DTYPES, assert_accurate, counted, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -20,26 +20,19 @@ def features(*shape, dtype=torch.float64, mean=0.0):
     return student.to(dtype), teacher.to(dtype)
 
 
-def value_and_grad(function, student, teacher, upstream=None, **options):
-    student = student.detach().clone().requires_grad_()
-    loss = function(student, teacher, **options)
-    loss.backward(torch.full_like(loss, 1.0) if upstream is None else upstream.to(loss))
-    return loss.detach(), student.grad
-
-
 def check(backend, student, teacher, upstream=None, **options):
     """Fast loss and gradient against the reference in float64 and in the inputs' dtype."""
 
     def double(x):
         return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-    actual = value_and_grad(cos_nce_loss, student, teacher, upstream, backend=backend, **options)
-    plain = value_and_grad(cos_nce_loss_ref, student, teacher, upstream, **options)
+    options["upstream"] = upstream
+    actual = value_and_grad(cos_nce_loss, student, teacher, backend=backend, **options)
+    plain = value_and_grad(cos_nce_loss_ref, student, teacher, **options)
     oracle = value_and_grad(
         cos_nce_loss_ref,
         student.double(),
         teacher.double(),
-        upstream,
         **{name: double(value) for name, value in options.items()},
     )
     assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
@@ -253,14 +246,7 @@ def test_compiles_without_graph_breaks(backend):
 
 def count_graphs(function, calls):
     """How many graphs torch.compile makes of the calls' arguments; forward and backward run."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def compiler(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    compiled, graphs = counted(function)
     for arguments in calls:
         loss = compiled(*arguments)
         assert_accurate(loss, function(*arguments), torch.float32)

@@ -12,7 +12,7 @@ from fastkd.knn import (
     knn_feature_loss,
     knn_feature_loss_ref,
 )
-from tests.compare import DTYPES, assert_accurate
+from tests.compare import DTYPES, assert_accurate, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -35,13 +35,6 @@ def batch(rows, bank, features, classes, dtype=torch.float64, mean=0.0):
     teacher = torch.randn(bank, features, dtype=torch.float64) + mean
     labels = torch.randint(0, classes, (rows,)), torch.randint(0, classes, (bank,))
     return student.to(dtype), teacher.to(dtype), *labels
-
-
-def value_and_grad(function, student, teacher, *labels, upstream=None, **options):
-    student = student.detach().clone().requires_grad_()
-    loss = function(student, teacher, *labels, **options)
-    loss.backward(torch.full_like(loss, 1.0) if upstream is None else upstream.to(loss))
-    return loss.detach(), student.grad
 
 
 def check(backend, student, teacher, *labels, **options):

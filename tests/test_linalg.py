@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
-from .compare import DTYPES, assert_accurate, relative_error
+from .compare import DTYPES, assert_accurate, counted, relative_error
 
 # Around the sizes at which blocks of the extension and of LAPACK change, and real hidden sizes.
 SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129, 256, 512, 768, 1024)
@@ -315,12 +315,7 @@ def test_compiles_without_graph_breaks(device):
 
 
 def test_compiles_once_for_all_sizes(device):
-    graphs = []
-    compiled = torch.compile(
-        lambda x: sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum(),
-        fullgraph=True,
-        backend=lambda graph, inputs: graphs.append(graph) or graph,
-    )
+    compiled, graphs = counted(lambda x: sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum())
     for batch, n in [(2, 4), (3, 5), *((b, 3 * b) for b in range(4, 20)), (2, 130), (3, 140)]:
         a = with_eigenvalues(torch.rand(batch, n) + 0.5).to(device).requires_grad_()
         compiled(a).backward()

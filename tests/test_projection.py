@@ -20,7 +20,7 @@ from fastkd.projection import (
     layer_norm_mse,
     layer_norm_mse_ref,
 )
-from tests.compare import DTYPES, assert_accurate
+from tests.compare import DTYPES, assert_accurate, counted
 
 TRITON_FUNCTION = "layer_norm_mse"
 
@@ -459,14 +459,7 @@ def test_layer_norm_mse_of_one_tensor_twice(backend, device):
 
 def count_graphs(function, calls):
     """How many graphs torch.compile makes of the calls' arguments; forward and backward run."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def compiler(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    compiled, graphs = counted(function)
     for arguments in calls:
         result = compiled(*arguments)
         torch.testing.assert_close(result, function(*arguments), rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd._dispatch import TRITON_INSTALLED
-from tests.compare import TOLERANCE, relative_error
+from tests.compare import TOLERANCE, counted, relative_error
 from tests.losses import subjects
 from tests.subject import D_S, D_T, B, N, Subject
 
@@ -143,14 +143,7 @@ def test_autocast(loss):
 @every_loss
 def test_compile(loss):
     """torch.compile(fullgraph=True)"""
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    compiled, graphs = counted(loss)
     for batch in (13, 16, 21):  # more samples than features: CCA's cheaper side is one
         student, teacher = features(batch=batch)
         mask = padding(batch)

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd._dispatch import BackendUnavailable
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
-from tests.compare import DTYPES, TOLERANCE, assert_accurate, relative_error
+from tests.compare import DTYPES, TOLERANCE, assert_accurate, relative_error, value_and_grad
 
 TRITON_FUNCTION = "relation_loss"
 
@@ -71,13 +71,6 @@ def make_mask(kind, B, N, device="cpu"):
     elif kind == "random":
         mask = torch.rand(B, N) > 0.4
     return mask.to(device)
-
-
-def value_and_grad(loss, student, *args, upstream=1.0, **kwargs):
-    student = student.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    value = loss(student, *args, **kwargs)
-    value.backward(torch.full_like(value, upstream))
-    return value.detach(), student.grad
 
 
 def assert_matches_reference(student, teacher, mask, backend, upstream=1.0, **kwargs):

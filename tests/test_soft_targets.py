@@ -19,6 +19,7 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
+from tests import compare
 from tests.compare import DTYPES, assert_accurate, every_two_meet
 
 TRITON_FUNCTION = "soft_target_loss"
@@ -27,19 +28,13 @@ few_examples = settings(max_examples=20, deadline=None)
 divergences = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 
+value_and_grad = functools.partial(compare.value_and_grad, upstream=3.0)
+
+
 def make_logits(*shape, dtype=torch.float64, device="cpu", spread=2.0):
     student = (spread * torch.randn(*shape, dtype=torch.float64)).to(device, dtype)
     teacher = (spread * torch.randn(*shape, dtype=torch.float64)).to(device, dtype)
     return student.requires_grad_(), teacher
-
-
-def value_and_grad(loss_fn, student, teacher, upstream=None, **options):
-    student = student.detach().clone().requires_grad_()
-    loss = loss_fn(student, teacher, **options)
-    if upstream is None:
-        upstream = torch.full_like(loss, 3.0)
-    (grad,) = torch.autograd.grad(loss, student, upstream)
-    return loss.detach(), grad
 
 
 def oracle(student, teacher, **options):

@@ -19,7 +19,7 @@ from fastkd.distill import (
 from tests.distill.models import CONFIGS, batch, classifier, recipe
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks
-from tests.distill.test_distiller import documents, packed, padded, question_answering
+from tests.distill.test_distiller import decoders, documents, packed, padded, question_answering
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -109,9 +109,7 @@ def test_spans_are_kept(tmp_path):
 
 
 def test_samples_come_in_any_order_batch_and_padding(tmp_path):
-    torch.manual_seed(0)
-    teacher = t.LlamaForCausalLM(CONFIGS["llama"](4)).double().eval()
-    student = student_from_teacher(teacher, [1, 4])
+    teacher, student = decoders()
     texts = documents()
     live = Distiller(teacher, student, method_of("fcd")).eval()
     live.cache_teacher([padded(texts[:3]), padded(texts[3:])], tmp_path)

@@ -5,10 +5,11 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve, student_from_teacher
-from tests.distill.models import CONFIGS, batch, classifier
+from tests.distill.models import batch, classifier
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.test_distiller import (
     assert_same_step,
+    decoders,
     documents,
     loss_and_gradients,
     packed,
@@ -70,10 +71,7 @@ def test_maps_queries_and_keys_belong_together(family):
 
 
 def test_packed_documents_have_maps_of_their_own():
-    config = CONFIGS["llama"](4)
-    config.initializer_range = 0.2
-    teacher = t.LlamaModel(config).double().eval()
-    student = student_from_teacher(teacher, [2, 4])
+    teacher, student = decoders(t.LlamaModel)
     for model in (teacher, student):
         model.set_attn_implementation("eager")
     distiller = Distiller(teacher, student, HiddenAndAttention()).eval()

@@ -11,7 +11,7 @@ from fastkd.projection import DualProjectionLoss, OrthogonalProjection, cayley, 
 pytest.importorskip("triton")
 
 from fastkd.kernels import cayley as kernels
-from tests.compare import assert_accurate
+from tests.compare import assert_accurate, counted
 from tests.kernels.launches import count_launches
 
 EPS = torch.finfo(torch.float32).eps
@@ -152,12 +152,7 @@ def test_cayley_takes_the_products(device, shape, dtype):
 
 
 def test_cayley_of_any_size_in_two_graphs(device):
-    graphs = []
-    compiled = torch.compile(
-        lambda x: cayley(x, backend="triton"),
-        fullgraph=True,
-        backend=lambda graph, _: graphs.append(graph) or graph,
-    )
+    compiled, graphs = counted(lambda x: cayley(x, backend="triton"))
     for n, size in ((2, 3), (3, 4), (4, 5)):
         skew = torch.randn(n, size, size, device=device)
         skew = (skew - skew.mT).requires_grad_()
