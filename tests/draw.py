@@ -30,7 +30,7 @@ class Case:
     scale: float = 1.0
     module: torch.nn.Module | None = None
     mask: Tensor | None = None  # (B, N): positions whose features become NaN after the oracle
-    masked: tuple[str, ...] = ()  # names of the features it belongs to
+    masked: tuple[str, ...] = ()  # names of the features it belongs to, by default all
     autocast: bool = False
     # The size of d(result)/d(row) for a row of features (..., D): 1/‖x‖ where only angles count.
     slope: Callable[[Tensor], Tensor] | None = None
@@ -127,25 +127,27 @@ class Draw:
 def module_case(
     draw: Draw,
     module: torch.nn.Module,
-    call: Callable[..., Tensor],
     oracle: Callable[..., Tensor],
-    learning: dict[str, Tensor],
-    given: dict[str, Tensor],
+    sizes: tuple[int, int, int, int],
     mask: Tensor,
     scale: float = 1.0,
+    **arguments: Tensor,
 ) -> Case:
-    """A Module with parameters in float32 (float64 for float64 features), often under autocast."""
+    """A Module with parameters in float32 (float64 for float64 features), often under autocast.
+
+    ``sizes`` are B, N, Ds, Dt of the features; ``arguments`` the Module takes besides the mask.
+    """
     if draw.dtype == torch.float64:
         module.double()
+    B, N, D_s, D_t = sizes
     return Case(
-        call,
+        lambda student, teacher, mask: module(student, teacher, mask=mask, **arguments),
         oracle,
-        learning,
-        given,
+        {"student": draw.features(B, N, D_s)},
+        {"teacher": draw.features(B, N, D_t)},
         {"mask": draw.mask_argument(mask)},
         module=module,
         mask=mask,
-        masked=("student", "teacher"),
         autocast=draw.chance(0.5),
         scale=scale,
         slope=None if scale == 0 else by_norm,

@@ -123,9 +123,10 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     upstream = torch.randn(expected.shape, generator=draw.generator, dtype=torch.float64)
     expected, expected_grads = _evaluate(case.oracle, exact, learning, upstream)
 
+    features = case.learning | case.given
+    masked = case.masked or features
     actual_inputs = {
-        n: poisoned(x, case.mask) if n in case.masked else x.detach()
-        for n, x in (case.learning | case.given).items()
+        n: poisoned(x, case.mask) if n in masked else x.detach() for n, x in features.items()
     }
     leaves = {n: actual_inputs[n].requires_grad_() for n in case.learning}
     context = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()

@@ -59,7 +59,6 @@ def random_cca(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         slope=lambda x: by_norm(x / columns),
         mask=mask,
-        masked=("student", "teacher"),
     )
 
 
@@ -92,7 +91,6 @@ def random_cca_module(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         slope=by_norm,
         mask=mask,
-        masked=(*students, *teachers),
     )
 
 

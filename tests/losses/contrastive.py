@@ -101,15 +101,7 @@ def random_cos_nce_module(draw: Draw) -> Case:
         student = student @ parameters["W.weight"].mT
         return reduced(*cos_nce(student, teacher, None, None, real), "mean")
 
-    return module_case(
-        draw,
-        module,
-        lambda student, teacher, mask: module(student, teacher, mask),
-        oracle,
-        {"student": draw.features(B, N, D_s)},
-        {"teacher": draw.features(B, N, D_t)},
-        mask,
-    )
+    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
 
 
 def calls() -> Calls:

@@ -98,16 +98,7 @@ def random_knn_module(draw: Draw) -> Case:
             teacher = oracles.pooled(teacher, mask, pool)
         return nearest(student, teacher, labels, labels, 2, None).sum()
 
-    return module_case(
-        draw,
-        module,
-        lambda student, teacher, mask: module(student, teacher, labels, mask=mask),
-        oracle,
-        {"student": draw.features(B, N, D_s)},
-        {"teacher": draw.features(B, N, D_t)},
-        mask,
-        scale=0.0,
-    )
+    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask, scale=0.0, labels=labels)
 
 
 def random_class_similarity(draw: Draw) -> Case:

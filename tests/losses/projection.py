@@ -103,15 +103,7 @@ def random_dual_projection(draw: Draw) -> Case:
         loss = 0.3 * to_t.sum() / D_t + 0.7 * to_s.sum() / D_s
         return loss / real.sum().clamp_min(1)
 
-    return module_case(
-        draw,
-        module,
-        lambda student, teacher, mask: module(student, teacher, mask),
-        oracle,
-        {"student": draw.features(B, N, D_s)},
-        {"teacher": draw.features(B, N, D_t)},
-        mask,
-    )
+    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
 
 
 def calls() -> Calls:

@@ -83,7 +83,6 @@ def random_relation(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         scale={"mse": size**2, "kl": size * options["temperature"]}.get(options["distance"], 1.0),
         mask=mask,
-        masked=("student", "teacher"),
         slope={"softmax": lambda x: x.new_ones(x.shape[:-1]), "none": None}.get(
             options["normalize"], by_norm
         ),
@@ -110,7 +109,6 @@ def random_fcd(draw: Draw) -> Case:
         ]
         return torch.stack(terms).sum() / layers
 
-    names = (*students, *teachers)
     argument = {"mask": draw.mask_argument(mask)}
     return Case(
         call,
@@ -119,7 +117,6 @@ def random_fcd(draw: Draw) -> Case:
         teachers,
         argument,
         mask=mask,
-        masked=names,
         slope=by_norm,
         products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,
     )

@@ -90,7 +90,6 @@ def random_soft_targets(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         scale=factor * (1 + finite.double().abs().max().item()) if finite.numel() else 1.0,
         mask=mask,
-        masked=("student_logits", "teacher_logits"),
     )
 
 
