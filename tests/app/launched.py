@@ -26,26 +26,30 @@ LEAVES_THE_LAUNCHER = "demo", "study"
 def main(folder: Path) -> None:
     """Run FOLDER/commands.json, lists of words by name; results in FOLDER/<rank>.json.
 
+    The last of them is the process's own: how it ends is the launcher's to see.
     The demo's teacher is FOLDER/teacher, and what it reads FOLDER/library.
     """
     demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
     task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
     gc.freeze()  # accelerate collects garbage once a run
-    commands = json.loads((folder / "commands.json").read_text())
+    *commands, (_, last) = json.loads((folder / "commands.json").read_text()).items()
     with multiprocessing.get_context("fork").Pool(1) as apart:  # before there are threads
         results = {
             name: apart.apply(result_of, (words,))
-            for name, words in commands.items()
+            for name, words in commands
             if words[0] in LEAVES_THE_LAUNCHER
         }
-    for name in [name for name in commands if name not in results]:
-        results[name] = result_of(commands[name])
+    for name, words in commands:
+        if name in results:
+            continue
+        results[name] = result_of(words)
         if dist.is_initialized():
             dist.barrier()
             if processes.first():
                 dist.distributed_c10d._get_default_store().delete_key("fastkd failed")
             dist.barrier()
     (folder / f"{processes.rank()}.json").write_text(json.dumps(results))
+    app(last)
 
 
 def result_of(words: list[str]) -> tuple[int, str, str]:
