@@ -23,6 +23,8 @@ from . import machine, suite, table
 from .harness import FORMAT, Case, add_pass, measure, one_line, row_of
 from .passes import PassFailed, code_digest, run_pass, timed_again
 
+ESTIMATES = Path(__file__).resolve().parents[1] / "build" / "estimates"
+
 # A GPU's times scatter less, and its hours cost more.
 PASSES = {"cpu": 5, "cuda": 3}
 
@@ -70,6 +72,21 @@ def estimate(device: str, sets: str, only: str) -> int:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     options = [f"--set={sets}", f"--only={only}"]
     return subprocess.run([*command, *options], cwd=root, env=environment).returncode
+
+
+def keep_estimates(name: str, rows: list[dict[str, Any]]) -> None:
+    """Put predictions for the GPU ``name`` where `predicted` finds them, beside earlier ones."""
+    milliseconds = predicted(name) | {row["key"]: row["predicted_ms"] for row in rows}
+    _write(ESTIMATES / f"{name}.json", {"code": code_digest(), "predicted_ms": milliseconds})
+
+
+def predicted(gpu: str) -> dict[str, float]:
+    """Milliseconds by case, if they were estimated for this GPU from this code."""
+    for file in ESTIMATES.glob("*.json"):
+        kept = json.loads(file.read_text())
+        if file.stem in gpu.lower() and kept["code"] == code_digest():
+            return kept["predicted_ms"]
+    return {}
 
 
 def _choose(
@@ -137,6 +154,7 @@ def run_cases(
     )
     print(f"copy {limits['copy_bytes_per_s'] / 1e9:.3g} GB/s, matrix {', '.join(rates)}")
     results["rows"] = []
+    estimates = predicted(results["machine"].get("gpu", "none"))
     for number, case in enumerate(cases, start=1):
         start = time.perf_counter()
         row = kept.get(case.key)
@@ -148,6 +166,8 @@ def run_cases(
             row["floor_ms"] = machine.floor_ms(
                 limits, row["bytes_moved"], row["operations"], row["dtype"]
             )
+            if case.key in estimates:
+                row["predicted_ms"] = estimates[case.key]
             row["seconds"] = time.perf_counter() - start
             if passes == 1 or not timed_again(row):
                 del row["passes"]

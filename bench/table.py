@@ -36,8 +36,10 @@ def row_lines(row: dict[str, Any]) -> list[str]:
 
 
 def title(row: dict[str, Any]) -> str:
-    """Loss, sizes and floor in one line."""
+    """Loss, sizes, floor and what was predicted in one line."""
     floor = f", floor {milliseconds(row['floor_ms'])} ms" if "floor_ms" in row else ""
+    if "predicted_ms" in row:
+        floor += f", predicted {milliseconds(row['predicted_ms'])} ms"
     return f"{row['loss']}: {row['title']} ({sizes(row)}, {row['dtype']}{floor})"
 
 

@@ -164,3 +164,16 @@ def test_the_command_asks_for_a_gpu_by_name(monkeypatch):
     for wrong in (estimate, ["bench", "--device", "h100"]):
         assert "go together" in CliRunner().invoke(app, wrong).stderr
     assert len(asked) == 1
+
+
+def test_what_was_predicted_stands_beside_what_is_measured(monkeypatch, tmp_path):
+    from bench import runner, table
+
+    monkeypatch.setattr(runner, "ESTIMATES", tmp_path)
+    runner.keep_estimates("h200", [{"key": "knn/bank", "predicted_ms": 1.5}])
+    assert runner.predicted("NVIDIA H200") == {"knn/bank": 1.5}
+    assert runner.predicted("NVIDIA H100 80GB HBM3") == runner.predicted("none") == {}
+    row = {"loss": "knn", "title": "bank", "sizes": {"N": 32}, "dtype": "float32"}
+    assert table.title(row | {"predicted_ms": 1.5}).endswith("float32, predicted 1.5 ms)")
+    monkeypatch.setattr(runner, "code_digest", lambda: "other code")
+    assert runner.predicted("NVIDIA H200") == {}
