@@ -1,7 +1,7 @@
 """One yardstick for all tests: as close to the float64 oracle as plain PyTorch, plus one table."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,3 +86,17 @@ def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]
 
     torch._dynamo.reset()  # of what the same lines were compiled to before
     return torch.compile(function, fullgraph=True, backend=backend), graphs
+
+
+def count_graphs(
+    function: Callable[..., Tensor], calls: Iterable[Sequence[Any]], **tolerance: float
+) -> int:
+    """How many graphs serve the calls' arguments, with eager's values and gradients."""
+    compiled, graphs = counted(function)
+    parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    for call in calls:
+        learnt = [x for x in call if isinstance(x, Tensor) and x.requires_grad] + parameters
+        values = [run(*call) for run in (compiled, function)]
+        actual, expected = ((v, *torch.autograd.grad(v.sum(), learnt)) for v in values)
+        torch.testing.assert_close(actual, expected, **tolerance)
+    return len(graphs)

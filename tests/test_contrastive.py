@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
-from tests.compare import DTYPES, assert_accurate, counted, value_and_grad
+from tests.compare import DTYPES, assert_accurate, count_graphs, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -120,27 +120,6 @@ def test_masks_and_reductions(backend, masking, reduction):
             check(backend, student, teacher, upstream, **options)
 
 
-def test_padding_with_nan_changes_nothing(backend):
-    student, teacher = features(4, 5, 6, dtype=torch.float32)
-    mask = torch.rand(4, 5) > 0.4
-    student, teacher = (x.masked_fill(~mask[..., None], torch.nan) for x in (student, teacher))
-    for labels in (None, torch.tensor([0, 1, 1, 0])):
-        clean = value_and_grad(
-            cos_nce_loss,
-            student.nan_to_num(0),
-            teacher.nan_to_num(0),
-            mask=mask,
-            labels=labels,
-            backend=backend,
-        )
-        padded = value_and_grad(
-            cos_nce_loss, student, teacher, mask=mask, labels=labels, backend=backend
-        )
-        assert torch.equal(clean[0], padded[0])
-        assert torch.equal(clean[1], padded[1])
-        assert (padded[1][~mask] == 0).all()
-
-
 def test_nothing_to_compare_is_zero(backend):
     student, teacher = features(1, 4, 6, dtype=torch.float32)
     many = student.expand(3, 4, 6), teacher.expand(3, 4, 6)
@@ -244,16 +223,6 @@ def test_compiles_without_graph_breaks(backend):
         assert_accurate(traced[1], eager[1], torch.float32)
 
 
-def count_graphs(function, calls):
-    """How many graphs torch.compile makes of the calls' arguments; forward and backward run."""
-    compiled, graphs = counted(function)
-    for arguments in calls:
-        loss = compiled(*arguments)
-        assert_accurate(loss, function(*arguments), torch.float32)
-        loss.sum().backward()
-    return len(graphs)
-
-
 SIZES = (4, 5, 9, 17)
 GROWING = {
     "2d": lambda n: sized(n, 8),
@@ -292,7 +261,7 @@ def test_sizes_share_two_graphs(backend, growing):
             backend=backend,
         )
 
-    assert count_graphs(loss, [GROWING[growing](n) for n in SIZES]) <= 2
+    assert count_graphs(loss, [GROWING[growing](n) for n in SIZES], rtol=1e-5, atol=1e-6) <= 2
 
 
 def test_module_of_layers_shares_two_graphs(backend, device):
@@ -301,7 +270,12 @@ def test_module_of_layers_shares_two_graphs(backend, device):
     def make(n):
         return [torch.randn(n, 3, 8) for _ in range(2)], [torch.randn(n, 3, 6) for _ in range(2)]
 
-    assert count_graphs(loss, [(*make(n), torch.ones(n, 3)) for n in (4, 5, 7, 9)]) <= 2
+    assert (
+        count_graphs(
+            loss, [(*make(n), torch.ones(n, 3)) for n in (4, 5, 7, 9)], rtol=1e-5, atol=1e-6
+        )
+        <= 2
+    )
 
 
 def test_one_tensor_in_several_places_compiles(backend, device):
