@@ -298,8 +298,8 @@ def make_student(
         )
     if settings.student is not None:
         return _student_from_path(settings, settings.student, teacher.config, tokenizer)
+    chosen = layers or layers_of(settings, teacher)
     try:
-        chosen = layers or layers_of(settings, teacher)
         return cast(PreTrainedModel, student_from_teacher(teacher, chosen))
     except (TypeError, ValueError) as error:
         raise InputError(f"--teacher-layers {settings.teacher_layers}: {error}") from error

@@ -443,12 +443,15 @@ BAD = {
     "teacher path": ({"teacher": "./nowhere"}, ["--teacher ./nowhere", "no such directory"]),
     "teacher name": ({"teacher": "nowhere"}, ["nowhere", "can't be loaded from the hub"]),
     "student path": ({"student": "./nowhere"}, ["--student ./nowhere", "no such directory"]),
-    "too many layers": ({"student_layers": 5}, ["--student-layers 5", "only 4"]),
+    "too many layers": ({"student_layers": 5}, ["Error: --student-layers 5", "only 4"]),
     "layer number": ({"teacher_layers": "2,9"}, ["--teacher-layers", "1 to 4"]),
-    "layer scheme": ({"teacher_layers": "unifrom"}, ["--teacher-layers", "mean 'uniform'"]),
+    "layer scheme": (
+        {"teacher_layers": "unifrom"},
+        ["Error: --teacher-layers 'unifrom'", "mean 'uniform'"],
+    ),
     "layer count": (
         {"teacher_layers": "1,2,3", "student_layers": 2},
-        ["--teacher-layers names 3", "--student-layers is 2"],
+        ["Error: --teacher-layers names 3", "--student-layers is 2"],
     ),
     "method layers": ({"set": "layers=[1]"}, ["--method fcd", "layers"]),
     "precision": ({"precision": "fp8"}, ["--precision", "fp16"]),
