@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARITY = (
     *(
         f"tests/test_{name}.py"
-        for name in (*suite.LOSSES, "extension", "numerics", "gpu")
+        for name in (*suite.LOSSES, "extension", "numerics", "promises", "gpu")
         if name != "step"
     ),
     "tests/kernels",

@@ -35,7 +35,7 @@ class Subject(nn.Module):
 
 
 def labels(x: Tensor) -> Tensor:
-    return torch.arange(len(x)) % 2
+    return torch.arange(len(x), device=getattr(x, "device", None)) % 2
 
 
 def of_module(name: str, module: nn.Module, labelled: bool = False, **options: bool) -> Subject:
