@@ -19,7 +19,8 @@ from tests.app.test_cli import report_of, stop_at, visible
 from tests.app.test_demo import write_library
 from tests.tiny import make_teacher, words_of, write_tsv
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+# The launcher looks so seldom that a process learns of another's end before it is stopped itself.
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "3"]
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
 RUNS: dict[str, dict] = {
@@ -154,7 +155,7 @@ def test_a_mistake_is_told_once(launched, part):
 
 def started(processes, module, *words):
     return subprocess.Popen(
-        [*LAUNCH, str(processes), "-m", module, *map(str, words)],
+        [*LAUNCH, "--nproc-per-node", str(processes), "-m", module, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
