@@ -1,5 +1,6 @@
 """Pictures: heat maps of layer similarity, and relation maps of student and teacher."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastkd._checks import check_shape
+from fastkd._checks import check_floating, check_shape
 from fastkd._extras import require
 from fastkd.relation import NORMALIZE, normalized, relation_loss_ref
 
@@ -90,6 +91,7 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
         tensor([[1., 0.],
                 [0., 1.]], dtype=torch.float64)
     """
+    check_floating("features", features, ndim=2)
     x = features.detach().double().cpu()
     taken = {name: normalized(x, name) for name in NORMALIZE}
     return {name: y @ y.T for name, y in taken.items()}
@@ -98,7 +100,7 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
 def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
     """Pearson's ρ (FCD, eq. 6) of the two relation maps of a sentence, by normalisation.
 
-    That is 1 - `fastkd.relation_loss` of this sample.
+    That is 1 - `fastkd.relation_loss` of this sample; NaN for a token alone, which has no relation.
 
     Args:
         student: (N, Ds).
@@ -109,6 +111,11 @@ def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
         >>> round(relation_agreement(2 * x, x)["l2"], 6)
         1.0
     """
+    check_floating("student", student, ndim=2)
+    check_floating("teacher", teacher, ndim=2)
+    check_shape("teacher", teacher, (len(student), teacher.shape[1]), "a row for each of student's")
+    if len(student) < 2:
+        return dict.fromkeys(NORMALIZE, math.nan)
     s, t = (x.detach().double().cpu()[None] for x in (student, teacher))
     return {name: 1 - float(relation_loss_ref(s, t, normalize=name)) for name in NORMALIZE}
 
@@ -137,6 +144,8 @@ def plot_sentence(
         >>> len(plot_sentence(features, ["[CLS]", "word", "[SEP]"]).axes)
         8
     """
+    if not features or not tokens:
+        raise ValueError("features of a model and a token are needed, got none")
     for name, x in features.items():
         if x.dim() != 2 or len(x) != len(tokens):
             raise ValueError(

@@ -292,7 +292,9 @@ def draw_sentence(
     report["sentence"] = {"text": sentence, "tokens": tokens}
     for name, x in features.items():
         if name != "model":
-            report[name]["relations"] = relation_agreement(x, features["model"])
+            agreement = relation_agreement(x, features["model"])
+            known = len(tokens) > 1  # JSON has no NaN
+            report[name]["relations"] = {k: rho if known else None for k, rho in agreement.items()}
     shown = {SAID[name]: x for name, x in features.items()}
     plot_sentence(shown, tokens, settings.out / "relations.png")
     write_json(settings.out / "layers.json", report)

@@ -1,5 +1,7 @@
 """Pictures hold the numbers they were given and land where they were asked to."""
 
+import math
+
 import pytest
 import torch
 
@@ -83,3 +85,14 @@ def test_any_sentence_can_be_drawn(tmp_path, recwarn):
         figure = plot_sentence({"teacher": x, "student": -x}, tokens, path)
         assert max(figure.get_size_inches()) < 30
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
+
+
+def test_a_token_alone_has_no_relation():
+    x = torch.randn(1, 3)
+    assert all(math.isnan(rho) for rho in relation_agreement(x, -x).values())
+    with pytest.raises(ValueError, match=r"teacher must have shape \(1, 3\)"):
+        relation_agreement(x, torch.randn(2, 3))
+    with pytest.raises(ValueError, match="features must have 2 dimensions"):
+        relation_maps(x[None])
+    with pytest.raises(ValueError, match="got none"):
+        plot_sentence({"teacher": x[:0]}, [])

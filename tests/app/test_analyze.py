@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import BertModel, BertTokenizerFast, GPT2Model
 from typer.testing import CliRunner
 
@@ -124,13 +125,23 @@ def test_teacher_student_and_the_student_before(folder, tmp_path):
     assert "student before" in result.output and "ρ of the sentence's relations" in result.output
 
 
-def test_a_decoder(folder, tmp_path):
+def test_a_decoder(folder, tmp_path, monkeypatch):
     save(tmp_path / "gpt2", GPT2Model, n_embd=16, n_layer=2, n_head=2, n_positions=128)
+    load_model = report.load_model
+
+    def as_decoders_read(*arguments):
+        model, tokenizer = load_model(*arguments)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A $B")
+        return model, tokenizer
+
+    monkeypatch.setattr(report, "load_model", as_decoders_read)
     gpt2, text, out = tmp_path / "gpt2", folder / "text.txt", tmp_path / "out"
     result = run("--model", gpt2, "--text", text, "--out", out, "--before", gpt2,
                  "--student", gpt2, "--measures", "cca")  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out" / "layers.json").read_text())
+    # The first text is one token, which has no relation.
+    assert set(written["student"]["relations"].values()) == {None}
     same = torch.tensor(written["student"]["to_model"]["cca"])
     torch.testing.assert_close(same.diagonal(), torch.ones(3))
 
