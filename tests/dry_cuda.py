@@ -9,11 +9,11 @@ looks at errors does.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import triton
+from filelock import FileLock
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import cpp_extension
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bench.compile_report import SHARED_MEMORY, Form
+from bench.compile_report import KEPT, SHARED_MEMORY, Form
 from fastkd import _extension
 from tests.calls import Call, learns
 from tests.losses import FILES
@@ -215,15 +216,19 @@ def walk(calls: Iterable[Call]) -> dict[str, Any]:
 
 
 def load_guard() -> None:
-    """Compile and load the few lines without which CUDA tensors need a torch with CUDA."""
+    """Load the few lines without which CUDA tensors need a torch with CUDA; compiled once."""
     source = Path(__file__).with_name("no_cuda_guard.cpp")
-    paths = [f"-I{path}" for path in cpp_extension.include_paths()]
-    paths += [f"-L{path}" for path in cpp_extension.library_paths()]
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/no_cuda_guard.so"
-        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-shared", "-fPIC", *paths]
-        subprocess.run([*command, str(source), "-lc10", "-o", library], check=True)
-        torch.ops.load_library(library)
+    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = KEPT / f"no_cuda_guard-{key}.so"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{library}.lock"):
+        if not library.exists():
+            paths = [f"-I{path}" for path in cpp_extension.include_paths()]
+            paths += [f"-L{path}" for path in cpp_extension.library_paths()]
+            command = [os.environ.get("CXX", "c++"), "-std=c++20", "-shared", "-fPIC", *paths]
+            subprocess.run([*command, str(source), "-lc10", "-o", f"{library}.part"], check=True)
+            os.replace(f"{library}.part", library)
+    torch.ops.load_library(library)
 
 
 def main() -> None:
