@@ -51,7 +51,7 @@ class Recorder(dry_cuda.Device):
                 bound = provider.bind(inputs)
             with self._noted(), _Operations(self):
                 problem = dry_cuda.problem(bound.forward)
-        return self.started, problem or "; ".join(self.unread) or None
+        return self.started, problem or "; ".join(dict.fromkeys(self.unread)) or None
 
     def compile(self, kernel, _key, signature, _device, constexprs, options, *rest) -> None:
         form = Form.asked_for(kernel, self.capability, signature, constexprs, rest[0], options)
