@@ -105,7 +105,10 @@ def _gradient(along, norm, rstd, eps):
     """
     squares = tl.sum(norm * norm, axis=1)
     part = tl.sum(along * norm, axis=1) / tl.where(squares == 0.0, 1.0, squares)
-    return along - norm * part[:, None] + norm * (part * (eps * rstd * rstd))[:, None]
+    rest = along - norm * part[:, None]
+    # What the part's rounding has left along ``norm`` may be as large as that share.
+    left = tl.sum(rest * norm, axis=1) / tl.where(squares == 0.0, 1.0, squares)
+    return rest + norm * (part * (eps * rstd * rstd) - left)[:, None]
 
 
 @triton.jit(do_not_specialize=["R", "first"])
