@@ -184,6 +184,7 @@ BROKEN = {
         "object": '{"text": "a", "label": {}}', "deep": "[" * 100_000, "word": "text",
         "infinite": '{"text": "a", "label": 1e999}', "none": '{"text": null, "label": 1}',
         "empty": '{"text": " ", "label": 1}', "empty label": '{"text": "a", "label": ""}',
+        "null label": '{"text": "a", "label": null}',
     },
 }  # fmt: skip
 SEPARATORS = {"tsv": "\t", "csv": ","}
