@@ -28,8 +28,7 @@ class Made(NamedTuple):
     learns: bool = False
 
     def tensor(self) -> Tensor:
-        options = {"dtype": self.dtype, "device": "cuda", "requires_grad": self.learns}
-        return torch.empty(self.shape, **options)
+        return torch.empty(self.shape, dtype=self.dtype, device="cuda", requires_grad=self.learns)
 
 
 def learns(*shape: int, dtype: torch.dtype = torch.float32) -> Made:
