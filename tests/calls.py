@@ -64,8 +64,8 @@ class Call(NamedTuple):
     precision: str = "highest"  # of float32 matrix products
     dtype: torch.dtype = torch.float32  # of the Module's parameters
 
-    def __call__(self) -> None:
-        """Run it, backward too."""
+    def run(self) -> None:
+        """Call it, backward too."""
         torch.set_float32_matmul_precision(self.precision)
         try:
             inputs = {name: _made(x) for name, x in self.inputs.items()}

@@ -201,7 +201,7 @@ def walk(calls: Iterable[Call]) -> dict[str, Any]:
             for device.capability in (FIRST, *OTHERS):
                 device.asked = False
                 device.forms.clear()
-                found = problem(call)
+                found = problem(call.run)
                 if found:
                     problems[str(call)] = found
                 forms.update(device.forms)
