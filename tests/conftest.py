@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 
 import torch
@@ -21,7 +22,12 @@ LONGEST = ("test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_ins
 
 
 def pytest_configure(config):
-    """Rows that tests read are kept no longer than the tests run, in whatever process."""
+    """Rows that tests read are kept no longer than the tests run, in whatever process.
+
+    A signal that whatever started the tests ignores (nohup) would be ignored by what they start.
+    """
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "HF_DATASETS_CACHE" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="fastkd-tests-")
         os.environ["HF_DATASETS_CACHE"] = folder.name
