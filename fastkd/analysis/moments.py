@@ -45,7 +45,7 @@ class Moments(ABC):
     """
 
     mean: Tensor
-    fourths: tuple[Tensor, Tensor, Tensor]
+    fourths: tuple[Tensor, ...]
 
     def __init__(self, fourth: bool = False) -> None:
         self.fourth = fourth
@@ -63,7 +63,7 @@ class Moments(ABC):
             self.widths = [x.shape[1] for x in layers]
             self.mean = rows.new_zeros(rows.shape[1])
             sizes = ((len(layers),), (rows.shape[1],), ())
-            self.fourths = tuple(rows.new_zeros(len(layers), *size) for size in sizes)  # type: ignore[assignment]
+            self.fourths = tuple(rows.new_zeros(len(layers), *size) for size in sizes)
             self._begin(rows)
         share = len(rows) / (self.count + len(rows))
         self._move_to(self.mean + (rows.mean(0) - self.mean) * share)
@@ -100,7 +100,7 @@ class Moments(ABC):
         self.second = {key: x.cpu() for key, x in self.second.items()}
         if self.widths:
             self.mean = self.mean.cpu()
-            self.fourths = tuple(x.cpu() for x in self.fourths)  # type: ignore[assignment]
+            self.fourths = tuple(x.cpu() for x in self.fourths)
         parts: list[Any] = []
         for rank in range(ranks):
             sent = [self if rank == dist.get_rank(group) else None]
@@ -141,7 +141,7 @@ class Moments(ABC):
         """Σ p_i p_j (L, L) and Σ p_i (L,), if ``fourth``."""
         return self.fourths[0], self.fourths[2]
 
-    def _add_fourths(self, more: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _add_fourths(self, more: tuple[Tensor, ...]) -> None:
         for mine, theirs in zip(self.fourths, more, strict=True):
             mine += theirs
 
