@@ -99,6 +99,19 @@ def test_no_relation_outlives_its_chunk():
     assert entries * (2 * 4 + 2) <= 2**28  # two float32 relations and A in float16
 
 
+def test_bfloat16_gradients_are_rounded_to_nearest(device):
+    """Tokens', with the samples' added, and by the upstream gradient: three roundings, no bias."""
+    student, teacher = torch.randn(2, 16, 16, 32, device=device, dtype=torch.bfloat16)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = student.to(dtype).requires_grad_()
+        loss = FCDLoss(backend="triton")(x, teacher.to(dtype))
+        gradients.append(torch.autograd.grad(loss, x)[0].double())
+    error = (gradients[0] - gradients[1]) / gradients[1].norm()
+    assert error.norm() <= 3**0.5 * 2**-9
+    assert (error * gradients[1]).sum().abs() <= 2**-12 * gradients[1].norm()
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_less_precise_products_on_demand(device, precision):
     student, teacher = torch.randn(2, 2, 20, 64, device=device)
