@@ -243,7 +243,7 @@ class CCALoss(nn.Module):
         observed: Tensor | None,
         ranks: Ranks | None,
     ) -> None:
-        if self._warned or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._warned:  # a graph must not depend on the latter
             return
         observations = pairs[0][0].shape[0]
         if observed is not None and values_readable(observed):
