@@ -1,6 +1,7 @@
-// Eigenvalues and eigenvectors of one symmetric matrix by many lanes: those of a CUDA block, or
-// threads on the CPU, where the tests run it. The steps are those of tridiagonal.h, in double
-// precision throughout.
+// Eigenvalues and eigenvectors of one symmetric matrix by lanes: those of a CUDA block, a CPU's one,
+// or threads, by which the tests run a block's code. Householder reflections to tridiagonal form,
+// then implicit QL with Wilkinson shifts. In double precision throughout: a third slower than float
+// on a CPU, and float results are then right to their last digit.
 //
 // Reflections and the product of all reflectors: a warp takes a row, its lanes the row's elements.
 // Rotations: lane 0 finds those of the next sweep while the others apply the last sweep's, each lane
@@ -19,6 +20,14 @@
 #endif
 
 namespace fastkd {
+
+// A CPU's lane: its loops run along rows, so that they vectorise.
+struct OneLane {
+  static constexpr int kWarp = 1, index = 0, count = 1;
+
+  void sync() const {}
+  double warp_sum(double x) const { return x; }
+};
 
 constexpr int kMostWarps = 32;
 constexpr int kMostSweeps = 60;  // for one eigenvalue
@@ -72,14 +81,17 @@ struct EigenScratch {
 template <typename T, typename Lanes>
 FASTKD_HOST_DEVICE double load(const T* in, const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
+  const int lane = lanes.index % Lanes::kWarp;
   double total = 0;
-  for (int64_t e = lanes.index; e < n * n; e += lanes.count) {
-    const double x = double(in[e]) / 2 + double(in[(e % n) * n + e / n]) / 2;
-    total += fabs(x);
-    s.a[e] = x;
+  for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
+    for (int64_t j = lane; j < n; j += Lanes::kWarp) {
+      const double x = double(in[i * n + j]) / 2 + double(in[j * n + i]) / 2;
+      total += fabs(x);
+      s.a[i * n + j] = x;
+    }
   }
   total = lanes.warp_sum(total);
-  if (lanes.index % Lanes::kWarp == 0) s.partial[lanes.index / Lanes::kWarp] = total;
+  if (lane == 0) s.partial[lanes.index / Lanes::kWarp] = total;
   lanes.sync();
   total = 0;
   for (int i = 0; i < lanes.count / Lanes::kWarp; ++i) total += s.partial[i];
@@ -111,6 +123,7 @@ FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes
       return row[j] - (u_k * (q[j] - half * u[j]) + p_k * u[j]);
     };
     double squares = 0;
+#pragma omp simd reduction(+ : squares)
     for (int64_t j = k + 2 + lane; j < n; j += Lanes::kWarp) squares += changed(j) * changed(j);
     squares = lanes.warp_sum(squares);
     const double first = changed(k + 1);
@@ -132,6 +145,7 @@ FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes
       const double u_i = u[i], p_i = q[i] - half * u_i;
       double* other = s.a + i * n;
       double sum = 0;
+#pragma omp simd reduction(+ : sum)
       for (int64_t j = k + 1 + lane; j < n; j += Lanes::kWarp) {
         const double x = other[j] - (u_i * (q[j] - half * u[j]) + p_i * u[j]);
         other[j] = x;
@@ -145,9 +159,8 @@ FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes
     lanes.sync();
     last = 1 - last;
     double sum = 0;
-    for (int64_t j = k + 1 + lane; j < n; j += Lanes::kWarp) {
-      sum += product[j] * next[j];
-    }
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = k + 1 + lane; j < n; j += Lanes::kWarp) sum += product[j] * next[j];
     half = scale * lanes.warp_sum(sum) / 2;
   }
   if (lanes.index == 0) {
@@ -156,20 +169,30 @@ FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes
   }
 }
 
+// The first index from ``start`` on that is ``lane``'s, each having every ``step``th.
+FASTKD_HOST_DEVICE int64_t own_from(int64_t start, int lane, int step) {
+  return start + (lane - int(start % step) + step) % step;
+}
+
 // rows ← the product of all reflections. No two warps share a row, no two lanes an element.
 template <typename Lanes>
 FASTKD_HOST_DEVICE void accumulate(const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
-  const int lane = lanes.index % Lanes::kWarp;
-  for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
-    double* row = s.rows + i * n;
-    for (int64_t j = lane; j < n; j += Lanes::kWarp) row[j] = i == j;
-    for (int64_t k = (i < n - 1 ? i : n - 1) - 1; k >= 0; --k) {
-      const double* u = s.a + k * n;
-      const int64_t start = k + 1 + (lane - int(k + 1) % Lanes::kWarp + Lanes::kWarp) % Lanes::kWarp;
+  const int lane = lanes.index % Lanes::kWarp, warp = lanes.index / Lanes::kWarp;
+  const int warps = lanes.count / Lanes::kWarp;
+  for (int64_t i = warp; i < n; i += warps) {
+    for (int64_t j = lane; j < n; j += Lanes::kWarp) s.rows[i * n + j] = i == j;
+  }
+  for (int64_t k = n - 2; k >= 0; --k) {
+    const double* u = s.a + k * n;
+    const int64_t start = own_from(k + 1, lane, Lanes::kWarp);
+    for (int64_t i = own_from(k + 1, warp, warps); i < n; i += warps) {
+      double* row = s.rows + i * n;
       double sum = 0;
+#pragma omp simd reduction(+ : sum)
       for (int64_t j = start; j < n; j += Lanes::kWarp) sum += row[j] * u[j];
       const double factor = u[k] * lanes.warp_sum(sum);
+#pragma omp simd
       for (int64_t j = start; j < n; j += Lanes::kWarp) row[j] -= factor * u[j];
     }
   }
@@ -178,25 +201,23 @@ FASTKD_HOST_DEVICE void accumulate(const EigenScratch& s, const Lanes& lanes) {
 // Implicit QL with Wilkinson shifts, one sweep at a time; lane 0's alone.
 class Rotations {
  public:
-  FASTKD_HOST_DEVICE explicit Rotations(const EigenScratch& s) : s_(s) {}
-
-  FASTKD_HOST_DEVICE Sweep first(double* cosines, double* sines) {
+  FASTKD_HOST_DEVICE explicit Rotations(const EigenScratch& s) : s_(s) {
     for (int64_t i = 0; i < s_.n; ++i) {
       const double size = fabs(s_.diagonal[i]) + fabs(s_.off[i]);
       magnitude_ = size > magnitude_ ? size : magnitude_;
     }
-    return next(cosines, sines);
   }
 
-  // The next sweep's cosines and sines; changes diagonal and off.
-  FASTKD_HOST_DEVICE Sweep next(double* cosines, double* sines) {
+  // turn(i, cosine, sine) for each rotation of the next sweep; changes diagonal and off.
+  template <typename Turn>
+  FASTKD_HOST_DEVICE Sweep next(const Turn& turn) {
     double *d = s_.diagonal, *off = s_.off;
     for (; low_ < s_.n; ++low_, count_ = 0) {
       const int end = uncoupled_from();
       if (end == low_) continue;
       if (count_++ == kMostSweeps) return {kFailed, 0};
       double g = (d[low_ + 1] - d[low_]) / (2 * off[low_]);
-      g = d[end] - d[low_] + off[low_] / (g + copysign(hypot(g, 1.0), g));
+      g = d[end] - d[low_] + off[low_] / (g + copysign(sqrt(g * g + 1), g));
       double sine = 1, cosine = 1, shift = 0;
       for (int i = end - 1; i >= low_; --i) {
         const double f = sine * off[i], b = cosine * off[i];
@@ -208,13 +229,14 @@ class Rotations {
           return {i + 1, end};
         }
         const double inverse = 1 / r;
-        cosines[i] = cosine = g * inverse;
-        sines[i] = sine = f * inverse;
+        cosine = g * inverse;
+        sine = f * inverse;
         g = d[i + 1] - shift;
         const double t = (d[i] - g) * sine + 2 * cosine * b;
         shift = sine * t;
         d[i + 1] = g + shift;
         g = cosine * t - b;
+        turn(i, cosine, sine);
       }
       d[low_] -= shift;
       off[low_] = g;
@@ -242,6 +264,24 @@ class Rotations {
   int low_ = 0, count_ = 0;
 };
 
+// One lane's: each rotation turns its rows at once, while the processor works on the next.
+FASTKD_HOST_DEVICE bool diagonalise(const EigenScratch& s, const OneLane&) {
+  const auto turn = [&](int i, double cosine, double sine) {
+    double *upper = s.rows + i * s.n, *lower = upper + s.n;
+#pragma omp simd
+    for (int64_t j = 0; j < s.n; ++j) {
+      const double x = upper[j], y = lower[j];
+      lower[j] = sine * x + cosine * y;
+      upper[j] = cosine * x - sine * y;
+    }
+  };
+  Rotations rotations(s);
+  Sweep sweep;
+  do sweep = rotations.next(turn);
+  while (sweep.low >= 0);
+  return sweep.low == kConverged;
+}
+
 // Rows low to end of the columns that are this lane's, turned by one sweep.
 FASTKD_HOST_DEVICE void turn(const EigenScratch& s, Sweep sweep, int buffer, int first, int step) {
   const double *cosines = s.cosines(buffer), *sines = s.sines(buffer);
@@ -257,6 +297,32 @@ FASTKD_HOST_DEVICE void turn(const EigenScratch& s, Sweep sweep, int buffer, int
   }
 }
 
+// A block's: lane 0 finds the rotations of the next sweep, the others apply the last sweep's.
+template <typename Lanes>
+FASTKD_HOST_DEVICE bool diagonalise(const EigenScratch& s, const Lanes& lanes) {
+  // The first warp's other lanes would wait for lane 0.
+  const int idle = lanes.count > Lanes::kWarp ? Lanes::kWarp : 0;
+  Rotations rotations(s);
+  lanes.sync();  // every lane has read what lane 0 is about to change
+  const auto find = [&](int buffer) {
+    double *cosines = s.cosines(buffer), *sines = s.sines(buffer);
+    s.sweeps[buffer] = rotations.next([=](int i, double cosine, double sine) {
+      cosines[i] = cosine;
+      sines[i] = sine;
+    });
+  };
+  if (lanes.index == 0) find(0);
+  lanes.sync();
+  for (int now = 0; s.sweeps[now].low >= 0; now = 1 - now) {
+    const Sweep sweep = s.sweeps[now];
+    if (lanes.index == 0) find(1 - now);
+    if (lanes.index >= idle) turn(s, sweep, now, lanes.index - idle, lanes.count - idle);
+    lanes.sync();
+    if (s.sweeps[1 - now].low == kFailed) return false;
+  }
+  return true;
+}
+
 // ``in`` = rowsᵀ·diag(scale·diagonal)·rows, in no order; the scale, NaN where there is none.
 template <typename T, typename Lanes>
 FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes& lanes) {
@@ -266,20 +332,7 @@ FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes&
   tridiagonalise(s, lanes);
   accumulate(s, lanes);
   lanes.sync();
-
-  // The first warp's other lanes would wait for lane 0.
-  const int idle = lanes.count > Lanes::kWarp ? Lanes::kWarp : 0;
-  Rotations rotations(s);
-  if (lanes.index == 0) s.sweeps[0] = rotations.first(s.cosines(0), s.sines(0));
-  lanes.sync();
-  for (int now = 0; s.sweeps[now].low >= 0; now = 1 - now) {
-    const Sweep sweep = s.sweeps[now];
-    if (lanes.index == 0) s.sweeps[1 - now] = rotations.next(s.cosines(1 - now), s.sines(1 - now));
-    if (lanes.index >= idle) turn(s, sweep, now, lanes.index - idle, lanes.count - idle);
-    lanes.sync();
-    if (s.sweeps[1 - now].low == kFailed) return nan;
-  }
-  return scale;
+  return diagonalise(s, lanes) ? scale : nan;
 }
 
 // Where value i comes in ascending order; equal values keep theirs.

@@ -2,11 +2,11 @@
 // schemas, and one matrix at a time on each thread.
 #include <Python.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "roots.h"
 #include "thread_lanes.h"
-#include "tridiagonal.h"
 
 // One binary for every x86-64: the loader picks the clone that the processor can run.
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12
@@ -18,67 +18,14 @@
 
 namespace fastkd {
 
-// The CPU's own: (values, eigenvectors in rows) of the symmetric part of ``in``, the matrix itself
-// left in ruins. scratch: 2n² + 4n. False if the matrix holds NaN or inf.
-template <typename T>
-inline bool decompose_rows(const T* in, int64_t n, double* scratch) {
-  double* a = scratch;
-  double* spectrum = scratch + 2 * n * n;
-  double largest = 0, poison = 0;  // 0·x is NaN for NaN and inf
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = 0; j < n; ++j) {
-      const double x = double(in[i * n + j]) / 2 + double(in[j * n + i]) / 2;
-      a[i * n + j] = x;
-      largest = std::max(largest, std::abs(x));
-      poison += 0 * x;
-    }
-  }
-  if (poison != poison) return false;
-  // Scaled to at most 1, so that no square overflows or vanishes.
-  const double inverse_scale = largest > 0 ? 1 / largest : 1;
-  for (int64_t i = 0; i < n * n; ++i) a[i] *= inverse_scale;
-  if (!eigen_tridiagonal(a, spectrum, a + n * n, spectrum + n, n)) return false;
-  for (int64_t k = 0; k < n; ++k) spectrum[k] *= largest;
-  return true;
+FASTKD_CLONES void roots_of(const float* in, Options options, float* root, float* values,
+                            float* vectors, const EigenScratch& scratch) {
+  decompose(in, options, root, values, vectors, scratch, OneLane());
 }
 
-template <typename T>
-inline bool decompose_and_root(const T* in, int64_t n, Options options, T* root, T* values,
-                               T* vectors, double* scratch) {
-  if (!decompose_rows(in, n, scratch)) return false;
-  double *sum = scratch, *rows = sum + n * n, *spectrum = rows + n * n;
-  if (root) {
-    std::fill(sum, sum + n * n, 0.0);  // the upper triangle
-    for (int64_t k = 0; k < n; ++k) spectrum[k] = std::max(spectrum[k], 0.0) + options.ridge;
-  }
-  for (int64_t k = 0; k < n; ++k) {
-    const double* row = rows + k * n;
-    values[k] = T(spectrum[k]);
-    for (int64_t i = 0; i < n; ++i) vectors[i * n + k] = T(row[i]);
-    if (!root) continue;
-    const double factor = root_of<T>(spectrum[k], spectrum[n - 1], options);
-    for (int64_t i = 0; i < n; ++i) {
-      const double left = factor * row[i];
-      double* out = sum + i * n;
-#pragma omp simd
-      for (int64_t j = i; j < n; ++j) out[j] += left * row[j];
-    }
-  }
-  if (!root) return true;
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = i; j < n; ++j) root[i * n + j] = root[j * n + i] = T(sum[i * n + j]);
-  }
-  return true;
-}
-
-FASTKD_CLONES bool roots_of(const float* in, int64_t n, Options options, float* root,
-                            float* values, float* vectors, double* scratch) {
-  return decompose_and_root(in, n, options, root, values, vectors, scratch);
-}
-
-FASTKD_CLONES bool roots_of(const double* in, int64_t n, Options options, double* root,
-                            double* values, double* vectors, double* scratch) {
-  return decompose_and_root(in, n, options, root, values, vectors, scratch);
+FASTKD_CLONES void roots_of(const double* in, Options options, double* root, double* values,
+                            double* vectors, const EigenScratch& scratch) {
+  decompose(in, options, root, values, vectors, scratch, OneLane());
 }
 
 // One matrix after the other on each thread; ``root`` may be null.
@@ -87,14 +34,11 @@ void each_matrix(const T* in, Sizes sizes, Options options, T* root, T* values, 
   const auto [batch, n] = sizes;
   const int64_t grain = std::max<int64_t>(1, 50000 / (n * n * n));  // tens of microseconds
   torch::stable::parallel_for(0, batch, grain, [&, n = n](int64_t begin, int64_t end) {
-    std::vector<double> scratch(2 * n * n + 4 * n);
-    const T nan = std::numeric_limits<T>::quiet_NaN();
+    std::vector<char> memory(EigenScratch::matrices_size(n) + EigenScratch::vectors_size(n));
+    const EigenScratch scratch(n, memory.data(), memory.data() + EigenScratch::matrices_size(n));
     for (int64_t i = begin; i < end; ++i) {
-      T* here[] = {root ? root + i * n * n : nullptr, values + i * n, vectors + i * n * n};
-      if (roots_of(in + i * n * n, n, options, here[0], here[1], here[2], scratch.data())) continue;
-      if (root) std::fill(here[0], here[0] + n * n, nan);
-      std::fill(here[1], here[1] + n, nan);
-      std::fill(here[2], here[2] + n * n, nan);
+      roots_of(in + i * n * n, options, root ? root + i * n * n : nullptr, values + i * n,
+               vectors + i * n * n, scratch);
     }
   });
 }

@@ -60,13 +60,22 @@ FASTKD_HOST_DEVICE void decompose(const T* in, Options options, T* root, T* valu
     values[places[i]] = T(value);
   }
   lanes.sync();
-  for (int64_t e = lanes.index; e < n * n; e += lanes.count) {
-    const int64_t i = e / n, j = e % n;
-    vectors[j * n + places[i]] = T(s.rows[e]);
+  const int lane = lanes.index % Lanes::kWarp;
+  for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
+    for (int64_t j = lane; j < n; j += Lanes::kWarp) {
+      vectors[j * n + places[i]] = T(s.rows[i * n + j]);
+    }
     if (!root) continue;
-    double sum = 0;
-    for (int64_t k = 0; k < n; ++k) sum += factors[k] * (s.rows[k * n + i] * s.rows[k * n + j]);
-    root[e] = T(sum);
+    double* sums = s.a + i * n;
+    for (int64_t j = i + lane; j < n; j += Lanes::kWarp) sums[j] = 0;
+    for (int64_t k = 0; k < n; ++k) {
+      const double left = factors[k] * s.rows[k * n + i];
+#pragma omp simd
+      for (int64_t j = i + lane; j < n; j += Lanes::kWarp) sums[j] += left * s.rows[k * n + j];
+    }
+    for (int64_t j = i + lane; j < n; j += Lanes::kWarp) {
+      root[i * n + j] = root[j * n + i] = T(sums[j]);
+    }
   }
 }
 
