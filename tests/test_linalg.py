@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
-from .compare import DTYPES, assert_accurate, counted, relative_error
+from .compare import DTYPES, assert_accurate, count_graphs, relative_error
 
 # Around the sizes at which blocks of the extension and of LAPACK change, and real hidden sizes.
 SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129, 256, 512, 768, 1024)
@@ -122,7 +122,7 @@ def inverse_gradient_residual(a: Tensor, upstream: Tensor, inverse: Tensor, da: 
 
 
 @pytest.mark.parametrize("kind", ["condition 1", "condition 100", "condition 10000", "repeated"])
-@pytest.mark.parametrize("n", [1, 3, 33, 64, 65, 129, 512])
+@pytest.mark.parametrize("n", [1, 3, 33, 64, 65, 128, 129, 256, 512])
 def test_gradients_solve_their_lyapunov_equations(n, kind, device):
     condition = float(kind.split()[1]) if " " in kind else 3.0
     upstream = torch.randn(n, n).double()
@@ -140,11 +140,12 @@ def test_gradients_solve_their_lyapunov_equations(n, kind, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_roots_match_the_reference_in_every_dtype(dtype, device):
-    a = with_eigenvalues(torch.rand(5, 9) + 0.5).to(device, dtype)
+    a = with_eigenvalues(torch.rand(5, 9) + 0.5).to(device, dtype).requires_grad_()
     working = torch.float64 if dtype == torch.float64 else torch.float32
     assert sqrtm(a).dtype == inv_sqrtm(a).dtype == sqrtm_ref(a).dtype == working
     assert_accurate(sqrtm(a), sqrtm_ref(a.double()), working)
     assert_accurate(inv_sqrtm(a, ridge=0.1), inv_sqrtm_ref(a.double(), ridge=0.1), working)
+    assert all(torch.autograd.grad(f(a).sum(), a)[0].dtype == dtype for f in (sqrtm, inv_sqrtm))
 
 
 @pytest.mark.parametrize(
@@ -190,15 +191,6 @@ def test_gradient_equals_finite_differences_at_repeated_eigenvalues(values, devi
         assert torch.autograd.gradcheck(inv_sqrtm, (a,))
 
 
-@pytest.mark.parametrize("kind", ["condition 1", "repeated"])
-@pytest.mark.parametrize("n", [33, 128, 129, 256])
-def test_gradient_equals_finite_differences_in_larger_matrices(n, kind, device):
-    """Along one random direction, for what runs in and beyond the extension."""
-    a = matrix(n, kind).to(device).requires_grad_()
-    assert torch.autograd.gradcheck(sqrtm, (a,), fast_mode=True)
-    assert torch.autograd.gradcheck(inv_sqrtm, (a,), fast_mode=True)
-
-
 def test_inverse_root_gradient_along_matrices_of_the_same_rank(device):
     """A(t) = F(t)F(t)ᵀ keeps its rank, and the pseudo-inverse root follows it smoothly."""
     factor, step = torch.randn(2, 5, 3).double().to(device)
@@ -222,12 +214,6 @@ def test_backward_twice_and_non_unit_upstream(device):
     assert torch.equal(first, torch.autograd.grad(root, a, upstream)[0])
     reference = torch.autograd.grad(sqrtm_ref(a), a, upstream)[0]
     assert relative_error(first, reference) <= 1e-9
-
-
-def test_gradient_comes_in_the_dtype_of_the_input(device):
-    a = with_eigenvalues(torch.rand(4) + 0.5).to(device, torch.bfloat16).requires_grad_()
-    sqrtm(a).sum().backward()
-    assert a.grad.dtype == torch.bfloat16
 
 
 def test_only_the_symmetric_part_counts(device):
@@ -302,24 +288,15 @@ def test_autocast_changes_nothing(device):
     assert torch.equal(plain_grad, cast_grad)
 
 
-def test_compiles_without_graph_breaks(device):
-    a = with_eigenvalues(torch.rand(3, 6) + 0.5).to(device)
-
-    def value(x: Tensor) -> Tensor:
-        return sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum()
-
-    eager, compiled = a.clone().requires_grad_(), a.clone().requires_grad_()
-    value(eager).backward()
-    torch.compile(value, fullgraph=True, backend="aot_eager")(compiled).backward()
-    assert relative_error(compiled.grad, eager.grad) <= 1e-12
-
-
 def test_compiles_once_for_all_sizes(device):
-    compiled, graphs = counted(lambda x: sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum())
-    for batch, n in [(2, 4), (3, 5), *((b, 3 * b) for b in range(4, 20)), (2, 130), (3, 140)]:
-        a = with_eigenvalues(torch.rand(batch, n) + 0.5).to(device).requires_grad_()
-        compiled(a).backward()
-    assert len(graphs) <= 3  # the first, any size, beyond the extension
+    sizes = [(2, 4), (3, 5), *((b, 3 * b) for b in range(4, 20)), (2, 130), (3, 140)]
+    graphs = count_graphs(
+        lambda x: sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum(),
+        ([with_eigenvalues(torch.rand(size) + 0.5).to(device).requires_grad_()] for size in sizes),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+    assert graphs <= 3  # the first, any size, beyond the extension
 
 
 @pytest.mark.parametrize("n", [3, 200])
