@@ -14,24 +14,52 @@ from tests.draw import SIZES, Case, Draw
 from tests.subject import D_S, D_T, Subject, of_module
 
 
-def soft_targets(student, teacher, temperature, divergence) -> Tensor:
-    """The divergence of each row of logits, without τ²."""
-    log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
-    if divergence == "forward_kl":
-        return _kl(log_t, log_s)
-    if divergence == "reverse_kl":
-        return _kl(log_s, log_t)
+def soft_targets(student, teacher, temperature, divergence, working=torch.float64) -> Tensor:
+    """The divergence of each row of logits, without τ².
+
+    A probability that ``working`` can't hold is 0, and weighs nothing even against an infinity.
+    """
+    log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
+    p_s, p_t = (_held(x / temperature, working) for x in (student, teacher))
     if divergence == "js":
-        m = (log_s.exp() + log_t.exp()) / 2
-        log_m = torch.where(m == 0, 0, torch.where(m == 0, 1, m).log())
-        return (_kl(log_t, log_m) + _kl(log_s, log_m)) / 2
+        return (_kl(p_t, log_t, log_m) + _kl(p_s, log_s, log_m)) / 2
+    forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
+    if divergence == "forward_kl":
+        return forward
+    if divergence == "reverse_kl":
+        return reverse
     weights = [
-        _head_weight(s.exp(), t.exp())
-        for s, t in zip(log_s.detach().flatten(0, -2), log_t.flatten(0, -2), strict=True)
+        _head_weight(s, t)
+        for s, t in zip(p_s.detach().flatten(0, -2), p_t.flatten(0, -2), strict=True)
     ]
     w = torch.tensor(weights, dtype=student.dtype).reshape(student.shape[:-1])
-    forward, reverse = _kl(log_t, log_s), _kl(log_s, log_t)
-    return w * forward + (1 - w) * reverse
+    return torch.where(w == 0, 0, w * forward) + torch.where(w == 1, 0, (1 - w) * reverse)
+
+
+def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Of the student, of the teacher and of their mean."""
+    log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
+    m = (log_s.exp() + log_t.exp()) / 2
+    return log_s, log_t, torch.where(m == 0, 0, torch.where(m == 0, 1, m).log())
+
+
+def _held(z: Tensor, working: torch.dtype) -> Tensor:
+    """The distribution of logits without what ``working`` rounds to 0."""
+    return z.masked_fill(z.softmax(-1).to(working) == 0, -torch.inf).softmax(-1)
+
+
+def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
+    """How large what a row's gradient is the difference of is, without τ².
+
+    A student that is sure of a word has a gradient p (log p/q − KL) of nearly 0 there, but a
+    rounding of the two logarithms makes one of their size.
+    """
+    log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
+    p_s, p_t = log_s.exp(), log_t.exp()
+    ratio = (log_s - (log_m if divergence == "js" else log_t)).nan_to_num(0, 0, 0)
+    weighed, plain = (p_s * ratio).abs().sum(-1), p_s.norm(dim=-1) + p_t.norm(dim=-1)
+    terms = {"forward_kl": plain, "adaptive_kl": plain + 2 * weighed}
+    return terms.get(divergence, 2 * weighed) / temperature
 
 
 def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
@@ -40,16 +68,14 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
     gap = (p_t - p_s).abs()
     for place, i in enumerate(p_t.argsort(descending=True, stable=True).tolist()):
         mass += p_t[i].item()
-        if place > 0 and mass > 0.5:
+        if place > 0 and mass > 0.5 + 1e-12:  # half of equal words is half, but for rounding
             break
         head += gap[i].item()
     return head / gap.sum().item() if gap.sum() > 0 else 0.5
 
 
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    p = log_p.exp()
-    nothing = p == 0
-    return (p * (log_p - log_q).masked_fill(nothing, 0)).sum(-1)
+def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(-1)
 
 
 def random_soft_targets(draw: Draw) -> Case:
@@ -68,9 +94,11 @@ def random_soft_targets(draw: Draw) -> Case:
         for side in (student, teacher) if draw.chance(0.7) else (draw.pick([student, teacher]),):
             side[..., 0] = -torch.inf
     factor = options["temperature"] ** 2 if t2 else 1.0
+    working = torch.float64 if draw.dtype == torch.float64 else torch.float32
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        rows = soft_targets(student_logits, teacher_logits, **options) * factor
+        sides = (torch.where(mask[..., None], z, 0) for z in (student_logits, teacher_logits))
+        rows = soft_targets(*sides, **options, working=working) * factor
         rows = torch.where(mask, rows, 0)
         if reduction == "none":
             return rows
@@ -82,14 +110,16 @@ def random_soft_targets(draw: Draw) -> Case:
     if draw.chance(0.5):
         call = functools.partial(fastkd.SoftTargetLoss(**common), denominator=denominator)
     finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
+    largest = 1 + finite.double().abs().max().item() if finite.numel() else 1.0
     return Case(
         call,
         oracle,
         {"student_logits": student},
         {"teacher_logits": teacher},
         {"mask": draw.mask_argument(mask)},
-        scale=factor * (1 + finite.double().abs().max().item()) if finite.numel() else 1.0,
+        scale=factor * largest,
         mask=mask,
+        slope=lambda x: gradient_terms(x, teacher.double(), **options) / largest,
     )
 
 
