@@ -444,7 +444,7 @@ class _LayerNormMSE(torch.autograd.Function):
         with autocast_off(x):
             norm_x, rstd_x = _normalise(x, options.eps)
             norm_y, rstd_y = _normalise(y, options.eps)
-            total = (norm_x - norm_y).square().sum(-1).sum()
+            total = torch.linalg.vector_norm(norm_x - norm_y, dim=-1).square().sum()
         ctx.save_for_backward(norm_x, norm_y, rstd_x, rstd_y)
         ctx.options, ctx.divisor = options, _divisor(x, options.reduction)
         ctx.dtypes = x.dtype, y.dtype
@@ -468,9 +468,14 @@ class _LayerNormMSE(torch.autograd.Function):
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """norm(x), and 1/√(var + eps) of every row."""
-    norm, _, rstd = torch.native_layer_norm(upcast(x), x.shape[-1:], None, None, eps)
-    return norm, rstd
+    """norm(x), and 1/√(var + eps) of every row.
+
+    Not by torch's layer_norm, whose variance is wrong by the rounding of a mean far above it.
+    """
+    centred = upcast(x) - upcast(x).mean(-1, keepdim=True)
+    squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
+    rstd = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return centred.mul_(rstd), rstd
 
 
 def _row_gradient(
@@ -485,7 +490,7 @@ def _row_gradient(
     Args:
         along: norm·other (R, 1).
     """
-    squares = norm.square().sum(-1, keepdim=True)
+    squares = torch.linalg.vector_norm(norm, dim=-1, keepdim=True).square_()
     part = along / squares.where(squares != 0, 1)
     rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * eps * rstd.square())
     # Its mean is 0 but for the rounding of the rows' own means.

@@ -368,9 +368,14 @@ def test_layer_norm_mse_kernels_know_every_scale(device, scale):
         assert_accurate(a.double() / r.double().norm(), r / r.norm(), torch.float32)
 
 
-def test_layer_norm_mse_offset(backend, device):
-    x, y = make_pair(4, 64, device=device)
-    check_against_oracle(x + 100, y - 200, backend)
+@pytest.mark.parametrize("columns", [3, 64])
+def test_layer_norm_mse_offset(backend, device, columns):
+    """Better than torch's own: the mean of a row is much larger than its spread."""
+    x, y = make_pair(4, columns, device=device)
+    x, y = x + 3000, y - 200
+    check_against_oracle(x, y, backend)
+    right = layer_norm_mse_ref(x.double(), y.double())
+    assert_accurate(layer_norm_mse(x, y, backend=backend), right, torch.float32)
 
 
 def test_layer_norm_mse_constant_rows(backend, device):
