@@ -4,7 +4,13 @@ import torch
 import transformers as t
 from torch import Tensor
 
-from fastkd.distill import Distiller, Method, method_by_name
+from fastkd.distill import (
+    Distiller,
+    DistillerOutput,
+    Method,
+    method_by_name,
+    student_from_teacher,
+)
 
 VOCAB, PAD = 60, 0
 SMALL = {"vocab_size": VOCAB, "pad_token_id": PAD}
@@ -38,14 +44,43 @@ FAMILIES = list(CONFIGS)
 PADS_LEFT = {"xlnet"}
 
 
-def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> t.PreTrainedModel:
-    """A sequence classifier with random weights, in eval mode."""
+def model(head: type, family: str, layers: int = 4, **options) -> t.PreTrainedModel:
+    """A model of this class, or auto class, with random weights, in eval mode."""
     config = CONFIGS[family](layers)
-    config.num_labels = num_labels
     config.initializer_range = 0.2  # features and logits of a size that losses can tell apart
     for name, value in options.items():
         setattr(config, name, value)
-    return t.AutoModelForSequenceClassification.from_config(config).eval()
+    return getattr(head, "from_config", head)(config).eval()
+
+
+def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> t.PreTrainedModel:
+    """A sequence classifier."""
+    head = t.AutoModelForSequenceClassification
+    return model(head, family, layers, num_labels=num_labels, **options)
+
+
+def pair(head: type, family: str, layers=(2, 4), **options) -> tuple[t.PreTrainedModel, ...]:
+    """A teacher of four layers, and the student that has some of them."""
+    teacher = model(head, family, **options)
+    return teacher, student_from_teacher(teacher, layers)
+
+
+def set_dropout(model: torch.nn.Module, p: float = 0.0) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+
+
+def gradients_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, Tensor]]:
+    """The output of a batch, and the gradients of its loss."""
+    distiller.zero_grad()
+    out = distiller(**data)
+    out.loss.backward()
+    return out, gradients_of(distiller)
 
 
 def recipe(name: str, **options) -> Method:

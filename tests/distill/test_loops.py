@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-import transformers as t
 
 from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, IntraClassKNN, student_from_teacher
-from tests.distill.models import SMALL, batch, classifier
+from tests.distill.models import batch, classifier
+from tests.distill.support import data_of, model_of
 
 
-def pair(**options):
+def pair():
     torch.manual_seed(0)
-    teacher = classifier("bert", **options)
+    teacher = classifier("bert")
     return teacher, student_from_teacher(teacher, [2, 4])
 
 
@@ -55,31 +55,12 @@ def test_samples_without_a_label_match_nothing(reduction):
     assert distiller(**data).loss == 0
 
 
-SQUEEZE = {
-    name: 1
-    for name in (
-        "q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups",
-        "output_groups",
-    )
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["opt", "squeezebert"])
-def test_families_whose_blocks_are_not_called_as_modules(family):
-    sizes = {**SMALL, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    if family == "opt":
-        config = t.OPTConfig(
-            **sizes, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=16
-        )
-        teacher = t.OPTForCausalLM(config).eval()
-    else:
-        config = t.SqueezeBertConfig(**sizes, embedding_size=16, intermediate_size=32, **SQUEEZE)
-        teacher = t.SqueezeBertForSequenceClassification(config).eval()
+@pytest.mark.parametrize("family, head", [("opt", "next word"), ("squeezebert", "sequence")])
+def test_families_whose_blocks_are_not_called_as_modules(family, head):
+    teacher = model_of(family, head).eval()
     student = student_from_teacher(teacher, [1, 3])
     distiller = Distiller(teacher, student, FCD()).eval()
-    data = batch(num_labels=2)
-    if family == "opt":
-        data["labels"] = data["input_ids"]
+    data = data_of(family, head)
     seen = {}
     distiller.method.register_forward_pre_hook(lambda module, args: seen.update(step=args[0]))
     distiller(**data).loss.backward()

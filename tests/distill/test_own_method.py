@@ -5,16 +5,9 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve, student_from_teacher
-from tests.distill.models import batch, classifier
+from tests.distill.models import batch, classifier, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
-from tests.distill.test_distiller import (
-    assert_same_step,
-    decoders,
-    documents,
-    loss_and_gradients,
-    packed,
-    padded,
-)
+from tests.distill.test_distiller import assert_same_step, decoders, documents, packed, padded
 
 WITH_QKV = ["bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"]
 
@@ -76,7 +69,7 @@ def test_packed_documents_have_maps_of_their_own():
         model.set_attn_implementation("eager")
     distiller = Distiller(teacher, student, HiddenAndAttention()).eval()
     texts = documents()
-    expected = loss_and_gradients(distiller, padded(texts, labels=False))
+    expected = step(distiller, padded(texts, labels=False))
     # Llama's eager attention takes its softmax in float32.
     assert_same_step(distiller, packed(texts, labels=False), expected, tolerance=1e-7)
 

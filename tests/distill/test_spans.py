@@ -20,7 +20,7 @@ from fastkd.distill import (
     TwoTokenizers,
     align_spans,
 )
-from tests.distill.models import CONFIGS, classifier
+from tests.distill.models import classifier, gradients_of, model, set_dropout, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -48,9 +48,7 @@ def characters(left=False):
 
 def pair(student="bert", teacher="llama", hidden=24):
     torch.manual_seed(0)
-    config = CONFIGS[teacher](4)
-    config.update({"hidden_size": hidden, "num_labels": 3, "initializer_range": 0.2})
-    big = t.AutoModelForSequenceClassification.from_config(config)
+    big = classifier(teacher, hidden_size=hidden)
     return big.double(), classifier(student, layers=2).double()
 
 
@@ -156,13 +154,9 @@ METHODS = {
 def test_every_method_takes_spans(name):
     torch.manual_seed(0)
     distiller = Distiller(*pair(), METHODS[name]()).double()
-    for module in distiller.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    set_dropout(distiller)
     batch = data()
-    expected = distiller(**batch)
-    expected.loss.backward()
-    gradients = [p.grad.clone() for p in distiller.student.parameters() if p.grad is not None]
+    expected, gradients = step(distiller, batch)
     distiller.zero_grad()
     # Wider padding, and in micro-batches.
     wide = {
@@ -175,9 +169,7 @@ def test_every_method_takes_spans(name):
     parts = [{n: x[a:b] for n, x in batch.items()} for a, b in ((0, 1), (1, 4))]
     for out in distiller.accumulate(parts):
         out.loss.backward()
-    found = [p.grad for p in distiller.student.parameters() if p.grad is not None]
-    for a, b in zip(found, gradients, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(gradients_of(distiller), gradients, atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["fcd", "knn", "lrkd"])
@@ -244,15 +236,13 @@ def test_half_precision_and_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"spans have shape \(3, "):
         distiller(**{**batch, "student_spans": batch["student_spans"][:3]})
     eager = [model.to(torch.float64) for model in pair()]
-    for model in eager:
-        model.set_attn_implementation("eager")
+    for side in eager:
+        side.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="compares attention"):
         Distiller(*eager, AttentionMSE(heads="mean"))(**batch)
-    config = CONFIGS["llama"](2)
-    words = t.LlamaForCausalLM(config)
-    other = t.LlamaForCausalLM(config)
+    words = [model(t.LlamaForCausalLM, "llama") for _ in range(2)]
     with pytest.raises(ValueError, match="predictions for each token"):
-        Distiller(words, other, SoftTargets())(
+        Distiller(*words, SoftTargets())(
             input_ids=batch["input_ids"], teacher_input_ids=batch["teacher_input_ids"]
         )
     tokenizer = characters()

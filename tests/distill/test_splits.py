@@ -6,7 +6,7 @@ import transformers as t
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.distill import METHODS, Distiller, IntraClassKNN, student_from_teacher
-from tests.distill.models import CONFIGS, classifier, ready
+from tests.distill.models import classifier, gradients_of, model, ready, set_dropout, step
 from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -17,17 +17,11 @@ PARTS = [(0, 2), (2, 7), (7, 9)]  # uneven, and of unequal lengths
 
 def distiller_of(name, kind="classifier", dropout=0.0, **gather):
     torch.manual_seed(0)
-    if kind == "classifier":
-        teacher = classifier("bert")
-    else:
-        config = CONFIGS["llama"](4)
-        config.initializer_range = 0.2
-        teacher = t.LlamaForCausalLM(config)
+    lm = kind == "language model"
+    teacher = model(t.LlamaForCausalLM, "llama") if lm else classifier("bert")
     teacher = teacher.double()
     student = student_from_teacher(teacher, [1, 4])
-    for module in student.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = dropout
+    set_dropout(student, dropout)
     torch.manual_seed(1)
     return ready(
         teacher, student, name, **({"alpha1": 0.1, "k": 2} if name == "knn" else {}), **gather
@@ -50,15 +44,8 @@ def part(data, start, stop):
     return {name: x if x.dim() == 1 else x[:, :length] for name, x in rows.items()}
 
 
-def gradients_of(distiller):
-    return {n: p.grad.clone() for n, p in distiller.named_parameters() if p.grad is not None}
-
-
 def whole_batch(name, kind):
-    distiller = distiller_of(name, kind)
-    out = distiller(**data_of(kind))
-    out.loss.backward()
-    return out, gradients_of(distiller)
+    return step(distiller_of(name, kind), data_of(kind))
 
 
 def assert_equal(expected, terms, gradients):
@@ -94,14 +81,12 @@ def test_the_second_pass_repeats_the_firsts_dropout():
     distiller = distiller_of("fcd", dropout=0.3)
     data = data_of()
     torch.manual_seed(3)
-    expected = distiller(**data)
-    expected.loss.backward()
-    gradients = gradients_of(distiller)
+    expected = step(distiller, data)
     distiller.zero_grad()
     torch.manual_seed(3)
     (out,) = distiller.accumulate([data])
     out.loss.backward()
-    assert_equal((expected, gradients), out.terms, gradients_of(distiller))
+    assert_equal(expected, out.terms, gradients_of(distiller))
     after = torch.rand(1)
     torch.manual_seed(3)
     distiller(**data)
@@ -117,10 +102,8 @@ def test_nothing_to_accumulate_is_an_error():
 def test_a_batch_without_rows_has_no_loss(name, tmp_path):
     distiller = distiller_of(name)
     nothing = part(data_of(), 3, 3)
-    out = distiller(**nothing)
-    out.loss.backward()
+    out, gradients = step(distiller, nothing)
     assert out.loss == 0 and out.logits.shape == (0, 3)
-    gradients = gradients_of(distiller)
     assert gradients and not any(g.any() for g in gradients.values())
     cache = distiller.cache_teacher([data_of(), nothing], tmp_path)
     assert Distiller(cache, distiller.student, distiller.method)(**nothing).loss == 0

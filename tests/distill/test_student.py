@@ -9,20 +9,8 @@ from torch import nn
 
 from fastkd.distill import student_from_teacher
 from fastkd.distill.capture import Backbone
-from tests.distill.models import BERT, CONFIGS, FAMILIES, SMALL, batch_for, classifier
-
-EXTRA = {
-    "qwen3": t.Qwen3Config(
-        **SMALL, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        intermediate_size=32, num_hidden_layers=4, max_position_embeddings=64,
-        use_sliding_window=True, sliding_window=4, max_window_layers=2,
-    ),
-    "modernbert": t.ModernBertConfig(
-        **SMALL, hidden_size=16, num_attention_heads=2, intermediate_size=32,
-        num_hidden_layers=4, local_attention=4, bos_token_id=1, eos_token_id=2,
-        cls_token_id=1, sep_token_id=2,
-    ),
-}  # fmt: skip
+from tests.distill.models import BERT, FAMILIES, batch_for, classifier, pair
+from tests.distill.support import FAMILIES as SUPPORTED
 
 
 def logits(model, family):
@@ -77,9 +65,9 @@ def test_all_layers_give_the_teacher_back(family):
 
 @pytest.mark.parametrize("family, layers", [("qwen3", [2, 3]), ("modernbert", [1, 2])])
 def test_lists_with_an_entry_per_layer_are_cut(family, layers, tmp_path):
-    config = EXTRA[family]
-    types = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
-    config.layer_types = list(types)
+    config = copy.deepcopy(SUPPORTED[family])
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    config.update({"layer_types": list(types), "use_sliding_window": True, "sliding_window": 4})
     teacher = t.AutoModelForSequenceClassification.from_config(config).eval()
     student = student_from_teacher(teacher, layers)
     assert student.config.layer_types == [types[i - 1] for i in layers]
@@ -92,8 +80,7 @@ def test_lists_with_an_entry_per_layer_are_cut(family, layers, tmp_path):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_generation_with_the_cache_equals_generation_without(family):
     """The cache is addressed by layer_idx, which must count the student's own layers."""
-    model = t.AutoModelForCausalLM.from_config(CONFIGS[family](4)).eval()
-    student = student_from_teacher(model, [3, 4])
+    _, student = pair(t.AutoModelForCausalLM, family, [3, 4])
     ids = torch.randint(5, 60, (2, 4))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with_cache = student.generate(ids, use_cache=True, **options)
@@ -121,8 +108,7 @@ def test_dtype_mode_and_training_state():
 
 
 def test_language_model_heads_stay_tied():
-    teacher = t.BertForMaskedLM(CONFIGS["bert"](3))
-    student = student_from_teacher(teacher, [3])
+    teacher, student = pair(t.BertForMaskedLM, "bert", [3])
     head, embeddings = student.get_output_embeddings(), student.get_input_embeddings()
     assert head.weight is embeddings.weight
     assert torch.equal(head.weight, teacher.get_input_embeddings().weight)
@@ -141,7 +127,7 @@ def test_wrong_teachers_and_layers_are_named():
         )  # fmt: skip
         student_from_teacher(t.T5ForConditionalGeneration(config), [1])
     with pytest.raises(ValueError, match="keep layer 1"):  # only its first block has no norm
-        student_from_teacher(t.ModernBertModel(EXTRA["modernbert"]), [2, 3])
+        student_from_teacher(t.ModernBertModel(SUPPORTED["modernbert"]), [2, 3])
     uneven = t.BertModel(t.BertConfig(**BERT, num_hidden_layers=2))
     uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)
     uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)

@@ -13,7 +13,7 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
-from tests.distill.models import CONFIGS, batch, classifier, recipe
+from tests.distill.models import batch, classifier, model, recipe, set_dropout
 from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -25,20 +25,24 @@ def rows(count=32):
     return [{key: value[i] for key, value in data.items()} for i in range(count)]
 
 
+def arguments(directory, **options):
+    always = {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    return t.TrainingArguments(str(directory), **always, **options)
+
+
 def trainer(directory, method, data=None, teacher=None, prepare_batches=64, **options):
     torch.manual_seed(0)
     teacher = classifier("bert") if teacher is None else teacher
     data = rows() if data is None else data
-    arguments = {
+    given = {
         "max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3,
-        "learning_rate": 1e-3, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        **options,
+        "learning_rate": 1e-3, **options,
     }  # fmt: skip
     return DistillationTrainer(
         teacher,
         student_from_teacher(teacher, [2, 4]),
         method,
-        args=t.TrainingArguments(str(directory), **arguments),
+        args=arguments(directory, **given),
         train_dataset=data,
         eval_dataset=data,
         prepare_batches=prepare_batches,
@@ -141,7 +145,7 @@ def test_columns_that_the_student_does_not_take_are_dropped(tmp_path):
 def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
     """Rows with very unequal numbers of labelled positions, accumulated or in one batch."""
     torch.manual_seed(0)
-    teacher = t.GPT2LMHeadModel(CONFIGS["gpt2"](4))
+    teacher = model(t.GPT2LMHeadModel, "gpt2")
     ids = torch.randint(5, 60, (8, 12))
     data = []
     for i, row in enumerate(ids):
@@ -156,7 +160,7 @@ def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
             per_device_train_batch_size=batch_size, gradient_accumulation_steps=steps,
             learning_rate=0.1, optim="sgd", max_grad_norm=0, lr_scheduler_type="constant",
         )  # fmt: skip
-        run.distiller.student.apply(lambda m: setattr(m, "p", 0.0) if hasattr(m, "p") else None)
+        set_dropout(run.distiller.student)
         run.train()
         (log,) = [entry for entry in run.state.log_history if "loss" in entry]
         return torch.cat([p.detach().flatten() for p in run.distiller.student.parameters()]), log
@@ -183,14 +187,14 @@ def test_gradient_checkpointing_reaches_the_student(tmp_path):
 def test_a_ready_distiller_and_mistakes(tmp_path):
     teacher = classifier("bert")
     distiller = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets())
-    arguments = t.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    assert DistillationTrainer(model=distiller, args=arguments).distiller is distiller
+    args = arguments(tmp_path)
+    assert DistillationTrainer(model=distiller, args=args).distiller is distiller
     with pytest.raises(ValueError, match="pass teacher, student and method"):
-        DistillationTrainer(teacher, args=arguments)
+        DistillationTrainer(teacher, args=args)
     with pytest.raises(ValueError, match="only one of them"):
-        DistillationTrainer(teacher, model=distiller, args=arguments)
+        DistillationTrainer(teacher, model=distiller, args=args)
     with pytest.raises(ValueError, match="prepare_batches must be at least 1"):
-        DistillationTrainer(model=distiller, args=arguments, prepare_batches=0)
+        DistillationTrainer(model=distiller, args=args, prepare_batches=0)
 
 
 def test_the_best_student_and_method_come_back(tmp_path):
@@ -224,7 +228,7 @@ def test_options_that_would_act_in_evaluation_alone_are_refused(tmp_path):
             teacher,
             student_from_teacher(teacher, [1]),
             SoftTargets(),
-            args=t.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
+            args=arguments(tmp_path),
             compute_loss_func=lambda *args, **kwargs: None,
         )
 
@@ -265,7 +269,7 @@ def test_logs_are_means_over_the_processes(tmp_path):
 
 def test_question_answering_is_evaluated_with_its_own_labels(tmp_path):
     torch.manual_seed(0)
-    teacher = t.BertForQuestionAnswering(CONFIGS["bert"](4))
+    teacher = model(t.BertForQuestionAnswering, "bert")
     spans = {"start_positions": torch.tensor(1), "end_positions": torch.tensor(3)}
     data = [{**{k: v for k, v in row.items() if k != "labels"}, **spans} for row in rows(8)]
     seen = {}
@@ -289,11 +293,8 @@ def test_every_run_of_model_init_starts_anew(tmp_path):
     def model_init():
         return Distiller(teacher, student_from_teacher(teacher, [2, 4]), MC3KD(beta=0.01))
 
-    arguments = t.TrainingArguments(
-        str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
-        save_strategy="no",
-    )  # fmt: skip
-    runs = DistillationTrainer(model_init=model_init, args=arguments, train_dataset=rows())
+    args = arguments(tmp_path, max_steps=2, save_strategy="no")
+    runs = DistillationTrainer(model_init=model_init, args=args, train_dataset=rows())
     states = []
     for _ in range(2):
         before = runs.distiller
@@ -304,9 +305,9 @@ def test_every_run_of_model_init_starts_anew(tmp_path):
         assert torch.equal(value, states[1][key]), key
 
     with pytest.raises(TypeError, match="model_init must return a Distiller, got BertFor"):
-        DistillationTrainer(model_init=lambda: teacher, args=arguments)
+        DistillationTrainer(model_init=lambda: teacher, args=args)
     with pytest.raises(ValueError, match="only one of them"):
-        DistillationTrainer(teacher, model_init=model_init, args=arguments)
+        DistillationTrainer(teacher, model_init=model_init, args=args)
 
 
 def test_hyperparameters_are_searched(tmp_path):
@@ -322,11 +323,9 @@ def test_hyperparameters_are_searched(tmp_path):
 
     search = DistillationTrainer(
         model_init=model_init,
-        args=t.TrainingArguments(
-            str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
-            save_strategy="no",
-        ),
-        train_dataset=rows(), eval_dataset=rows(),
-    )  # fmt: skip
+        args=arguments(tmp_path, max_steps=2, save_strategy="no"),
+        train_dataset=rows(),
+        eval_dataset=rows(),
+    )
     best = search.hyperparameter_search(space, n_trials=2, backend="optuna")
     assert best.objective > 0 and best.hyperparameters.keys() == {"alpha", "learning_rate"}

@@ -6,7 +6,7 @@ import transformers as t
 
 from fastkd.distill import METHODS, student_from_teacher
 from fastkd.distill.verify import Check, _Step, table, verify
-from tests.distill.models import CONFIGS, batch, classifier, ready
+from tests.distill.models import batch, classifier, model, ready
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -41,9 +41,7 @@ def test_classifiers_take_the_same_step_in_every_way(name):
 @pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd"])
 def test_language_models_too(name):
     torch.manual_seed(0)
-    config = CONFIGS["gpt2"](4)
-    config.initializer_range = 0.2
-    distiller = distiller_of(t.GPT2LMHeadModel(config), name)
+    distiller = distiller_of(model(t.GPT2LMHeadModel, "gpt2"), name)
     data = batch(rows=4)
     data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
     checks = verify(distiller, data, ranks=0, compile_backend=None)
