@@ -3,12 +3,10 @@
 import copy
 import functools
 import io
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -393,26 +392,14 @@ def _run_processes(folder: str, world: int) -> None:
         raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
 
 
-def _fork(folder: str, world: int) -> int:
-    """One process a rank; where one fails, the others would wait for it in vain."""
-    distiller, batch = torch.load(f"{folder}/step.pt", weights_only=False)
-    fork = multiprocessing.get_context("fork")
-    processes = [
-        fork.Process(target=_rank, args=(folder, world, rank, distiller, batch))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            for process in processes:
-                process.kill()
-        time.sleep(0.05)
-    return any(process.exitcode for process in processes)
+def _fork(folder: str, world: int) -> None:
+    """One process a rank; where one fails the others are ended, which would wait for it in vain."""
+    step = torch.load(f"{folder}/step.pt", weights_only=False)
+    start_processes(_rank, (folder, world, *step), nprocs=world, start_method="fork")
 
 
 def _rank(
-    folder: str, world: int, rank: int, distiller: Distiller, batch: dict[str, Tensor]
+    rank: int, folder: str, world: int, distiller: Distiller, batch: dict[str, Tensor]
 ) -> None:
     """What one of the processes does."""
     size = -(-len(batch["input_ids"]) // world)
@@ -432,4 +419,4 @@ def _rank(
 
 
 if __name__ == "__main__":
-    sys.exit(_fork(sys.argv[1], int(sys.argv[2])))
+    _fork(sys.argv[1], int(sys.argv[2]))

@@ -7,6 +7,7 @@ have helpers from a launcher, or on other machines that share the directory.
 
 import multiprocessing
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,13 +61,10 @@ def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
                     "precision": study.precision,
                     "device": str(tasks[task.name].device),
                 }
-                name = f"{task.name}-{_slug(variant.method)}-s{seed}-{key_of(identity)}.json"
+                method = re.sub(r"[^\w.=]", "-", variant.method)
+                name = f"{task.name}-{method}-s{seed}-{key_of(identity)}.json"
                 found.append(Job(task, variant, seed, identity, out / "runs" / name))
     return found
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "._=" else "-" for c in name)
 
 
 def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -6,15 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    DistilBertConfig,
-    DistilBertModel,
-    GPT2Config,
-    GPT2Model,
-)
+from transformers import BertForSequenceClassification, BertModel, DistilBertModel, GPT2Model
 
 import fastkd
 from fastkd.analysis import (
@@ -29,20 +21,13 @@ from fastkd.analysis import (
 from fastkd.analysis.measures import MEASURES
 from fastkd.analysis.moments import Covariances, Factors
 from fastkd.study.measures import PeakMemory
+from tests.distill.models import model as model_of
 from tests.distill.processes import run_ranks
 
 
 def bert(cls=BertModel, layers=3, hidden=12):
     torch.manual_seed(1)
-    return cls(
-        BertConfig(
-            vocab_size=60,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=24,
-        )
-    )
+    return model_of(cls, "bert", layers, hidden_size=hidden)
 
 
 def padded_batch(rows=24, tokens=10):
@@ -149,8 +134,8 @@ def test_matrices_of_one_measure():
 
 def test_a_student_that_knows_fewer_inputs():
     batch = {**padded_batch(), "token_type_ids": torch.zeros(24, 10, dtype=torch.long)}
-    config = DistilBertConfig(vocab_size=60, dim=8, n_layers=1, n_heads=2, hidden_dim=16)
-    assert svcca_matrix(bert(), [batch], other=DistilBertModel(config)).shape == (4, 2)
+    student = model_of(DistilBertModel, "distilbert", 1)
+    assert svcca_matrix(bert(), [batch], other=student).shape == (4, 2)
 
 
 def labelled(batch):
@@ -177,7 +162,7 @@ def test_intra_class_similarity_of_every_layer(pool):
 
 def test_a_decoders_sentence_token_is_its_last():
     torch.manual_seed(0)
-    model = GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    model = model_of(GPT2Model, "gpt2", 1)
     batch = labelled(padded_batch())
     found = layer_intra_class_similarity(model, [batch])
     rows = hidden_states(model, batch)[-1][torch.arange(24), batch["attention_mask"].sum(1) - 1]
@@ -229,7 +214,7 @@ def test_modes_and_gradients_are_left_alone():
 
 def test_decoder_without_mask_and_rank_deficient():
     torch.manual_seed(0)
-    model = GPT2Model(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16))
+    model = model_of(GPT2Model, "gpt2", 2)
     batch = {"input_ids": torch.randint(40, (1, 6))}
     matrix = svcca_matrix(model, [batch], variance=1.0)
     # 6 observations of 16 features: every direction of one layer is seen in the other.

@@ -65,6 +65,13 @@ def pair(head: type, family: str, layers=(2, 4), **options) -> tuple[t.PreTraine
     return teacher, student_from_teacher(teacher, layers)
 
 
+def eager(models):
+    """The models, whose attention maps are then held."""
+    for model in models:
+        model.set_attn_implementation("eager")
+    return models
+
+
 def set_dropout(model: torch.nn.Module, p: float = 0.0) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -5,17 +5,14 @@ import torch
 from torch.nn import functional as F
 
 from fastkd.distill import AttentionMSE, Distiller
-from tests.distill.models import batch, classifier
+from tests.distill.models import batch, classifier, eager
 from tests.distill.test_methods import TEACHER_LAYERS, both, kl, pair, total
 
 FAMILIES = ("bert", "gpt2")
 
 
 def eager_pair(family):
-    models = pair(family)
-    for model in models:
-        model.set_attn_implementation("eager")
-    return models
+    return eager(pair(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

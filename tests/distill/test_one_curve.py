@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from fastkd.distill import METHODS, DistillationTrainer, Distiller
+from fastkd.distill import METHODS, DistillationTrainer
 from tests.distill.processes import run_ranks
 from tests.distill.test_splits import distiller_of
 
@@ -84,16 +84,6 @@ def in_parts(name, tmp_path):
     distiller, shares = watched(name)
     run(distiller, lambda batch: cut(batch, 0, 2, 4, 6, 8))
     return [sum(shares[i : i + 4]) for i in range(0, 4 * STEPS, 4)], weights_of(distiller)
-
-
-def with_a_cache(name, tmp_path):
-    live, losses = watched(name)
-    method = live.method
-    cache = live.cache_teacher(batches(), tmp_path / name)
-    distiller = Distiller(cache, live.student, method)
-    distiller.register_forward_hook(lambda module, args, out: losses.append(out.loss.item()))
-    run(distiller)
-    return losses, weights_of(distiller)
 
 
 def resumed(name, tmp_path):
@@ -177,7 +167,7 @@ def assert_one_curve(curve, expected):
         torch.testing.assert_close(curve[1][name], weight, atol=1e-10, rtol=0, msg=name)
 
 
-WAYS = [in_parts, with_a_cache, resumed, in_trainer, in_lightning, in_accelerate]
+WAYS = [in_parts, resumed, in_trainer, in_lightning, in_accelerate]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

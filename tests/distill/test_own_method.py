@@ -5,7 +5,7 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve, student_from_teacher
-from tests.distill.models import batch, classifier, step
+from tests.distill.models import batch, classifier, eager, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.test_distiller import assert_same_step, decoders, documents, packed, padded
 
@@ -15,10 +15,7 @@ WITH_QKV = ["bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "l
 def pair(family, **options):
     torch.manual_seed(0)
     teacher = classifier(family, **options)
-    student = student_from_teacher(teacher, [2, 4])
-    for model in (teacher, student):
-        model.set_attn_implementation("eager")
-    return teacher, student
+    return eager([teacher, student_from_teacher(teacher, [2, 4])])
 
 
 @pytest.mark.parametrize("family", WITH_QKV)
@@ -64,10 +61,7 @@ def test_maps_queries_and_keys_belong_together(family):
 
 
 def test_packed_documents_have_maps_of_their_own():
-    teacher, student = decoders(t.LlamaModel)
-    for model in (teacher, student):
-        model.set_attn_implementation("eager")
-    distiller = Distiller(teacher, student, HiddenAndAttention()).eval()
+    distiller = Distiller(*eager(decoders(t.LlamaModel)), HiddenAndAttention()).eval()
     texts = documents()
     expected = step(distiller, padded(texts, labels=False))
     # Llama's eager attention takes its softmax in float32.

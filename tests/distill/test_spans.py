@@ -20,7 +20,7 @@ from fastkd.distill import (
     TwoTokenizers,
     align_spans,
 )
-from tests.distill.models import classifier, gradients_of, model, set_dropout, step
+from tests.distill.models import classifier, eager, gradients_of, model, set_dropout, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -235,11 +235,8 @@ def test_half_precision_and_refusals(tmp_path):
         distiller(**{n: x for n, x in batch.items() if n != "student_spans"})
     with pytest.raises(ValueError, match=r"spans have shape \(3, "):
         distiller(**{**batch, "student_spans": batch["student_spans"][:3]})
-    eager = [model.to(torch.float64) for model in pair()]
-    for side in eager:
-        side.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="compares attention"):
-        Distiller(*eager, AttentionMSE(heads="mean"))(**batch)
+        Distiller(*eager(pair()), AttentionMSE(heads="mean"))(**batch)
     words = [model(t.LlamaForCausalLM, "llama") for _ in range(2)]
     with pytest.raises(ValueError, match="predictions for each token"):
         Distiller(*words, SoftTargets())(
