@@ -30,7 +30,6 @@ class Recorder(dry_cuda.Device):
 
     def __init__(self, capability: int) -> None:
         super().__init__()
-        dry_cuda.load_guard()
         self.capability = capability
         self.started: list[Any] = []
         self.unread: list[str] = []

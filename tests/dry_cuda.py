@@ -9,27 +9,21 @@ looks at errors does.
 """
 
 import contextlib
-import hashlib
+import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from filelock import FileLock
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bench.compile_report import KEPT, SHARED_MEMORY, Form
+from bench.compile_report import SHARED_MEMORY, Form
 from fastkd import _extension
 from tests.calls import Call, learns
 from tests.losses import FILES
@@ -47,6 +41,10 @@ WAITING = {
 # Blocks' and groups' edges in the second and third dimension of a launch.
 LARGEST_GRID = 65535
 
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
+# Where PyTorch has a tensor, whatever is said of it.
+DEVICE, IS_META = Tensor.device.__get__, Tensor.is_meta.__get__
+
 # Compute capabilities; what does not depend on them is seen on the first alone.
 FIRST, *OTHERS = sorted(SHARED_MEMORY, key=lambda capability: capability != 90)
 
@@ -55,6 +53,7 @@ PLANTED: dict[str, Callable[[Tensor], Any]] = {
     "a value read": lambda x: x.sum().item(),
     "a choice": lambda x: bool(x.isnan().any()),
     "a selection": lambda x: x[x > 0],
+    "a selection that is written": lambda x: x.index_put_((x > 0,), x[0]),
     "a copy to the CPU": lambda x: x.cpu(),
     "a copy from the CPU": lambda x: x + torch.tensor([1.0, 2.0, 3.0]).cuda(),
     "two devices": lambda x: x + torch.ones(3),
@@ -66,16 +65,77 @@ class Waited(Exception):
     """The call would wait for the device."""
 
 
-class _Watch(TorchDispatchMode):
+class _OnMeta(TorchDispatchMode):
+    """What is asked for on CUDA is made on the meta device, and every operation on it looked at.
+
+    PyTorch finds out once what an operation makes of tensors of some shapes: it takes long.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False  # an operation of PyTorch, which has to know where its tensors are
+        self.known: dict[Any, Any] = {}
+
+    def device_of(self, x: Tensor) -> torch.device:
+        return CUDA if IS_META(x) and not self.inside else DEVICE(x)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._opname in WAITING:
+        kwargs = kwargs or {}
+        tensors = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        here = any(map(IS_META, tensors))
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            kwargs = {**kwargs, "device": META}
+        elif here and (device is not None or waits(func, args)):
             raise Waited(f"{func} waits for the device")
-        result = func(*args, **(kwargs or {}))
-        if func._opname in ("_to_copy", "copy_"):
-            source = args[0] if func._opname == "_to_copy" else args[1]
-            if source.device.type != result.device.type and source.dim():
-                raise Waited(f"{func} from {source.device} to {result.device}")
-        return result
+        elif not here:
+            return func(*args, **kwargs)
+        if others := [x for x in tensors if not IS_META(x) and x.dim()]:
+            raise Waited(f"{func} takes a tensor from {others[0].device}")
+        self.inside = True
+        try:
+            return self.result(func, args, kwargs)
+        finally:
+            self.inside = False
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of an operation, by what is known of it where that is one tensor, new or written to."""
+        if func.is_view:
+            return func(*args, **kwargs)
+        key = (func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items())))
+        if key in self.known:
+            make = self.known[key]
+            return make() if make else args[0]
+        made = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            if made is args[0]:
+                self.known[key] = None
+        elif isinstance(made, Tensor):
+            empty = functools.partial(torch.empty_strided, dtype=made.dtype, device=META)
+            self.known[key] = functools.partial(empty, made.shape, made.stride())
+        return made
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            yield from _leaves(x)
+        else:
+            yield x
+
+
+def _described(x: Any) -> Any:
+    """All that decides about an operation's result."""
+    if isinstance(x, Tensor):
+        return IS_META(x), x.shape, x.stride(), x.dtype
+    return tuple(map(_described, x)) if isinstance(x, (list, tuple)) else (type(x), x)
+
+
+def waits(operation: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether an operation waits for the device: those do that count what a mask selects."""
+    if operation._opname in ("index", "index_put", "index_put_"):
+        return any(x is not None and x.dtype == torch.bool for x in arguments[1])
+    return operation._opname in WAITING
 
 
 class _Context:
@@ -152,20 +212,24 @@ class Device:
             check_launch(kernel, args, grid)
             return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
+        tensors = _OnMeta()
         with contextlib.ExitStack() as stack:
             for target, name, replacement in (
                 (torch.autograd.Function, "apply", classmethod(forward_and_backward)),
                 (triton.runtime.driver, "_active", self),
                 (JITFunction, "run", checked),
                 (JITFunction, "_do_compile", lambda *args: self.compile(*args)),
-                (FakeTensor, "data_ptr", lambda x: x.storage_offset() * x.element_size()),
+                (Tensor, "data_ptr", lambda x: x.storage_offset() * x.element_size()),
+                (Tensor, "device", property(tensors.device_of)),
+                (Tensor, "is_cuda", property(lambda x: x.device.type == "cuda")),
+                (Tensor, "is_meta", property(lambda x: x.device.type == "meta")),
+                (torch.cuda, "_lazy_init", lambda: None),
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
                 (_extension, "CUDA", _extension.CPU),
             ):
                 stack.enter_context(mock.patch.object(target, name, replacement))
-            stack.enter_context(FakeTensorMode())
-            stack.enter_context(_Watch())
+            stack.enter_context(tensors)
             yield
 
 
@@ -215,24 +279,7 @@ def walk(calls: Iterable[Call]) -> dict[str, Any]:
     }
 
 
-def load_guard() -> None:
-    """Load the few lines without which CUDA tensors need a torch with CUDA; compiled once."""
-    source = Path(__file__).with_name("no_cuda_guard.cpp")
-    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = KEPT / f"no_cuda_guard-{key}.so"
-    KEPT.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{library}.lock"):
-        if not library.exists():
-            paths = [f"-I{path}" for path in cpp_extension.include_paths()]
-            paths += [f"-L{path}" for path in cpp_extension.library_paths()]
-            command = [os.environ.get("CXX", "c++"), "-std=c++20", "-shared", "-fPIC", *paths]
-            subprocess.run([*command, str(source), "-lc10", "-o", f"{library}.part"], check=True)
-            os.replace(f"{library}.part", library)
-    torch.ops.load_library(library)
-
-
 def main() -> None:
-    load_guard()
     with Device().running():
         found = [name for name, call in PLANTED.items() if problem(call, learns(3, 3).tensor())]
     print(json.dumps({"planted": found, **walk(FILES[sys.argv[1]].calls())}))
