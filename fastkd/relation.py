@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fastkd._checks import (
     check_choice,
@@ -154,18 +155,9 @@ def relation_loss(
         (torch.Size([]), torch.Size([2, 16, 64]))
     """
     check_choice("over", over, OVER)
-    return _weighted_relations(
-        [(student, teacher)],
-        mask,
-        {over: 1.0},
-        normalize=normalize,
-        distance=distance,
-        temperature=temperature,
-        eps=eps,
-        segments=segments,
-        backend=backend,
-        ranks=ranks_of(gather, group),
-    )
+    options = _Options({over: 1.0}, normalize, distance, temperature, eps)
+    ranks = ranks_of(gather, group)
+    return _weighted_relations([(student, teacher)], mask, segments, options, backend, ranks)
 
 
 class FCDLoss(nn.Module):
@@ -191,11 +183,11 @@ class FCDLoss(nn.Module):
         super().__init__()
         check_number("alpha", alpha, at_least=0)
         check_number("beta", beta, at_least=0)
-        _check_options(normalize, distance, temperature, eps)
         self.alpha, self.beta = alpha, beta
         self.normalize, self.distance = normalize, distance
         self.temperature, self.eps, self.backend = temperature, eps, backend
         self.gather, self.group = gather, group
+        self._options(layers=1)  # checks them
 
     def forward(
         self,
@@ -206,18 +198,13 @@ class FCDLoss(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them."""
-        return _weighted_relations(
-            layer_pairs(student, teacher),
-            mask,
-            {"tokens": self.alpha, "samples": self.beta},
-            normalize=self.normalize,
-            distance=self.distance,
-            temperature=self.temperature,
-            eps=self.eps,
-            segments=segments,
-            backend=self.backend,
-            ranks=ranks_of(self.gather, self.group),
-        )
+        pairs, ranks = layer_pairs(student, teacher), ranks_of(self.gather, self.group)
+        options = self._options(len(pairs))
+        return _weighted_relations(pairs, mask, segments, options, self.backend, ranks)
+
+    def _options(self, layers: int) -> "_Options":
+        weights = {"tokens": self.alpha / layers, "samples": self.beta / layers}
+        return _Options(weights, self.normalize, self.distance, self.temperature, self.eps)
 
     def extra_repr(self) -> str:
         return (
@@ -226,102 +213,129 @@ class FCDLoss(nn.Module):
         )
 
 
-def _check_options(normalize: str, distance: str, temperature: float, eps: float) -> None:
-    check_choice("normalize", normalize, NORMALIZE)
-    check_choice("distance", distance, DISTANCE)
-    check_number("temperature", temperature, above=0)
-    check_number("eps", eps, above=0)
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What stays the same for every layer of a call."""
+
+    weights: dict[str, float]  # of a layer's relations, of each kind
+    normalize: str
+    distance: str
+    temperature: float
+    eps: float
+
+    def __post_init__(self) -> None:
+        check_choice("normalize", self.normalize, NORMALIZE)
+        check_choice("distance", self.distance, DISTANCE)
+        check_number("temperature", self.temperature, above=0)
+        check_number("eps", self.eps, above=0)
+
+    def only(self, *kinds: str) -> "_Options":
+        """Of these kinds of relation."""
+        weights = {over: weight for over, weight in self.weights.items() if over in kinds}
+        return dataclasses.replace(self, weights=weights)
 
 
 def _weighted_relations(
     pairs: Sequence[tuple[Tensor, Tensor]],
     mask: Tensor | None,
-    weights: dict[str, float],
-    *,
-    normalize: str,
-    distance: str,
-    temperature: float,
-    eps: float,
     segments: Tensor | None,
+    options: _Options,
     backend: str,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None,
 ) -> Tensor:
-    """Σ_over weights[over] · loss over ``over``, averaged over the layer pairs: the one way in."""
-    _check_options(normalize, distance, temperature, eps)
+    """Σ_over weights[over] · loss over ``over`` of all layer pairs: the one way in."""
+    first = pairs[0][0]
     for student, teacher in pairs:
         check_pair(student, teacher, ndim=3)
-        B, N, _ = pairs[0][0].shape
-        check_shape("student", student, (B, N, student.shape[-1]), "(B, N) of the first layer")
-        check_shape("teacher", teacher, (B, N, teacher.shape[-1]), "(B, N) of student")
-    first = pairs[0][0]
+        rows = first.shape[:2]
+        check_shape("student", student, (*rows, student.shape[-1]), "(B, N) of the first layer")
+        check_shape("teacher", teacher, (*rows, teacher.shape[-1]), "(B, N) of student")
     mask = check_mask(mask, first.shape[:2], first.device)
-    students = [student for student, _ in pairs]
-    teachers = [teacher for _, teacher in pairs]
+    students, teachers = (list(side) for side in zip(*pairs, strict=True))
     if segments is not None:
         _check_segments(segments, first)
-    # Rows of other processes are of other lengths: their documents can't be compared by pairs.
-    masked_pairs = segments is not None and ranks is None and not values_readable(segments)
-    if segments is not None and not masked_pairs:
-        unpacked, mask = _unpacked([*students, *teachers], mask, segments)
-        students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
-        pairs = list(zip(students, teachers, strict=True))
-    if ranks is not None:
-        return _across_ranks(
-            functools.partial(
-                _weighted_relations, normalize=normalize, distance=distance,
-                temperature=temperature, eps=eps, segments=None, backend=backend,
-            ),
-            students, teachers, mask, weights, ranks,
-        )  # fmt: skip
+        # Rows of other processes are of other lengths: their documents can't be compared by pairs.
+        if ranks is not None or values_readable(segments):
+            unpacked, mask = _unpacked([*students, *teachers], mask, segments)
+            students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
+            segments = None
+    if ranks is None:
+        return _relations_of(students, teachers, mask, segments, options, backend)
+    return _across_ranks(students, teachers, mask, options, backend, ranks)
+
+
+def _relations_of(
+    students: list[Tensor],
+    teachers: list[Tensor],
+    mask: Tensor | None,
+    segments: Tensor | None,
+    options: _Options,
+    backend: str,
+) -> Tensor:
+    """The loss of these layers; ``segments`` are those whose values can't be read."""
+    widest = next((x for x in students if x.dtype == torch.float64), students[0])
     unsupported = None
-    if masked_pairs:
+    if segments is not None:
         unsupported = "its kernels need segments whose values can be read, on the CPU"
-    options = _Options(weights, len(pairs), normalize, distance, temperature, eps)
-    with autocast_off(first):
-        widest = next((x for x in students if x.dtype == torch.float64), first)
-        words = {"normalize": normalize, "distance": distance}
-        if use_triton(backend, "relation_loss", widest, unsupported, **words):
-            left = _left_to_features(pairs, weights) if backend == "auto" else {}
-            kernels = {over: weight for over, weight in weights.items() if over not in left}
-            losses = [
-                apply(
-                    function, dataclasses.replace(options, weights=part), mask, *students, *teachers
-                )
-                for function, part in ((_TritonRelations, kernels), (_Relations, left))
-                if part
-            ]
-            return sum(losses[1:], losses[0])
-        if segments is not None and masked_pairs:
+    words = {"normalize": options.normalize, "distance": options.distance}
+    if use_triton(backend, "relation_loss", widest, unsupported, **words):
+        return _by_kernels(students, teachers, mask, options, backend)
+    with autocast_off(students[0]):
+        if segments is not None:
             return _of_segments(students, teachers, mask, segments, options)
-        if normalize == "softmax":
+        if options.normalize == "softmax":
             students = [_softmax(first_order_only(x), mask) for x in students]
             teachers = [_softmax(x, mask) for x in teachers]
         return apply(_Relations, options, mask, *students, *teachers)
 
 
-def _across_ranks(
-    relations: Callable[..., Tensor],
+def _by_kernels(
     students: list[Tensor],
     teachers: list[Tensor],
     mask: Tensor | None,
-    weights: dict[str, float],
+    options: _Options,
+    backend: str,
+) -> Tensor:
+    """Layers alike share their launches; some relations ``auto`` leaves to PyTorch."""
+    from fastkd.kernels.pointers import layer_groups
+
+    pairs = list(zip(students, teachers, strict=True))
+    left = _left_to_features(pairs, options) if backend == "auto" else []
+    kinds = [over for over in options.weights if over not in left]
+    kernels = options.only(*kinds) if left else options
+    losses = []
+    for group in layer_groups(pairs) if kinds else []:
+        features = *(students[i] for i in group), *(teachers[i] for i in group)
+        losses.append(apply(_TritonRelations, kernels, mask, *features))
+    if left:
+        losses.append(apply(_Relations, options.only(*left), mask, *students, *teachers))
+    return functools.reduce(torch.add, losses)
+
+
+def _across_ranks(
+    students: list[Tensor],
+    teachers: list[Tensor],
+    mask: Tensor | None,
+    options: _Options,
+    backend: str,
     ranks: Ranks,
 ) -> Tensor:
-    """``relations(pairs, mask, weights)`` of the samples of all processes.
+    """The loss of the samples of all processes.
 
     Between tokens every sample stands for itself, and only the mean is taken over all.
     """
     first = students[0]
     loss = first.new_zeros((), dtype=working_dtype(first))
-    if tokens := weights.get("tokens"):
-        own = relations(list(zip(students, teachers, strict=True)), mask, {"tokens": tokens})
+    if options.weights.get("tokens"):
+        own = _relations_of(students, teachers, mask, None, options.only("tokens"), backend)
         real = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
         count = (real.sum(1) >= 2).sum()
         loss = loss + ranks.total(own * count) / ranks.sum(count).clamp_min(1)
-    if samples := weights.get("samples"):
+    if options.weights.get("samples"):
         rows, mask = ranks.gather_samples([*students, *teachers], mask)
-        pairs = list(zip(rows[: len(students)], rows[len(students) :], strict=True))
-        loss = loss + relations(pairs, mask, {"samples": samples})
+        students, teachers = rows[: len(students)], rows[len(students) :]
+        options = options.only("samples")
+        loss = loss + _relations_of(students, teachers, mask, None, options, backend)
     return loss
 
 
@@ -344,16 +358,10 @@ def _unpacked(
     # A document is a number of ``segments`` in one row; its tokens keep their order.
     named = torch.stack((token // max(N, 1), segments.flatten().cpu()), 1)
     _, document, lengths = torch.unique(named, dim=0, return_inverse=True, return_counts=True)
-    order = document.argsort(stable=True)
-    first = (lengths.cumsum(0) - lengths)[document[order]]
-    place = document[order], token - first
-    shape = len(lengths), int(lengths.max()) if B * N else 0
-    index = torch.zeros(shape, dtype=torch.long)
-    index[place] = order
-    there = torch.zeros(shape, dtype=torch.bool)
-    there[place] = True
-    device = features[0].device
-    index, there = index.to(device, non_blocking=True), there.to(device, non_blocking=True)
+    tokens = document.argsort(stable=True).split(lengths.tolist())
+    index = pad_sequence(tokens, batch_first=True, padding_value=-1) if B * N else named[:, :0]
+    index = index.to(features[0].device, non_blocking=True)
+    there = index >= 0
     if mask is not None:
         there = there & (mask.flatten() != 0)[index]
     return [x.flatten(0, 1)[index] for x in features], there
@@ -364,7 +372,7 @@ def _of_segments(
     teachers: Sequence[Tensor],
     mask: Tensor | None,
     segments: Tensor,
-    options: "_Options",
+    options: _Options,
 ) -> Tensor:
     """The loss where values of ``segments`` can't be read: relations of all pairs, masked."""
     loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
@@ -386,7 +394,7 @@ def _of_segments(
                 )
                 for x in (first_order_only(student), teacher)
             )
-            loss = loss + weight / options.layers * _mean_of_groups(y_s, y_t, alike, options)
+            loss = loss + weight * _mean_of_groups(y_s, y_t, alike, options)
     return loss
 
 
@@ -399,7 +407,7 @@ def normalized(x: Tensor, normalize: str) -> Tensor:
     return x.softmax(-1) if normalize == "softmax" else x
 
 
-def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: "_Options") -> Tensor:
+def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: _Options) -> Tensor:
     """Mean loss of the groups within each of (G, M, D) rows; ``alike`` (G, M, M) pairs them.
 
     What a group has one of stands at each of its M_i rows, and sums over a group are products
@@ -440,52 +448,38 @@ def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: "_Options"
     return (losses * share).sum() / share.sum().clamp_min(1)
 
 
-def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: "_Options") -> Tensor:
+def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: _Options) -> Tensor:
     lowest = torch.finfo(torch.float64).min
     logits = (R.double() / options.temperature).masked_fill(~alike, lowest)
     rows = logits.logsumexp(-1)[:, None, :]  # (G, 1, M)
     return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
 
 
-def _left_to_features(
-    pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, float]
-) -> dict[str, float]:
+def _left_to_features(pairs: Sequence[tuple[Tensor, Tensor]], options: _Options) -> list[str]:
     """Kinds of relation so long against their features that D×D products win on a GPU.
 
     These are plain matrix products, in float32 by PyTorch; the kernels' N×N products run on tensor
     cores, about eight times as fast for half types and three times for float32.
     """
     B, N, _ = pairs[0][0].shape
-    return {
-        over: weight
-        for over, weight in weights.items()
-        if (N if over == "tokens" else B) > SIZES_OF_ONE_GRAPH
+    return [
+        over
+        for over in options.weights
+        if (members := N if over == "tokens" else B) > SIZES_OF_ONE_GRAPH
         and all(
             _feature_side_is_cheaper(
-                (N if over == "tokens" else B) // (3 if student.dtype == torch.float32 else 8),
+                members // (3 if student.dtype == torch.float32 else 8),
                 student.shape[-1],
                 teacher.shape[-1],
                 student.requires_grad,
             )
             for student, teacher in pairs
         )
-    }
+    ]
 
 
 def _softmax(x: Tensor, mask: Tensor | None) -> Tensor:
     return zero_padding(upcast(x), mask).softmax(-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What stays the same for every layer of a call."""
-
-    weights: dict[str, float]  # of each kind of relation
-    layers: int
-    normalize: str
-    distance: str
-    temperature: float
-    eps: float
 
 
 class _Relations(torch.autograd.Function):
@@ -498,7 +492,7 @@ class _Relations(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, mask, *features):
-        layers = options.layers
+        layers = len(features) // 2
         students, teachers = features[:layers], features[layers:]
         needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
         loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
@@ -526,28 +520,21 @@ class _Relations(torch.autograd.Function):
 
 
 class _TritonRelations(torch.autograd.Function):
-    """The same for ℓ2-normalised rows and Pearson's correlation, by `fastkd.kernels.relation`."""
+    """The same for ℓ2-normalised rows and Pearson's correlation, of layers alike."""
 
     @staticmethod
     def forward(ctx, options, mask, *features):
         from fastkd.kernels import relation as kernels
-        from fastkd.kernels.pointers import layer_groups
 
-        layers = options.layers
+        layers = len(features) // 2
         students, teachers = list(features[:layers]), list(features[layers:])
         ctx.needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
-        loss, *gradients = kernels.relations(
-            students,
-            teachers,
-            mask,
-            float(options.weights.get("tokens", 0)),
-            float(options.weights.get("samples", 0)),
-            options.eps,
-            any(ctx.needs_grad),
+        tokens, samples = (float(options.weights.get(over, 0)) for over in OVER)
+        loss, *dx = kernels.relations(
+            students, teachers, mask, tokens, samples, options.eps, any(ctx.needs_grad)
         )
-        ctx.groups = layer_groups(list(zip(students, teachers, strict=True)))
-        if gradients:
-            ctx.save_for_backward(mask, *gradients, *(saveable(x) for x in students))
+        if dx:
+            ctx.save_for_backward(mask, *dx, *(saveable(x) for x in students))
         return loss
 
     @staticmethod
@@ -555,13 +542,13 @@ class _TritonRelations(torch.autograd.Function):
     def backward(ctx, grad):
         from fastkd.kernels import relation as kernels
 
-        mask, *saved = ctx.saved_tensors
-        buffers, students = saved[: len(ctx.groups)], saved[len(ctx.groups) :]
-        gradients: list[Tensor | None] = [None] * len(students)
-        for indices, dx in zip(ctx.groups, buffers, strict=True):
-            dx = kernels.projected(dx, [students[i] for i in indices], mask, grad)
-            for i, layer_dx in zip(indices, dx.unbind(), strict=True):
-                gradients[i] = layer_dx if ctx.needs_grad[i] else None
+        mask, dx, *students = ctx.saved_tensors
+        gradients = [
+            dx if wanted else None
+            for dx, wanted in zip(
+                kernels.projected(dx, students, mask, grad).unbind(), ctx.needs_grad, strict=True
+            )
+        ]
         return (None, None, *gradients, *(None for _ in gradients))
 
 
@@ -584,7 +571,7 @@ def _relation_term(
     if groups == 0 or N < 2:
         return loss
 
-    weight = loss + options.weights[over] / options.layers  # ()
+    weight = loss + options.weights[over]  # ()
     if mask is None:
         group_weight = weight / groups  # not in Python: a float made of sizes is a graph a size
     else:
@@ -708,15 +695,18 @@ class _Centred:
             h = torch.where((length < self.size / 2) | self.short, h, known)
         return h if self.mask is None else h.masked_fill(~self.mask, 0)
 
-    def along_rows(self, across: Tensor, row_sums: Tensor) -> Tensor:
-        """What multiplies y_i in the gradient, beside H_i = Σ_j A_ij (s_j − s_i).
+    def unscaled_gradient(self, h: Tensor, row_sums: Tensor) -> Tensor:
+        """‖x_i‖ · ∂/∂x_i from ``h``, H_i = Σ_j A_ij (s_j − s_i), in place, and Σ_j A_ij.
 
-        With ``across`` H_i·y_i, and ``row_sums`` Σ_j A_ij: the derivative of normalising takes
-        out what lies along a row of known length, and leaves a row of any length all of it.
+        The derivative of normalising takes out what lies along a row of known length, and leaves
+        a row of any length all of it. It is taken from H_i and the rows themselves: what rounding
+        left along them goes out with it.
         """
-        if not self.normalized:
-            return row_sums
-        return self.slack * row_sums - (across / self.size).masked_fill(self.short, 0)
+        along = row_sums
+        if self.normalized:
+            across = (h * self.x).sum(-1) * self.scale
+            along = self.slack * row_sums - (across / self.size).masked_fill(self.short, 0)
+        return h.addcmul_(self.x, (along * self.scale)[..., None])
 
     def centred_offsets(self, squares: Tensor) -> Tensor:
         """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
@@ -799,12 +789,7 @@ def _distance_by_relations(
         return losses
     row_sums = A.sum(-1)  # (G, N)
     A.diagonal(dim1=1, dim2=2).sub_(row_sums)
-    h = torch.bmm(A, s.rows)
-    along = row_sums
-    if s.normalized:
-        # H_i·y_i from the rows themselves: what rounding left along them goes out with it.
-        along = s.along_rows((h * s.x).sum(-1) * s.scale, row_sums)
-    h.addcmul_(s.x, (along * s.scale)[..., None])
+    h = s.unscaled_gradient(torch.bmm(A, s.rows), row_sums)
     dx.addcmul_(h, (2 * weight * k[:, None] * s.derivative)[..., None])
     return losses
 
@@ -851,9 +836,6 @@ def _pearson_by_features(
     ones = torch.ones_like(w)
     h.baddbmm_(torch.stack((ones, w), 2), torch.bmm(torch.stack((w, ones), 1), s.rows))
     h.addcmul_(s.rows, row_sums[..., None], value=-1)
-    along = row_sums
-    if s.normalized:
-        along = s.along_rows((h * s.x).sum(-1) * s.scale, row_sums)
-    h.addcmul_(s.x, (along * s.scale)[..., None]).mul_(s.derivative[..., None])
+    h = s.unscaled_gradient(h, row_sums).mul_(s.derivative[..., None])
     dx += h if s.mask is None else h.masked_fill_(~s.mask[..., None], 0)
     return losses

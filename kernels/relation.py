@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels.launch import cdiv, operator
-from fastkd.kernels.pointers import layer_groups, padded, pick, slots
+from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
 from fastkd.kernels.relation_rows import (
     SMALLEST_NORM,
@@ -96,13 +96,10 @@ def relation_project_kernel(
 
 
 def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
-    loss = students[0].new_empty((), dtype=torch.float32)
-    buffers = []
-    for indices in layer_groups(list(zip(students, teachers, strict=True))) if gradient else []:
-        first = students[indices[0]]
-        shape = len(indices), *first.shape[:2], padded_size(first.shape[-1])
-        buffers.append(first.new_empty(shape, dtype=gradient_dtype(first.dtype)))
-    return [loss, *buffers]
+    x = students[0]
+    shape = len(students), *x.shape[:2], padded_size(x.shape[-1])
+    loss = x.new_empty((), dtype=torch.float32)
+    return [loss, x.new_empty(shape, dtype=gradient_dtype(x.dtype))] if gradient else [loss]
 
 
 @operator(_relations_shapes)
@@ -115,83 +112,50 @@ def relations(
     eps: float,
     gradient: bool,
 ) -> list[Tensor]:
-    """tokens · loss over tokens + samples · loss over samples, averaged over the layers.
+    """tokens · loss over tokens + samples · loss over samples, summed over layers alike.
 
-    Returns the loss and, with ``gradient``, one (layers, B, N, `padded_size` of Ds) buffer of
-    gradients for each of the `layer_groups`, for an upstream gradient of 1 and before `projected`.
+    Returns the loss and, with ``gradient``, the gradients (layers, B, N, `padded_size` of Ds) for
+    an upstream gradient of 1 and before `projected`.
     """
-    B, N, _ = students[0].shape
-    device = students[0].device
-    terms = [
-        (over, weight / len(students))
-        for over, weight, groups, members in (
-            ("tokens", tokens, B, N),
-            ("samples", samples, N, B),
-        )
-        if weight != 0 and groups > 0 and members >= 2
+    sizes = B, N = students[0].shape[:2]
+    # An order of (B, N): first the groups, then their members.
+    kinds = [
+        (weight, order)
+        for weight, order in ((tokens, (0, 1)), (samples, (1, 0)))
+        if weight != 0 and sizes[order[0]] > 0 and sizes[order[1]] >= 2
     ]
-    per_layer = sum(B if over == "tokens" else N for over, _ in terms)
-    losses = torch.empty(len(students) * per_layer, dtype=torch.float32, device=device)
     shares = None
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
-        if terms:
-            shares = torch.empty(2, 4, dtype=torch.float32, device=device)
-            relation_share_kernel[(2,)](mask, shares, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
-    buffers = []
+        shares = torch.empty(2, 4, dtype=torch.float32, device=mask.device)
+        relation_share_kernel[(2,)](mask, shares, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
+    layers = Layers(students, teachers, mask)
+    if gradient:
+        dx = layers.students[0].new_empty if kinds else layers.students[0].new_zeros
+        shape = len(students), *layers.students[0].shape
+        layers.dx = dx(shape, dtype=gradient_dtype(layers.dtype))
+    groups = sum(sizes[order[0]] for _, order in kinds)
+    losses = layers.scale.new_empty(len(students) * groups)
     done = 0
-    for indices in layer_groups(list(zip(students, teachers, strict=True))):
-        layers = Layers([students[i] for i in indices], [teachers[i] for i in indices], mask)
-        if gradient:
-            allocate = torch.empty if terms else torch.zeros
-            layers.dx = allocate(
-                (len(indices), *layers.students[0].shape),
-                dtype=gradient_dtype(layers.dtype),
-                device=device,
-            )
-        for i, (over, weight) in enumerate(terms):
-            term = _term(layers, over, weight, shares, eps, losses, done, accumulate=i > 0)
-            _launch(layers, term)
-            done += len(indices) * term.groups
-        if layers.dx is not None:
-            buffers.append(layers.dx)
-    return [losses.sum(), *buffers]
-
-
-def _term(
-    layers: Layers,
-    over: str,
-    weight: float,
-    shares: Tensor | None,
-    eps: float,
-    losses: Tensor,
-    first_loss: int,
-    accumulate: bool,
-) -> Term:
-    """One kind of relation on the layers of a launch."""
-    s, t = layers.students[0], layers.teachers[0]
-    tokens = over == "tokens"
-    order = (0, 1) if tokens else (1, 0)
-    return Term(
-        *((layers.B, layers.N) if tokens else (layers.N, layers.B)),
-        [s.stride(i) for i in order],
-        [t.stride(i) for i in order],
-        (layers.N, 1) if tokens else (1, layers.N),
-        weight,
-        None if shares is None else shares[order[0]],
-        eps,
-        losses,
-        first_loss,
-        accumulate,
-    )
-
-
-def _launch(layers: Layers, term: Term) -> None:
-    if term.N <= SMALL_GROUP:
-        launch_small(layers, term)
-        return
-    for layer in range(len(layers.students)):
-        launch_long(layers, term, layer)
+    for weight, order in kinds:
+        term = Term(
+            *(sizes[i] for i in order),
+            *([side[0].stride(i) for i in order] for side in (layers.students, layers.teachers)),
+            strides=[(N, 1)[i] for i in order],
+            weight=weight,
+            shares=None if shares is None else shares[order[0]],
+            eps=eps,
+            losses=losses,
+            first_loss=done,
+            accumulate=done > 0,
+        )
+        if term.N <= SMALL_GROUP:
+            launch_small(layers, term)
+        else:
+            for layer in range(len(students)):
+                launch_long(layers, term, layer)
+        done += len(students) * term.groups
+    return [losses.sum()] if layers.dx is None else [losses.sum(), layers.dx]
 
 
 def _projected_shapes(dx, students, mask, factor):

@@ -201,14 +201,14 @@ def padded_size(D: int) -> int:
 
 
 def same_layout(layers: list[Tensor]) -> list[Tensor]:
-    """Equal strides, all sizes multiples of ALIGNMENT; copies only where that isn't so already.
+    """Equal strides, all of them and D multiples of ALIGNMENT; copies only where that isn't so.
 
     An address for every element would take more registers than a thread has left.
     """
     first = layers[0]
-    sizes = first.shape[-1], *first.stride()[:2], *(x.data_ptr() for x in layers)
-    alike = first.stride(-1) == 1 and all(x.stride() == first.stride() for x in layers)
-    if alike and not any(size % ALIGNMENT for size in sizes):
+    strides = stride_b, stride_n, stride_d = first.stride()
+    alike = stride_d == 1 and all(x.stride() == strides for x in layers)
+    if alike and not any(size % ALIGNMENT for size in (first.shape[-1], stride_b, stride_n)):
         return layers
     missing = padded_size(first.shape[-1]) - first.shape[-1]
     return [torch.nn.functional.pad(x, (0, missing)).contiguous() for x in layers]
@@ -221,10 +221,10 @@ class Term(NamedTuple):
     N: int
     strides_s: list[int]  # from group to group and from row to row
     strides_t: list[int]
-    strides: tuple[int, int]  # the same in the (B, N) arrays
+    strides: list[int]  # the same in the (B, N) arrays
     weight: float
     shares: Tensor | None  # first the share of a group with two real members in the average
     eps: float
     losses: Tensor  # of all terms
     first_loss: int  # of this term
-    accumulate: bool
+    accumulate: bool  # to the gradient of an earlier term
