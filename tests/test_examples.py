@@ -1,11 +1,11 @@
 """The scripts in examples/ run, offline and in seconds."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.app.launched import Launch
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # What an example needs besides fastkd[train].
@@ -14,7 +14,6 @@ NEEDS = {
     "peft_lora": "peft",
     "sentence_transformer": "sentence_transformers",
 }
-TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
 
 def numbers(lines):
@@ -25,16 +24,15 @@ def numbers(lines):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, capsys):
+def test_example_runs(path, capsys, tmp_path):
     assert len(path.read_text().splitlines()) < 60
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
     if path.stem == "fsdp2":
-        run = subprocess.run(
-            [sys.executable, *TORCHRUN, str(path)], capture_output=True, text=True, timeout=120
-        )
-        assert run.returncode == 0, run.stderr
-        lines = run.stdout.splitlines()
+        launch = Launch(tmp_path, 2, runpy.run_path, str(path), None, "__main__")
+        out, errors = launch.end(120)
+        assert launch.process.exitcode == 0, errors
+        lines = out.splitlines()
     else:
         runpy.run_path(str(path), run_name="__main__")
         lines = capsys.readouterr().out.splitlines()

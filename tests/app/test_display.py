@@ -2,18 +2,16 @@
 
 import io
 import json
+import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 from rich.console import Console
 
 from fastkd.app import display
 from fastkd.app.display import Display, Steadfast
-from tests.tiny import make_teacher, write_tsv
+from tests.app.launched import Launch, command
+from tests.tiny import make_teacher, words_of, write_tsv
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
 
 
@@ -60,14 +58,18 @@ def test_a_reader_may_go_away(tmp_path):
         shown.track("x").losses(1, TERMS)
 
     teacher, train = make_teacher(tmp_path / "teacher"), write_tsv(tmp_path / "train.tsv")
-    words = ["distill", "--teacher", teacher, "--train", train, "--eval", train, "--epochs", "1",
-             "--max-length", "16", "--device", "cpu", "--out", tmp_path / "out"]  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastkd", *map(str, words)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-    )  # fmt: skip
-    process.stdout.close()
-    errors = process.stderr.read().decode()
-    assert process.wait() == 0, errors
+    out = tmp_path / "out"
+    words = words_of("distill", teacher=teacher, train=train, eval=train, epochs=1, max_length=16,
+                     device="cpu", out=out)  # fmt: skip
+    launch = Launch(tmp_path / "launch", None, without_a_reader, words)
+    _, errors = launch.end()
+    assert launch.process.exitcode == 0, errors
     assert "BrokenPipe" not in errors
-    assert json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())["complete"]
+    assert json.loads((out / "student" / "fastkd.json").read_text())["complete"]
+
+
+def without_a_reader(words):
+    reader, pipe = os.pipe()
+    os.close(reader)
+    os.dup2(pipe, 1)
+    command(words)

@@ -1,13 +1,12 @@
 """`fastkd distill` in two processes: the student of one with twice the batch, and its mistakes."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -15,12 +14,11 @@ from typer.testing import CliRunner
 from fastkd.app.cli import app
 from fastkd.app.feed import Steps
 from fastkd.app.saving import damage
+from tests.app.launched import Launch, command, commands
 from tests.app.test_cli import report_of, stop_at, visible
 from tests.app.test_demo import write_library
 from tests.tiny import make_teacher, words_of, write_tsv
 
-# The launcher looks so seldom that a process learns of another's end before it is stopped itself.
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "3"]
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
 RUNS: dict[str, dict] = {
@@ -34,6 +32,19 @@ RUNS: dict[str, dict] = {
     "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
 }
 STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
+STUDY = """
+seeds = 2
+steps = 2
+device = "cpu"
+[tasks.one]
+train = "train.tsv"
+eval = "dev.tsv"
+teacher_steps = 2
+[methods]
+labels = {}
+fcd = {}
+"""
+LONG = {"checkpoint_every": 3, "epochs": 6}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,7 @@ def words(tmp_path_factory):
             "train": folder / "train.tsv",
             "eval": folder / "dev.tsv",
             "out": out,
-            "epochs": 3,
+            "epochs": 2,
             "batch_size": BATCH // processes,
             "max_length": 16,
             "device": "cpu",
@@ -73,17 +84,18 @@ def launched(words, tmp_path_factory):
     make_teacher(folder / "teacher", layers=6, head=False)
     library = write_library(folder / "library")
     (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
-    task = f"t={write_tsv(folder / 'train.tsv')},{write_tsv(folder / 'dev.tsv', 20, 1)}"
-    study = ["study", "--methods", "labels,fcd", "--steps", "2", "--seeds", "2", "--device", "cpu"]
+    (folder / "study.toml").write_text(STUDY)
+    write_tsv(folder / "train.tsv")
+    write_tsv(folder / "dev.tsv", 20, 1)
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, random.randint(4, 17), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         single(*words(folder / "stopped", 1, **STOPPED), expect=130)
     # A teacher's cache is written by both, and read by both.
     kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
     cached = {"teacher_cache": folder / "cache", "teacher": None}
-    commands = {
-        "demo": ["demo", "--fast", "--device", "cpu", "--out", str(folder / "demo")],
-        "study": [*study, "--tasks", task, "--out", str(folder / "study")],
+    lines = {
+        "demo": words_of("demo", fast=True, device="cpu", out=folder / "demo"),
+        "study": words_of("study", folder / "study.toml", out=folder / "study"),
         **{name: words(folder / name, 2, **more) for name, more in RUNS.items()},
         "cache": words(folder / "cache", 2, "cache", **kept),
         "cached": words(folder / "cached", 2, **cached),
@@ -94,12 +106,19 @@ def launched(words, tmp_path_factory):
         "did you mean": words(folder / "x", 2, method="fdc"),
         "last": words(folder / "bug", 2, method="tests.app.launched:BreaksInTheSecond"),
     }
-    (folder / "commands.json").write_text(json.dumps(commands))
-    run = started(2, "tests.app.launched", folder)
-    _, errors = end_of(run, 300)
-    assert (folder / "0.json").exists() and run.returncode, errors
+    launch = Launch(folder, 2, commands, folder, lines)
+    _, errors = launch.end(300)
+    assert (folder / "0.json").exists() and launch.process.exitcode, errors
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
     return folder, {k: tuple(zip(first[k], second[k], strict=True)) for k in first}, errors
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory):
+    """What runs of `LONG` that are cut off must come to."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    single(*words(out, 1, **LONG))
+    return out
 
 
 def single(*words, expect=0):
@@ -153,37 +172,6 @@ def test_a_mistake_is_told_once(launched, part):
     assert not (folder / "x").exists()
 
 
-def started(processes, module, *words):
-    return subprocess.Popen(
-        [*LAUNCH, "--nproc-per-node", str(processes), "-m", module, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_step(log, step, run):
-    """Until the log of progress says that so many steps are done."""
-    for _ in range(1200):
-        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        if any(event.get("step", 0) >= step for event in events):
-            return
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.05)
-    raise AssertionError("no progress")
-
-
-def end_of(run, seconds=60):
-    """Its output and errors; whatever hangs is ended."""
-    try:
-        return run.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        for process in psutil.Process(run.pid).children(recursive=True):
-            process.kill()
-        run.kill()
-        raise
-
-
 def told_once(errors):
     """Our own sentence, beside what the launcher says."""
     return sum(line.startswith("Error: ") for line in errors.splitlines()) == 1
@@ -191,31 +179,35 @@ def told_once(errors):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a process is killed", "the launcher is stopped"])
-def test_a_run_in_two_processes_goes_on_in_one(words, tmp_path, how):
+def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
     log, out = tmp_path / "log", tmp_path / "out"
-    more = {"checkpoint_every": 3, "epochs": 12}
-    run = started(2, "fastkd", *words(out, 2, log_json=log, **more))
-    wait_for_step(log, random.randint(4, 40), run)
+    run = Launch(tmp_path / "launch", 2, command, words(out, 2, log_json=log, **LONG))
+    run.wait_for_step(log, random.randint(4, 22))
     if how == "a process is killed":
-        for process in psutil.Process(run.pid).children():
-            if process.environ().get("RANK") == "1":
-                process.kill()
-        _, errors = end_of(run)
+        os.kill(run.pid(1), signal.SIGKILL)
+        _, errors = run.end()
         assert told_once(errors) and "another process of this run has ended" in errors
     else:
-        run.send_signal(signal.SIGTERM)
-        _, errors = end_of(run)
+        run.process.terminate()
+        _, errors = run.end()
         assert told_once(errors) and "--resume continues from it" in errors
-    assert run.returncode != 0
+    assert run.process.exitcode
     # The kill may have come in the middle of a save.
-    whole = [p for p in (out / "unfinished" / "checkpoints").iterdir() if damage(p) is None]
-    assert whole
-    for checkpoint in whole:
+    sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if damage(p) is None]
+    assert sound
+    for checkpoint in sound:
         assert {"rng_state_0.pth", "rng_state_1.pth"} <= {p.name for p in checkpoint.iterdir()}
-    resumed = single(*words(out, 2, resume=True, **more))
+    resumed = single(*words(out, 2, resume=True, **LONG))
     assert "1 processes: 8 rows a step in all, as in the 2 that began" in resumed.output
-    single(*words(tmp_path / "whole", 1, **more))
-    same_students(out, tmp_path / "whole")
+    same_students(out, whole)
+
+
+def test_the_launcher_starts_the_command(words, tmp_path):
+    """As a user does, in new interpreters; the mistake is one that shows early."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    line = [*launcher, "-m", "fastkd", *words(tmp_path / "x", 2, epochs=0)]
+    run = subprocess.run(line, capture_output=True, text=True)
+    assert run.returncode and told_once(run.stderr) and "--epochs" in run.stderr, run.stderr
 
 
 @pytest.mark.slow

@@ -8,16 +8,18 @@ import traceback
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, not by every process.
-_context.set_forkserver_preload(["torch", "transformers", "fastkd.distill", "tests.distill.models"])
+CONTEXT.set_forkserver_preload(
+    ["tests.distill.models", "tests.app.launched", "sklearn.metrics", "scipy.stats"]
+)
 
 
 def run_ranks(function, world, directory, *arguments):
     """``function(rank, *arguments)`` in ``world`` processes; their results by rank."""
     directory.mkdir(parents=True, exist_ok=True)
     processes = [
-        _context.Process(target=_rank, args=(function, rank, world, str(directory), arguments))
+        CONTEXT.Process(target=_rank, args=(function, rank, world, str(directory), arguments))
         for rank in range(world)
     ]
     for process in processes:
