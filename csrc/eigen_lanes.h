@@ -3,9 +3,11 @@
 // then implicit QL with Wilkinson shifts. In double precision throughout: a third slower than float
 // on a CPU, and float results are then right to their last digit.
 //
-// Reflections and the product of all reflectors: a warp takes a row, its lanes the row's elements.
-// Rotations: lane 0 finds those of the next sweep while the others apply the last sweep's, each lane
-// to columns of its own. Two barriers a reflection, one a sweep.
+// A block: in reflections and their product a warp takes a row, its lanes the row's elements; lane 0
+// finds the rotations of the next sweep while the others apply the last sweep's, each lane to columns
+// of its own. Two barriers a reflection, one a sweep.
+// A warp, for small matrices: each lane has columns of its own throughout, and finds every rotation
+// itself. No barrier but the warp's.
 #pragma once
 
 #include <cmath>
@@ -24,9 +26,17 @@ namespace fastkd {
 // A CPU's lane: its loops run along rows, so that they vectorise.
 struct OneLane {
   static constexpr int kWarp = 1, index = 0, count = 1;
+  static constexpr bool kOneWarp = true;
 
-  void sync() const {}
+  FASTKD_HOST_DEVICE void sync() const {}
   double warp_sum(double x) const { return x; }
+  FASTKD_HOST_DEVICE int first(bool mine) const { return mine ? 0 : kWarp; }
+
+  template <typename Body>
+  void each(int n, const Body& body) const {
+#pragma omp simd
+    for (int j = 0; j < n; ++j) body(j);
+  }
 };
 
 constexpr int kMostWarps = 32;
@@ -104,6 +114,18 @@ FASTKD_HOST_DEVICE double load(const T* in, const EigenScratch& s, const Lanes& 
   return total;
 }
 
+// u = x − alpha·e₁ reflects x to alpha·e₁; scale = 2 / uᵀu, 0 where there is nothing to reflect.
+struct Reflection {
+  double alpha, scale = 0;
+
+  FASTKD_HOST_DEVICE Reflection(double first, double squares_of_others) : alpha(first) {
+    if (squares_of_others <= std::numeric_limits<double>::min()) return;
+    const double square = first * first + squares_of_others;
+    alpha = copysign(sqrt(square), -first);
+    scale = 1 / (square - alpha * first);
+  }
+};
+
 // Row k of a, from column k + 1 on, becomes reflector k, and a[k, k] its 2 / uᵀu.
 //
 // A reflection changes the trailing rows by u·pᵀ + p·uᵀ with p = q − half·u, q the scaled product of
@@ -127,10 +149,7 @@ FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes
     for (int64_t j = k + 2 + lane; j < n; j += Lanes::kWarp) squares += changed(j) * changed(j);
     squares = lanes.warp_sum(squares);
     const double first = changed(k + 1);
-    const bool reflects = squares > std::numeric_limits<double>::min();
-    const double norm = sqrt(first * first + squares);
-    const double alpha = !reflects ? first : first > 0 ? -norm : norm;
-    const double scale = reflects ? 1 / (norm * norm - alpha * first) : 0.0;
+    const auto [alpha, scale] = Reflection(first, squares);
     double* next = s.reflectors + (1 - last) * n;
     double* product = s.products + (1 - last) * n;
     for (int64_t j = k + 1 + lanes.index; j < n; j += lanes.count) {
@@ -198,12 +217,70 @@ FASTKD_HOST_DEVICE void accumulate(const EigenScratch& s, const Lanes& lanes) {
   }
 }
 
-// Implicit QL with Wilkinson shifts, one sweep at a time; lane 0's alone.
+// A warp's `tridiagonalise` and `accumulate`: a column of the symmetric matrix is a row too.
+template <typename Lanes>
+FASTKD_HOST_DEVICE void reduce_by_columns(const EigenScratch& s, const Lanes& lanes) {
+  const int n = int(s.n);
+  double *u = s.reflectors, *p = s.products;
+  lanes.each(n, [&](int j) {
+    for (int i = 0; i < n; ++i) s.rows[i * n + j] = i == j;
+  });
+  for (int k = 0; k + 1 < n; ++k) {
+    const double* row = s.a + k * n;
+    double squares = 0;
+    lanes.each(n, [&](int j) { squares += j > k + 1 ? row[j] * row[j] : 0; });
+    const Reflection reflection(row[k + 1], lanes.warp_sum(squares));
+    lanes.each(n, [&](int j) {
+      u[j] = j > k + 1 ? row[j] : j == k + 1 ? row[j] - reflection.alpha : 0;
+      if (j != k) return;
+      s.diagonal[k] = row[k];
+      s.off[k] = reflection.alpha;
+    });
+    lanes.sync();
+    double along = 0;
+    lanes.each(n, [&](int j) {
+      double product = 0, turned = 0;
+      for (int i = k + 1; i < n; ++i) {
+        product += s.a[i * n + j] * u[i];
+        turned += s.rows[i * n + j] * u[i];
+      }
+      p[j] = reflection.scale * product;
+      along += p[j] * u[j];
+      turned *= reflection.scale;
+      for (int i = k + 1; i < n; ++i) s.rows[i * n + j] -= turned * u[i];
+    });
+    const double half = reflection.scale * lanes.warp_sum(along) / 2;
+    lanes.each(n, [&](int j) { p[j] -= half * u[j]; });
+    lanes.sync();
+    lanes.each(n, [&](int j) {
+      const double u_j = u[j], p_j = p[j];
+      for (int i = k + 1; i < n; ++i) s.a[i * n + j] -= u[i] * p_j + p[i] * u_j;
+    });
+    lanes.sync();
+  }
+  if (lanes.index == 0) {
+    s.diagonal[n - 1] = s.a[n * n - 1];
+    s.off[n - 1] = 0;
+  }
+}
+
+// 1/√x of a positive number.
+FASTKD_HOST_DEVICE double inverse_root(double x) {
+#ifdef __CUDA_ARCH__
+  return rsqrt(x);
+#else
+  return 1 / std::sqrt(x);
+#endif
+}
+
+// Implicit QL with Wilkinson shifts, one sweep at a time; by one lane, or all of a warp alike.
+template <typename Lanes>
 class Rotations {
  public:
-  FASTKD_HOST_DEVICE explicit Rotations(const EigenScratch& s) : s_(s) {
-    for (int64_t i = 0; i < s_.n; ++i) {
-      const double size = fabs(s_.diagonal[i]) + fabs(s_.off[i]);
+  FASTKD_HOST_DEVICE Rotations(const EigenScratch& s, const Lanes& lanes)
+      : lanes_(lanes), d_(s.diagonal), off_(s.off), n_(int(s.n)) {
+    for (int i = 0; i < n_; ++i) {
+      const double size = fabs(d_[i]) + fabs(off_[i]);
       magnitude_ = size > magnitude_ ? size : magnitude_;
     }
   }
@@ -211,74 +288,97 @@ class Rotations {
   // turn(i, cosine, sine) for each rotation of the next sweep; changes diagonal and off.
   template <typename Turn>
   FASTKD_HOST_DEVICE Sweep next(const Turn& turn) {
-    double *d = s_.diagonal, *off = s_.off;
-    for (; low_ < s_.n; ++low_, count_ = 0) {
+    for (; low_ < n_; ++low_, count_ = 0) {
       const int end = uncoupled_from();
       if (end == low_) continue;
       if (count_++ == kMostSweeps) return {kFailed, 0};
-      double g = (d[low_ + 1] - d[low_]) / (2 * off[low_]);
-      g = d[end] - d[low_] + off[low_] / (g + copysign(sqrt(g * g + 1), g));
+      double below = d_[end], value = d_[end - 1], coupling = off_[end - 1];
+      double g = (d_[low_ + 1] - d_[low_]) / (2 * off_[low_]);
+      g = below - d_[low_] + off_[low_] / (g + copysign(sqrt(g * g + 1), g));
       double sine = 1, cosine = 1, shift = 0;
-      for (int i = end - 1; i >= low_; --i) {
-        const double f = sine * off[i], b = cosine * off[i];
-        const double r = sqrt(f * f + g * g);
-        off[i + 1] = r;
-        if (r == 0) {
-          d[i + 1] -= shift;
-          off[end] = 0;
-          return {i + 1, end};
-        }
-        const double inverse = 1 / r;
+      for (int i = end - 1;; --i) {
+        const double f = sine * coupling, b = cosine * coupling;
+        const double square = f * f + g * g;
+        if (square == 0) return changed({i + 1, end}, below - shift, 0);
+        // Read ahead: once all have, lane 0 may change the row below.
+        const int above = i > low_ ? i - 1 : i;
+        const double next_value = d_[above];
+        coupling = off_[above];
+        lanes_.sync();
+        const double inverse = inverse_root(square);
         cosine = g * inverse;
         sine = f * inverse;
-        g = d[i + 1] - shift;
-        const double t = (d[i] - g) * sine + 2 * cosine * b;
+        g = below - shift;
+        const double t = (value - g) * sine + 2 * cosine * b;
         shift = sine * t;
-        d[i + 1] = g + shift;
+        if (lanes_.index == 0) {
+          off_[i + 1] = square * inverse;
+          d_[i + 1] = g + shift;
+        }
         g = cosine * t - b;
         turn(i, cosine, sine);
+        if (i == low_) return changed({i, end}, value - shift, g);
+        below = value;
+        value = next_value;
       }
-      d[low_] -= shift;
-      off[low_] = g;
-      off[end] = 0;
-      return {low_, end};
     }
     return {kConverged, 0};
   }
 
  private:
-  // The first row from low on that the next one does not change.
-  FASTKD_HOST_DEVICE int uncoupled_from() const {
-    int end = low_;
-    for (; end + 1 < s_.n; ++end) {
-      const double neighbours = fabs(s_.diagonal[end]) + fabs(s_.diagonal[end + 1]);
-      const double least = magnitude_ / 16;
-      const double eps = std::numeric_limits<double>::epsilon();
-      if (fabs(s_.off[end]) <= eps * (neighbours > least ? neighbours : least)) break;
+  // The sweep's last row and its coupling; there is none beyond its first.
+  FASTKD_HOST_DEVICE Sweep changed(Sweep sweep, double value, double coupling) {
+    lanes_.sync();
+    if (lanes_.index == 0) {
+      d_[sweep.low] = value;
+      off_[sweep.low] = coupling;
+      off_[sweep.end] = 0;
     }
-    return end;
+    lanes_.sync();
+    return sweep;
   }
 
-  const EigenScratch& s_;
+  // The first row from low on that the next one does not change.
+  FASTKD_HOST_DEVICE int uncoupled_from() const {
+    const double eps = std::numeric_limits<double>::epsilon(), least = magnitude_ / 16;
+    for (int start = low_;; start += Lanes::kWarp) {
+      const int i = start + lanes_.index;
+      bool uncoupled = i + 1 >= n_;
+      if (!uncoupled) {
+        const double neighbours = fabs(d_[i]) + fabs(d_[i + 1]);
+        uncoupled = fabs(off_[i]) <= eps * (neighbours > least ? neighbours : least);
+      }
+      const int found = lanes_.first(uncoupled);
+      if (found < Lanes::kWarp) return start + found;
+    }
+  }
+
+  const Lanes lanes_;
+  double *const d_, *const off_;
+  const int n_;
   double magnitude_ = 0;
   int low_ = 0, count_ = 0;
 };
 
-// One lane's: each rotation turns its rows at once, while the processor works on the next.
-FASTKD_HOST_DEVICE bool diagonalise(const EigenScratch& s, const OneLane&) {
+// One warp's or one lane's: each rotation turns its rows at once, beside the work on the next.
+template <typename Lanes>
+FASTKD_HOST_DEVICE bool diagonalise_at_once(const EigenScratch& s, const Lanes& lanes) {
+  const int n = int(s.n);
   const auto turn = [&](int i, double cosine, double sine) {
-    double *upper = s.rows + i * s.n, *lower = upper + s.n;
-#pragma omp simd
-    for (int64_t j = 0; j < s.n; ++j) {
+    double *upper = s.rows + int64_t(i) * n, *lower = upper + n;
+    lanes.each(n, [=](int j) {
       const double x = upper[j], y = lower[j];
       lower[j] = sine * x + cosine * y;
       upper[j] = cosine * x - sine * y;
-    }
+    });
   };
-  Rotations rotations(s);
+  lanes.sync();
+  Rotations<Lanes> rotations(s, lanes);
+  lanes.sync();
   Sweep sweep;
   do sweep = rotations.next(turn);
   while (sweep.low >= 0);
+  lanes.sync();
   return sweep.low == kConverged;
 }
 
@@ -299,10 +399,11 @@ FASTKD_HOST_DEVICE void turn(const EigenScratch& s, Sweep sweep, int buffer, int
 
 // A block's: lane 0 finds the rotations of the next sweep, the others apply the last sweep's.
 template <typename Lanes>
-FASTKD_HOST_DEVICE bool diagonalise(const EigenScratch& s, const Lanes& lanes) {
+FASTKD_HOST_DEVICE bool diagonalise_ahead(const EigenScratch& s, const Lanes& lanes) {
   // The first warp's other lanes would wait for lane 0.
   const int idle = lanes.count > Lanes::kWarp ? Lanes::kWarp : 0;
-  Rotations rotations(s);
+  lanes.sync();
+  Rotations<OneLane> rotations(s, OneLane());
   lanes.sync();  // every lane has read what lane 0 is about to change
   const auto find = [&](int buffer) {
     double *cosines = s.cosines(buffer), *sines = s.sines(buffer);
@@ -329,10 +430,17 @@ FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes&
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double scale = load(in, s, lanes);
   if (!(scale <= std::numeric_limits<double>::max())) return nan;  // the same in every lane
-  tridiagonalise(s, lanes);
-  accumulate(s, lanes);
-  lanes.sync();
-  return diagonalise(s, lanes) ? scale : nan;
+  if constexpr (Lanes::kOneWarp && Lanes::kWarp > 1) {
+    reduce_by_columns(s, lanes);
+  } else {
+    tridiagonalise(s, lanes);
+    accumulate(s, lanes);
+  }
+  if constexpr (Lanes::kOneWarp) {
+    return diagonalise_at_once(s, lanes) ? scale : nan;
+  } else {
+    return diagonalise_ahead(s, lanes) ? scale : nan;
+  }
 }
 
 // Where value i comes in ascending order; equal values keep theirs.

@@ -2,7 +2,6 @@
 // schemas, and one matrix at a time on each thread.
 #include <Python.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "roots.h"
@@ -43,23 +42,10 @@ void each_matrix(const T* in, Sizes sizes, Options options, T* root, T* values, 
   });
 }
 
-template <typename T>
-void each_root(const Tensor& a, Sizes sizes, Options options, const Roots& roots) {
-  each_matrix(a.const_data_ptr<T>(), sizes, options, std::get<0>(roots).mutable_data_ptr<T>(),
-              std::get<1>(roots).mutable_data_ptr<T>(), std::get<2>(roots).mutable_data_ptr<T>());
-}
-
 Roots roots_cpu(const Tensor& input, Options options) {
-  const Sizes sizes = check_square(input);
-  const Tensor a = torch::stable::contiguous(input);
-  const Roots roots = allocate(a);
-  if (sizes.batch == 0 || sizes.n == 0) return roots;
-  if (a.scalar_type() == torch::headeronly::ScalarType::Double) {
-    each_root<double>(a, sizes, options, roots);
-  } else {
-    each_root<float>(a, sizes, options, roots);
-  }
-  return roots;
+  return each_type(input, [=](const auto* in, Sizes sizes, auto*... results) {
+    each_matrix(in, sizes, options, results...);
+  });
 }
 
 Roots sqrtm_cpu(const Tensor& a) { return roots_cpu(a, {false, 0}); }
@@ -77,35 +63,32 @@ Eigen eigh_cpu(const Tensor& input) {
   return {values, vectors};
 }
 
-template <typename T>
-void each_block(const Tensor& a, Sizes sizes, Options options, int64_t warps, const Roots& roots) {
-  using Lanes = ThreadLanes<3>;
+template <typename Lanes, typename T>
+void each_block(const T* in, Sizes sizes, Options options, int64_t lanes, T* root, T* values,
+                T* vectors) {
   const auto [batch, n] = sizes;
-  std::vector<char> matrices(EigenScratch::matrices_size(n)), vectors(EigenScratch::vectors_size(n));
-  const EigenScratch scratch(n, matrices.data(), vectors.data());
+  std::vector<char> memory(EigenScratch::matrices_size(n) + EigenScratch::vectors_size(n));
+  const EigenScratch scratch(n, memory.data(), memory.data() + EigenScratch::matrices_size(n));
   for (int64_t i = 0; i < batch; ++i) {
-    T* root = std::get<0>(roots).mutable_data_ptr<T>() + i * n * n;
-    Lanes::run(int(warps) * Lanes::kWarp, [&, n = n](const Lanes& lanes) {
-      decompose<T>(a.const_data_ptr<T>() + i * n * n, options, root,
-                   std::get<1>(roots).mutable_data_ptr<T>() + i * n,
-                   std::get<2>(roots).mutable_data_ptr<T>() + i * n * n, scratch, lanes);
+    Lanes::run(int(lanes), [&, n = n](const Lanes& lanes) {
+      decompose(in + i * n * n, options, root + i * n * n, values + i * n, vectors + i * n * n,
+                scratch, lanes);
     });
   }
 }
 
-// The CUDA kernel's algorithm on threads, so that it is tested without a GPU.
+// The CUDA kernels' algorithms on threads, so that they are tested without a GPU: a block of warps,
+// or, for none, a warp alone.
 Roots roots_by_threads(const Tensor& input, bool inverse, double ridge, int64_t warps) {
-  const Sizes sizes = check_square(input);
-  STD_TORCH_CHECK(warps >= 1 && warps <= kMostWarps, "warps must be 1 to ", kMostWarps);
-  const Tensor a = torch::stable::contiguous(input);
-  const Roots roots = allocate(a);
-  if (sizes.batch == 0 || sizes.n == 0) return roots;
-  if (a.scalar_type() == torch::headeronly::ScalarType::Double) {
-    each_block<double>(a, sizes, {inverse, ridge}, warps, roots);
-  } else {
-    each_block<float>(a, sizes, {inverse, ridge}, warps, roots);
-  }
-  return roots;
+  STD_TORCH_CHECK(warps >= 0 && warps <= kMostWarps, "warps must be 0 to ", kMostWarps);
+  return each_type(input, [=](const auto* in, Sizes sizes, auto*... results) {
+    constexpr int kWarp = 3;
+    if (warps == 0) {
+      each_block<ThreadLanes<kWarp, true>>(in, sizes, {inverse, ridge}, kWarp, results...);
+    } else {
+      each_block<ThreadLanes<kWarp>>(in, sizes, {inverse, ridge}, warps * kWarp, results...);
+    }
+  });
 }
 
 }  // namespace fastkd

@@ -1,5 +1,5 @@
-// The same on CUDA: one block per matrix, no answer from the device is waited for. A matrix and its
-// eigenvectors lie in shared memory if they fit.
+// The same on CUDA: one block per matrix, of one warp for the smallest; no answer from the device is
+// waited for. A matrix and its eigenvectors lie in shared memory if they fit.
 #include <Python.h>
 #include <cuda_runtime.h>
 
@@ -12,41 +12,60 @@
 
 namespace fastkd {
 
-struct BlockLanes {
-  static constexpr int kWarp = 32;
-  int index, count;
+struct WarpLanes {
+  static constexpr int kWarp = 32, count = kWarp;
+  static constexpr bool kOneWarp = true;
+  int index;
 
-  __device__ void sync() const { __syncthreads(); }
+  __device__ void sync() const { __syncwarp(); }
 
   __device__ double warp_sum(double x) const {
     for (int other = kWarp / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
     return x;
   }
+
+  __device__ int first(bool mine) const {
+    const unsigned all = __ballot_sync(~0u, mine);
+    return all ? __ffs(all) - 1 : kWarp;
+  }
+
+  template <typename Body>
+  __device__ void each(int n, const Body& body) const {
+    if (index < n) body(index);
+  }
 };
 
-// A warp at least for finding rotations and one for applying them; more for more rows.
-inline int lanes_for(int64_t n) { return n <= 16 ? 64 : n <= 32 ? 128 : 512; }
+struct BlockLanes : WarpLanes {
+  static constexpr int count = 512;
+  static constexpr bool kOneWarp = false;
+
+  __device__ void sync() const { __syncthreads(); }
+};
 
 // ``scratch`` (batch, bytes) holds what does not fit into shared memory: nothing, the matrices, all.
-template <typename T>
-__global__ void __launch_bounds__(512, 1)
+template <typename T, typename Lanes>
+__global__ void __launch_bounds__(Lanes::count, 1)
     eigen_roots_kernel(const T* __restrict__ in, int64_t n, Options options, T* __restrict__ root,
                        T* __restrict__ values, T* __restrict__ vectors, unsigned char* scratch,
                        int64_t bytes, bool vectors_in_shared) {
   extern __shared__ __align__(16) unsigned char memory[];
   const int64_t item = blockIdx.x, size = n * n;
-  const BlockLanes lanes{int(threadIdx.x), int(blockDim.x)};
-  unsigned char* matrices = scratch ? scratch + item * bytes : memory;
+  const Lanes lanes{int(threadIdx.x)};
+  const bool all_in_shared = Lanes::kOneWarp || !scratch;
+  unsigned char* matrices = all_in_shared ? memory : scratch + item * bytes;
   unsigned char* rest = matrices + EigenScratch::matrices_size(n);
-  if (scratch && vectors_in_shared) rest = memory;
+  if (!all_in_shared && vectors_in_shared) rest = memory;
   decompose<T>(in + item * size, options, root ? root + item * size : root, values + item * n,
                vectors + item * size, EigenScratch(n, matrices, rest), lanes);
 }
 
 template <typename T>
-void launch(const Tensor& a, Sizes sizes, Options options, T* root, const Tensor& values,
-            const Tensor& vectors) {
+void launch(const T* in, const Tensor& a, Sizes sizes, Options options, T* root, T* values,
+            T* vectors) {
   const auto [batch, n] = sizes;
+  const bool small = n <= WarpLanes::kWarp;
+  const auto kernel = small ? eigen_roots_kernel<T, WarpLanes> : eigen_roots_kernel<T, BlockLanes>;
+  const int lanes = small ? WarpLanes::count : BlockLanes::count;
   int device = 0, most = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
@@ -62,29 +81,20 @@ void launch(const Tensor& a, Sizes sizes, Options options, T* root, const Tensor
     memory = torch::stable::new_empty(a, {&size, 1}, torch::headeronly::ScalarType::Byte);
     scratch = static_cast<unsigned char*>(memory.mutable_data_ptr());
   }
-  STD_CUDA_CHECK(cudaFuncSetAttribute(eigen_roots_kernel<T>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  eigen_roots_kernel<T><<<unsigned(batch), lanes_for(n), shared, cudaStream_t(stream)>>>(
-      a.const_data_ptr<T>(), n, options, root, values.mutable_data_ptr<T>(),
-      vectors.mutable_data_ptr<T>(), scratch, int64_t(bytes), vectors_in_shared);
+  kernel<<<unsigned(batch), lanes, shared, cudaStream_t(stream)>>>(
+      in, n, options, root, values, vectors, scratch, int64_t(bytes), vectors_in_shared);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-Roots roots_cuda(const Tensor& input, Options options) {
-  const Sizes sizes = check_square(input);
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  const Tensor a = torch::stable::contiguous(input);
-  const Roots roots = allocate(a);
-  if (sizes.batch == 0 || sizes.n == 0) return roots;
-  const auto& [root, values, vectors] = roots;
-  if (a.scalar_type() == torch::headeronly::ScalarType::Double) {
-    launch<double>(a, sizes, options, root.mutable_data_ptr<double>(), values, vectors);
-  } else {
-    launch<float>(a, sizes, options, root.mutable_data_ptr<float>(), values, vectors);
-  }
-  return roots;
+Roots roots_cuda(const Tensor& a, Options options) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  return each_type(a, [&](const auto* in, Sizes sizes, auto*... results) {
+    launch(in, a, sizes, options, results...);
+  });
 }
 
 Roots sqrtm_cuda(const Tensor& a) { return roots_cuda(a, {false, 0}); }
@@ -98,7 +108,8 @@ Eigen eigh_cuda(const Tensor& input) {
   const Eigen eigen = allocate_eigen(a);
   if (sizes.batch == 0 || sizes.n == 0) return eigen;
   const auto& [values, vectors] = eigen;
-  launch<double>(a, sizes, {}, nullptr, values, vectors);
+  launch<double>(a.const_data_ptr<double>(), a, sizes, {}, nullptr,
+                 values.mutable_data_ptr<double>(), vectors.mutable_data_ptr<double>());
   return eigen;
 }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
 
@@ -30,6 +31,35 @@ FASTKD_HOST_DEVICE double root_of(double value, double largest, Options options)
   if (!options.inverse) return sqrt(value);
   const double zero = options.ridge > 0 ? 0 : 8 * std::numeric_limits<T>::epsilon() * largest;
   return value > zero ? 1 / sqrt(value) : 0;
+}
+
+// root ← rowsᵀ·diag(factors)·rows
+template <typename T, typename Lanes>
+FASTKD_HOST_DEVICE void multiply(const EigenScratch& s, const double* factors, T* root,
+                                 const Lanes& lanes) {
+  const int64_t n = s.n;
+  for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
+    for (int64_t j = i + lanes.index % Lanes::kWarp; j < n; j += Lanes::kWarp) {
+      double sum = 0;
+      for (int k = 0; k < n; ++k) sum += factors[k] * s.rows[k * n + i] * s.rows[k * n + j];
+      root[i * n + j] = root[j * n + i] = T(sum);
+    }
+  }
+}
+
+// The same on a CPU, along rows.
+template <typename T>
+void multiply(const EigenScratch& s, const double* factors, T* root, const OneLane&) {
+  const int64_t n = s.n;
+  for (int64_t i = 0; i < n; ++i) {
+    std::fill(s.a + i, s.a + n, 0.0);
+    for (int64_t k = 0; k < n; ++k) {
+      const double left = factors[k] * s.rows[k * n + i];
+#pragma omp simd
+      for (int64_t j = i; j < n; ++j) s.a[j] += left * s.rows[k * n + j];
+    }
+    for (int64_t j = i; j < n; ++j) root[i * n + j] = root[j * n + i] = T(s.a[j]);
+  }
 }
 
 // (root, values, vectors) of one matrix; without ``root`` its eigenvalues as they are.
@@ -65,18 +95,8 @@ FASTKD_HOST_DEVICE void decompose(const T* in, Options options, T* root, T* valu
     for (int64_t j = lane; j < n; j += Lanes::kWarp) {
       vectors[j * n + places[i]] = T(s.rows[i * n + j]);
     }
-    if (!root) continue;
-    double* sums = s.a + i * n;
-    for (int64_t j = i + lane; j < n; j += Lanes::kWarp) sums[j] = 0;
-    for (int64_t k = 0; k < n; ++k) {
-      const double left = factors[k] * s.rows[k * n + i];
-#pragma omp simd
-      for (int64_t j = i + lane; j < n; j += Lanes::kWarp) sums[j] += left * s.rows[k * n + j];
-    }
-    for (int64_t j = i + lane; j < n; j += Lanes::kWarp) {
-      root[i * n + j] = root[j * n + i] = T(sums[j]);
-    }
   }
+  if (root) multiply(s, factors, root, lanes);
 }
 
 struct Sizes {
@@ -116,6 +136,24 @@ inline Eigen allocate_eigen(const Tensor& a) {
 inline Roots allocate(const Tensor& a) {
   const auto [values, vectors] = allocate_eigen(a);
   return {torch::stable::new_empty(a, a.sizes()), values, vectors};
+}
+
+// solve(a, sizes, root, values, vectors) with pointers to a's type, unless there is nothing to solve.
+template <typename Solve>
+Roots each_type(const Tensor& input, const Solve& solve) {
+  const Sizes sizes = check_square(input);
+  const Tensor a = torch::stable::contiguous(input);
+  const Roots roots = allocate(a);
+  if (sizes.batch == 0 || sizes.n == 0) return roots;
+  const auto& [root, values, vectors] = roots;
+  if (a.scalar_type() == torch::headeronly::ScalarType::Double) {
+    solve(a.const_data_ptr<double>(), sizes, root.mutable_data_ptr<double>(),
+          values.mutable_data_ptr<double>(), vectors.mutable_data_ptr<double>());
+  } else {
+    solve(a.const_data_ptr<float>(), sizes, root.mutable_data_ptr<float>(),
+          values.mutable_data_ptr<float>(), vectors.mutable_data_ptr<float>());
+  }
+  return roots;
 }
 
 }  // namespace fastkd

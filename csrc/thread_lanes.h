@@ -1,9 +1,11 @@
 // Lanes of eigen_lanes.h that are threads: the tests run a GPU block's code on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -33,18 +35,19 @@ class Barrier {
   long round_ = 0;
 };
 
-// A block's; warps as small as can be, since every lane is a thread.
-template <int WARP>
+// A block's, or those of a warp alone; warps as small as can be, since every lane is a thread.
+template <int WARP, bool ONE_WARP = false>
 struct ThreadLanes {
   static constexpr int kWarp = WARP;
+  static constexpr bool kOneWarp = ONE_WARP;
 
   struct Block {
-    explicit Block(int lanes) : all(lanes), sums(lanes) {
+    explicit Block(int lanes) : all(lanes), values(lanes) {
       for (int i = 0; i < lanes / kWarp; ++i) warps.emplace_back(new Barrier(kWarp));
     }
     Barrier all;
     std::vector<std::unique_ptr<Barrier>> warps;
-    std::vector<double> sums;
+    std::vector<double> values;
   };
 
   int index, count;
@@ -53,13 +56,28 @@ struct ThreadLanes {
   void sync() const { block->all.wait(); }
 
   double warp_sum(double x) const {
-    const int first = index / kWarp * kWarp;
-    block->sums[index] = x;
+    return folded(x, [](const double* x) { return std::accumulate(x, x + kWarp, 0.0); });
+  }
+
+  // The first lane of the warp that says so; kWarp if none does.
+  int first(bool mine) const {
+    return folded(mine, [](const double* x) { return int(std::find(x, x + kWarp, 1.0) - x); });
+  }
+
+  // body(column) for the lane's own.
+  template <typename Body>
+  void each(int n, const Body& body) const {
+    for (int j = index; j < n; j += count) body(j);
+  }
+
+  // fold(values of the warp's lanes)
+  template <typename Fold>
+  auto folded(double mine, const Fold& fold) const {
+    block->values[index] = mine;
     block->warps[index / kWarp]->wait();
-    double sum = 0;
-    for (int i = 0; i < kWarp; ++i) sum += block->sums[first + i];
+    const auto result = fold(&block->values[index / kWarp * kWarp]);
     block->warps[index / kWarp]->wait();
-    return sum;
+    return result;
   }
 
   // body(lanes) in every lane of one block.

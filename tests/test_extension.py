@@ -66,10 +66,12 @@ def test_roots(n, op_device):
 
 @needs_extension
 @pytest.mark.parametrize(
-    "n, warps", [(1, 1), (2, 2), (3, 1), (3, 5), (16, 3), (31, 1), (31, 4), (32, 2), (33, 3)]
+    "n, warps",
+    [(1, 1), (2, 2), (3, 1), (3, 5), (16, 3), (31, 1), (31, 4), (32, 2), (33, 3)]
+    + [(n, 0) for n in (1, 2, 3, 4, 16, 31, 32)],
 )
 def test_roots_as_on_a_gpu(n, warps):
-    """The CUDA kernel's own source; its lanes are threads, three a warp."""
+    """The CUDA kernels' own source; their lanes are threads, three a warp. 0: a warp alone."""
     check_all(
         n,
         lambda a: torch.ops.fastkd.roots_by_threads(a, False, 0.0, warps),
@@ -93,19 +95,21 @@ def test_eigenvalues_and_vectors(n, op_device):
 
 
 def test_no_lane_of_a_gpu_races_another(tmp_path):
-    """The CUDA kernel's source on threads, watched by ThreadSanitizer; and with a barrier less."""
+    """The CUDA kernels' source on threads, watched by ThreadSanitizer; and with a barrier less."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     source = (ROOT / "csrc/eigen_lanes.h").read_text()
-    barriers = [match.start() for match in re.finditer(r"lanes\.sync\(\);", source)]
-    for i, barrier in enumerate((None, barriers[0], barriers[2])):
+    functions = ["double load(", "void tridiagonalise(", "void reduce_by_columns(", "Sweep next("]
+    sync = re.compile(r"lanes_?\.sync\(\);")
+    barriers = [sync.search(source, source.index(name)) for name in functions]
+    for i, barrier in enumerate((None, *barriers)):
         folder = tmp_path / str(i)
         shutil.copytree(ROOT / "csrc", folder / "csrc")
         (folder / "tests").mkdir()
         shutil.copy(ROOT / "tests/lane_races.cpp", folder / "tests")
         if barrier is not None:
-            without = source[:barrier] + source[barrier:].replace("lanes.sync();", ";", 1)
+            without = source[: barrier.start()] + ";" + source[barrier.end() :]
             (folder / "csrc/eigen_lanes.h").write_text(without)
         command = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", "tests/lane_races.cpp"]
         built = subprocess.run([*command, "-o", "races"], cwd=folder, capture_output=True)
@@ -138,7 +142,7 @@ def test_bad_numbers_stay_in_their_matrix(value, op_device):
             torch.ops.fastkd.sqrtm(a.to(op_device)),
             torch.ops.fastkd.inv_sqrtm(a.to(op_device), 0.0),
             torch.ops.fastkd.eigh(a.to(op_device)),
-            torch.ops.fastkd.roots_by_threads(a, False, 0.0, 2),
+            *(torch.ops.fastkd.roots_by_threads(a, False, 0.0, warps) for warps in (0, 2)),
             linalg._roots_by_eigh(a, False, 0.0),
         ):
             for x in result:
@@ -221,6 +225,6 @@ def test_cuda_source_compiles_without_spills(tmp_path):
     command += ["-o", str(tmp_path / "roots.o")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    kernels = 2 * len(build.GPU_ARCHITECTURES)
+    kernels = 2 * 2 * len(build.GPU_ARCHITECTURES)  # both types, of a warp and of a block
     assert result.stderr.count("bytes stack frame") == kernels
     assert result.stderr.count("0 bytes stack frame, 0 bytes spill stores") == kernels
