@@ -4,6 +4,7 @@ The label of a docstring is the area of the library it comes from. Files are par
 """
 
 import ast
+import collections
 import hashlib
 import re
 import sysconfig
@@ -67,7 +68,7 @@ def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
         except (SyntaxError, ValueError, OSError):
             continue
         for top in [tree, *tree.body]:
-            nodes = [top] if top is tree else ast.walk(top)
+            nodes = [top] if top is tree else _statements(top)
             group = f"{relative.as_posix()}:{getattr(top, 'name', '')}"
             for node in nodes:
                 if isinstance(
@@ -76,6 +77,15 @@ def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
                     text = ast.get_docstring(node)
                     if text:
                         yield area, group, text
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and what it holds but for expressions, in the order of `ast.walk`."""
+    todo = collections.deque([node])
+    while todo:
+        node = todo.popleft()
+        yield node
+        todo.extend(x for x in ast.iter_child_nodes(node) if not isinstance(x, ast.expr))
 
 
 def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | None = None) -> Corpus:
