@@ -127,12 +127,13 @@ def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path):
 
 
 def test_verify_prints_a_table(call, tmp_path, monkeypatch):
+    # tests/distill/test_verify.py compiles.
+    monkeypatch.setattr(_Step, "compiled", lambda step, backend: step.again())
     output = call("verify", None, method="soft_targets", rows=4, ranks=0)
     assert "4 rows, device cpu, float64" in output
     for name in ("left padding", "cached teacher", "saved and loaded"):
         assert name in output
     assert "differs" not in output
-    monkeypatch.setattr(_Step, "compiled", lambda step, backend: step.again())  # once is enough
     bare = make_teacher(tmp_path / "bare", head=False, **STILL)
     assert "by definition" in call("verify", None, teacher=bare, rows=4, ranks=0)
     assert "--rows" in call("verify", None, rows=1, expect=2)

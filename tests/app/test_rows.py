@@ -1,15 +1,17 @@
 """Rows in Arrow files: read once, whoever asks; larger than memory; JSON arrays."""
 
+import ctypes
 import json
 import multiprocessing
 import os
 import random
 import re
-import subprocess
+import resource
 import sys
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
@@ -18,7 +20,8 @@ from fastkd.app.errors import InputError, SaveFailed
 from fastkd.app.files import records
 from fastkd.app.rows import Encoder
 from fastkd.app.tasks import Columns
-from tests.tiny import make_teacher, sentences, write_tsv
+from tests.app.launched import Launch
+from tests.tiny import make_teacher, run, sentences, write_tsv
 
 COLUMNS = Columns("sentence")
 
@@ -216,54 +219,43 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     }
 
 
-LIMIT = 4  # MiB
-LARGE = """
-import resource, sys
-from pathlib import Path
-from typer.testing import CliRunner
-from fastkd.app.cli import app
+LIMIT = 2 * 2**20
 
-folder, limit = Path(sys.argv[1]), int(sys.argv[2]) * 2**20
 
-def private():  # what RLIMIT_DATA limits
+def private():
+    """The bytes that RLIMIT_DATA limits."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 
-def distill(rows):
-    path = folder / f"{rows}.tsv"
-    with path.open("w") as file:
-        file.write("sentence\\tlabel\\n")
-        for i in range(rows):
-            file.write(f"{('bad', 'good')[i % 2]} {chr(0x1F400 + i % 256) * 1960}\\t{i % 2}\\n")
-    result = CliRunner().invoke(app, [
-        "distill", "--teacher", str(folder / "teacher"), "--train", str(path),
-        "--eval", str(folder / "dev.tsv"), "--out", str(folder / f"out{rows}"),
-        "--method", "soft_targets", "--max-length", "8", "--epochs", "1", "--batch-size", "256",
-        "--device", "cpu"])
-    if result.exit_code:
-        raise SystemExit(result.output) from result.exception
-    return path.stat().st_size
 
-distill(400), distill(401)  # what any run allocates
-resource.setrlimit(resource.RLIMIT_DATA, (private() + limit,) * 2)
-assert distill(limit // 7800 * 10) >= 10 * limit
-"""
+def distil_much(folder):
+    # Memory is asked for when it is needed, not in stocks.
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+
+    def distil(rows):
+        path = folder / f"{rows}.tsv"
+        with path.open("w") as file:
+            file.write("sentence\tlabel\n")
+            for i in range(rows):
+                file.write(f"{('bad', 'good')[i % 2]} {chr(0x1F400 + i % 256) * 1960}\t{i % 2}\n")
+        run("distill", teacher=folder / "teacher", train=path, eval=folder / "dev.tsv",
+            out=folder / f"out{rows}", method="soft_targets", max_length=8, epochs=1,
+            batch_size=256, device="cpu")  # fmt: skip
+        return path.stat().st_size
+
+    distil(400), distil(401)  # what any run allocates
+    resource.setrlimit(resource.RLIMIT_DATA, (private() + LIMIT,) * 2)
+    assert distil(LIMIT // 7800 * 10) >= 10 * LIMIT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
 def test_a_corpus_ten_times_larger_than_the_memory_it_may_take(tmp_path):
     make_teacher(tmp_path / "teacher", layers=2)
     write_tsv(tmp_path / "dev.tsv", 20, seed=1)
-    env = {
-        **os.environ,
-        "HF_DATASETS_CACHE": str(tmp_path / "cache"),
-        # Memory is asked for when it is needed, not in stocks.
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
-        "MALLOC_ARENA_MAX": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    words = [sys.executable, "-c", LARGE, str(tmp_path), str(LIMIT)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=Path.cwd())
+    launch = Launch(tmp_path / "launch", None, distil_much, tmp_path)
+    _, errors = launch.end(300)
     for path in tmp_path.rglob("*.arrow"):
         path.unlink()
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert launch.process.exitcode == 0, errors[-2000:]

@@ -22,19 +22,19 @@ def folder(tmp_path_factory):
     for name, rows, seed in (("train", 40, 0), ("dev", 20, 1), ("test", 30, 2)):
         write_tsv(path / f"{name}.tsv", rows, seed, label=lambda y: CLASSES[y])
     (path / "more.txt").write_text("\n".join(text for text, _ in sentences(24, 3)) + "\n")
-    (path / "output.txt").write_text(distill(path, "--method", "soft_targets"))
+    (path / "output.txt").write_text(distill(path))
     return path
 
 
-def distill(path, *words, out="out"):
-    return run(
-        "distill", "--teacher", path / "teacher", "--train", path / "train.tsv",
-        "--eval", path / "dev.tsv", "--test", path / "test.tsv", "--unlabelled", path / "more.txt",
-        "--finetune-teacher", "4", "--teacher-learning-rate", "5e-3", "--epochs", "4",
-        "--learning-rate", "5e-3", "--batch-size", "8", "--max-length", "16", "--device", "cpu",
-        "--log-json", path / out / "log.jsonl", "--report-to", "tensorboard",
-        "--out", path / out, *words,
-    )  # fmt: skip
+def distill(path, **options):
+    usual = {
+        "teacher": path / "teacher", "train": path / "train.tsv", "eval": path / "dev.tsv",
+        "test": path / "test.tsv", "unlabelled": path / "more.txt", "finetune_teacher": 4,
+        "teacher_learning_rate": 5e-3, "epochs": 4, "learning_rate": 5e-3, "batch_size": 8,
+        "max_length": 16, "device": "cpu", "log_json": path / "out" / "log.jsonl",
+        "report_to": "tensorboard", "out": path / "out", "method": "soft_targets",
+    }  # fmt: skip
+    return run("distill", **{**usual, **options})
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,10 @@ def test_progress_for_programs(folder, report):
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "labels"])
 def test_every_method_learns_from_text_without_labels(folder, method):
-    distill(folder, "--method", method, out=method)
-    found = json.loads((folder / method / "student" / "fastkd.json").read_text())
+    tuned = {"finetune_teacher": None, "teacher_learning_rate": None}
+    out, teacher = folder / method, folder / "out" / "teacher"
+    distill(folder, method=method, out=out, teacher=teacher, log_json=None, epochs=2, **tuned)
+    found = json.loads((out / "student" / "fastkd.json").read_text())
     assert found["rows"]["unlabelled"] == 24
     for entry in found["history"]:
         assert all(torch.tensor(list(entry["losses"].values())).isfinite())
