@@ -39,7 +39,12 @@ GPU_ARCHITECTURES = ("80", "90", "100")
 
 def find_torch() -> tuple[Path, str] | None:
     """Folder and CUDA version ("" for none) of the torch that the package will run with."""
-    code = "import torch; print(torch.__file__); print(torch.version.cuda or '')"
+    # An import of torch takes seconds, and what pip starts asks several times.
+    code = (
+        "import importlib.util, runpy; file = importlib.util.find_spec('torch').origin; "
+        "version = runpy.run_path(file.replace('__init__', 'version')); "
+        "print(file); print(version['cuda'] or '')"
+    )
     # -I: without PYTHONPATH, by which pip hides the environment it builds for.
     for command in ([sys.executable, "-I", "-c", code], [sys.executable, "-c", code]):
         answer = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from bench.compile_report import PROVEN, Form, choices, covering, modules
 
 
-def test_what_calls_launch_compiles_without_spills():
+def test_compiles_without_spills():
     """Any two choices that meet in a form, on one architecture; every form of every one is
     compiled by ``make test-all``, after which kernels/proven.json knows the modules' states.
     """
