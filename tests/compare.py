@@ -76,6 +76,30 @@ def value_and_grad(
     return value.detach(), student.grad
 
 
+def assert_matches_reference(
+    loss: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    backend: str,
+    student: Tensor,
+    *arguments: Any,
+    gradient_floor: float = 1e-8,
+    **options: Any,
+) -> None:
+    """Value and gradient, and their dtypes: right as far as ``reference`` is in the same dtype."""
+
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    actual = value_and_grad(loss, student, *arguments, backend=backend, **options)
+    plain = value_and_grad(reference, student, *arguments, **options)
+    exact = (double(x) for x in (student, *arguments))
+    oracle = value_and_grad(reference, *exact, **{name: double(x) for name, x in options.items()})
+    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
+    assert actual[1].dtype == student.dtype
+    assert_accurate(actual[0], oracle[0], student.dtype, plain[0])
+    assert_accurate(actual[1], oracle[1], student.dtype, plain[1], gradient_floor)
+
+
 def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
     """The function compiled anew in one graph a call, and its graphs so far."""
     graphs: list[Any] = []

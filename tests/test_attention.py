@@ -1,36 +1,24 @@
 """Attention maps: TinyBERT's eq. 7 on both backends."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.attention import AttentionLoss, attention_loss, attention_loss_ref
-from tests.compare import DTYPES, assert_accurate, value_and_grad
+from tests.compare import DTYPES, assert_matches_reference, value_and_grad
 
 TRITON_FUNCTION = "attention_loss"
 
+check = functools.partial(assert_matches_reference, attention_loss, attention_loss_ref)
 few_examples = settings(max_examples=15, deadline=None)
 REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 
 
 def maps(B=3, H=2, N=5, H_t=None, dtype=torch.float64):
     return (torch.randn(B, h, N, N, dtype=torch.float64).to(dtype) for h in (H, H_t or H))
-
-
-def check(backend, student, teacher, mask=None, upstream=None, **options):
-    """Value and gradient against the reference in float64."""
-    right = None if upstream is None else upstream.double()
-    sides = student.double(), teacher.double()
-    oracle = value_and_grad(attention_loss_ref, *sides, mask, upstream=right, **options)
-    plain = value_and_grad(attention_loss_ref, student, teacher, mask, upstream=upstream, **options)
-    actual = value_and_grad(
-        attention_loss, student, teacher, mask, upstream=upstream, backend=backend, **options
-    )
-    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
-    assert actual[1].dtype == student.dtype
-    assert_accurate(actual[0], oracle[0], student.dtype, plain[0])
-    assert_accurate(actual[1], oracle[1], student.dtype, plain[1])
 
 
 @pytest.mark.parametrize("function", [attention_loss, attention_loss_ref])
@@ -59,8 +47,8 @@ def test_masks_and_reductions(backend, reduction, heads):
     upstream = torch.randn(3) if reduction == "none" else torch.tensor(-2.5)
     for kind in (torch.bool, torch.int64):
         for mask in (REAL, torch.ones(3, 5), torch.zeros(3, 5)):
-            options = {"reduction": reduction, "heads": heads}
-            check(backend, student, teacher, mask.to(kind), upstream, **options)
+            options = {"reduction": reduction, "heads": heads, "upstream": upstream}
+            check(backend, student, teacher, mask.to(kind), **options)
 
 
 @pytest.mark.parametrize("heads", ["match", "mean"])

@@ -1,12 +1,22 @@
 """COS-NCE: the closed form against the explicit sum, in-batch, given and label-filtered."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
-from tests.compare import DTYPES, assert_accurate, count_graphs, value_and_grad
+from tests.compare import (
+    DTYPES,
+    assert_accurate,
+    assert_matches_reference,
+    count_graphs,
+    value_and_grad,
+)
+from tests.losses.contrastive import cos_nce
+from tests.oracles import pooled
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -20,37 +30,7 @@ def features(*shape, dtype=torch.float64, mean=0.0):
     return student.to(dtype), teacher.to(dtype)
 
 
-def check(backend, student, teacher, upstream=None, **options):
-    """Fast loss and gradient against the reference in float64 and in the inputs' dtype."""
-
-    def double(x):
-        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    options["upstream"] = upstream
-    actual = value_and_grad(cos_nce_loss, student, teacher, backend=backend, **options)
-    plain = value_and_grad(cos_nce_loss_ref, student, teacher, **options)
-    oracle = value_and_grad(
-        cos_nce_loss_ref,
-        student.double(),
-        teacher.double(),
-        **{name: double(value) for name, value in options.items()},
-    )
-    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
-    assert actual[1].dtype == student.dtype
-    assert_accurate(actual[0], oracle[0], student.dtype, plain[0])
-    # A number has only two directions: its gradient is two terms over ‖z‖ that cancel to nothing.
-    floor = (1 / student.double()).norm().item() if student.shape[-1] == 1 else 1e-8
-    assert_accurate(actual[1], oracle[1], student.dtype, plain[1], floor)
-
-
-def explicit(z, t, negatives):
-    """Eq. 1 term by term for one position: Python loops over vectors."""
-
-    def g(x, y):
-        return 1 - torch.nn.functional.cosine_similarity(x, y, dim=0)
-
-    terms = [2 - (g(n, z) - g(t, z)) for n in negatives]
-    return sum(terms) / (2 * len(terms)) + g(t, z)
+check = functools.partial(assert_matches_reference, cos_nce_loss, cos_nce_loss_ref)
 
 
 @pytest.mark.parametrize("function", [cos_nce_loss, cos_nce_loss_ref])
@@ -69,25 +49,12 @@ def test_worked_example(function):
 def test_equals_the_explicit_sum(function):
     student, teacher = features(4, 3, 5)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1]])
-    labels = torch.tensor([1, 0, 1, 5])
-    bank = torch.randn(6, 3, 5, dtype=torch.float64)
-    for labelled in (False, True):
-        losses = function(
-            student, teacher, mask=mask, labels=labels if labelled else None, reduction="none"
-        )
-        for i in range(4):
-            for n in range(3):
-                others = [
-                    teacher[j, n]
-                    for j in range(4)
-                    if j != i and mask[j, n] and not (labelled and labels[i] == labels[j])
-                ]
-                compared = bool(mask[i, n]) and bool(others)
-                expected = explicit(student[i, n], teacher[i, n], others) if compared else 0
-                assert losses[i, n] == pytest.approx(float(expected), abs=1e-12)
-    losses = function(student, teacher, negatives=bank, reduction="none")
-    expected = explicit(student[2, 1], teacher[2, 1], list(bank[:, 1]))
-    assert losses[2, 1] == pytest.approx(expected.item(), abs=1e-12)
+    labels, bank = torch.tensor([1, 0, 1, 5]), torch.randn(6, 3, 5, dtype=torch.float64)
+    for options in ({}, {"labels": labels}, {"negatives": bank}):
+        given = {"negatives": None, "labels": None} | options
+        expected, _ = cos_nce(student, teacher, **given, mask=mask)
+        losses = function(student, teacher, mask=mask, reduction="none", **options)
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,10 +63,15 @@ def test_matches_reference(backend, shape, dtype):
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("float64 runs on PyTorch")
     student, teacher = features(*shape, dtype=dtype, mean=0.5)
-    check(backend, student, teacher)
-    check(backend, student, teacher, labels=torch.randint(0, 3, shape[:1]))
-    check(backend, student, teacher, negatives=features(4, *shape[1:], dtype=dtype)[0])
-    check(backend, student, teacher, negatives=features(shape[0], 3, *shape[1:], dtype=dtype)[0])
+    # A number has only two directions: its gradient is two terms over ‖z‖ that cancel to nothing.
+    floor = (1 / student.double()).norm().item() if shape[-1] == 1 else 1e-8
+    for options in (
+        {},
+        {"labels": torch.randint(0, 3, shape[:1])},
+        {"negatives": features(4, *shape[1:], dtype=dtype)[0]},
+        {"negatives": features(shape[0], 3, *shape[1:], dtype=dtype)[0]},
+    ):
+        check(backend, student, teacher, gradient_floor=floor, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -117,7 +89,7 @@ def test_masks_and_reductions(backend, masking, reduction):
     for dtype in (torch.bool, torch.int64):
         for labels in (None, torch.tensor([3, 3, -1, 7, 3])):
             options = {"mask": mask.to(dtype), "labels": labels, "reduction": reduction}
-            check(backend, student, teacher, upstream, **options)
+            check(backend, student, teacher, upstream=upstream, **options)
 
 
 def test_nothing_to_compare_is_zero(backend):
@@ -185,7 +157,8 @@ def test_few_negatives_among_many_samples(backend):
     # One sample of another label: its sum must not be a difference of two large ones.
     student, teacher = features(65, 1, 16, dtype=torch.float32, mean=1.0)
     labels = torch.zeros(65, dtype=torch.long).index_fill(0, torch.tensor([40]), 1)
-    check(backend, student, teacher, torch.randn(65, 1), labels=labels, reduction="none")
+    options = {"labels": labels, "reduction": "none", "upstream": torch.randn(65, 1)}
+    check(backend, student, teacher, **options)
 
 
 def test_strides(backend):
@@ -209,18 +182,6 @@ def test_gradcheck():
             return cos_nce_loss(x, teacher, **options)
 
         assert torch.autograd.gradcheck(loss, student.requires_grad_())
-
-
-def test_compiles_without_graph_breaks(backend):
-    student, teacher = features(4, 3, 8, dtype=torch.float32)
-    mask, labels = torch.rand(4, 3) > 0.3, torch.tensor([0, 1, 1, 2])
-    compiled = torch.compile(cos_nce_loss, fullgraph=True, backend="aot_eager")
-    for options in ({"mask": mask, "labels": labels}, {"negatives": torch.randn(5, 3, 8)}):
-        options["backend"] = backend
-        eager = value_and_grad(cos_nce_loss, student, teacher, **options)
-        traced = value_and_grad(compiled, student, teacher, **options)
-        assert_accurate(traced[0], eager[0], torch.float32)
-        assert_accurate(traced[1], eager[1], torch.float32)
 
 
 SIZES = (4, 5, 9, 17)
@@ -278,10 +239,14 @@ def test_module_of_layers_shares_two_graphs(backend, device):
     )
 
 
-def test_one_tensor_in_several_places_compiles(backend, device):
+def test_compiles_without_graph_breaks(backend, device):
+    """Also where one tensor stands in several places."""
     student, teacher = sized(4, 3, 8)
     module = CosNCELoss(8, 8, backend=backend).to(device)
+    named = {"mask": torch.rand(4, 3) > 0.3, "labels": torch.tensor([0, 1, 1, 2])}
     calls = (
+        lambda s, t: cos_nce_loss(s, t, **named, backend=backend),
+        lambda s, t: cos_nce_loss(s, t, negatives=t[1:] + 1, backend=backend),
         lambda s, t: cos_nce_loss(s, t, negatives=t, backend=backend),
         lambda s, t: cos_nce_loss(s, s.detach(), backend=backend),
         lambda s, t: cos_nce_loss(t, t, backend=backend),
@@ -292,7 +257,11 @@ def test_one_tensor_in_several_places_compiles(backend, device):
     )
     for call in calls:
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-        assert_accurate(compiled(student, teacher), call(student, teacher), torch.float32)
+        traced, eager = (f(student, teacher) for f in (compiled, call))
+        assert_accurate(traced, eager, torch.float32)
+        if eager.requires_grad:
+            (traced,), (eager,) = (torch.autograd.grad(x, student) for x in (traced, eager))
+            assert_accurate(traced, eager, torch.float32)
 
 
 @pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
@@ -423,7 +392,7 @@ def test_masked_and_labelled_negatives(backend, leading, positions, reduction):
         whole | named,
         whole | {"labels": labels.double() / 2, "negatives_labels": bank_labels},
     ):
-        check(backend, student, teacher, upstream, reduction=reduction, **options)
+        check(backend, student, teacher, upstream=upstream, reduction=reduction, **options)
 
 
 def test_a_masked_negative_does_not_exist(backend):
@@ -577,19 +546,12 @@ def test_module_projects_and_pools():
     loss(student, teacher, mask).backward()
     assert loss.W.weight.grad.isfinite().all()
 
-    first = torch.tensor([0, 0, 2, 0])
-    rows = torch.arange(4)
-    cls = CosNCELoss(6, 8, pool="cls")
-    cls.load_state_dict(loss.state_dict())
-    expected = cos_nce_loss(projected[rows, first], teacher[rows, first])
-    assert torch.allclose(cls(student, teacher, mask), expected)
-
-    mean = CosNCELoss(6, 8, pool="mean")
-    mean.load_state_dict(loss.state_dict())
-    weights = (mask / mask.sum(1, keepdim=True))[..., None]
-    expected = cos_nce_loss((projected * weights).sum(1), (teacher * weights).sum(1))
     noisy = [x.masked_fill(mask[..., None] == 0, torch.nan) for x in (student, teacher)]
-    assert torch.allclose(mean(*noisy, mask), expected, atol=1e-6)
+    for pool in ("cls", "mean"):
+        pooling = CosNCELoss(6, 8, pool=pool)
+        pooling.load_state_dict(loss.state_dict())
+        expected = cos_nce_loss(*(pooled(x, mask.bool(), pool) for x in (projected, teacher)))
+        assert torch.allclose(pooling(*noisy, mask), expected, atol=1e-6)
 
 
 def test_module_averages_layers(backend, device):

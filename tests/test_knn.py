@@ -1,5 +1,7 @@
 """Intra-class KNN: selection and value against a loop, memory banks, labels with tolerance."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,9 @@ from fastkd.knn import (
     knn_feature_loss,
     knn_feature_loss_ref,
 )
-from tests.compare import DTYPES, assert_accurate, value_and_grad
+from tests.compare import DTYPES, assert_accurate, assert_matches_reference, value_and_grad
+from tests.losses.knn import class_similarity, nearest
+from tests.oracles import pooled
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -37,33 +41,9 @@ def batch(rows, bank, features, classes, dtype=torch.float64, mean=0.0):
     return student.to(dtype), teacher.to(dtype), *labels
 
 
-def check(backend, student, teacher, *labels, **options):
-    """Fast loss and gradient against the reference in float64 and in the inputs' dtype."""
-    actual = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend, **options)
-    plain = value_and_grad(knn_feature_loss_ref, student, teacher, *labels, **options)
-    oracle = value_and_grad(
-        knn_feature_loss_ref, student.double(), teacher.double(), *labels, **options
-    )
-    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
-    assert actual[1].dtype == student.dtype
-    for a, o, p in zip(actual, oracle, plain, strict=True):
-        assert_accurate(a, o, student.dtype, p)
-
-
-def loop(student, teacher, student_labels, teacher_labels, k, tolerance=None):
-    """The paper's l_hidd by Python loops: losses (N,) and gradient of their sum (N, D)."""
-    losses, grad = torch.zeros(len(student)), torch.zeros_like(student)
-    losses = losses.to(student.dtype)
-    for i, s in enumerate(student):
-        distances = []
-        for j, t in enumerate(teacher):
-            gap = abs(student_labels[i].item() - teacher_labels[j].item())
-            if gap <= (tolerance or 0):
-                distances.append((((t - s) ** 2).sum().item(), j))
-        for d, j in sorted(distances)[:k]:
-            losses[i] += d / len(s)
-            grad[i] += 2 * (s - teacher[j]) / len(s)
-    return losses, grad
+check = functools.partial(assert_matches_reference, knn_feature_loss, knn_feature_loss_ref)
+# The paper's l_hidd by a loop: losses (N,) and gradient of their sum (N, D).
+loop = functools.partial(value_and_grad, nearest)
 
 
 @pytest.mark.parametrize("function", [knn_feature_loss, knn_feature_loss_ref])
@@ -434,16 +414,14 @@ def test_compiles_without_graph_breaks(backend):
         options["backend"] = backend
         eager = value_and_grad(knn_feature_loss, student, teacher, *labels, **options)
         traced = value_and_grad(compiled, student, teacher, *labels, **options)
-        for a, b in zip(eager, traced, strict=True):
-            torch.testing.assert_close(a, b, equal_nan=True)
+        torch.testing.assert_close(traced, eager, equal_nan=True)
     if backend == "torch":
         check_against_loop(compiled, *near_duplicates(80), k=1, backend=backend)
     student, teacher, labels, _ = batch(8, 8, 6, 3, dtype=torch.float32)
     student[:2] = 1e25
     eager = value_and_grad(knn_feature_loss, student, teacher, labels, backend=backend)
     traced = value_and_grad(compiled, student, teacher, labels, backend=backend)
-    for a, b in zip(eager, traced, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(traced, eager)
 
 
 def test_two_graphs_serve_all_sizes(backend):
@@ -455,8 +433,7 @@ def test_two_graphs_serve_all_sizes(backend):
         options = {"k": 2, "reduction": "mean", "backend": backend}
         actual = value_and_grad(compiled, student, teacher, *labels, **options)
         expected = value_and_grad(knn_feature_loss, student, teacher, *labels, **options)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e)
+        torch.testing.assert_close(actual, expected)
     assert graphs.frame_count <= 2
 
 
@@ -467,8 +444,7 @@ def test_compiles_with_a_tensor_given_twice(backend):
     for others in ((student.flip(0), labels, labels), (student, labels)):
         actual = value_and_grad(compiled, student, *others, k=2, backend=backend)
         expected = value_and_grad(knn_feature_loss, student, *others, k=2, backend=backend)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_teacher_made_in_inference_mode(backend):
@@ -538,14 +514,11 @@ def test_module_pools_and_projects():
     labels = torch.tensor([0, 1, 0, 1])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 0, 0, 0, 0]])
     noisy = [x.masked_fill(mask[..., None] == 0, torch.nan) for x in (student, teacher)]
-    first = torch.arange(4), torch.tensor([0, 0, 2, 0])
-    weights = (mask / mask.sum(1, keepdim=True))[..., None]
-    pooled = {
-        "cls": lambda x: x[first],
-        "mean": lambda x: (x * weights).sum(1),
-        "tokens": lambda x: x * mask[..., None],
-    }
-    for pool, rows in pooled.items():
+    for pool in ("cls", "mean", "tokens"):
+
+        def rows(x, pool=pool):
+            return x * mask[..., None] if pool == "tokens" else pooled(x, mask.bool(), pool)
+
         loss = IntraClassKNNLoss(k=2, pool=pool)
         assert not list(loss.parameters())
         expected = knn_feature_loss(rows(student), rows(teacher), labels, k=2)
@@ -629,13 +602,8 @@ def test_intra_class_similarity():
     features[4] = 0
     features[6:8] *= torch.tensor([[1e-200], [1e200]], dtype=torch.float64)
     labels = torch.tensor([3, 1, 3, -2, 3, 1, 1, 3, 1])
-    scaled = features / features.abs().amax(1, keepdim=True).clamp_min(1e-250)
-    total = 0
-    for i in range(9):
-        same = [j for j in range(9) if labels[i] == labels[j]]
-        cosines = [torch.cosine_similarity(scaled[i], scaled[j], dim=0) for j in same]
-        total += sum(cosines) / len(same)
-    assert intra_class_similarity(features, labels) == pytest.approx((total / 9).item(), abs=1e-12)
+    expected = class_similarity(features, labels).item()
+    assert intra_class_similarity(features, labels) == pytest.approx(expected, abs=1e-12)
     assert intra_class_similarity(features.float()[:0], labels[:0]) == 0
     features = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(

@@ -27,7 +27,7 @@ def test_block_edges(shape):
     labels = torch.randint(0, 4, shape[:1])
     upstream = torch.randn(shape[:2])
     for options in ({}, {"mask": mask}, {"mask": mask, "labels": labels}):
-        check("triton", student, teacher, upstream, reduction="none", **options)
+        check("triton", student, teacher, upstream=upstream, reduction="none", **options)
 
 
 def test_many_negatives_are_added_in_two_passes(monkeypatch):

@@ -13,7 +13,7 @@ from tests.draw import Case, Draw, by_norm, module_case
 from tests.subject import D_S, D_T, Subject, labels, of_module
 
 
-def nearest(student, teacher, labels, bank_labels, k, tolerance) -> Tensor:
+def nearest(student, teacher, labels, bank_labels, k, tolerance=None) -> Tensor:
     """Per row (1/D) Σ of the squared distances to its k nearest rows of the same label."""
     student, teacher = student.flatten(1), teacher.flatten(1)
     losses = []
