@@ -22,7 +22,7 @@ from fastkd._checks import (
     layer_pairs,
 )
 from fastkd._dispatch import Backend, use_triton
-from fastkd._labels import add_by_class, label_segments
+from fastkd._labels import add_by_class, comparable, label_segments
 from fastkd._numerics import (
     apply,
     autocast_off,
@@ -566,14 +566,9 @@ def _segments(labels: Tensor, others: Tensor, readable: bool) -> tuple[Tensor, T
     classes = int(own.max()) + 1 if readable and own.numel() else labels.shape[0]
     if others is labels:
         return own, own, classes
-    if labels.numel() == 0:
-        return own, torch.zeros_like(others, dtype=torch.int64), 1
-    dtype = torch.promote_types(torch.promote_types(labels.dtype, others.dtype), torch.int64)
-    ordered = labels.to(dtype).sort().values
-    others = others.to(dtype).contiguous()
-    place = torch.searchsorted(ordered, others).clamp_max(labels.shape[0] - 1)
-    segments = own.sort().values[place]
-    return own, torch.where(ordered[place] == others, segments, classes), classes + 1
+    among_all = label_segments(torch.cat(comparable(labels, others)))
+    place = torch.full_like(among_all, classes).scatter_(0, among_all[: len(own)], own)
+    return own, place[among_all[len(own) :]], classes + 1
 
 
 def _sum_of_others(x: Tensor) -> Tensor:

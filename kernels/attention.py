@@ -9,6 +9,8 @@ With E = B·H·N² elements of s bytes on each side: forward reads 2Es, backward
 Es, 5Es bytes in all; about 3E operations forward and 3E backward. Bound by bandwidth.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -58,13 +60,13 @@ def attention_forward_kernel(
     student_ptrs,  # layers of (B, groups·heads_s, N, N)
     teacher_ptrs,
     mask_ptr,  # (B, N) bytes
-    partial_ptr,  # (B, launched layers, groups, blocks of queries)
-    tokens_ptr,  # (B,): real ones
     groups,  # of heads: each head by itself, or one where their mean is compared
     heads_s,  # in a group
     heads_t,
     layers,  # that the loss is the average of
     N,
+    partial_ptr,  # (B, launched layers, groups, blocks of queries)
+    tokens_ptr,  # (B,): real ones
     SLOTS: tl.constexpr,
     MEAN: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -106,15 +108,15 @@ def attention_backward_kernel(
     student_ptrs,  # layers of (B, groups·heads_s, N, N)
     teacher_ptrs,
     mask_ptr,  # (B, N) bytes
-    tokens_ptr,  # (B,)
-    dloss_ptr,  # (B,)
-    dx_ptr,  # (launched layers, B, groups·heads_s, N, N)
     groups,
     heads_s,
     heads_t,
     layers,
-    stride_dloss,
     N,
+    tokens_ptr,  # (B,)
+    dloss_ptr,  # (B,)
+    stride_dloss,
+    dx_ptr,  # (launched layers, B, groups·heads_s, N, N)
     SLOTS: tl.constexpr,
     MEAN: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -150,15 +152,38 @@ def attention_backward_kernel(
             tl.store(dx_ptr + at, dx, mask=there)
 
 
-def _grid(student: Tensor, mean: bool, layers: int) -> tuple[tuple[int, int], dict[str, int]]:
-    B, H, N, _ = student.shape
-    config = blocks(N, mean)
-    return (B * (1 if mean else H) * cdiv(N, config["BLOCK_Q"]), layers), config
+def _programs(student: Tensor, mean: bool) -> int:
+    """Of one sample and layer: groups of heads times blocks of queries."""
+    _, H, N, _ = student.shape
+    return (1 if mean else H) * cdiv(N, blocks(N, mean)["BLOCK_Q"])
 
 
-def _heads(student: Tensor, teacher: Tensor, mean: bool) -> tuple[int, int, int]:
-    """Groups of heads, and how many of each side are in one."""
-    return (1, student.shape[1], teacher.shape[1]) if mean else (student.shape[1], 1, 1)
+def _start(
+    kernel: Any,
+    students: list[Tensor],
+    teachers: list[Tensor],
+    mask: Tensor | None,
+    mean: bool,
+    layers: int,
+    *others: Tensor | int,
+) -> None:
+    """Start either kernel, if there are maps."""
+    B, H, N, _ = students[0].shape
+    programs = B * _programs(students[0], mean)
+    if programs:
+        kernel[(programs, len(students))](
+            padded(students),
+            padded(teachers),
+            mask,
+            *((1, H, teachers[0].shape[1]) if mean else (H, 1, 1)),
+            layers,
+            N,
+            *others,
+            SLOTS=slots(len(students)),
+            MEAN=mean,
+            HAS_MASK=mask is not None,
+            **blocks(N, mean),
+        )
 
 
 def _forward_shapes(students, teachers, mask, mean, layers):
@@ -173,25 +198,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """The samples' losses (B,), these layers' share of ``layers``; and their real tokens."""
     x = students[0]
-    B, N = x.shape[0], x.shape[2]
-    grid, config = _grid(x, mean, len(students))
-    partial = torch.empty(B, grid[0] // max(B, 1) * grid[1], dtype=torch.float32, device=x.device)
+    B, programs = x.shape[0], _programs(x, mean) * len(students)
+    partial = torch.empty(B, programs, dtype=torch.float32, device=x.device)
     tokens = torch.empty(B, dtype=torch.int32, device=x.device)
-    if grid[0]:
-        attention_forward_kernel[grid](
-            padded(students),
-            padded(teachers),
-            mask,
-            partial,
-            tokens,
-            *_heads(x, teachers[0], mean),
-            layers,
-            N,
-            SLOTS=slots(len(students)),
-            MEAN=mean,
-            HAS_MASK=mask is not None,
-            **config,
-        )
+    both = (students, teachers, mask, mean, layers)
+    _start(attention_forward_kernel, *both, partial, tokens)
     return partial.sum(1), tokens
 
 
@@ -212,22 +223,6 @@ def attention_backward(
     """The students' gradients, stacked, in their dtype."""
     x = students[0]
     dx = torch.empty(len(students), *x.shape, dtype=x.dtype, device=x.device)
-    grid, config = _grid(x, mean, len(students))
-    if grid[0]:
-        attention_backward_kernel[grid](
-            padded(students),
-            padded(teachers),
-            mask,
-            tokens,
-            dloss,
-            dx,
-            *_heads(x, teachers[0], mean),
-            layers,
-            dloss.stride(0),
-            x.shape[2],
-            SLOTS=slots(len(students)),
-            MEAN=mean,
-            HAS_MASK=mask is not None,
-            **config,
-        )
+    both = (students, teachers, mask, mean, layers)
+    _start(attention_backward_kernel, *both, tokens, dloss, dloss.stride(0), dx)
     return dx

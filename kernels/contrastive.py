@@ -22,6 +22,7 @@ one more for the norms of given negatives.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -52,14 +53,19 @@ def blocks(each: bool) -> dict[str, int]:
     return {"BLOCK_I": 16, "BLOCK_D": 64 if each else 128, "num_warps": 8}
 
 
-def row_blocks() -> dict[str, int]:
-    """Rows and features of a tile where rows are only read: 16 elements a thread."""
-    return {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4}
+# Rows and features of a tile where rows are only read: 16 elements a thread.
+ROW_BLOCKS = {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4}
+
+# Samples, rows and features of a tile of who counts times directions: 8 elements a thread.
+LABELLED_BLOCKS = {"BLOCK_I": 16, "BLOCK_R": 16, "BLOCK_D": 64, "num_warps": 4}
 
 
-def labelled_blocks() -> dict[str, int]:
-    """Samples, rows and features of a tile of who counts times directions: 8 elements a thread."""
-    return {"BLOCK_I": 16, "BLOCK_R": 16, "BLOCK_D": 64, "num_warps": 4}
+@triton.jit
+def _real(inside, mask_ptr, offsets, HAS_MASK: tl.constexpr):
+    """Which of those ``inside`` are real."""
+    if HAS_MASK:
+        inside = inside & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
+    return inside
 
 
 @triton.jit(do_not_specialize=["rows", "P"])
@@ -86,9 +92,7 @@ def cos_nce_norm_kernel(
     stride_r = tl.where(second, stride_t_r, stride_s_r).to(tl.int64)
     stride_p = tl.where(second, stride_t_p, stride_s_p).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = row < rows
-    if HAS_MASK:
-        inside = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
+    inside = _real(row < rows, mask_ptr, row, HAS_MASK)
     start = (row // P) * stride_r + (row % P) * stride_p
     products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     peaks = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
@@ -126,10 +130,10 @@ def cos_nce_sum_kernel(
     R,
     P,
     D,
-    groups,  # O·P
     stride_r,
     stride_p,
     rows_per_split,
+    groups,  # O·P
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -149,9 +153,7 @@ def cos_nce_sum_kernel(
     for first in range(split * rows_per_split, last, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         row = first_row + r
-        inside = r < last
-        if HAS_MASK:
-            inside = inside & (tl.load(mask_ptr + row * P + p, mask=inside, other=0) != 0)
+        inside = _real(r < last, mask_ptr, row * P + p, HAS_MASK)
         x = tl.load(
             x_ptr + row[:, None] * stride_r + p * stride_p + d[None, :],
             mask=inside[:, None] & (d < D)[None, :],
@@ -170,19 +172,19 @@ def cos_nce_sum_kernel(
 @triton.jit(do_not_specialize=["B", "R", "P", "rows_per_split"])
 def cos_nce_labelled_sum_kernel(
     x_ptrs,  # layers of (R, P, D)
-    labels_ptr,  # (B,)
-    row_labels_ptr,  # (R,)
     mask_ptr,  # (R, P) bytes
     inverse_ptr,  # (layers, R, P)
     sum_ptr,  # (splits, layers, B, P, D)
     count_ptr,  # (splits, layers, B, P)
-    B,
     R,
     P,
     D,
     stride_r,
     stride_p,
     rows_per_split,
+    labels_ptr,  # (B,)
+    row_labels_ptr,  # (R,)
+    B,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -203,9 +205,7 @@ def cos_nce_labelled_sum_kernel(
     last = tl.minimum((split + 1) * rows_per_split, R)
     for first in range(split * rows_per_split, last, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
-        inside = r < last
-        if HAS_MASK:
-            inside = inside & (tl.load(mask_ptr + r * P + p, mask=inside, other=0) != 0)
+        inside = _real(r < last, mask_ptr, r * P + p, HAS_MASK)
         row_labels = tl.load(row_labels_ptr + r, mask=r < last, other=0)
         counts = (labels[:, None] != row_labels[None, :]) & inside[None, :]  # (BLOCK_I, BLOCK_R)
         inverse = tl.load(inverse_ptr + (layer * R + r) * P + p, mask=inside, other=0.0)
@@ -221,15 +221,6 @@ def cos_nce_labelled_sum_kernel(
     tl.store(sum_ptr + out[:, None] * D + d[None, :], total, (i < B)[:, None] & (d < D)[None, :])
     if tl.program_id(0) % blocks_d == 0:
         tl.store(count_ptr + out, count, mask=i < B)
-
-
-@triton.jit
-def _real(mask_ptr, i, p, B, P, HAS_MASK: tl.constexpr):
-    """Which samples have a real token at position p."""
-    real = i < B
-    if HAS_MASK:
-        real = real & (tl.load(mask_ptr + i * P + p, mask=real, other=0) != 0)
-    return real
 
 
 @triton.jit
@@ -254,38 +245,27 @@ def _negative_sum(sum_ptr, i, p, d, real, P, D, EACH: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["B", "P", "own"])
-def cos_nce_loss_kernel(
-    student_ptrs,  # layers of (B, P, D)
+@triton.jit
+def _program(
+    student_ptrs,
     teacher_ptrs,
-    mask_ptr,  # (B, P) bytes
-    inverse_ptr,  # (2·layers, B, P)
-    sum_ptr,  # (layers, P, D), or (layers, B, P, D) if EACH
-    count_ptr,  # (layers, P), or (layers, B, P) if EACH
-    weight_ptr,  # (layers, B, P): w, 0 where nothing is compared
-    pull_ptr,  # (layers, B, P): ẑ·a
-    losses_ptr,  # (layers, B, P)
-    partial_ptr,  # (layers, programs): sums of losses
-    counted_ptr,  # (programs,): positions that compare something
+    mask_ptr,
+    inverse_ptr,
+    sum_ptr,
     B,
     P,
     D,
-    own,  # 1 where S holds each position's own teacher, else 0
-    stride_s_b,
-    stride_s_p,
-    stride_t_b,
-    stride_t_p,
     SLOTS: tl.constexpr,
     EACH: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
+    """Samples i of loss and gradient at position p of a layer, where they lie, and 1/‖x‖."""
     program = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     p = program % P
     i = (program // P) * BLOCK_I + tl.arange(0, BLOCK_I)
-    real = _real(mask_ptr, i, p, B, P, HAS_MASK)
+    real = _real(i < B, mask_ptr, i * P + p, HAS_MASK)
     z_ptr = pick(student_ptrs, layer, SLOTS)
     t_ptr = pick(teacher_ptrs, layer, SLOTS)
     offsets = (layer * B + i) * P + p
@@ -294,11 +274,46 @@ def cos_nce_loss_kernel(
     sums = layer * P
     if EACH:
         sums = sums * B
-    sum_ptr += sums * D
+    return i, p, real, offsets, z_ptr, t_ptr, z_inverse, t_inverse, sum_ptr + sums * D
+
+
+@triton.jit(do_not_specialize=["B", "P", "own"])
+def cos_nce_loss_kernel(
+    student_ptrs,  # layers of (B, P, D)
+    teacher_ptrs,
+    mask_ptr,  # (B, P) bytes
+    inverse_ptr,  # (2·layers, B, P)
+    sum_ptr,  # (layers, P, D), or (layers, B, P, D) if EACH
+    B,
+    P,
+    D,
+    own,  # 1 where S holds each position's own teacher, else 0
+    stride_s_b,
+    stride_s_p,
+    stride_t_b,
+    stride_t_p,
+    count_ptr,  # (layers, P), or (layers, B, P) if EACH
+    weight_ptr,  # (layers, B, P): w, 0 where nothing is compared
+    pull_ptr,  # (layers, B, P): ẑ·a
+    losses_ptr,  # (layers, B, P)
+    partial_ptr,  # (layers, programs): sums of losses
+    counted_ptr,  # (programs,): positions that compare something
+    SLOTS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i, p, real, offsets, z_ptr, t_ptr, z_inverse, t_inverse, sum_ptr = _program(
+        student_ptrs, teacher_ptrs, mask_ptr, inverse_ptr, sum_ptr,
+        B, P, D, SLOTS, EACH, HAS_MASK, BLOCK_I,
+    )  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
     if EACH:
         count = tl.load(count_ptr + offsets, mask=real, other=0.0) - own
     else:
-        count = tl.load(count_ptr + sums + p + i * 0) - own
+        count = tl.load(count_ptr + layer * P + p + i * 0) - own
     compared = real & ~(count <= 0.0)
     w = tl.where(compared, 0.5 / tl.where(count <= 0.0, 1.0, count), 0.0)
 
@@ -356,11 +371,6 @@ def cos_nce_gradient_kernel(
     mask_ptr,  # (B, P) bytes
     inverse_ptr,  # (2·layers, B, P)
     sum_ptr,  # (layers, P, D), or (layers, B, P, D) if EACH
-    weight_ptr,  # (layers, B, P)
-    pull_ptr,  # (layers, B, P)
-    dloss_ptr,  # (), or (B, P) if PER_POSITION
-    scale_ptr,  # ()
-    dx_ptr,  # (layers, B, P, D)
     B,
     P,
     D,
@@ -369,6 +379,11 @@ def cos_nce_gradient_kernel(
     stride_s_p,
     stride_t_b,
     stride_t_p,
+    weight_ptr,  # (layers, B, P)
+    pull_ptr,  # (layers, B, P)
+    dloss_ptr,  # (), or (B, P) if PER_POSITION
+    scale_ptr,  # ()
+    dx_ptr,  # (layers, B, P, D)
     SLOTS: tl.constexpr,
     EACH: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -376,17 +391,11 @@ def cos_nce_gradient_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(1).to(tl.int64)
-    p = program % P
-    i = (program // P) * BLOCK_I + tl.arange(0, BLOCK_I)
+    i, p, real, offsets, z_ptr, t_ptr, z_inverse, t_inverse, sum_ptr = _program(
+        student_ptrs, teacher_ptrs, mask_ptr, inverse_ptr, sum_ptr,
+        B, P, D, SLOTS, EACH, HAS_MASK, BLOCK_I,
+    )  # fmt: skip
     inside = i < B
-    real = _real(mask_ptr, i, p, B, P, HAS_MASK)
-    z_ptr = pick(student_ptrs, layer, SLOTS)
-    t_ptr = pick(teacher_ptrs, layer, SLOTS)
-    offsets = (layer * B + i) * P + p
-    z_inverse = tl.load(inverse_ptr + offsets, mask=real, other=0.0)
-    t_inverse = tl.load(inverse_ptr + tl.num_programs(1) * B * P + offsets, mask=real, other=0.0)
     w = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
     v = 1.5 + w * own
     pull = tl.load(pull_ptr + offsets, mask=inside, other=0.0)
@@ -396,11 +405,6 @@ def cos_nce_gradient_kernel(
         dloss = tl.load(dloss_ptr) * tl.load(scale_ptr)
     outer = dloss * z_inverse
     compared = inside & (w != 0.0)
-    sums = layer * P
-    if EACH:
-        sums = sums * B
-    sum_ptr += sums * D
-
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         z = _direction(z_ptr, z_inverse, i, p, d, real, D, stride_s_b, stride_s_p)
@@ -452,39 +456,15 @@ def cos_nce(
         rows = (negatives, row_mask, norms)
     else:
         row_labels, rows = labels, (teachers, mask, inverse[layers:])
-    if labels is not None:
-        total, count = _labelled_sums(*rows, labels, row_labels)
-    else:
-        total, count = _direction_sums(*rows, B if each else 1)
-        total = total.view(layers, B, P, D) if each else total
-
+    total, count = _direction_sums(*rows, B if each else 1, labels, row_labels)
     each = each or labels is not None
-    config = blocks(each)
-    programs = P * cdiv(B, config["BLOCK_I"])
+    total = total.view(layers, B, P, D) if each else total
+
+    programs = P * cdiv(B, blocks(each)["BLOCK_I"])
     weight, pull, losses = (inverse.new_empty(layers, B, P) for _ in range(3))
     partial, counted = inverse.new_empty(layers, programs), inverse.new_empty(programs)
-    cos_nce_loss_kernel[(programs, layers)](
-        padded(students),
-        padded(teachers),
-        mask,
-        inverse,
-        total,
-        count,
-        weight,
-        pull,
-        losses,
-        partial,
-        counted,
-        B,
-        P,
-        D,
-        int(own),
-        *_strides(students[0], teachers[0]),
-        SLOTS=slots(layers),
-        EACH=each,
-        HAS_MASK=mask is not None,
-        **config,
-    )
+    both = (students, teachers, mask, inverse, total, own)
+    _start(cos_nce_loss_kernel, *both, count, weight, pull, losses, partial, counted)
     loss, scale = inverse.new_empty(()), inverse.new_empty(())
     if reduction == "none":
         return [losses[0], inverse, total, weight, pull, scale]
@@ -521,34 +501,47 @@ def cos_nce_gradient(
     ``own``: negatives are the batch's, without labels.
     """
     inverse, total, weight, pull, scale = saved
+    dx = students[0].new_empty(len(students), *students[0].shape)
+    mask = None if mask is None else mask.view(torch.uint8)
+    both = (students, teachers, mask, inverse, total, own)
+    others = (weight, pull, dloss.contiguous(), scale, dx)
+    _start(cos_nce_gradient_kernel, *both, *others, PER_POSITION=dloss.dim() > 0)
+    return dx
+
+
+def _start(
+    kernel: Any,
+    students: list[Tensor],
+    teachers: list[Tensor],
+    mask: Tensor | None,
+    inverse: Tensor,
+    total: Tensor,
+    own: bool,
+    *others: Tensor,
+    **flags: bool,
+) -> None:
+    """Start loss or gradient, whose programs share out the samples in the same way."""
     B, P, D = students[0].shape
-    layers = len(students)
-    dx = students[0].new_empty(layers, B, P, D)
-    each = total.dim() == 4
+    layers, each = len(students), total.dim() == 4
     config = blocks(each)
-    cos_nce_gradient_kernel[(P * cdiv(B, config["BLOCK_I"]), layers)](
+    kernel[(P * cdiv(B, config["BLOCK_I"]), layers)](
         padded(students),
         padded(teachers),
-        None if mask is None else mask.view(torch.uint8),
+        mask,
         inverse,
         total,
-        weight,
-        pull,
-        dloss.contiguous(),
-        scale,
-        dx,
         B,
         P,
         D,
         int(own),
         *_strides(students[0], teachers[0]),
+        *others,
         SLOTS=slots(layers),
         EACH=each,
         HAS_MASK=mask is not None,
-        PER_POSITION=dloss.dim() > 0,
+        **flags,
         **config,
     )
-    return dx
 
 
 def _strides(first: Tensor, second: Tensor) -> tuple[int, int, int, int]:
@@ -562,8 +555,7 @@ def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor
     layers = len(first)
     inverse = torch.empty(len(sides) * layers, R, P, dtype=torch.float32, device=first[0].device)
     if inverse.numel():
-        config = row_blocks()
-        cos_nce_norm_kernel[(cdiv(R * P, config["BLOCK_R"]), layers, len(sides))](
+        cos_nce_norm_kernel[(cdiv(R * P, ROW_BLOCKS["BLOCK_R"]), layers, len(sides))](
             padded(first),
             padded(second),
             mask,
@@ -574,87 +566,45 @@ def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor
             *_strides(first[0], second[0]),
             SLOTS=slots(layers),
             HAS_MASK=mask is not None,
-            **config,
+            **ROW_BLOCKS,
         )
     return inverse
 
 
-def _splits(rows: int) -> int:
-    """Programs among which ``rows`` are split."""
-    return max(cdiv(rows, ROWS_PER_SUM), 1)
-
-
-def _added(parts: Tensor) -> Tensor:
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
-
-
 def _direction_sums(
-    tensors: list[Tensor], mask: Tensor | None, inverse: Tensor, runs: int
-) -> tuple[Tensor, Tensor]:
-    """Σ x/‖x‖ over rows (runs·R, P, D), and how many: (layers, runs·P, D) and (layers, runs·P)."""
-    rows, P, D = tensors[0].shape
-    rows //= runs
-    layers, groups = len(tensors), runs * P
-    splits = _splits(rows)
-    total = inverse.new_empty(splits, layers, groups, D)
-    count = inverse.new_empty(splits, layers, groups)
-    config = row_blocks()
-    cos_nce_sum_kernel[(groups * cdiv(D, config["BLOCK_D"]), layers, splits)](
-        padded(tensors),
-        mask,
-        inverse,
-        total,
-        count,
-        rows,
-        P,
-        D,
-        groups,
-        tensors[0].stride(0),
-        tensors[0].stride(1),
-        cdiv(rows, splits),
-        SLOTS=slots(layers),
-        HAS_MASK=mask is not None,
-        **config,
-    )
-    return _added(total), _added(count)
-
-
-def _labelled_sums(
     tensors: list[Tensor],
     mask: Tensor | None,
     inverse: Tensor,
-    labels: Tensor,
-    row_labels: Tensor,
+    runs: int,
+    labels: Tensor | None,
+    row_labels: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over rows (R, P, D) of other labels: (layers, B, P, D) and (layers, B, P)."""
+    """Σ x/‖x‖ over rows (runs·R, P, D), and how many: (layers, runs·P, D) and (layers, runs·P).
+
+    With ``labels`` (B,) B sums, each over the rows (R, P, D) of other labels, in place of the runs.
+    """
     rows, P, D = tensors[0].shape
-    layers, B = len(tensors), labels.shape[0]
-    splits = _splits(rows)
-    total = inverse.new_empty(splits, layers, B, P, D)
-    count = inverse.new_empty(splits, layers, B, P)
-    real = labels.is_floating_point() or row_labels.is_floating_point()
-    config = labelled_blocks()
-    tiles = P * cdiv(B, config["BLOCK_I"]) * cdiv(D, config["BLOCK_D"])
-    cos_nce_labelled_sum_kernel[(tiles, layers, splits)](
-        padded(tensors),
-        _comparable(labels, real),
-        _comparable(row_labels, real),
-        mask,
-        inverse,
-        total,
-        count,
-        B,
-        rows,
-        P,
-        D,
-        tensors[0].stride(0),
-        tensors[0].stride(1),
-        cdiv(rows, splits),
-        SLOTS=slots(layers),
-        HAS_MASK=mask is not None,
-        **config,
-    )
-    return _added(total), _added(count)
+    rows //= runs
+    layers = len(tensors)
+    groups = P * (runs if labels is None else labels.shape[0])
+    splits = max(cdiv(rows, ROWS_PER_SUM), 1)
+    total = inverse.new_empty(splits, layers, groups, D)
+    count = inverse.new_empty(splits, layers, groups)
+    strides = tensors[0].stride()[:2]
+    arguments = (padded(tensors), mask, inverse, total, count, rows, P, D, *strides)
+    arguments = (*arguments, cdiv(rows, splits))
+    flags = {"SLOTS": slots(layers), "HAS_MASK": mask is not None}
+    if labels is None or row_labels is None:
+        tiles = groups * cdiv(D, ROW_BLOCKS["BLOCK_D"])
+        cos_nce_sum_kernel[(tiles, layers, splits)](*arguments, groups, **flags, **ROW_BLOCKS)
+    else:
+        B, real = labels.shape[0], labels.is_floating_point() or row_labels.is_floating_point()
+        tiles = cdiv(B, LABELLED_BLOCKS["BLOCK_I"]) * cdiv(D, LABELLED_BLOCKS["BLOCK_D"])
+        compared = _comparable(labels, real), _comparable(row_labels, real)
+        cos_nce_labelled_sum_kernel[(P * tiles, layers, splits)](
+            *arguments, *compared, B, **flags, **LABELLED_BLOCKS
+        )
+    return (total[0], count[0]) if splits == 1 else (total.sum(0), count.sum(0))
 
 
 def _comparable(labels: Tensor, real: bool) -> Tensor:
