@@ -356,16 +356,26 @@ def stream(
                     waiting = []
     if moments is not None and waiting:
         moments.update([torch.cat(parts) for parts in zip(*waiting, strict=True)])
-    if gather and world_size(group) > 1:
-        moments = None if moments is None else moments.gathered(group)
-        parts: list[Any] = [None] * world_size(group)
-        dist.all_gather_object(parts, (counts, list(classes)), group=group)
-        counts = max(part[0] for part in parts)  # a process may have had no batch
-        for number, whole in enumerate(classes):
-            whole.clear()
-            for part in parts:
-                whole.merge(part[1][number])
-    return moments, counts
+    return gathered(moments, counts, classes, group) if gather else (moments, counts)
+
+
+def gathered(
+    moments: Moments | None,
+    counts: list[int],
+    classes: Sequence[IntraClass] = (),
+    group: Group = None,
+) -> tuple[Any, list[int]]:
+    """What `stream` gave each process, as of the batches of all."""
+    if world_size(group) == 1:
+        return moments, counts
+    moments = None if moments is None else moments.gathered(group)
+    parts: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(parts, (counts, list(classes)), group=group)
+    for number, whole in enumerate(classes):
+        whole.clear()
+        for part in parts:
+            whole.merge(part[1][number])
+    return moments, max(part[0] for part in parts)  # a process may have had no batch
 
 
 def reads_last_token(config: Any) -> bool:

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from fastkd.analysis.layers import IntraClass, Pool, check_layers, rccc, stream
+from fastkd.analysis.layers import IntraClass, Pool, check_layers, gathered, rccc, stream
 from fastkd.analysis.measures import Measure, matrix, moments_for
 from fastkd.analysis.pictures import (
     new_figure,
@@ -56,8 +56,7 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
         batches = batches_of(
             tokenizer, texts[kept], pairs, settings.batch_size, settings.max_length, labels
         )
-        with processes.agreed():
-            report = analyze(settings, models, batches)
+        report = analyze(settings, models, batches)
         if processes.first():
             sentence = settings.sentence or texts[0]
             with saving(settings.out):
@@ -185,11 +184,11 @@ def analyze(
     wanted = list(dict.fromkeys(["svcca", *measures]))  # from which RCCC and C_T(l) come
     classes = [IntraClass(cast(Pool, settings.pool)) for _ in models]
     moments = moments_for(wanted, settings.variance)
-    try:
-        moments, counts = stream(list(models.values()), batches, moments, classes, gather=True)
+    with processes.agreed(), _about(settings):
+        moments, counts = stream(list(models.values()), batches, moments, classes)
+    moments, counts = gathered(moments, counts, classes)
+    with _about(settings):
         check_layers(moments, counts, wanted, [SAID[name] for name in models])
-    except ValueError as error:
-        raise InputError(f"--model {settings.model}: {error}") from error
     ends = torch.tensor(counts).cumsum(0).tolist()
     layers = {
         name: range(end - count, end) for name, end, count in zip(models, ends, counts, strict=True)
@@ -226,6 +225,15 @@ def analyze(
             "to_model": {m: across[m] for m in measures},
         }
     return report
+
+
+@contextlib.contextmanager
+def _about(settings: AnalyzeSettings) -> Iterator[None]:
+    """What is wrong with the models' outputs is one sentence."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"--model {settings.model}: {error}") from error
 
 
 def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from fastkd.analysis import (
     cka_matrix,
     layer_intra_class_similarity,
     layer_similarity,
+    layers,
     svcca_matrix,
 )
 from fastkd.app import analyze as report
@@ -167,6 +168,24 @@ def test_processes_share_the_rows(folder, tmp_path):
             if name in a:
                 torch.testing.assert_close(torch.tensor(a[name]), torch.tensor(b[name]))
     assert one["sentence"] == two["sentence"]
+
+
+def failing_on_the_second(rank, words):
+    def stream(*arguments, **options):
+        if rank == 1:
+            raise ValueError("not here")
+        return layers.stream(*arguments, **options)
+
+    report.stream = stream
+    result = run(*words)
+    return result.exit_code, result.stderr
+
+
+def test_what_fails_in_one_process_is_said_once_and_ends_all(folder, tmp_path):
+    words = ["--model", folder, "--text", folder / "text.txt", "--device", "cpu", "--batch-size", 5]
+    codes, said = zip(*run_ranks(failing_on_the_second, 2, tmp_path, words), strict=True)
+    assert codes == (2, 2)
+    assert "".join(said) == f"Error: --model {folder}: not here\n"
 
 
 MODEL = ("--model", "{folder}")
