@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-torch fuzz lint bench gpu-check clean
+.PHONY: demo test tests test-all test-torch fuzz lint style types bench gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -16,13 +16,21 @@ $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
 demo: $(VENV)/installed
 	$(BIN)/fastkd demo
 
-lint: $(VENV)/installed
+lint: style types
+
+style: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
 	$(BIN)/mypy
 
+# The types, which take one core, beside the tests, whose last ones leave cores idle.
+test: style
+	$(MAKE) --jobs 2 --keep-going types tests
+
 # A process a core, with one thread. What Python compiles it may keep: the tests start many.
-test: lint
+tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
 

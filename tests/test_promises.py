@@ -146,15 +146,18 @@ def test_autocast(loss):
 def test_compile(loss):
     """torch.compile(fullgraph=True)"""
     compiled, graphs = counted(loss)
-    for batch in (13, 16, 21):  # more samples than features: CCA's cheaper side is one
+    # Sizes that the compiler finds out to change are in `tests.fuzz` and the losses' own tests.
+    for batch in (13, 16):  # more samples than features: CCA's cheaper side is one
         student, teacher = features(batch=batch)
         mask = padding(batch)
         wanted = value_and_gradient(loss, student, teacher, mask)
+        for x in (student, teacher, mask):
+            torch._dynamo.mark_dynamic(x, 0)
         value = compiled(student, teacher, mask)
         (gradient,) = torch.autograd.grad(value, student)
         assert relative_error(value, wanted[0]) <= 1e-5
         assert relative_error(gradient, wanted[1]) <= 1e-5
-    assert len(graphs) <= 2, f"{len(graphs)} graphs for three sizes"
+    assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
 
 
 @every_loss
