@@ -4,16 +4,16 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import METHODS, student_from_teacher
+from fastkd.distill import METHODS, Distiller, Several, student_from_teacher
 from fastkd.distill.verify import Check, _Step, table, verify
-from tests.distill.models import batch, classifier, model, ready
+from tests.distill.models import batch, classifier, model, pair, ready, recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
 
-def distiller_of(teacher, name):
+def distiller_of(teacher, name, layers=(2, 4)):
     torch.manual_seed(1)
-    return ready(teacher, student_from_teacher(teacher, [2, 4]), name)
+    return ready(teacher, student_from_teacher(teacher, layers), name)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -21,7 +21,7 @@ def test_classifiers_take_the_same_step_in_every_way(name):
     torch.manual_seed(0)
     distiller = distiller_of(classifier("bert"), name)
     before = {key: value.clone() for key, value in distiller.state_dict().items()}
-    checks = {c.name: c for c in verify(distiller, batch(rows=6), ranks=0)}
+    checks = {c.name: c for c in verify(distiller, batch(rows=6), ranks=0, compile_backend=None)}
     assert all(torch.equal(before[key], value) for key, value in distiller.state_dict().items())
     assert distiller.training and next(distiller.parameters()).dtype == torch.float32
     parts = checks.pop("accumulated in a plain loop")
@@ -31,11 +31,19 @@ def test_classifiers_take_the_same_step_in_every_way(name):
         assert parts.deviation > 1e-6
     else:
         assert parts.verdict == "equal"
-    compiled = checks.pop("compiled").verdict
-    assert compiled == ("not here" if name == "lrc_bert" else "equal")
     assert checks.pop("packed rows").verdict == checks.pop("left padding").verdict == "not here"
     for check in checks.values():
         assert check.verdict == "equal", check
+
+
+# Task and soft targets are terms of these too.
+@pytest.mark.parametrize("name", ["fcd", "knn", "lrc_bert", "mc3kd", "lrkd"])
+def test_a_compiled_step_is_the_same(name):
+    torch.manual_seed(0)
+    distiller = distiller_of(classifier("bert", layers=2), name, [2])  # compiling takes seconds
+    check = verify(distiller, batch(rows=6), ranks=0)[-1]
+    assert check.name == "compiled", check
+    assert check.verdict == ("not here" if name == "lrc_bert" else "equal"), check
 
 
 @pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd"])
@@ -52,14 +60,13 @@ def test_language_models_too(name):
         assert check.verdict in expected, check
 
 
-@pytest.mark.parametrize("name", ["fcd", "mc3kd"])
-def test_processes(name):
-    """Of four one gets no row."""
+def test_processes():
+    """Of four one gets no row; test_several has two."""
     torch.manual_seed(0)
-    distiller = distiller_of(classifier("bert"), name)
-    checks = verify(distiller, batch(rows=6), ranks=(2, 4), compile_backend=None)
-    for check, count in zip(checks[-2:], (2, 4), strict=True):
-        assert check.name == f"{count} processes, gather=True" and check.verdict == "equal"
+    teacher, student = pair(t.AutoModelForSequenceClassification, "bert", num_labels=3)
+    distiller = Distiller(teacher, student, Several(recipe("fcd"), recipe("mc3kd")))
+    check = verify(distiller, batch(rows=6), ranks=(4,), compile_backend=None)[-1]
+    assert check.name == "4 processes, gather=True" and check.verdict == "equal", check
 
 
 def test_a_process_that_fails_ends_the_others():

@@ -2,9 +2,8 @@
 
 import csv
 import json
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,16 +18,17 @@ from fastkd.app.display import new_console
 from fastkd.app.errors import InputError
 from fastkd.app.run import Run
 from fastkd.distill import METHODS
-from fastkd.study import command, report, spec
+from fastkd.study import command, report, spec, work
 from fastkd.study.baselines import BASELINES
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
 from tests.app.test_cli import stop_at, terminate
+from tests.distill.processes import CONTEXT
 from tests.tiny import make_teacher, write_tsv
 
 SHARED = """
 title = "Tiny"
-teacher = "{root}/tiny"
+teacher = "{tiny}"
 seeds = 2
 steps = 3
 evaluations = 2
@@ -50,17 +50,36 @@ fcd = {alpha = [0.1, 1.0]}
 """
 
 
+def with_rows(folder):
+    write_tsv(folder / "train.tsv", 40, 0)
+    write_tsv(folder / "dev.tsv", 24, 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Beside every test's folder: the runs of one are those of another with the same file."""
+    return make_teacher(tmp_path_factory.getbasetemp() / "tiny", head=False)
+
+
 @pytest.fixture
-def root(tmp_path):
-    make_teacher(tmp_path / "tiny", head=False)
-    write_tsv(tmp_path / "train.tsv", 40, 0)
-    write_tsv(tmp_path / "dev.tsv", 24, 1)
-    return tmp_path
+def root(tmp_path, tiny):
+    return with_rows(tmp_path)
 
 
-def write(root, methods=FEW, name="spec.toml", shared=SHARED):
-    path = root / name
-    path.write_text(shared.replace("{root}", str(root)) + methods)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny):
+    """What the command prints, and the folder that it leaves."""
+    root = with_rows(tmp_path_factory.mktemp("finished"))
+    words = ["study", str(write(root)), "--out", str(root / "out")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output, root / "out"
+
+
+def write(root, methods=FEW, shared=SHARED):
+    path = root / "spec.toml"
+    path.write_text(shared.replace("{tiny}", str(root.parent / "tiny")) + methods)
     return path
 
 
@@ -78,11 +97,9 @@ def study(path, out, **options):
     command.run(StudySettings(spec=path, out=out, **options), new_console())
 
 
-def test_whole_study(root):
-    path, out = write(root), root / "out"
-    result = CliRunner().invoke(app, ["study", str(path), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "8 runs: 1 data sets, 4 variants, 2 seeds, 3 steps each" in result.output
+def test_whole_study(root, finished):
+    output, out = finished[0], shutil.copytree(finished[1], root / "out")
+    assert "8 runs: 1 data sets, 4 variants, 2 seeds, 3 steps each" in output
     found = runs(out)
     assert len(found) == 8
     for run in found.values():
@@ -101,30 +118,33 @@ def test_whole_study(root):
     assert "| labels |" in (out / "report.md").read_text()
 
     before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
-    study(path, out, seeds=3)
+    study(write(root), out, seeds=3)
     assert len(runs(out)) == 12
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_the_same(root):
+def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
     methods = FEW + "lrc_bert = {}\nlrkd = {}\n"  # both have parts of their own
-    path = write(root, methods)
-    study(path, root / "whole")
+    path, whole = write(root, methods), shutil.copytree(finished[1], root / "whole")
+    study(path, whole)
     out = root / "killed"
-    words = [sys.executable, "-m", "fastkd", "study", str(path), "--out", str(out)]
     for enough in (1, 5):
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = CONTEXT.Process(target=study, args=(path, out))
+        process.start()
         deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if len(list((out / "runs").glob("*.json"))) >= enough:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
             time.sleep(0.01)
-        assert process.wait() == -signal.SIGKILL
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert len(runs(out)) < 12
     (out / "runs" / "left.lock").touch()
+    # The workers get the same as new interpreters would, and import less.
+    monkeypatch.setattr(work.multiprocessing, "get_context", lambda method: CONTEXT)
     study(path, out, jobs=2)
-    assert runs(out) == runs(root / "whole")
+    assert runs(out) == runs(whole)
 
 
 @pytest.mark.parametrize("step", [None, 2])  # of a run, or before the first
@@ -150,29 +170,28 @@ def test_every_method_and_baseline_has_a_row(root):
     assert not [run for run in found.values() if "failed" in run]
 
 
-def test_the_cache_changes_nothing(root):
-    study(write(root), root / "cached", seeds=1)
+def test_the_cache_changes_nothing(root, finished):
     study(write(root, shared="cache = false\n" + SHARED), root / "plain", seeds=1)
-    assert (root / "cached" / "cache").exists() and not (root / "plain" / "cache").exists()
-    cached, plain = runs(root / "cached"), runs(root / "plain")
-    assert cached.keys() == plain.keys()
-    for name, run in cached.items():
-        other = plain[name]
+    assert (finished[1] / "cache").exists() and not (root / "plain" / "cache").exists()
+    cached, plain = runs(finished[1]), runs(root / "plain")
+    assert len(plain) == 4
+    for name, other in plain.items():
+        run = cached[name]
         assert run["predictions"] == other["predictions"] and run["scores"] == other["scores"]
         # Written in other batches than the teacher would see: the last bits are padding's.
         for one, two in zip(run["history"], other["history"], strict=True):
             assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
 
 
-def test_a_student_of_the_model_before_it_was_the_teacher(root):
+def test_a_student_of_the_model_before_it_was_the_teacher(root, tiny):
     found = spec.read(StudySettings(spec=write(root, shared='student = "pretrained"\n' + SHARED)))
     task = TaskWork(found, found.tasks[0], root / "out")
     for variant in found.variants[:2]:
         starts = [task._distiller(variant, cached=False).student for _ in range(2)]
         word = "embeddings.word_embeddings.weight"
-        tiny = AutoModel.from_pretrained(root / "tiny").get_parameter(word)
-        assert torch.equal(starts[0].get_parameter(f"bert.{word}"), tiny)
-        assert not torch.equal(task.teacher.get_parameter(f"bert.{word}"), tiny)
+        before = AutoModel.from_pretrained(tiny).get_parameter(word)
+        assert torch.equal(starts[0].get_parameter(f"bert.{word}"), before)
+        assert not torch.equal(task.teacher.get_parameter(f"bert.{word}"), before)
         assert not torch.equal(starts[0].classifier.weight, starts[1].classifier.weight)
 
 
@@ -269,7 +288,7 @@ def test_few_labels_are_even_and_the_seeds_own(root):
         assert not numbers & set(corpus.unlabelled.columns("number"))
 
 
-def test_the_papers_order_is_judged_row_by_row(root):
+def test_the_papers_order_is_judged_row_by_row(root, finished):
     paper = """
 baseline = "fcd, alpha=1.0"
 [paper]
@@ -279,9 +298,8 @@ rows = {"fcd, alpha=1.0" = [50.0, 60.0], "fcd, alpha=0.1" = [40.0, 50.0]}
 """
     head, tasks = SHARED.split("[tasks.one]")
     path = write(root, "", shared=head + paper.strip() + "\n[tasks.one]" + tasks + FEW)
-    out = root / "out"
-    study(path, out)
-    page = (out / "report.md").read_text()
+    study(path, root / "out", runs=finished[1])
+    page = (root / "out" / "report.md").read_text()
     assert "fcd, alpha=0.1 is below fcd, alpha=1.0 in the paper (-10.0); here" in page
     assert "paper: x" in page and "ours: one" in page
 
