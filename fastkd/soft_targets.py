@@ -182,18 +182,18 @@ def _check_logits(student: Tensor, teacher: Tensor) -> None:
     check_floating("teacher_logits", teacher)
     check_like("teacher_logits", teacher, "student_logits", student)
     check_no_grad("teacher_logits", teacher)
-    if student.shape[-1] != teacher.shape[-1]:
+    _check_vocabularies("logits", student, student.shape[-1], teacher.shape[-1])
+    check_shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
+
+
+def _check_vocabularies(name: str, student: Tensor, of_student: int, of_teacher: int) -> None:
+    if of_student != of_teacher:
         raise ValueError(
-            f"student_logits have a vocabulary of {student.shape[-1]} entries but teacher_logits "
-            f"of {teacher.shape[-1]}; logits of different vocabularies can't be compared"
+            f"student_{name} has a vocabulary of {of_student} entries but teacher_{name} of "
+            f"{of_teacher}; logits of different vocabularies can't be compared"
         )
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"teacher_logits must have the shape of student_logits {tuple(student.shape)}, "
-            f"got {tuple(teacher.shape)}"
-        )
-    if student.shape[-1] == 0:
-        raise ValueError(f"student_logits have no entry to compare, got {tuple(student.shape)}")
+    if of_student == 0:
+        raise ValueError(f"student_{name} has no entry to compare, got {tuple(student.shape)}")
 
 
 def _check_options(
@@ -250,6 +250,10 @@ def _divide(
     return total / (max(rows, 1) if mask is None else mask.sum().clamp(min=1))
 
 
+# What the losses of single rows depend on: divergence, temperature and their factor.
+PerRow = tuple[str, float, float]
+
+
 @dataclass(frozen=True)
 class _Options:
     divergence: str
@@ -258,8 +262,7 @@ class _Options:
     reduction: str
 
     @property
-    def per_row(self) -> tuple[str, float, float]:
-        """What the losses of single rows depend on: divergence, temperature and their factor."""
+    def per_row(self) -> PerRow:
         scale = self.temperature**2 if self.scale_by_t2 else 1.0
         return self.divergence, self.temperature, scale
 
@@ -276,7 +279,7 @@ class _SoftTargets(torch.autograd.Function):
     def forward(ctx, options, student, teacher, mask):
         # student, teacher (R, V); mask (R,)
         ctx.dtype = student.dtype
-        loss, dstudent = _rows(student, teacher, mask, ctx.needs_input_grad[1], *options.per_row)
+        loss, dstudent = _rows(student, teacher, mask, ctx.needs_input_grad[1], options.per_row)
         _save(ctx, dstudent, mask)
         return loss
 
@@ -323,15 +326,14 @@ def _rows(
     teacher: Tensor,
     mask: Tensor | None,
     wants_grad: bool,
-    divergence: str,
-    temperature: float,
-    scale: float,
+    per_row: PerRow,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss (R,) of every row, 0 where masked, and its gradient (R, V) with respect to student.
 
     The gradient stays in the working dtype: half types would lose small probabilities before a
     loss scale reaches them. In a masked row it is finite, but not zero.
     """
+    divergence, temperature, scale = per_row
     rows, vocabulary = student.shape
     dtype = working_dtype(student)
     loss = student.new_empty(rows, dtype=dtype)
@@ -528,21 +530,11 @@ def _check_heads(
     check_like("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
     check_no_grad("teacher_hidden", teacher_hidden)
     check_no_grad("teacher_weight", teacher_weight)
-    if student_weight.shape[0] != teacher_weight.shape[0]:
-        raise ValueError(
-            f"student_weight has a vocabulary of {student_weight.shape[0]} entries but "
-            f"teacher_weight of {teacher_weight.shape[0]}; logits of different vocabularies "
-            "can't be compared"
-        )
-    if student_weight.shape[0] == 0:
-        raise ValueError(
-            f"student_weight has no entry to compare, got {tuple(student_weight.shape)}"
-        )
-    leading = student_hidden.shape[:-1]
-    shape = (*leading, teacher_weight.shape[1])
+    V, Ds = student_weight.shape[0], student_hidden.shape[-1]
+    _check_vocabularies("weight", student_weight, V, teacher_weight.shape[0])
+    shape = (*student_hidden.shape[:-1], teacher_weight.shape[1])
     check_shape("teacher_hidden", teacher_hidden, shape, "student_hidden's positions, Dt")
-    shape = (student_weight.shape[0], student_hidden.shape[-1])
-    check_shape("student_weight", student_weight, shape, "the vocabulary, Ds")
+    check_shape("student_weight", student_weight, (V, Ds), "the vocabulary, Ds")
 
 
 @dataclass(frozen=True)
@@ -618,7 +610,7 @@ def linear_soft_targets(
 
     Without weights (R,) all are 1.
     """
-    options = triton, divergence, temperature, scale
+    per_row = divergence, temperature, scale
     rows, dtype = h_s.shape[0], working_dtype(h_s)
     loss = h_s.new_empty(rows, dtype=dtype)
     dh = h_s.new_empty(h_s.shape, dtype=dtype) if needs_dh else None
@@ -634,7 +626,7 @@ def linear_soft_targets(
             wider = torch.promote_types(student.dtype, teacher.dtype)
             kept, weight = (None if x is None else x[chunk] for x in (mask, weights))
             loss[chunk], grad = _weighted_rows(
-                student.to(wider), teacher.to(wider), kept, weight, *options
+                student.to(wider), teacher.to(wider), kept, weight, triton, per_row
             )
             if grad is None:
                 continue
@@ -654,26 +646,25 @@ def _weighted_rows(
     mask: Tensor | None,
     weights: Tensor | None,
     triton: bool,
-    divergence: str,
-    temperature: float,
-    scale: float,
+    per_row: PerRow,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss (R,) of every row and, with weights (R,), the gradient of Σ weights·loss (R, V).
 
     The gradient has the dtype of the logits, and may stand where the student's stood.
     """
-    options = divergence, temperature, scale
     if not triton:
-        loss, grad = _rows(student, teacher, mask, weights is not None, *options)
+        loss, grad = _rows(student, teacher, mask, weights is not None, per_row)
         if grad is None or weights is None:
             return loss, None
         return loss, (grad * weights[:, None]).to(student.dtype)
 
-    from fastkd.kernels.soft_targets import soft_target_forward, soft_target_replace
+    from fastkd.kernels.soft_targets import fill_gradient, soft_target_forward
 
+    loss, stats = soft_target_forward(student, teacher, mask, *per_row)
     if weights is None:
-        return soft_target_forward(student, teacher, mask, *options)[0], None
-    return soft_target_replace(student, teacher, mask, weights, *options), student
+        return loss, None
+    fill_gradient(student, student, teacher, mask, stats, None, weights, *per_row)
+    return loss, student
 
 
 def _linear_chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:

@@ -504,17 +504,6 @@ def soft_target_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool."""
-    return _launch_forward(student, teacher, mask, divergence, temperature, scale)
-
-
-def _launch_forward(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    divergence: str,
-    temperature: float,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
     R, V = student.shape
     aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
     config = forward_blocks(V, divergence, student.element_size(), aligned)
@@ -600,30 +589,11 @@ def soft_target_backward(
     """
     dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     options = divergence, temperature, scale
-    _launch_backward(dstudent, student, teacher, mask, stats, divisor, dloss, *options)
+    fill_gradient(dstudent, student, teacher, mask, stats, divisor, dloss, *options)
     return dstudent
 
 
-def soft_target_replace(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    weights: Tensor,
-    divergence: str,
-    temperature: float,
-    scale: float,
-) -> Tensor:
-    """Loss (R,) of every row; the contiguous logits of student become d(Σ weights·loss).
-
-    Not an operator: its callers make logits where graphs do not see them.
-    """
-    options = divergence, temperature, scale
-    loss, stats = _launch_forward(student, teacher, mask, *options)
-    _launch_backward(student, student, teacher, mask, stats, None, weights, *options)
-    return loss
-
-
-def _launch_backward(
+def fill_gradient(
     dstudent: Tensor,
     student: Tensor,
     teacher: Tensor,
@@ -635,7 +605,10 @@ def _launch_backward(
     temperature: float,
     scale: float,
 ) -> None:
-    """Fill dstudent, which may be student: each of its tiles is read before it is written."""
+    """Fill dstudent, which may be student: each of its tiles is read before it is written.
+
+    Not an operator: it writes to logits that are made where graphs do not see them.
+    """
     R, V = student.shape
     if R == 0:
         return

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -68,55 +69,86 @@ def value_and_grad(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Value and gradient of ``student``, which keeps its strides; the upstream gradient is 1."""
-    student = student.detach().requires_grad_()
-    value = function(student, *arguments, **options)
+    upstream = 1.0 if upstream is None else upstream
+    return values_and_grads(function, [student], *arguments, upstream=upstream, **options)
+
+
+def values_and_grads(
+    function: Callable[..., Tensor],
+    learning: Sequence[Tensor],
+    *given: Any,
+    upstream: Tensor | float = 3.0,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Value of ``function(*learning, *given)`` and gradients of ``learning``, strides kept."""
+    learning = [x.detach().requires_grad_() for x in learning]
+    value = function(*learning, *given, **options)
     if not isinstance(upstream, Tensor):
-        upstream = torch.full_like(value, 1.0 if upstream is None else upstream)
-    value.backward(upstream.to(value))
-    return value.detach(), student.grad
+        upstream = torch.full_like(value, upstream)
+    return value.detach(), *torch.autograd.grad(value, learning, upstream.to(value))
 
 
 def assert_matches_reference(
     loss: Callable[..., Tensor],
     reference: Callable[..., Tensor],
     backend: str,
-    student: Tensor,
-    *arguments: Any,
+    learning: Tensor | Sequence[Tensor],
+    *given: Any,
+    upstream: Tensor | float | None = None,
+    of_value: torch.dtype | None = None,
     gradient_floor: float = 1e-8,
     **options: Any,
 ) -> None:
-    """Value and gradient, and their dtypes: right as far as ``reference`` is in the same dtype."""
+    """Value, gradients and their dtypes: right as far as ``reference`` is in the same dtype.
+
+    ``of_value``: the value's dtype if it is not the working one.
+    """
+    learning = [learning] if isinstance(learning, Tensor) else learning
+    dtype = learning[0].dtype
+    if backend == "triton" and dtype == torch.float64:
+        with pytest.raises(ValueError, match="float64 is left to PyTorch"):
+            loss(*learning, *given, backend=backend, **options)
+        return
 
     def double(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    actual = value_and_grad(loss, student, *arguments, backend=backend, **options)
-    plain = value_and_grad(reference, student, *arguments, **options)
-    exact = (double(x) for x in (student, *arguments))
-    oracle = value_and_grad(reference, *exact, **{name: double(x) for name, x in options.items()})
-    assert actual[0].dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
-    assert actual[1].dtype == student.dtype
-    assert_accurate(actual[0], oracle[0], student.dtype, plain[0])
-    assert_accurate(actual[1], oracle[1], student.dtype, plain[1], gradient_floor)
+    options["upstream"] = 3.0 if upstream is None else upstream
+    actual = values_and_grads(loss, learning, *given, backend=backend, **options)
+    plain = values_and_grads(reference, learning, *given, **options)
+    exact = {name: double(x) for name, x in options.items()}
+    oracle = values_and_grads(reference, [*map(double, learning)], *map(double, given), **exact)
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    dtypes = (of_value or working, *(x.dtype for x in learning))
+    floors = (1e-8, *[gradient_floor] * len(learning))
+    for a, o, p, kind, floor in zip(actual, oracle, plain, dtypes, floors, strict=True):
+        assert a.dtype == kind
+        assert_accurate(a, o, kind, p, floor)
 
 
-def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+def counted(
+    function: Callable[..., Any], backend: str = "eager"
+) -> tuple[Callable[..., Any], list[Any]]:
     """The function compiled anew in one graph a call, and its graphs so far."""
     graphs: list[Any] = []
+    compiler = torch._dynamo.lookup_backend(backend)
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
-        return graph.forward
+        return compiler(graph, inputs)
 
     torch._dynamo.reset()  # of what the same lines were compiled to before
-    return torch.compile(function, fullgraph=True, backend=backend), graphs
+    return torch.compile(function, fullgraph=True, backend=count), graphs
 
 
 def count_graphs(
-    function: Callable[..., Tensor], calls: Iterable[Sequence[Any]], **tolerance: float
+    function: Callable[..., Tensor],
+    calls: Iterable[Sequence[Any]],
+    backend: str = "eager",
+    **tolerance: float,
 ) -> int:
     """How many graphs serve the calls' arguments, with eager's values and gradients."""
-    compiled, graphs = counted(function)
+    compiled, graphs = counted(function, backend)
     parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
     for call in calls:
         learnt = [x for x in call if isinstance(x, Tensor) and x.requires_grad] + parameters

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd import soft_targets
 from fastkd.soft_targets import (
@@ -20,7 +19,14 @@ from fastkd.soft_targets import (
     soft_target_loss_ref,
 )
 from tests import compare
-from tests.compare import DTYPES, assert_accurate, every_two_meet
+from tests.compare import (
+    DTYPES,
+    assert_accurate,
+    assert_matches_reference,
+    count_graphs,
+    every_two_meet,
+    values_and_grads,
+)
 
 TRITON_FUNCTION = "soft_target_loss"
 
@@ -42,24 +48,8 @@ def oracle(student, teacher, **options):
 
 
 def check_against_oracle(student, teacher, backend, **options):
-    """Value and gradient as near to the float64 reference as the reference in this dtype."""
-    if backend == "triton" and student.dtype == torch.float64:
-        with pytest.raises(ValueError, match="float64 is left to PyTorch"):
-            soft_target_loss(student, teacher, backend=backend)
-        return
-    mask = options.pop("mask", None)
-    value, grad = value_and_grad(
-        soft_target_loss, student, teacher, mask=mask, backend=backend, **options
-    )
-    right_value, right_grad = oracle(student, teacher, mask=mask, **options)
-    ref_value, ref_grad = value_and_grad(
-        soft_target_loss_ref, student, teacher, mask=mask, **options
-    )
-    assert value.dtype == (torch.float64 if student.dtype == torch.float64 else torch.float32)
-    assert grad.dtype == student.dtype
-    working = torch.float64 if student.dtype == torch.float64 else torch.float32
-    assert_accurate(value, right_value, working, ref_value)
-    assert_accurate(grad, right_grad, student.dtype, ref_grad)
+    functions = soft_target_loss, soft_target_loss_ref
+    assert_matches_reference(*functions, backend, student, teacher, **options)
 
 
 # Worked examples
@@ -451,15 +441,7 @@ SIZES = {
 
 def check_graphs(loss, calls):
     """At most one graph for the first sizes and one for all others, right values in both."""
-    torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(loss, fullgraph=True, backend=graphs)
-    for call in calls:
-        learnt = [x for x in call if isinstance(x, torch.Tensor) and x.requires_grad]
-        values = [function(*call) for function in (compiled, loss)]
-        actual, expected = ((v, *torch.autograd.grad(v.sum(), learnt)) for v in values)
-        torch.testing.assert_close(actual, expected)
-    assert graphs.frame_count <= 2
+    assert count_graphs(loss, calls, backend="aot_eager") <= 2
 
 
 @pytest.mark.parametrize(
@@ -602,25 +584,13 @@ def exact_dtype(backend):
     return torch.float32 if backend == "triton" else torch.float64
 
 
-def linear_value_and_grads(loss_fn, heads, upstream=None, **options):
-    heads = [x.detach().clone() for x in heads]
-    learned = [x.requires_grad_() for x in heads[:2]]
-    loss = loss_fn(*heads, **options)
-    upstream = torch.full_like(loss, 3.0) if upstream is None else upstream
-    return loss.detach(), *torch.autograd.grad(loss, learned, upstream)
+def linear_value_and_grads(loss, heads, **options):
+    return values_and_grads(loss, heads[:2], *heads[2:], **options)
 
 
 def check_linear(heads, backend, **options):
-    """Value, gradients and their dtypes against the float64 reference, for this backend."""
-    actual = linear_value_and_grads(linear_soft_target_loss, heads, backend=backend, **options)
-    reference = linear_value_and_grads(linear_soft_target_loss_ref, heads, **options)
-    doubled = [x.double() for x in heads]
-    right = linear_value_and_grads(linear_soft_target_loss_ref, doubled, **options)
-    dtype = heads[0].dtype
-    working = torch.float64 if dtype == torch.float64 else torch.float32
-    for a, r, ref, expected in zip(actual, right, reference, (working, dtype, dtype), strict=True):
-        assert a.dtype == expected
-        assert_accurate(a, r, expected, ref)
+    functions = linear_soft_target_loss, linear_soft_target_loss_ref
+    assert_matches_reference(*functions, backend, heads[:2], *heads[2:], **options)
 
 
 @divergences
@@ -632,7 +602,7 @@ def test_linear_equals_the_loss_of_the_logits(
     monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (chunk, chunk))
     heads = make_heads(3, 4, dtype=exact_dtype(backend), device=device)
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device)
-    upstream = torch.rand(3, 4, device=device) if reduction == "none" else None
+    upstream = torch.rand(3, 4, device=device) if reduction == "none" else 3.0
     options = dict(divergence=divergence, reduction=reduction, temperature=1.5, upstream=upstream)
     for given_mask in (None, mask):
         check_linear(heads, backend, mask=given_mask, **options)
@@ -705,10 +675,10 @@ def test_linear_teacher_made_in_inference_mode(backend, device, reduction):
     expected = linear_value_and_grads(linear_soft_target_loss, heads, mask=mask, **options)
     with torch.inference_mode():
         made, mask = [x.clone() for x in heads[2:]], mask.clone()
-    learned = [x.detach().clone().requires_grad_() for x in heads[:2]]
-    value = linear_soft_target_loss(*learned, *made, mask=mask, **options)
-    grads = torch.autograd.grad(value, learned, torch.full_like(value, 3.0))
-    assert all(map(torch.equal, (value, *grads), expected))
+    actual = linear_value_and_grads(
+        linear_soft_target_loss, (*heads[:2], *made), mask=mask, **options
+    )
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
@@ -716,7 +686,7 @@ def test_linear_heads_wider_than_the_states(backend, device, reduction):
     """Under autocast the states are bfloat16 and the weights stay float32."""
     wide = make_heads(6, dtype=torch.float32, device=device)
     h_s, h_t = wide[0].bfloat16(), wide[2].bfloat16()
-    upstream = torch.rand(6, device=device) if reduction == "none" else None
+    upstream = torch.rand(6, device=device) if reduction == "none" else 3.0
     options = dict(reduction=reduction, upstream=upstream)
     exact = linear_value_and_grads(
         linear_soft_target_loss_ref,
@@ -765,8 +735,7 @@ def test_linear_ignores_nan_in_padding(backend, device):
         padded = [x.detach().clone() for x in heads]
         padded[0][~mask] = padded[2][~mask] = float("nan")
         changed = linear_value_and_grads(linear_soft_target_loss, padded, **options)
-        for a, b in zip(plain, changed, strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, plain, changed))
         assert (changed[1][~mask] == 0).all()
 
 
@@ -790,14 +759,11 @@ def test_linear_backward_twice_and_frozen_head(backend, device, reduction):
         assert torch.equal(torch.autograd.grad(loss, alone[learns])[0], first[learns])
 
 
-def test_linear_without_grad_and_second_derivative(backend, device):
+def test_linear_without_grad(backend, device):
     heads = make_heads(4, dtype=exact_dtype(backend), device=device)
     loss = linear_soft_target_loss(*heads, backend=backend)
     with torch.no_grad():
         assert torch.equal(linear_soft_target_loss(*heads, backend=backend), loss)
-    (grad,) = torch.autograd.grad(loss.square(), heads[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        grad.sum().backward()
 
 
 def test_linear_denominator_and_empty(backend, device):
@@ -889,7 +855,7 @@ def test_bad_inputs():
     student, teacher = make_logits(3, 5)
     with pytest.raises(ValueError, match="different vocabularies can't be compared"):
         soft_target_loss(student, teacher[:, :4])
-    with pytest.raises(ValueError, match="must have the shape of student_logits"):
+    with pytest.raises(ValueError, match="the shape of student_logits"):
         soft_target_loss(student, teacher[:2])
     with pytest.raises(TypeError, match=r"teacher_logits is torch.float32"):
         soft_target_loss(student, teacher.float())

@@ -12,6 +12,7 @@ from fastkd.projection import (
 pytest.importorskip("triton")
 
 from fastkd._dispatch import TRITON_FUNCTIONS
+from tests.compare import assert_matches_reference
 from tests.kernels.launches import count_launches
 
 MOST_COLUMNS = TRITON_FUNCTIONS["layer_norm_mse"].at_most["columns"]
@@ -30,13 +31,8 @@ def test_few_launches(device):
 
 @pytest.mark.parametrize("columns", [8193, MOST_COLUMNS])
 def test_widest_rows(device, columns):
-    x, y = torch.randn(2, 2, columns, device=device)
-    grads = []
-    for function, options in ((layer_norm_mse, {"backend": "triton"}), (layer_norm_mse_ref, {})):
-        leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
-        loss = function(*leaves, **options)
-        grads.append((loss, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-9)
+    pair = torch.randn(2, 2, columns, device=device)
+    assert_matches_reference(layer_norm_mse, layer_norm_mse_ref, "triton", [*pair])
 
 
 def test_rows_too_wide_say_so(device):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastkd
+from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tests.calls import ALL_TYPES, BOTH, Call, Calls, Made, given, learns, mask_of, numbers
 from tests.draw import SIZES, Case, Draw
 from tests.subject import D_S, D_T, Subject, of_module
@@ -82,9 +83,9 @@ def random_soft_targets(draw: Draw) -> Case:
     shape, V = (draw.size(zero=True),), draw.pick([*SIZES, 1030])
     options = {
         "temperature": draw.pick([1.0, 2.5]),
-        "divergence": draw.pick(["forward_kl", "reverse_kl", "adaptive_kl", "js"]),
+        "divergence": draw.pick(DIVERGENCES),
     }
-    reduction, t2 = draw.pick(["batchmean", "sum", "none"]), draw.chance(0.5)
+    reduction, t2 = draw.pick(REDUCTIONS), draw.chance(0.5)
     denominator = None
     if reduction == "batchmean" and draw.chance(0.5):
         denominator = draw.pick([3, 2.5, torch.tensor(3.0), torch.tensor(7, dtype=torch.float64)])
@@ -139,7 +140,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         {n: draw.features(rows, D, scales=(scale,)) for n, (rows, D, scale) in side.items()}
         for side in (student, teacher)
     )
-    heads = max(x.norm() for x in (*learning.values(), *given.values()))
+    largest = max(x.norm() for x in (*learning.values(), *given.values()))
     return Case(
         lambda h_s, w_s, h_t, w_t, mask: fastkd.linear_soft_target_loss(
             h_s,
@@ -159,87 +160,61 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         scale=10.0,
         mask=mask,
         masked=("h_s", "h_t"),
-        slope=lambda x: x.new_full(x.shape[:-1], float(heads)),
+        slope=lambda x: x.new_full(x.shape[:-1], float(largest)),
     )
 
 
+def logits(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Made]:
+    return {
+        "student_logits": learns(*shape, dtype=dtype),
+        "teacher_logits": given(*shape, dtype=dtype),
+    }
+
+
+def heads(*leading: int, V: int, student=learns, dtype: torch.dtype) -> dict[str, Made]:
+    return {
+        "student_hidden": student(*leading, 48, dtype=dtype),
+        "student_weight": student(V, 48, dtype=dtype),
+        "teacher_hidden": given(*leading, 64, dtype=dtype),
+        "teacher_weight": given(V, 64, dtype=dtype),
+    }
+
+
 def calls() -> Calls:
-    divergences = ("forward_kl", "reverse_kl", "adaptive_kl", "js")
     kinds = (torch.int8, torch.int64, *ALL_TYPES)
     denominators = [7, 2.5, *(numbers(dtype=kind) for kind in kinds)]
-    reductions = ("batchmean", "sum", "none")
-    choices: list[tuple[str, Any]] = [(reduction, None) for reduction in reductions]
+    choices: list[tuple[str, Any]] = [(reduction, None) for reduction in REDUCTIONS]
     choices += [("batchmean", number) for number in denominators]
     for divergence, dtype, masked, V, (reduction, number) in itertools.product(
-        divergences, ALL_TYPES, BOTH, (1, 50, 1024, 1025, 1040, 30522, 152_064), choices
+        DIVERGENCES, ALL_TYPES, BOTH, (1, 50, 1024, 1025, 1040, 30522, 152_064), choices
     ):
         if number is not None and V not in (1024, 1025):
             continue
         options = {"divergence": divergence, "reduction": reduction}
         extras = mask_of(2, 3, masked=masked) | {"denominator": number}
-        yield Call(
-            fastkd.soft_target_loss,
-            {
-                "student_logits": learns(2, 3, V, dtype=dtype),
-                "teacher_logits": given(2, 3, V, dtype=dtype),
-                **extras,
-            },
-            options,
-        )
-        if isinstance(number, Made):
-            continue
-        yield Call(
-            fastkd.linear_soft_target_loss,
-            {
-                "student_hidden": learns(2, 3, 48, dtype=dtype),
-                "student_weight": learns(V, 48, dtype=dtype),
-                "teacher_hidden": given(2, 3, 64, dtype=dtype),
-                "teacher_weight": given(V, 64, dtype=dtype),
-                **extras,
-            },
-            options,
-        )
+        yield Call(fastkd.soft_target_loss, logits(2, 3, V, dtype=dtype) | extras, options)
+        if not isinstance(number, Made):
+            inputs = heads(2, 3, V=V, dtype=dtype) | extras
+            yield Call(fastkd.linear_soft_target_loss, inputs, options)
     for divergence, reduction, backend in itertools.product(
-        divergences, ("batchmean", "sum", "none"), ("auto", "torch", "triton")
+        DIVERGENCES, REDUCTIONS, ("auto", "torch", "triton")
     ):
         options = {"divergence": divergence, "reduction": reduction, "backend": backend}
         for of in (fastkd.SoftTargetLoss, fastkd.soft_target_loss):
-            yield Call(
-                of, {"student_logits": learns(6, 50), "teacher_logits": given(6, 50)}, options
-            )
-        yield Call(
-            fastkd.linear_soft_target_loss,
-            {
-                "student_hidden": given(3, 8),
-                "student_weight": given(50, 8),
-                "teacher_hidden": given(3, 8),
-                "teacher_weight": given(50, 8),
-            },
-            options,
-        )
-    yield Call(
-        fastkd.SoftTargetLoss,
-        {
-            "student_logits": learns(6, 50),
-            "teacher_logits": given(6, 50),
-            "mask": numbers(6),
-            "denominator": numbers(),
-        },
-        {},
-    )
+            yield Call(of, logits(6, 50), options)
+        inputs = heads(3, V=50, student=given, dtype=torch.float32)
+        yield Call(fastkd.linear_soft_target_loss, inputs, options)
+    extras = {"mask": numbers(6), "denominator": numbers()}
+    yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})
     for divergence in ("forward_kl", "adaptive_kl"):
-        yield Call(
-            fastkd.soft_target_loss,
-            {"student_logits": learns(2**15, 152_064), "teacher_logits": given(2**15, 152_064)},
-            {"divergence": divergence},
-        )
+        yield Call(fastkd.soft_target_loss, logits(2**15, 152_064), {"divergence": divergence})
 
 
 RANDOM = {"soft_targets": random_soft_targets, "linear_soft_targets": random_linear_soft_targets}
 
 
 def subjects(backend: str) -> Iterator[Subject]:
-    for divergence in ("forward_kl", "reverse_kl", "adaptive_kl", "js"):
+    for divergence in DIVERGENCES:
         yield Subject(
             f"soft_target_loss {divergence}",
             lambda s, t, m, d=divergence: fastkd.soft_target_loss(
@@ -248,10 +223,10 @@ def subjects(backend: str) -> Iterator[Subject]:
             same_size=True,
         )
     yield of_module("SoftTargetLoss", fastkd.SoftTargetLoss(backend=backend), same_size=True)
-    heads = torch.randn(20, D_S), torch.randn(20, D_T)
+    weights = torch.randn(20, D_S), torch.randn(20, D_T)
     yield Subject(
         "linear_soft_target_loss",
         lambda s, t, m: fastkd.linear_soft_target_loss(
-            s, heads[0].to(s), t, heads[1].to(t), mask=m, backend=backend
+            s, weights[0].to(s), t, weights[1].to(t), mask=m, backend=backend
         ),
     )
