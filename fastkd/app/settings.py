@@ -268,7 +268,7 @@ class VerifySettings(Pairing):
     finetune_teacher: ClassVar[float] = 1.0  # a head that is still random will do
 
     rows: int = option(8, "Rows of the step.", panel=RUN, least=2)
-    ranks: int = option(2, "Processes to share it; 0 leaves that out.", panel=RUN, least=0)
+    ranks: int = option(2, "Processes to share it (Linux only); 0: none.", panel=RUN, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

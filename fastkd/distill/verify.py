@@ -78,14 +78,14 @@ def verify(
 
     On a copy without dropout: another order of the samples, wider and left padding, packed rows,
     accumulation in a plain loop and by `Distiller.accumulate`, processes that gather (gloo, on the
-    CPU), a cached teacher, checkpointed activations, a compiled distiller, a saved and loaded
-    state, a run resumed in the middle.
+    CPU; Linux only, as they are forks of one process), a cached teacher, checkpointed activations,
+    a compiled distiller, a saved and loaded state, a run resumed in the middle.
 
     Args:
         distiller: with the method that will train; its weights and state stay as they are.
         batch: arguments of `Distiller.forward`: rows of one document each, padded on the right.
         ranks: processes to start, or several such numbers; 0 leaves them out. Where there are more
-            than rows the last ones get none.
+            than rows the last ones get none. Elsewhere than on Linux their check says "not here".
         compile_backend: of ``torch.compile``; "inductor" takes longer, None leaves it out.
 
     Returns:
@@ -344,6 +344,8 @@ class _Step:
 
     def processes(self, ranks: int) -> Gradients:
         """The rows dealt out to processes, the last of which may have fewer or none."""
+        if sys.platform != "linux":
+            raise _CannotDo(f"processes are forked, which needs Linux; this is {sys.platform}")
         if not dist.is_available() or not dist.is_gloo_available():
             raise _CannotDo("this torch has no gloo")
         with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,8 @@
 """The proof that people run on their own model: what it finds equal, and what it tells."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as t
@@ -67,6 +70,15 @@ def test_processes():
     distiller = Distiller(teacher, student, Several(recipe("fcd"), recipe("mc3kd")))
     check = verify(distiller, batch(rows=6), ranks=(4,), compile_backend=None)[-1]
     assert check.name == "4 processes, gather=True" and check.verdict == "equal", check
+
+
+def test_processes_need_linux(monkeypatch):
+    monkeypatch.setattr(sys.modules[verify.__module__], "sys", SimpleNamespace(platform="darwin"))
+    distiller = distiller_of(classifier("bert"), "fcd")
+    check = verify(distiller, batch(rows=4), compile_backend=None)[-1]
+    assert check.name == "2 processes, gather=True" and check.ok
+    why = "not here: processes are forked, which needs Linux; this is darwin"
+    assert why in table([check])
 
 
 def test_a_process_that_fails_ends_the_others():
