@@ -16,7 +16,6 @@ from fastkd.kernels.launch import cdiv
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
     OPERAND_SCALE,
-    Blocks,
     Layers,
     Term,
     aligned_size,
@@ -449,17 +448,6 @@ def relation_gradient_kernel(
     tl.store(dx_rows, dx, mask=inside)
 
 
-def tile_blocks(split: bool) -> Blocks:
-    """One accumulator of TILE × TILE, and twice the operands in flight where they are split."""
-    return Blocks(TILE, 32 if split else 64, 8, 3)
-
-
-def gradient_blocks(dtype: torch.dtype, split: bool) -> tuple[Blocks, int]:
-    """One accumulator and in the end the rows; the last number is the block of the summed rows."""
-    wide = gradient_dtype(dtype) == torch.float32
-    return Blocks(TILE, 64 if wide else 128, 8, 3), 32 if split else 64
-
-
 def launch_long(layers: Layers, term: Term, layer: int) -> None:
     """The relations of one layer, as many groups at a time as the workspace holds."""
     work = _Workspace(layers, term, layer)
@@ -546,12 +534,12 @@ class _Workspace:
     def correlate(self, first: int, groups: int, offsets: Tensor) -> Tensor:
         """Both relations and the losses; returns the gradient's coefficients, (groups, 2, N)."""
         term, layers, N = self.term, self.layers, self.term.N
-        blocks = tile_blocks(layers.split)
+        # Twice the operands in flight where they are split.
         relation_tiles_kernel[(self.tiles, groups, 2)](
             *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
             self.relations, first, N, layers.Ds, layers.Dt, *term.strides,
-            SPLIT=layers.split, TILE=TILE, BLOCK_D=blocks.d,
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            SPLIT=layers.split, TILE=TILE, BLOCK_D=32 if layers.split else 64,
+            num_warps=8, num_stages=3,
         )  # fmt: skip
         partial = self._empty(groups, 3, self.tiles, dtype=torch.float64)
         relation_sums_kernel[(self.tiles, groups)](
@@ -577,11 +565,12 @@ class _Workspace:
             self.relations, self.mix, self.scale, a, first, N, *term.strides,
             SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
         )  # fmt: skip
-        blocks, block_k = gradient_blocks(self.layers.dtype, split)
-        relation_gradient_kernel[(self.side // blocks.n, cdiv(Ds, blocks.d), groups)](
+        wide = gradient_dtype(self.layers.dtype) == torch.float32
+        block_d = 64 if wide else 128  # the rows come in at the end
+        relation_gradient_kernel[(self.blocks, cdiv(Ds, block_d), groups)](
             a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
             first, N, Ds, *term.strides, int(term.accumulate),
             HALF=self.layers.dtype == torch.float16, SPLIT=split,
-            BLOCK_N=blocks.n, BLOCK_D=blocks.d, BLOCK_K=block_k,
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            BLOCK_N=TILE, BLOCK_D=block_d, BLOCK_K=32 if split else 64,
+            num_warps=8, num_stages=3,
         )  # fmt: skip

@@ -131,15 +131,6 @@ def derivative_scale(scale, HALF: tl.constexpr):
     return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if HALF else scale
 
 
-class Blocks(NamedTuple):
-    """Block sizes and launch options of one kernel."""
-
-    n: int
-    d: int
-    num_warps: int
-    num_stages: int
-
-
 def splits(dtype: torch.dtype) -> bool:
     """float32 in two float16 parts, unless torch.set_float32_matmul_precision asks for less."""
     return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"

@@ -13,7 +13,6 @@ from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
     OPERAND_SCALE,
-    Blocks,
     Layers,
     Term,
     centring_offset,
@@ -194,7 +193,7 @@ def relation_small_groups_kernel(
             tl.store(dx_tile, dx, mask=inside)
 
 
-def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> Blocks:
+def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> dict[str, int]:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
     Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
@@ -202,10 +201,12 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> Bl
     """
     n = max(16, next_power_of_2(N))
     if n == 128:
-        stages = 1 if blackwell or split else 2
-        return Blocks(n, 16 if dtype == torch.float32 else 32, 8, stages)
-    warps = 2 if n == 16 else 4 if n == 32 else 8
-    return Blocks(n, 32 if split else 64, warps, 1 if blackwell else 2)
+        d = 16 if dtype == torch.float32 else 32
+        warps, stages = 8, 1 if blackwell or split else 2
+    else:
+        d = 32 if split else 64
+        warps, stages = 2 if n == 16 else 4 if n == 32 else 8, 1 if blackwell else 2
+    return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages}
 
 
 def is_blackwell(device: torch.device) -> bool:
@@ -214,9 +215,7 @@ def is_blackwell(device: torch.device) -> bool:
 
 def launch_small(layers: Layers, term: Term) -> None:
     """Relations of up to SMALL_GROUP rows, all layers in one launch."""
-    gradient = layers.dx is not None
-    device = layers.students[0].device
-    blocks = small_blocks(term.N, layers.dtype, layers.split, is_blackwell(device))
+    blackwell = is_blackwell(layers.scale.device)
     relation_small_groups_kernel[(term.groups, len(layers.students))](
         padded(layers.students),
         padded(layers.teachers),
@@ -238,10 +237,7 @@ def launch_small(layers: Layers, term: Term) -> None:
         int(term.accumulate),
         SLOTS=slots(len(layers.students)),
         HAS_MASK=layers.masked,
-        GRADIENT=gradient,
+        GRADIENT=layers.dx is not None,
         SPLIT=layers.split,
-        BLOCK_N=blocks.n,
-        BLOCK_D=blocks.d,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        **small_blocks(term.N, layers.dtype, layers.split, blackwell),
     )
