@@ -89,6 +89,13 @@ def on_device(value: Any) -> Any:
     return [on_device(x) for x in value] if isinstance(value, list) else value
 
 
+# Operations that torch's own counter lacks: of A (*, n, n), and B (*, n, k) where AX = B is solved.
+FACTORS = {
+    "linalg_cholesky_ex": lambda a, **_: a.numel() * a.shape[-1] // 3,
+    "linalg_solve_triangular": lambda a, b, **_: a.shape[-1] * b.numel(),
+}
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -103,7 +110,8 @@ class _Operations(TorchDispatchMode):
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result))
                    if isinstance(x, torch.Tensor)]  # fmt: skip
         moved = sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values())
-        count = flop_registry.get(func.overloadpacket)
+        name = func._opname.removesuffix("_")  # in place or not
+        count = flop_registry.get(getattr(torch.ops.aten, name, None), FACTORS.get(name))
         operations = count(*args, **(kwargs or {}), out_val=result) if count else 0
         dtype = tensors[0].dtype if tensors else torch.float32
         fast = torch.get_float32_matmul_precision() != "highest"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from bench.machine_code import Assumed, Loop, Site, executed, machine_code, work
 from bench.prediction import (
@@ -16,6 +17,7 @@ from bench.prediction import (
     product_seconds,
     resident,
 )
+from bench.recording import Recorder, _Operations
 
 H200 = GPUS["h200"]
 
@@ -125,6 +127,17 @@ def test_a_kernel_takes_its_longest_limit():
     made = Kernel("one", 1, 132, {"memory": 3e-6, "instructions": 5e-6})
     assert (made.bound, made.total) == ("instructions", 5e-6)
     assert Kernel("one", 2, 1, {"memory": 1e-9}).total == 2 * 2e-6
+
+
+def test_products_and_factors_of_pytorch_are_counted():
+    recorder = Recorder(90)
+    a = torch.eye(6).expand(2, 6, 6).clone()
+    with _Operations(recorder):
+        a.baddbmm_(a, a)
+        torch.linalg.cholesky_ex(a)
+        torch.linalg.solve_triangular(a, a[..., :4], upper=False)
+    counted = [operations for _, _, operations, _ in recorder.started if operations]
+    assert counted == [2 * 2 * 6**3, 2 * 6**3 // 3, 2 * 6**2 * 4]
 
 
 def test_a_case_without_a_gpu():
