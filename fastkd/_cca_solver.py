@@ -211,7 +211,7 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     bad = ~finite[..., None, None]
     if dtype == torch.float64:
         sigma_ss, sigma_tt, sigma_ts = (
-            x.masked_fill(bad, 0.0) for x in (sigma_ss, sigma_tt, sigma_ts)
+            x.masked_fill_(bad, 0.0) for x in (sigma_ss, sigma_tt, sigma_ts)
         )
     whiten_s = _Whitening(sigma_ss, options.ridges[0], student, method)
     whiten_t = _Whitening(sigma_tt, options.ridges[1], teacher, method)
@@ -222,7 +222,7 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     if method == "products":
         left = polar(whitened)
         right = torch.eye(whitened.shape[-1], dtype=dtype, device=whitened.device)
-        root = left.mT @ whitened  # (MᵀM)^½
+        root = symmetric_product(left.mT, whitened)  # (MᵀM)^½
         corr = _trace(root)
     else:
         left, values, right = _svd(whitened, options.top_k, student, method)
@@ -234,7 +234,7 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
         return corr, None
     directions = whiten_s(right) * share.sqrt()  # R_s V
     if method == "products":
-        to_student = directions @ root @ directions.mT  # (batch, Ds, Ds)
+        to_student = symmetric_product(directions @ root, directions.mT)  # (batch, Ds, Ds)
     else:
         to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)
     to_teacher = (whiten_t(left) * share.sqrt()) @ directions.mT  # (batch, Dt, Ds)
@@ -396,7 +396,6 @@ def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
     """
     if m.shape[-2] < m.shape[-1]:
         return polar(m.mT, smallest).mT
-    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     x, low = m, smallest
     while low < 1 - 1e-9:
         d = (4 * (1 - low**2) / low**4) ** (1 / 3)
@@ -404,10 +403,14 @@ def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
         a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
         b = (a - 1) ** 2 / 4
         c = a + b - 1
-        factor = _cholesky(eye + c * _gram(x))
+        # X·(b/c·I + scale·(I + c·XᵀX)⁻¹), with the scale taken into the matrix that is solved.
+        scale = a - b / c
+        scaled = _gram(x).mul_(c / scale)
+        scaled.diagonal(dim1=-2, dim2=-1).add_(1 / scale)
+        factor = _cholesky(scaled)
         half = torch.linalg.solve_triangular(factor, x.mT, upper=False)
         solved = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
-        x = (b / c) * x + (a - b / c) * solved
+        x = torch.add(solved, x, alpha=b / c)
         low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
     return x
 
@@ -446,10 +449,10 @@ def _centred(
     count = _observed(student, mask, ranks).to(dtype)[..., None, None]
     centred = []
     for x in (student, teacher):
-        x = _masked(x.to(dtype), mask)
-        total = x.sum(-2, keepdim=True)
+        x = _masked(x, mask)
+        total = x.sum(-2, keepdim=True, dtype=dtype)
         mean = (total if ranks is None else ranks.sum(total)) / count.clamp_min(1)
-        centred.append(_masked(x - mean, mask))
+        centred.append(_masked(x - mean, mask))  # in dtype
     return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
 
 
