@@ -17,7 +17,6 @@ from bench.prediction import (
     product_seconds,
     resident,
 )
-from bench.recording import Recorder, _Operations
 
 H200 = GPUS["h200"]
 
@@ -130,6 +129,9 @@ def test_a_kernel_takes_its_longest_limit():
 
 
 def test_products_and_factors_of_pytorch_are_counted():
+    pytest.importorskip("triton")
+    from bench.recording import Recorder, _Operations
+
     recorder = Recorder(90)
     a = torch.eye(6).expand(2, 6, 6).clone()
     with _Operations(recorder):
