@@ -23,11 +23,12 @@ def accumulate(
     parts = [MicroBatch(distiller, batch) for batch in batches]
     if not parts:
         raise ValueError("batches is empty; pass at least one micro-batch")
+    distiller._check_schedule()
     if distiller._perturbs:
         whole = Whole(distiller, parts)
         for i, part in enumerate(parts):
             with distiller._leaf_embeddings() as embeddings:
-                loss = whole.share(i, last=False)[0]
+                loss = whole.share(i)[0]
             part.shift = distiller._unit_gradient(loss, embeddings, part.inputs.documents)
         for part in parts:
             part.random = None  # the moved embeddings get a dropout of their own
@@ -35,7 +36,7 @@ def accumulate(
     for i in range(len(parts)):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last else _unsynchronised(model):
-            yield model(_share=(whole, i, last))
+            yield model(_share=(whole, i))
 
 
 def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -95,6 +96,8 @@ class Whole:
                 step.student = step.student.without_logits()
                 step.teacher = step.teacher.without_logits()
                 steps.append(step)
+        # torch 2.10 keeps weights that autocast casts here, and would give them no gradient later.
+        torch.clear_autocast_cache()
         self.items = [
             everyones(torch.stack(each).sum(0), ranks) for each in zip(*counts, strict=True)
         ]
@@ -129,17 +132,16 @@ class Whole:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.distiller.method.parameters() if p.requires_grad]
 
-    def share(self, index: int, last: bool) -> tuple[Tensor, dict[str, Tensor], Step]:
+    def share(self, index: int) -> tuple[Tensor, dict[str, Tensor], Step]:
         """Loss of one part, whose gradients add up, its terms, and its step."""
         step = self.parts[index].run(Items(known=self.items))
         terms = self.distiller._terms(step, on_logits=True)
         count = len(self.parts)
         shown = {name: value / count for name, (_, value) in self.compared.items()}
         shown.update((term.name, term.value.detach()) for term in terms)
-        linear = self._linear(step, index)
-        if last:
-            pairs = zip(self._parameters(), self.of_parameters, strict=False)
-            linear = [*linear, *((p * g).sum() for p, g in pairs if g is not None)]
+        pairs = zip(self._parameters(), self.of_parameters, strict=False)
+        linear = [(p * g).sum() / count for p, g in pairs if g is not None]
+        linear += self._linear(step, index)
         value = sum(weight * value for weight, value in self.compared.values()) / count
         loss = weighted(terms) if terms else torch.zeros_like(torch.as_tensor(value))
         if linear:

@@ -268,6 +268,7 @@ def write_cache(
         )
     if isinstance(distiller.teacher, TeacherCache):
         raise ValueError("the teacher is a cache already; pass a model to write another")
+    distiller.teacher.eval()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     writer: _Writer | None = None

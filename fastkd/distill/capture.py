@@ -96,7 +96,7 @@ class Backbone(Model):
         #: Labels or vocabulary entries that the head tells apart, where it says so.
         self.output_size = _rows(vocabulary_head) if vocabulary_head else config.num_labels
         #: Whether the head predicts something for each token.
-        self.per_token = bool(vocabulary_head) or self.class_name.endswith("ForTokenClassification")
+        self.per_token = bool(vocabulary_head) or _is_a(inner, "ForTokenClassification")
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = int(config.hidden_size)
         # ALBERT calls a few groups of weights again and again: its layers are calls.
@@ -138,7 +138,12 @@ class Backbone(Model):
 
     @property
     def problem(self) -> str | None:
-        """transformers' ``problem_type``; one label means regression when it isn't set."""
+        """transformers' ``problem_type``; one label means regression when it isn't set.
+
+        Heads for tokens, answers and choices don't ask for it, whatever the configuration says.
+        """
+        if self.per_token or _is_a(self.inner, "ForQuestionAnswering", "ForMultipleChoice"):
+            return None
         problem = getattr(self.config, "problem_type", None)
         if problem is None and self.has_head and self.config.num_labels == 1:
             return "regression"
@@ -432,6 +437,13 @@ def _predicts_next_token(model: nn.Module) -> bool:
     """Whether logits at position n are about the label at position n + 1."""
     from transformers.models.auto import modeling_auto
 
-    decoders = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    # XLNet's language model predicts the position itself.
-    return type(model).__name__ in decoders - {"XLNetLMHeadModel"}
+    # These language models predict the position itself.
+    if _is_a(model, "XLNetLMHeadModel", "WithLMHeadModel"):
+        return False
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return _is_a(model, "ForCausalLM", "LMHeadModel", *decoders)
+
+
+def _is_a(model: nn.Module, *endings: str) -> bool:
+    """Whether the name of a model's class, or of one that it is derived from, ends like this."""
+    return any(kind.__name__.endswith(endings) for kind in type(model).__mro__)

@@ -233,7 +233,7 @@ class Distiller(nn.Module):
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
-        _share: tuple[Whole, int, bool] | None = None,
+        _share: tuple[Whole, int] | None = None,
         **batch: Any,
     ) -> DistillerOutput:
         """Loss of one batch.
@@ -244,8 +244,8 @@ class Distiller(nn.Module):
         Args:
             labels: as the student's head takes them: (B,) classes or numbers, (B, V) yes or no,
                 (B, N) with −100 for positions that don't count. A row without a label has the
-                class −100, or the number NaN. Question answering takes ``start_positions`` and
-                ``end_positions`` instead.
+                class or answer −100, or the number NaN; either leaves out one of several labels.
+                Question answering takes ``start_positions`` and ``end_positions`` instead.
             num_items: for heads with one prediction per token and gradient accumulation: how
                 many labelled positions an accumulation step holds on average. The sum is divided
                 by it instead of this batch's own count, so the gradient doesn't depend on how
@@ -263,8 +263,8 @@ class Distiller(nn.Module):
                 `align_spans`: spans stand in the tokens' place.
         """
         if _share is not None:
-            whole, index, last = _share
-            loss, terms, step = whole.share(index, last)
+            whole, index = _share
+            loss, terms, step = whole.share(index)
             return DistillerOutput(loss, terms, _detached(step.student.logits))
         part = self._part(batch, labels, num_items, segments)
         self._check_schedule()
@@ -390,6 +390,8 @@ class Distiller(nn.Module):
         if isinstance(teacher, TeacherCache):
             return teacher.outputs(part, wanted_of(method), part.device)
         own = part.teacher or part
+        if teacher.training:  # put there since, by a module that holds it too
+            teacher.eval()
         with torch.no_grad():
             inputs = placed_for(teacher, own.teacher_inputs)
             outputs = _run(backbone, inputs, method.wanted("teacher"), own, part.device)

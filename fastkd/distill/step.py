@@ -56,8 +56,9 @@ class Outputs:
         """All that is kept on another device."""
         if device is None:
             return self
-        moved = self.features(lambda x, tokens: x.to(device, non_blocking=True))
-        logits = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self.logits)
+        # Waiting: a copy to the CPU that doesn't block would be read before it is there.
+        moved = self.features(lambda x, tokens: x.to(device))
+        logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
         return dataclasses.replace(moved, logits=logits)
 
     def without_logits(self) -> "Outputs":
@@ -369,8 +370,9 @@ class Step:
                 )
             teacher = teacher.to(student.dtype)
             if self.regression:
-                errors = (upcast(student) - upcast(teacher)).square()
-                parts.append(self.mean(errors.sum(), errors.numel()))
+                real = self._real_numbers(student)
+                errors = torch.where(real, upcast(student) - upcast(teacher), 0).square()
+                parts.append(self.mean(errors.sum(), real.sum()))
                 continue
             valid, _ = self._counted(student, self.labels)
             if isinstance(students, tuple) and self.token_mask is not None:
@@ -403,23 +405,27 @@ class Step:
                     "end_positions, not labels"
                 )
             N = logits[0].shape[-1]
+            ends = [x.flatten() for x in labels]
             # As transformers does it: a position beyond the text doesn't count.
-            ends = [x.flatten().clamp(0, N) for x in labels]
+            ends = [y.clamp(0, N).masked_fill((y >= N) | (y == IGNORED), IGNORED) for y in ends]
             parts = [
-                self._cross_entropy(z, y.masked_fill(y == N, IGNORED), smoothing)
-                for z, y in zip(logits, ends, strict=True)
+                self._cross_entropy(z, y, smoothing) for z, y in zip(logits, ends, strict=True)
             ]
             return _average(parts)
         if self.regression:
+            if labels.numel() != logits.numel():
+                raise _misfit(labels, logits)
             targets = labels.to(working_dtype(logits)).flatten()
-            known = ~targets.isnan()
+            known = ~targets.isnan() & self._real_numbers(logits).flatten()
             errors = torch.where(known, upcast(logits).flatten() - targets, 0).square()
             return self.mean(errors.sum(), known.sum())
         if self.multi_label:
+            known = ~labels.isnan() & (labels != IGNORED)
+            targets = labels.to(working_dtype(logits)).masked_fill(~known, 0)
             total = F.binary_cross_entropy_with_logits(
-                upcast(logits), labels.to(working_dtype(logits)), reduction="sum"
+                upcast(logits), targets, known.to(targets.dtype), reduction="sum"
             )
-            return self.mean(total, logits.numel())
+            return self.mean(total, known.sum())
         return self._cross_entropy(logits, labels, smoothing)
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -442,9 +448,17 @@ class Step:
         """Mean over samples, or over valid positions, whose number the caller may have given."""
         if valid is None:
             return self.mean(total, count)
-        return (
-            total / self.num_items if self.num_items is not None else self.mean(total, valid.sum())
-        )
+        if self.num_items is None:
+            return self.mean(total, valid.sum())
+        items = torch.as_tensor(self.num_items, dtype=total.dtype, device=total.device)
+        return total / torch.where(items > 0, items, 1)
+
+    def _real_numbers(self, logits: Tensor) -> Tensor:
+        """Which of a regression's numbers (B, ...), or (B, N, ...) of tokens, aren't padding."""
+        if self.token_mask is None or not self.student_model.per_token:
+            return torch.ones_like(logits, dtype=torch.bool)
+        mask = self.token_mask
+        return mask.view(*mask.shape, *[1] * (logits.dim() - 2)).expand_as(logits)
 
     def _counted(
         self, logits: Tensor, labels: Tensor | tuple[Tensor, Tensor] | None
@@ -501,10 +515,13 @@ class Step:
 
 def _check_labels(labels: Tensor, logits: Tensor) -> None:
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels have shape {tuple(labels.shape)} but the student's logits "
-            f"{tuple(logits.shape)}"
-        )
+        raise _misfit(labels, logits)
+
+
+def _misfit(labels: Tensor, logits: Tensor) -> ValueError:
+    return ValueError(
+        f"labels have shape {tuple(labels.shape)} but the student's logits {tuple(logits.shape)}"
+    )
 
 
 def _parts(logits: Logits) -> tuple[Tensor, ...]:

@@ -107,6 +107,22 @@ def test_masks_of_a_text_model():
     torch.testing.assert_close(loss, distiller(input=ids[:, :6]).loss)
 
 
+def test_numbers_of_padded_tokens_count_nowhere():
+    def side(layers):
+        blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+        model = nn.Sequential(nn.Embedding(50, 16), blocks, nn.Linear(16, 2))
+        options = {"output_size": 2, "per_token": True, "regression": True}
+        return Blocks(model, "1", hidden_size=16, **options)
+
+    torch.manual_seed(0)
+    distiller = Distiller(side(4), side(2), method_by_name("soft_targets"))
+    ids, labels, mask = torch.randint(50, (4, 9)), torch.randn(4, 9, 2), torch.ones(4, 9)
+    mask[:, 6:] = 0
+    out = distiller(input=ids, attention_mask=mask, labels=labels)
+    expected = distiller(input=ids[:, :6], labels=labels[:, :6])
+    torch.testing.assert_close(out.terms, expected.terms)
+
+
 def test_mistakes():
     model = Patches(2)
     for name, options in {

@@ -6,6 +6,7 @@ import transformers as t
 
 from fastkd.distill.capture import Backbone, capture, replaced_embeddings
 from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
+from tests.distill.models import model as model_of
 
 
 def inputs_for(family, **options):
@@ -141,6 +142,28 @@ def test_kinds_of_head(family, model_class, causal):
     assert not base.has_head and not base.per_token and base.problem is None
     one_label = Backbone(classifier(family, num_labels=1))
     assert one_label.problem == "regression" and not one_label.per_token
+
+
+def test_classes_of_ones_own_keep_their_heads():
+    class Words(t.GPT2LMHeadModel):
+        pass
+
+    class Tags(t.BertForTokenClassification):
+        pass
+
+    words = Backbone(model_of(Words, "gpt2", num_labels=1))
+    assert words.causal and words.per_token
+    tags = Backbone(model_of(Tags, "bert", problem_type="regression"))
+    assert tags.per_token and not tags.causal
+    answers = Backbone(model_of(t.BertForQuestionAnswering, "bert", problem_type="regression"))
+    choices = Backbone(model_of(t.BertForMultipleChoice, "bert", num_labels=1))
+    # transformers' losses of these heads don't ask what the configuration says.
+    assert all(head.problem is None for head in (words, tags, answers, choices))
+
+
+def test_xlms_words_stand_where_they_are_predicted():
+    config = t.XLMConfig(vocab_size=60, emb_dim=16, n_layers=2, n_heads=2)
+    assert not Backbone(t.XLMWithLMHeadModel(config)).causal
 
 
 def test_peft_like_and_compiled_models_are_unwrapped():

@@ -290,6 +290,10 @@ def test_causal_language_models_compare_where_the_next_label_is_real(family, hea
                 p, q = (z[b, n].div(2).softmax(-1) for z in (z_t, z_s))
                 kl.append((p * (p / q).log()).sum())
     torch.testing.assert_close(out.terms["soft"], 4 * torch.stack(kl).mean())
+    for nothing in (0, torch.tensor(0.0)):  # an accumulation step of prompts alone
+        data["labels"][:] = -100
+        out, gradients = step(distiller, {**data, "num_items": nothing})
+        assert out.loss == 0 and not any(g.any() for g in gradients.values())
 
 
 def test_masked_language_models_compare_where_labels_are():
@@ -334,6 +338,34 @@ def test_multi_label_heads_compare_each_label_by_itself():
         torch.testing.assert_close(out.terms["task"], student(**data).loss.detach())
 
 
+def assert_left_out(distiller, data, left_out, labels):
+    """The task's loss and gradients are those of the other rows."""
+    kept = [i for i in range(6) if i not in left_out]
+    for name in labels:
+        data[name][left_out] = -100
+    distiller.method.alpha = 0.0  # the task alone: soft targets count every row
+    expected = step(distiller.eval(), {name: x[kept] for name, x in data.items()})
+    assert_same_step(distiller, data, expected, tolerance=1e-6)
+
+
+def test_rows_without_labels_or_answers_are_left_out():
+    models = (classifier("bert", n, problem_type="multi_label_classification") for n in (4, 2))
+    distiller = Distiller(*models, SoftTargets())
+    data = {**batch(), "labels": torch.randint(0, 2, (6, 3)).float()}
+    assert_left_out(distiller, dict(data), [1, 4], ["labels"])
+    data["labels"][2, 0] = torch.nan  # one label of a row
+    out, gradients = step(distiller, data)
+    z, y = out_of(distiller.student, data).logits, data["labels"]
+    known = ~y.isnan() & (y != -100)
+    expected = F.binary_cross_entropy_with_logits(z[known], y[known])
+    torch.testing.assert_close(out.loss.detach(), expected)
+    assert all(g.isfinite().all() for g in gradients.values())
+
+    teacher, student, data = question_answering()
+    spans = ["start_positions", "end_positions"]
+    assert_left_out(Distiller(teacher, student, SoftTargets()), data, [2], spans)
+
+
 def out_of(model, data):
     names = ("input_ids", "attention_mask")
     with torch.no_grad():
@@ -364,6 +396,8 @@ def test_regression_heads_use_squared_errors(family):
     distiller = make("soft_targets", family, num_labels=1, alpha=0.25).eval()
     data = batch(num_labels=1)
     out = distiller(**{**data, "labels": data["labels"].round().long()})
+    with pytest.raises(ValueError, match=r"labels have shape \(1,\) but the student's logits"):
+        distiller(**{**data, "labels": data["labels"][:1]})
     z_s, z_t = (out_of(m, data).logits for m in (distiller.student, distiller.teacher))
     task = F.mse_loss(z_s[:, 0], data["labels"].round())
     torch.testing.assert_close(out.loss, 0.75 * task + 0.25 * F.mse_loss(z_s, z_t))

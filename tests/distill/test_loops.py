@@ -31,6 +31,28 @@ def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
     assert not distiller.eval().training and not student.training
 
 
+class Loop(torch.nn.Module):
+    """A user's module that holds the teacher too."""
+
+    def __init__(self, distiller):
+        super().__init__()
+        self.distiller, self.teacher = distiller, distiller.teacher
+
+
+def test_a_teacher_that_others_put_in_train_mode_has_no_dropout(tmp_path):
+    distiller = Distiller(*pair(), FCD()).eval()
+    data = batch()
+    expected = distiller(**data).terms
+    Loop(distiller).train()
+    assert distiller.teacher.training
+    distiller.student.eval()
+    torch.testing.assert_close(distiller(**data).terms, expected, atol=0, rtol=0)
+    Loop(distiller).train()
+    cache = distiller.cache_teacher([data], tmp_path)
+    cached = Distiller(cache, distiller.student, FCD()).eval()
+    torch.testing.assert_close(cached(**data).terms, expected, atol=0, rtol=0)
+
+
 def test_inputs_that_no_model_takes_are_refused():
     distiller = Distiller(*pair(), FCD())
     data = batch()

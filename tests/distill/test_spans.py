@@ -213,12 +213,14 @@ def test_images_of_another_size():
 
 
 @pytest.mark.gpu
-def test_a_teacher_on_another_device():
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_teacher_on_another_device(devices):
     teacher, student = pair()
     expected = Distiller(teacher, student, FCD()).eval()(**data()).loss
-    batch = {name: x.cuda() for name, x in data().items()}
-    loss = Distiller(teacher, student.cuda(), FCD()).eval()(**batch).loss
-    assert next(teacher.parameters()).device.type == "cpu"
+    batch = {name: x.to(devices[1]) for name, x in data().items()}
+    teacher, student = (model.to(device) for model, device in zip(pair(), devices, strict=True))
+    loss = Distiller(teacher, student, FCD()).eval()(**batch).loss
+    assert next(teacher.parameters()).device.type == devices[0]
     torch.testing.assert_close(loss.cpu(), expected)
 
 

@@ -93,6 +93,31 @@ def test_the_second_pass_repeats_the_firsts_dropout():
     assert torch.equal(torch.rand(1), after)
 
 
+def test_accumulation_is_the_whole_batch_for_a_frozen_student_and_under_autocast():
+    data = data_of()
+    frozen, mixed = distiller_of("lrkd"), distiller_of("fcd").float()
+    frozen.student.requires_grad_(False)
+    for distiller, precision in ((frozen, torch.float64), (mixed, torch.bfloat16)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            _, expected = step(distiller, data)
+            distiller.zero_grad()
+            for out in distiller.accumulate([part(data, *ends) for ends in PARTS]):
+                out.loss.backward()
+        found = gradients_of(distiller)
+        assert found.keys() == expected.keys()
+        accuracy = 1e-10 if distiller is frozen else 0.1
+        for name, gradient in expected.items():
+            size = max(1e-2, float(gradient.abs().max()))
+            assert (found[name] - gradient).abs().max() < accuracy * size, name
+
+
+def test_accumulation_tells_of_a_schedule_that_nobody_drives():
+    distiller = distiller_of("lrc_bert")
+    distiller._progress = None
+    with pytest.warns(UserWarning, match="call distiller.set_progress"):
+        next(distiller.accumulate([data_of()]))
+
+
 def test_nothing_to_accumulate_is_an_error():
     with pytest.raises(ValueError, match="batches is empty"):
         next(distiller_of("fcd").accumulate([]))
