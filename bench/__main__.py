@@ -1,7 +1,8 @@
-"""``python -m bench``."""
+"""``python -m bench``: `fastkd bench`."""
 
 import sys
 
-from .runner import main
+from fastkd.__main__ import main
 
-sys.exit(main())
+sys.argv.insert(1, "bench")
+main()

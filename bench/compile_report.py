@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,9 +84,19 @@ class Form(NamedTuple):
     def kernel(self) -> Any:
         return getattr(importlib.import_module(self.module), self.name)
 
-    @property
-    def signature(self) -> dict[str, Any]:
-        return dict(self.types)
+    def compiled(self) -> Any:
+        """By Triton, for its architecture; Triton keeps what it has compiled before."""
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        # What a launch tells the compiler about the arguments, such as multiples of 16.
+        known = {at: [list(fact) for fact in facts] for at, facts in self.known}
+        return compile(
+            ASTSource(self.kernel, dict(self.types), self.constexprs, known),
+            target=GPUTarget("cuda", self.capability, 32),
+            options=dict(self.launch),
+        )
 
     @property
     def constexprs(self) -> dict[Any, Any]:
@@ -142,16 +152,20 @@ def walked(loss: str) -> dict[str, Any]:
 
 
 def _walk(loss: str) -> str:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        _ask_for_keys()
-        return json.dumps(importlib.import_module("tests.dry_cuda").report(loss))
-    # In Triton's interpreter there is nothing to record.
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return not_interpreted("tests.dry_cuda", loss).splitlines()[-1]
+    _ask_for_keys()
+    return json.dumps(importlib.import_module("tests.dry_cuda").report(loss))
+
+
+def not_interpreted(module: str, *arguments: str) -> str:
+    """Output of ``python -m module``, away from Triton's interpreter, where nothing is compiled."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.dry_cuda", loss]
+    command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"python -m tests.dry_cuda {loss} failed:\n{result.stderr}")
-    return result.stdout.splitlines()[-1]
+        raise RuntimeError(f"{' '.join(command[1:])} failed:\n{result.stderr}")
+    return result.stdout
 
 
 @functools.cache
@@ -187,7 +201,9 @@ def choices(form: Form) -> dict[str, str]:
     return named | {str(name): str(value) for name, value in (*form.values, *form.launch)}
 
 
-def covering(forms: list[Form]) -> list[Form]:
+def covering(
+    forms: Iterable[Any], choices: Callable[[Any], Mapping[Any, Any]] = choices
+) -> list[Any]:
     """Few forms of one kernel in which every pair of choices meets that meets in one of all."""
     pairs = {form: set(itertools.combinations(sorted(choices(form).items()), 2)) for form in forms}
     missing = set().union(*pairs.values())
@@ -245,10 +261,6 @@ def compile_one(form: Form) -> dict[str, Any]:
 
 
 def _compiled(form: Form) -> dict[str, Any]:
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     row: dict[str, Any] = {
         "module": form.module,
         "kernel": form.name,
@@ -259,11 +271,7 @@ def _compiled(form: Form) -> dict[str, Any]:
     }
     start = time.perf_counter()
     try:
-        compiled = compile(
-            ASTSource(form.kernel, form.signature, form.constexprs, alignment(form)),
-            target=GPUTarget("cuda", form.capability, 32),
-            options=dict(form.launch),
-        )
+        compiled = form.compiled()
     except Exception as error:
         cause: BaseException = error
         while deeper := cause.__cause__ or cause.__context__:  # in a function that it calls
@@ -275,11 +283,6 @@ def _compiled(form: Form) -> dict[str, Any]:
     row["tensor_cores"] = sum(map(compiled.asm["ptx"].count, TENSOR_CORE_INSTRUCTIONS))
     row["problems"] = problems(row, form.capability, "tt.dot" in compiled.asm["ttir"])
     return row
-
-
-def alignment(form: Form, signature: dict[str, Any] | None = None) -> dict[tuple[int, ...], list]:
-    """What a launch tells Triton's compiler about the arguments, such as multiples of 16."""
-    return {at: [list(fact) for fact in facts] for at, facts in form.known}
 
 
 def describe(form: Form) -> str:

@@ -79,11 +79,7 @@ def graphs(job: Job) -> bool:
     known = read_lines(results) if job.options.resume else {}
     if not known:
         results.unlink(missing_ok=True)
-    names = [
-        f"{case.set} {case.key} {provider.name}"
-        for case in {(c.key, c.title): c for c in step_cases()}.values()
-        for provider in chosen_providers(case)
-    ]
+    names = list(pairs())
     command = [sys.executable, "-m", "bench.gpu_check", "--capture"]
     left = [name for name in names if known.get(name) != ""]
     answers = ask_children(command, left, job.seconds, min(job.options.workers, 4), GRAPH_SECONDS)
@@ -274,21 +270,21 @@ def read_lines(path: Path) -> dict[str, str]:
     return {row["name"]: row["problem"] for row in rows}
 
 
-def step_cases() -> list[Case]:
-    """Toy sizes of every loss, title and dtype, and the BERT sizes."""
+def pairs() -> dict[str, tuple[Case, Provider]]:
+    """Toy sizes of every loss, title and dtype, and the BERT sizes, with fastkd's own backends."""
     cases = [suite.toy(case) for case in suite.every_case()] + suite.cases(["bert"])
-    return [case for case in cases if case.loss != "step"]
+    return {
+        f"{case.set} {case.key} {provider.name}": (case, provider)
+        for case in {case.key: case for case in cases if case.loss != "step"}.values()
+        for provider in chosen_providers(case)
+    }
 
 
 def capture(device: torch.device) -> None:
     """Answer each line of the standard input: what is wrong with that case in a graph."""
-    cases = {
-        f"{case.set} {case.key} {provider.name}": (case, provider)
-        for case in step_cases()
-        for provider in chosen_providers(case)
-    }
+    known = pairs()
     for line in sys.stdin:
-        case, provider = cases[line.rstrip("\n")]
+        case, provider = known[line.rstrip("\n")]
         try:
             problem = graph_problem(case, provider, device)
         except Exception as error:

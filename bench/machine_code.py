@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .compile_report import Form, alignment, resources
+from .compile_report import Form, resources
 
 # Bits of Triton's types.
 BITS = {"i1": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
@@ -108,15 +108,8 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(form: Form) -> Compiled:
-    """Compile a form; Triton keeps what it has compiled before."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(form.kernel, form.signature, form.constexprs, alignment(form))
-    result = compile(
-        source, target=GPUTarget("cuda", form.capability, 32), options=dict(form.launch)
-    )
+    """What Triton makes of a form, taken apart."""
+    result = form.compiled()
     return Compiled(
         result.asm["ttir"],
         machine_code(disassembled(result.asm["cubin"])),

@@ -7,7 +7,7 @@ from typing import Any
 from fastkd.analysis.pictures import new_figure
 
 from .harness import REFERENCE
-from .table import dtype, swept
+from .table import dtype, families, swept
 
 # One colour for each provider, the same in all pictures (Okabe and Ito).
 COLOURS = {
@@ -79,18 +79,14 @@ def floor(rows: list[dict[str, Any]]) -> Any:
 
 def growth(rows: list[dict[str, Any]]) -> Any:
     """Time against the size that grows, one panel a family."""
-    families: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["sweep"]:
-            families.setdefault((row["loss"], row["title"], row["sweep"]), []).append(row)
-    families = {family: members for family, members in families.items() if len(members) > 1}
-    if not families:
+    panels = {family: members for family, members in families(rows).items() if len(members) > 1}
+    if not panels:
         return None
-    columns = min(3, len(families))
-    lines = -(-len(families) // columns)
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
     figure = new_figure(4.4 * columns, 3.4 * lines + 0.4)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    for ax, ((loss, title, sweep), members) in zip(axes, families.items(), strict=False):
+    for ax, ((loss, title, sweep), members) in zip(axes, panels.items(), strict=False):
         sizes = [swept(row) for row in members]
         for name in _providers(members, "both"):
             points = [
@@ -108,7 +104,7 @@ def growth(rows: list[dict[str, Any]]) -> Any:
         ax.set_title(f"{loss}: {title}", fontsize=10)
         ax.grid(alpha=0.3, which="both")
         ax.legend(fontsize=7)
-    for ax in axes[len(families) :]:
+    for ax in axes[len(panels) :]:
         ax.set_visible(False)
     return figure
 

@@ -103,9 +103,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        views = any(x.alias_info is not None and not x.alias_info.is_write
-                    for x in func._schema.arguments)  # fmt: skip
-        if views or func.namespace == "prim" or func._opname in NO_KERNEL:
+        if func.is_view or func.namespace == "prim" or func._opname in NO_KERNEL:
             return result
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result))
                    if isinstance(x, torch.Tensor)]  # fmt: skip

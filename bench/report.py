@@ -13,7 +13,7 @@ from typing import Any
 
 from . import suite
 from .harness import REFERENCE
-from .table import cells, dtype, mebibytes, milliseconds, sizes, speed_up, swept, times
+from .table import cells, dtype, families, mebibytes, milliseconds, sizes, speed_up, swept, times
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -123,12 +123,8 @@ def step_section(result: dict[str, Any]) -> list[str]:
 
 def growth_section(result: dict[str, Any]) -> list[str]:
     """How time grows along each sweep: the exponent between its smallest and largest size."""
-    families: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        if row["sweep"]:
-            families.setdefault((row["loss"], row["title"], row["sweep"]), []).append(row)
     lines = []
-    for (loss, title, sweep), rows in families.items():
+    for (loss, title, sweep), rows in families(result["rows"]).items():
         first, last = rows[0], rows[-1]
         a, b = swept(first), swept(last)
         exponents = [

@@ -4,7 +4,6 @@ The first pass checks and times everything and prints the table; later ones (`pa
 fastkd's own providers again. The file is complete and valid after every case of every pass.
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from fastkd._checks import check_choice
 
 from . import machine, suite, table
 from .harness import FORMAT, Case, add_pass, measure, one_line, row_of
-from .passes import PassFailed, code_digest, run_pass, timed_again
+from .passes import code_digest, run_pass, timed_again
 
 ESTIMATES = Path(__file__).resolve().parents[1] / "build" / "estimates"
 
@@ -239,40 +238,6 @@ def _write(path: Path, results: dict[str, Any]) -> None:
     temporary = path.with_suffix(".json.part")
     temporary.write_text(json.dumps(results, indent=1) + "\n")
     os.replace(temporary, path)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """``python -m bench``: the same as ``fastkd bench``, without the train extra."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(suite.SETS)}")
-    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(suite.LOSSES)}")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--out", help="result file, or a folder for <machine>.json")
-    parser.add_argument("--plot", help="folder for pictures")
-    parser.add_argument("--commit", help="recorded where git can't tell")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--seconds", type=float, default=1.5, help="timing budget of one case")
-    parser.add_argument("--passes", type=int, help="how often every case is timed")
-    options = parser.parse_args(arguments)
-    try:
-        run(
-            split(options.set),
-            split(options.only),
-            options.device,
-            options.out,
-            options.plot,
-            commit=options.commit,
-            resume=options.resume,
-            seconds=options.seconds,
-            passes=options.passes,
-        )
-    except WrongChoice as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except PassFailed as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
 
 
 def split(text: str) -> tuple[str, ...]:

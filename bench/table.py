@@ -100,6 +100,15 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def families(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Loss, title and the size that grows, and the rows of each such sweep."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["sweep"]:
+            found.setdefault((row["loss"], row["title"], row["sweep"]), []).append(row)
+    return found
+
+
 def swept(row: dict[str, Any]) -> int:
     """The value of a sweep's growing size; D stands for the hidden sizes of both sides."""
     return row["sizes"].get(row["sweep"], row["sizes"].get("Ds"))

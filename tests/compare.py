@@ -1,12 +1,15 @@
 """One yardstick for all tests: as close to the float64 oracle as plain PyTorch, plus one table."""
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from bench.compile_report import covering
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -48,17 +51,11 @@ def assert_accurate(
 
 def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few of the options' products, in which any choice of one meets any choice of another."""
-    rows = list(itertools.product(*(range(len(choices)) for choices in options)))
-
-    def pairs(row: tuple[int, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(row), 2))
-
-    chosen, missing = [], set().union(*map(pairs, rows))
-    while missing:
-        row = max(rows, key=lambda row: len(pairs(row) & missing))
-        missing -= pairs(row)
-        chosen.append(tuple(choices[i] for choices, i in zip(options, row, strict=True)))
-    return chosen
+    rows = covering(
+        itertools.product(*(range(len(choices)) for choices in options)),
+        lambda row: dict(enumerate(row)),
+    )
+    return [tuple(map(operator.getitem, options, row)) for row in rows]
 
 
 def value_and_grad(

@@ -14,16 +14,9 @@ pytestmark = [
 ]
 
 
-def pairs():
-    """Every case with each of fastkd's backends; none without a GPU, where all would be skipped."""
-    if not torch.cuda.is_available():
-        return []
-    unique = {(c.key, c.title): c for c in gpu_check.step_cases()}
-    return [
-        pytest.param(case, provider, id=f"{case.key}/{provider.name}")
-        for case in unique.values()
-        for provider in gpu_check.chosen_providers(case)
-    ]
+# None without a GPU, where all would be skipped.
+PAIRS = gpu_check.pairs() if torch.cuda.is_available() else {}
+every_pair = pytest.mark.parametrize("case, provider", PAIRS.values(), ids=PAIRS)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +32,7 @@ def bind(case, provider, device):
     return provider.bind(case.make(device=device, dtype=case.dtype, **case.sizes))
 
 
-@pytest.mark.parametrize("case, provider", pairs())
+@every_pair
 def test_equals_the_oracle(case, provider, device):
     if provider.why_not(device) is not None:
         pytest.skip(provider.why_not(device))
@@ -48,7 +41,7 @@ def test_equals_the_oracle(case, provider, device):
     assert "refused" not in harness.check(oracle, provider)
 
 
-@pytest.mark.parametrize("case, provider", pairs())
+@every_pair
 def test_never_waits_for_the_device(case, provider, device):
     bound = bind(case, provider, device)
     bound.step()
@@ -60,12 +53,12 @@ def test_never_waits_for_the_device(case, provider, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("case, provider", pairs())
+@every_pair
 def test_captured_in_a_graph(case, provider, device):
     assert gpu_check.graph_problem(case, provider, device) == ""
 
 
-@pytest.mark.parametrize("case, provider", pairs())
+@every_pair
 def test_few_launches(case, provider, device):
     """Six layers of relations between tokens and samples in 12, any other loss at one in 8."""
     if provider.name != "fastkd triton" or case.set != "bert":
@@ -79,7 +72,7 @@ def test_few_launches(case, provider, device):
         assert harness.device_work(bound.step)["launches"] <= limit
 
 
-@pytest.mark.parametrize("case, provider", pairs())
+@every_pair
 def test_same_bits_every_time(case, provider, device):
     bound = bind(case, provider, device)
     loss, grads = bound.step()

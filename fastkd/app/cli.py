@@ -253,7 +253,7 @@ def doctor() -> None:
 def bench(settings: BenchSettings) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.app.saving import check_directory, locked
-    from fastkd.bench import runner
+    from fastkd.bench import passes, runner
 
     if settings.estimate:
         try:
@@ -279,7 +279,7 @@ def bench(settings: BenchSettings) -> None:
             )
     except runner.WrongChoice as error:
         raise InputError(str(error)) from error
-    except runner.PassFailed as error:
+    except passes.PassFailed as error:
         _fail(str(error), 1)
 
 

@@ -1,5 +1,6 @@
 """Comparing two runs: what is slower is flagged, what is only noise is not."""
 
+import dataclasses
 import json
 import math
 import random
@@ -8,19 +9,11 @@ import pytest
 import torch
 
 from fastkd.bench import compare, harness
-from fastkd.bench.harness import Case, Provider, call
+from fastkd.bench.harness import Provider, call
+from tests.bench import case, reference
 
 CPU = torch.device("cpu")
 OWN = "fastkd torch"
-
-
-def make(*, device, dtype, n):
-    x = torch.randn(n, n, device=device, dtype=dtype)
-    return {"x": x.requires_grad_(), "y": torch.randn(n, n, device=device, dtype=dtype)}
-
-
-def product(x, y):
-    return (x * y).sum()
 
 
 class Clock:
@@ -40,7 +33,7 @@ class Clock:
             # Everybody is slow at the same times; every step also scatters by itself.
             drift = 1.3 if int(self.now) % 2 else 1.0
             self.now += seconds * process * drift * self.random.lognormvariate(0, 0.05)
-            return product(x, y)
+            return reference(x, y)
 
         return Provider(name, call(run))
 
@@ -52,21 +45,12 @@ def run_of(monkeypatch, seconds, seed):
         clock = Clock(1000 * seed + process)
         monkeypatch.setattr(harness, "time", clock)
         monkeypatch.setattr(harness.gc, "collect", lambda: None)
-        case = Case(
-            loss="toy",
-            title="product",
-            set="cpu",
-            sizes={"n": 4},
-            dtype=torch.float32,
-            make=make,
-            providers=(clock.provider("reference", 0.01), clock.provider(OWN, seconds)),
-            bytes_moved=1,
-            operations=1,
-        )
+        providers = clock.provider("reference", 0.01), clock.provider(OWN, seconds)
+        timed = dataclasses.replace(case(n=4), providers=providers)
         if row is None:
-            row = harness.measure(case, CPU, budget=0.2)
+            row = harness.measure(timed, CPU, budget=0.2)
         else:
-            again = harness.measure_again(case, CPU, ["reference", OWN], budget=0.2)
+            again = harness.measure_again(timed, CPU, ["reference", OWN], budget=0.2)
             harness.add_pass(row, again)
     return {"machine": {"name": "here"}, "rows": [row]}
 
@@ -79,7 +63,7 @@ def test_a_planted_slowdown_is_flagged_and_noise_is_not(monkeypatch, seed):
     )
     assert compare.compare(first, again) == []
     (line,) = compare.compare(first, slower)
-    assert "toy/product" in line and OWN in line
+    assert "toy/sine" in line and OWN in line
     assert compare.compare(slower, first) == []
 
 

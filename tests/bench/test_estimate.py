@@ -1,13 +1,11 @@
 """Predictions from compiled code: the arithmetic by hand, the parsers on a few lines, one case."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from bench.compile_report import not_interpreted
 from bench.machine_code import Assumed, Loop, Site, executed, machine_code, work
 from bench.prediction import (
     GPUS,
@@ -143,18 +141,9 @@ def test_products_and_factors_of_pytorch_are_counted():
 
 
 def test_a_case_without_a_gpu():
-    """In a process of its own: in Triton's interpreter there is nothing to compile."""
     pytest.importorskip("triton")
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.estimate", "--device", "h100", "--json"]
-    done = subprocess.run(
-        [*command, "--set", "bert", "--only", "attention"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout.splitlines()[0])
+    options = ["--device", "h100", "--json", "--set", "bert", "--only", "attention"]
+    row = json.loads(not_interpreted("bench.estimate", *options).splitlines()[0])
     assert row["key"] == "attention/maps/B32 H12 N128/bfloat16" and row["problem"] is None
     names = [kernel["name"] for kernel in row["kernels"]]
     assert "attention_forward_kernel" in names and "attention_backward_kernel" in names

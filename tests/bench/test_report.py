@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastkd.bench import plots, report, suite
+from fastkd.bench import harness, plots, report, suite
 
 
 def provider(ms, ratio, peak=2**20):
@@ -23,28 +23,16 @@ def provider(ms, ratio, peak=2**20):
 
 def result_file(name="somewhere", gpu=None):
     """Half of the cpu set, with figures that can be found again."""
-    rows = []
-    for case in suite.cases(["cpu"])[::2]:
-        rows.append(
-            {
-                "key": case.key,
-                "loss": case.loss,
-                "title": case.title,
-                "set": case.set,
-                "sizes": case.sizes,
-                "dtype": "float32",
-                "sweep": case.sweep,
-                "headline": case.headline,
-                "floor_ms": 0.5,
-                "providers": {
-                    "reference": provider(8.25, 1.0, 4 * 2**20),
-                    "fastkd torch": provider(2.75, 1 / 3),
-                    "torch.compile": provider(5.5, 2 / 3),
-                    "pykeops": {"skipped": "pykeops is not installed"},
-                    "wrong": {"refused": "value is off"},
-                },
-            }
-        )
+    providers = {
+        "reference": provider(8.25, 1.0, 4 * 2**20),
+        "fastkd torch": provider(2.75, 1 / 3),
+        "torch.compile": provider(5.5, 2 / 3),
+        "pykeops": {"skipped": "pykeops is not installed"},
+        "wrong": {"refused": "value is off"},
+    }
+    rows = [
+        harness.row_of(case, providers) | {"floor_ms": 0.5} for case in suite.cases(["cpu"])[::2]
+    ]
     machine = {"name": name, "cpu": "A CPU", "threads": 2, "cores": 2, "system": "Linux x86_64"}
     if gpu:
         machine["gpu"] = gpu

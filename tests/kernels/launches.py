@@ -28,11 +28,7 @@ class _CountOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        views = any(
-            argument.alias_info is not None and not argument.alias_info.is_write
-            for argument in func._schema.arguments
-        )
-        if not (self.paused or views or func._opname in ALLOCATIONS):
+        if not (self.paused or func.is_view or func._opname in ALLOCATIONS):
             self.launches.append(str(func))
         return result
 

@@ -2,31 +2,20 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from bench.compile_report import PROVEN, Form, choices, covering, modules
+from bench.compile_report import PROVEN, Form, choices, covering, modules, not_interpreted
 
 
 def test_compiles_without_spills():
     """Any two choices that meet in a form, on one architecture; every form of every one is
     compiled by ``make test-all``, after which kernels/proven.json knows the modules' states.
     """
-    # In a process of its own: under TRITON_INTERPRET there is nothing to compile.
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "bench.compile_report", "--unproven", "--json", "--arch", "90"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(result.stdout)
+    report = not_interpreted("bench.compile_report", "--unproven", "--json", "--arch", "90")
+    rows = json.loads(report)
     known = {row["module"].rpartition(".")[2] for row in rows} | json.loads(
         PROVEN.read_text()
     ).keys()

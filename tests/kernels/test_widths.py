@@ -1,13 +1,12 @@
 """No kernel of the benchmarks reads or writes aligned rows less than 16 bytes at a time."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
+
+from bench.compile_report import not_interpreted
 
 # Where a thread's share of a tile is no run of 16 bytes at an address known to be aligned, and why
 # it stays so: the line's beginning, by kernel.
@@ -25,12 +24,7 @@ ALLOWED = {
 
 
 def test_accesses_are_wide():
-    # In a process of its own: under TRITON_INTERPRET there is nothing to compile.
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.widths"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(not_interpreted("tests.kernels.widths"))
     unaligned = found.pop("unaligned")
     assert any("tl.load(row_ptr" in line for line in unaligned), "narrow accesses are not seen"
     assert len(found) > 15
