@@ -490,7 +490,8 @@ def _row_gradient(
     Args:
         along: norm·other (R, 1).
     """
-    squares = torch.linalg.vector_norm(norm, dim=-1, keepdim=True).square_()
+    # Rounded as ``along`` is: where both sides are equal nothing may be left.
+    squares = norm.square().sum(-1, keepdim=True)
     part = along / squares.where(squares != 0, 1)
     rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * eps * rstd.square())
     # Its mean is 0 but for the rounding of the rows' own means.
