@@ -1,7 +1,7 @@
 """Predict the benchmark's cases on a GPU that is not there: *predicted, not measured*.
 
 ``python -m bench.estimate [--device h100|h200|a100] [--set ...] [--only ...]`` prints a line for
-each case; ``--page FILE`` writes docs/estimates.md. ``python -m bench`` on that GPU prints them
+each case; ``--page FILE`` writes docs/estimates.md. ``fastkd bench`` on that GPU prints them
 beside what it measures. It runs the cases on tensors without data (tests/dry_cuda.py) and
 compiles what they start, so it needs the repository and Triton, and no GPU. `prediction` has the
 arithmetic.

@@ -29,7 +29,7 @@ RUN_BY = {
     ".venv/bin/python -m tests.fuzz": "test_fuzz.py::test_random_calls_agree_with_the_oracles",
     ".venv/bin/python -m bench.compile_report": "kernels/test_compile.py::test_compiles_without_",
     "python -m bench.estimate": "bench/test_estimate.py::test_a_case_without_a_gpu",
-    ".venv/bin/python -m bench ": "bench/test_suite.py::test_sets_and_losses",
+    ".venv/bin/fastkd bench ": "bench/test_suite.py::test_sets_and_losses",
 }
 
 
