@@ -26,6 +26,7 @@ from fastkd.analysis.pictures import (
 )
 from fastkd.app import processes
 from fastkd.app.data import file_columns, is_regression, read_file, read_hub
+from fastkd.app.display import say
 from fastkd.app.errors import InputError
 from fastkd.app.models import be_quiet, check_length, let_pad, load
 from fastkd.app.plan import choose_device
@@ -62,13 +63,9 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
             with saving(settings.out):
                 write(settings.out, report, list(models))
                 draw_sentence(settings, report, models, tokenizer, sentence)
-            console.print(table(report), highlight=False, markup=False, soft_wrap=True)
-            console.print(
-                f"{settings.out}/layers.json, layers.csv, relations.png, "
-                + ", ".join(f"{name}.png" for name in report["measures"]),
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(console, table(report))
+            pictures = ", ".join(f"{name}.png" for name in ("relations", *report["measures"]))
+            say(console, f"{settings.out}/layers.json, layers.csv, {pictures}")
 
 
 def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
+
+from rich.console import Console
 
 import fastkd
 from fastkd._extras import MissingExtra, require
@@ -27,6 +29,7 @@ from fastkd.study.settings import StudySettings
 typer: Any = require("typer", "train")
 require("typer.core", "train")
 
+TRAINING = ("transformers", "accelerate", "safetensors", "sklearn", "scipy")
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
 
 
@@ -114,26 +117,29 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _alone(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A command that several processes would only repeat: the first one does it."""
+def _command(cls: Any, needs: Sequence[str] = TRAINING, *, alone: bool = False) -> Callable:
+    """A command whose options are ``cls``, of ``function(settings, console)``.
 
-    @functools.wraps(function)
-    def run(settings: Any) -> None:
-        if processes.first():
-            function(settings)
+    What it ``needs`` is looked for before an hour of training has passed. One that several
+    processes would only repeat is done by the first ``alone``.
+    """
 
-    return run
+    def decorate(function: Callable[[Any, Console], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(settings: Any) -> None:
+            if alone and not processes.first():
+                return
+            for module in needs:
+                require(module, "train")
+            function(settings, new_console())
+
+        return app.command()(command(cls)(run))
+
+    return decorate
 
 
-def _require_training() -> None:
-    """Say what is missing before an hour of training has passed."""
-    for module in ("transformers", "accelerate", "safetensors", "sklearn", "scipy"):
-        require(module, "train")
-
-
-@app.command()
-@command(Settings)
-def distill(settings: Settings) -> None:
+@_command(Settings)
+def distill(settings: Settings, console: Console) -> None:
     """Distil a teacher into a smaller student.
 
     For example, on a GLUE task from the hub:
@@ -144,59 +150,47 @@ def distill(settings: Settings) -> None:
 
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """
-    _require_training()
     from fastkd.app import run
 
-    console = new_console()
     run.show(run.distill(settings, console), settings.out, console)
 
 
-@app.command()
-@command(EvaluateSettings)
-@_alone
-def evaluate(settings: EvaluateSettings) -> None:
+@_command(EvaluateSettings, alone=True)
+def evaluate(settings: EvaluateSettings, console: Console) -> None:
     """Score a model on labelled rows.
 
     For example:
 
         fastkd evaluate --model runs/distill/student --data dev.tsv
     """
-    _require_training()
     from fastkd.app import use
 
-    use.evaluate(settings, new_console())
+    use.evaluate(settings, console)
 
 
-@app.command()
-@command(UseSettings)
-@_alone
-def predict(settings: UseSettings) -> None:
+@_command(UseSettings, alone=True)
+def predict(settings: UseSettings, console: Console) -> None:
     """Label rows with a model: class and probability, or a number.
 
     For example:
 
         fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
     """
-    _require_training()
     from fastkd.app import use
 
-    use.predict(settings, new_console())
+    use.predict(settings, console)
 
 
-@app.command()
-@command(ExportSettings)
-@_alone
-def export(settings: ExportSettings) -> None:
+@_command(ExportSettings, alone=True)
+def export(settings: ExportSettings, console: Console) -> None:
     """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
-    _require_training()
     from fastkd.app.export import export
 
-    export(settings, new_console())
+    export(settings, console)
 
 
-@app.command()
-@command(CacheSettings)
-def cache(settings: CacheSettings) -> None:
+@_command(CacheSettings)
+def cache(settings: CacheSettings, console: Console) -> None:
     """Keep what a fine-tuned teacher says of every training row, for runs without it.
 
     For example:
@@ -205,37 +199,30 @@ def cache(settings: CacheSettings) -> None:
 
         fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
     """
-    _require_training()
     from fastkd.app.cache import write
 
-    write(settings, new_console())
+    write(settings, console)
 
 
-@app.command()
-@command(VerifySettings)
-@_alone
-def verify(settings: VerifySettings) -> None:
+@_command(VerifySettings, alone=True)
+def verify(settings: VerifySettings, console: Console) -> None:
     """Take one step in every way that should be the same, and tell how far the gradients differ.
 
     Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
     your teacher, student, method and rows, in float64, without dropout.
     """
-    _require_training()
     from fastkd.app.check import verify
 
-    if not verify(settings, new_console()):
+    if not verify(settings, console):
         raise typer.Exit(1)
 
 
-@app.command()
-@command(DemoSettings)
-def demo(settings: DemoSettings) -> None:
+@_command(DemoSettings, (*TRAINING, "matplotlib"))
+def demo(settings: DemoSettings, console: Console) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
-    _require_training()
-    require("matplotlib", "train")
     from fastkd.app.demo import run_demo
 
-    run_demo(settings, new_console())
+    run_demo(settings, console)
 
 
 @app.command()
@@ -247,10 +234,8 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-@app.command()
-@command(BenchSettings)
-@_alone
-def bench(settings: BenchSettings) -> None:
+@_command(BenchSettings, (), alone=True)
+def bench(settings: BenchSettings, console: Console) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.app.saving import check_directory, locked
     from fastkd.bench import passes, runner
@@ -283,9 +268,8 @@ def bench(settings: BenchSettings) -> None:
         _fail(str(error), 1)
 
 
-@app.command()
-@command(StudySettings)
-def study(settings: StudySettings) -> None:
+@_command(StudySettings, (*TRAINING, "matplotlib"))
+def study(settings: StudySettings, console: Console) -> None:
     """Compare methods with one budget over several seeds, and say what exceeds noise.
 
     For example, from a file, or from options; the same command goes on after a stop:
@@ -294,16 +278,13 @@ def study(settings: StudySettings) -> None:
 
         fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
     """
-    _require_training()
-    require("matplotlib", "train")
     from fastkd.study.command import run
 
-    run(settings, new_console())
+    run(settings, console)
 
 
-@app.command()
-@command(AnalyzeSettings)
-def analyze(settings: AnalyzeSettings) -> None:
+@_command(AnalyzeSettings, ("transformers", "matplotlib"))
+def analyze(settings: AnalyzeSettings, console: Console) -> None:
     """How alike the layers of a model are, or of teacher and student, as numbers and pictures.
 
     For example:
@@ -312,8 +293,6 @@ def analyze(settings: AnalyzeSettings) -> None:
 
         fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
     """
-    require("transformers", "train")
-    require("matplotlib", "train")
     from fastkd.app.analyze import run
 
-    run(settings, new_console())
+    run(settings, console)

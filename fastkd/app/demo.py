@@ -20,7 +20,7 @@ from torch import nn
 import fastkd
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
-from fastkd.app.display import Display
+from fastkd.app.display import Display, say
 from fastkd.app.loop import stopping_at_once
 from fastkd.app.models import be_quiet
 from fastkd.app.packaged import teacher_path
@@ -252,21 +252,18 @@ def _show(report: dict[str, Any], settings: DemoSettings, console: Console) -> N
         table.add_row(*cells, f"{taken:.0f}")
     console.print(table)
     smaller = report["students"][report["best"]]["parameters"] / teacher["parameters"]
-    console.print(
-        f"a student has {smaller:.0%} of the teacher's parameters and answers "
-        f"{report['speedup']:.1f} times as fast",
-        highlight=False,
-    )
     ahead = [TITLES[name] for name, row in report["students"].items() if _ahead(row)]
     out = settings.out
     pictures = ", ".join(sorted(path.name for path in out.glob("*.png")))
     for line in (
+        f"a student has {smaller:.0%} of the teacher's parameters and answers "
+        f"{report['speedup']:.1f} times as fast",
         f"ahead of labels only, with a {LEVEL:.0%} interval over {len(report['seeds'])} seeds "
         f"above 0: {', '.join(ahead) or 'none'}",
         f"{report['seconds']:.0f} s in all; best student {TITLES[report['best']]}, saved in "
         f"{out / 'student'}; pictures in {out}: {pictures}",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
 
 
 def _ahead(row: dict[str, Any]) -> bool:

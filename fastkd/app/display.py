@@ -64,6 +64,11 @@ def new_console() -> Console:
     return Console(file=stream, quiet=not processes.first())
 
 
+def say(console: Console, text: str) -> None:
+    """Print ``text`` as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 class Display:
     """What a run says: lines, progress with the named loss terms, events for programs."""
 
@@ -103,7 +108,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line, above the bars if there are any."""
-        self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.progress.console, line)
 
     def event(self, name: str, **values: Any) -> None:
         """A line of JSON for --log-json."""

@@ -18,6 +18,7 @@ import fastkd
 from fastkd._dispatch import why_not_triton
 from fastkd._losses import LOSSES, Inputs
 from fastkd._versions import TESTED
+from fastkd.app.display import say
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")
 # Far above what float32 loses, far below what a wrong kernel gives.
@@ -82,7 +83,7 @@ def examine(console: Console) -> bool:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def line(name: str, value: str) -> None:
-        console.print(f"{name:<14}{value}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{name:<14}{value}")
 
     line("fastkd", f"{fastkd.__version__}, installed as {_version('fastkd')}")
     line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastkd._extras import require
+from fastkd.app.display import say
 from fastkd.app.errors import InputError, RunFailed
 from fastkd.app.models import be_quiet, load_classifier
 from fastkd.app.saving import check_new_file, saving, write_file
@@ -59,11 +60,7 @@ def export(settings: ExportSettings, console: Console) -> float:
             )
         with saving(out):
             write_file(out, path.read_bytes())
-    console.print(
-        f"{out}: outputs agree with ONNX Runtime's to {difference:.0e}",
-        highlight=False,
-        markup=False,
-    )
+    say(console, f"{out}: outputs agree with ONNX Runtime's to {difference:.0e}")
     return difference
 
 

@@ -6,6 +6,7 @@ The command line (`command`), the check of the values (`check`) and what is save
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import typing
@@ -64,6 +65,13 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": meta})
 
 
+# The panels that several commands have; none of the last changes the result.
+data_option = functools.partial(option, panel="Data")
+model_option = functools.partial(option, panel="Teacher and student")
+training_option = functools.partial(option, panel="Training")
+run_option = functools.partial(option, panel="The run", saved=False)
+
+
 def options_of(cls: Any) -> dict[str, Option]:
     """The options of a dataclass or its instance, by field name."""
     return {
@@ -120,6 +128,7 @@ def command(cls: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
         kinds, options = typing.get_type_hints(cls), options_of(cls)
         parameters = [_parameter(f, kinds[f.name], options[f.name]) for f in _fields(cls)]
         run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.settings = cls  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run

@@ -28,7 +28,7 @@ import fastkd
 from fastkd.app import data, processes, trainer_args
 from fastkd.app.card import write_card
 from fastkd.app.data import Corpus
-from fastkd.app.display import Display, format_scores
+from fastkd.app.display import Display, format_scores, say
 from fastkd.app.errors import InputError
 from fastkd.app.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.app.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
@@ -494,15 +494,13 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     faster = ""
     if "teacher" in batch:
         faster = f"{batch['teacher'] / batch['student']:.1f} times faster and "
-    console.print(
+    say(
+        console,
         f"the student is {faster}"
         f"{report['bytes']['teacher'] / report['bytes']['student']:.1f} times smaller\n"
         f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
 
 

@@ -7,26 +7,32 @@ from typing import Any, ClassVar
 
 from fastkd.analysis.measures import MEASURES
 from fastkd.app.errors import InputError, nearest
-from fastkd.app.options import check, given, option
+from fastkd.app.options import (
+    check,
+    data_option,
+    given,
+    model_option,
+    option,
+    run_option,
+    training_option,
+)
 from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
 from fastkd.distill.methods import METHODS
 
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
 
-DATA, MODELS, TRAINING, RUN = "Data", "Teacher and student", "Training", "The run"
-
 
 def device() -> Any:
-    return option("auto", "auto, cpu or cuda.", panel=TRAINING, choices=("auto", "cpu", "cuda"))
+    return training_option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
 
 
 def seed() -> Any:
-    return option(0, "Seed of everything random.", panel=TRAINING, least=0, most=2**32 - 1)
+    return training_option(0, "Seed of everything random.", least=0, most=2**32 - 1)
 
 
 def precision() -> Any:
-    return option("fp32", "fp32, bf16 or fp16.", panel=TRAINING, choices=("fp32", "bf16", "fp16"))
+    return training_option("fp32", "fp32, bf16 or fp16.", choices=("fp32", "bf16", "fp16"))
 
 
 def remote_code() -> Any:
@@ -44,55 +50,48 @@ class Checked:
 class ColumnOptions(Checked):
     """Where text and label stand in a file or data set."""
 
-    text_column: str | None = option(None, "Column of the text.", panel=DATA)
-    text_pair_column: str | None = option(None, "Column of the second text.", panel=DATA)
-    label_column: str | None = option(None, "Column of the label (label).", panel=DATA)
-    no_header: bool = option(
-        False, "The files have no header; columns are 0, 1, 2, ...", panel=DATA
-    )
+    text_column: str | None = data_option(None, "Column of the text.")
+    text_pair_column: str | None = data_option(None, "Column of the second text.")
+    label_column: str | None = data_option(None, "Column of the label (label).")
+    no_header: bool = data_option(False, "The files have no header; columns are 0, 1, 2, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source(ColumnOptions):
     """Where the rows come from."""
 
-    task: str | None = option(
-        None, f"GLUE task: {', '.join(TASKS)}.", panel=DATA, choices=tuple(TASKS)
+    task: str | None = data_option(None, f"GLUE task: {', '.join(TASKS)}.", choices=tuple(TASKS))
+    data: str | None = data_option(None, "Data set on the hub.")
+    data_config: str | None = data_option(None, "Its configuration.")
+    train_split: str = data_option("train", "Split to train on.")
+    eval_split: str | None = data_option(None, "Split to evaluate on (validation).")
+    train: Path | None = data_option(None, "Training rows: .tsv, .csv or .jsonl.")
+    evals: Path | None = data_option(
+        None, "Rows to evaluate on: .tsv, .csv or .jsonl.", flag="--eval"
     )
-    data: str | None = option(None, "Data set on the hub.", panel=DATA)
-    data_config: str | None = option(None, "Its configuration.", panel=DATA)
-    train_split: str = option("train", "Split to train on.", panel=DATA)
-    eval_split: str | None = option(None, "Split to evaluate on (validation).", panel=DATA)
-    train: Path | None = option(None, "Training rows: .tsv, .csv or .jsonl.", panel=DATA)
-    evals: Path | None = option(
-        None, "Rows to evaluate on: .tsv, .csv or .jsonl.", flag="--eval", panel=DATA
+    test: Path | None = data_option(
+        None, "Rows scored once, at the end, with the student that --eval chose."
     )
-    test: Path | None = option(
-        None, "Rows scored once, at the end, with the student that --eval chose.", panel=DATA
+    unlabelled: Path | None = data_option(
+        None, "Text without labels to distil on as well; .txt: one a line."
     )
-    unlabelled: Path | None = option(
-        None, "Text without labels to distil on as well; .txt: one a line.", panel=DATA
-    )
-    labels: str = option(
+    labels: str = data_option(
         "auto",
         "What labels are: auto, classes, or numbers (regression).",
-        panel=DATA,
         choices=("auto", "classes", "numbers"),
     )
-    label_order: str | None = option(
+    label_order: str | None = data_option(
         None,
         "The data's classes in the order of the teacher's head, where names don't tell.",
         metavar="NAME,NAME",
-        panel=DATA,
     )
-    metric: str | None = option(
+    metric: str | None = data_option(
         None,
         "Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse.",
-        panel=DATA,
         choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
     )
-    max_train_rows: int | None = option(None, "Train on a random part.", panel=DATA, least=2)
-    max_eval_rows: int | None = option(None, "Evaluate on a random part.", panel=DATA, least=1)
+    max_train_rows: int | None = data_option(None, "Train on a random part.", least=2)
+    max_eval_rows: int | None = data_option(None, "Evaluate on a random part.", least=1)
     seed: int = seed()
 
     def __post_init__(self) -> None:
@@ -125,18 +124,17 @@ class Pairing(Source):
 
     teacher: str = option(..., "Teacher: a directory or a hub name.")
     trust_remote_code: bool = remote_code()
-    tokenizer: str | None = option(None, "Tokenizer, if not the teacher's.", panel=MODELS)
-    student: str | None = option(
-        None, "Student: a directory or a hub name, instead of teacher layers.", panel=MODELS
+    tokenizer: str | None = model_option(None, "Tokenizer, if not the teacher's.")
+    student: str | None = model_option(
+        None, "Student: a directory or a hub name, instead of teacher layers."
     )
-    student_layers: int | None = option(
-        None, "How many teacher layers make the student (half of them).", panel=MODELS, least=1
+    student_layers: int | None = model_option(
+        None, "How many teacher layers make the student (half of them).", least=1
     )
-    teacher_layers: str = option(
+    teacher_layers: str = model_option(
         "uniform",
         "Which teacher layers: uniform, top, bottom, numbers such as 2,4,6, or select: those that "
         "differ most from the one before, which the method then compares as well.",
-        panel=MODELS,
     )
     method: str = option(
         "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
@@ -149,7 +147,7 @@ class Pairing(Source):
     options: Mapping[str, Any] = option(
         {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
     )
-    max_length: int = option(128, "Longest text, in tokens.", panel=TRAINING, least=4)
+    max_length: int = training_option(128, "Longest text, in tokens.", least=4)
     precision: str = precision()
     device: str = device()
 
@@ -169,65 +167,41 @@ class Settings(Pairing):
     teacher: str | None = option(  # type: ignore[assignment]
         None, "Teacher: a directory or a hub name."
     )
-    teacher_cache: Path | None = option(  # type: ignore[misc]
-        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR", panel=MODELS
+    teacher_cache: Path | None = model_option(  # type: ignore[misc]
+        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR"
     )
-    out: Path = option(
-        Path("runs/distill"), "Directory for the student and its report.", panel=RUN, saved=False
+    out: Path = run_option(Path("runs/distill"), "Directory for the student and its report.")
+    finetune_teacher: float = model_option(  # type: ignore[misc]
+        0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
     )
-    finetune_teacher: float = option(  # type: ignore[misc]
-        0.0,
-        "Fine-tune the teacher on the task first.",
-        metavar="EPOCHS",
-        panel=MODELS,
-        least=0,
+    teacher_learning_rate: float = model_option(5e-5, "Learning rate of that.", above=0)
+    epochs: float = training_option(3.0, "Epochs of distillation.", above=0)
+    batch_size: int = training_option(32, "Rows in a step.", least=1)
+    learning_rate: float = training_option(5e-5, "Peak learning rate.", above=0)
+    weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
+    warmup: float = training_option(
+        0.1, "Share of the steps that warms up, 0 to 1.", least=0, most=1
     )
-    teacher_learning_rate: float = option(5e-5, "Learning rate of that.", panel=MODELS, above=0)
-    epochs: float = option(3.0, "Epochs of distillation.", panel=TRAINING, above=0)
-    batch_size: int = option(32, "Rows in a step.", panel=TRAINING, least=1)
-    learning_rate: float = option(5e-5, "Peak learning rate.", panel=TRAINING, above=0)
-    weight_decay: float = option(0.01, "Weight decay of AdamW.", panel=TRAINING, least=0)
-    warmup: float = option(
-        0.1, "Share of the steps that warms up, 0 to 1.", panel=TRAINING, least=0, most=1
+    gather: bool = training_option(  # type: ignore[misc]
+        False, "Losses that compare samples see those of all processes."
     )
-    gather: bool = option(  # type: ignore[misc]
-        False,
-        "Losses that compare samples see those of all processes.",
-        panel=TRAINING,
-    )
-    trainer_args: Path | None = option(
+    trainer_args: Path | None = training_option(
         None,
         "YAML file of further arguments of transformers.TrainingArguments.",
         metavar="FILE",
-        panel=TRAINING,
         saved=False,
     )
-    checkpoint_every: int | None = option(
-        None,
-        "Checkpoints within an epoch, too.",
-        metavar="STEPS",
-        panel=RUN,
-        least=1,
-        saved=False,
+    checkpoint_every: int | None = run_option(
+        None, "Checkpoints within an epoch, too.", metavar="STEPS", least=1
     )
-    report_to: str | None = option(
-        None,
-        "Trackers that get the losses, such as tensorboard; separated by commas.",
-        panel=RUN,
-        saved=False,
+    report_to: str | None = run_option(
+        None, "Trackers that get the losses, such as tensorboard; separated by commas."
     )
-    log_json: Path | None = option(
-        None,
-        "File that gets the progress as lines of JSON, for other programs.",
-        panel=RUN,
-        saved=False,
+    log_json: Path | None = run_option(
+        None, "File that gets the progress as lines of JSON, for other programs."
     )
-    resume: bool = option(
-        False, "Continue an interrupted run; give the same options.", panel=RUN, saved=False
-    )
-    overwrite: bool = option(
-        False, "Replace the student in --out once a new one is complete.", panel=RUN, saved=False
-    )
+    resume: bool = run_option(False, "Continue an interrupted run; give the same options.")
+    overwrite: bool = run_option(False, "Replace the student in --out once a new one is complete.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -255,10 +229,8 @@ class Settings(Pairing):
 class CacheSettings(Pairing):
     """The options of `fastkd cache`."""
 
-    out: Path = option(
-        Path("runs/teacher-cache"), "Directory of the cache.", panel=RUN, saved=False
-    )
-    batch_size: int = option(32, "Rows at a time.", panel=RUN, least=1, saved=False)
+    out: Path = run_option(Path("runs/teacher-cache"), "Directory of the cache.")
+    batch_size: int = run_option(32, "Rows at a time.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +239,8 @@ class VerifySettings(Pairing):
 
     finetune_teacher: ClassVar[float] = 1.0  # a head that is still random will do
 
-    rows: int = option(8, "Rows of the step.", panel=RUN, least=2)
-    ranks: int = option(2, "Processes to share it (Linux only); 0: none.", panel=RUN, least=0)
+    rows: int = run_option(8, "Rows of the step.", least=2)
+    ranks: int = run_option(2, "Processes to share it (Linux only); 0: none.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,17 +291,14 @@ class AnalyzeSettings(ColumnOptions):
     before: str | None = option(
         None, "The student before distillation, if `fastkd distill` didn't make it of --model."
     )
-    text: Path | None = option(None, "Text file, one text a line.", panel=DATA)
-    data: Path | None = option(None, "Labelled rows: .tsv, .csv, .jsonl, ...", panel=DATA)
-    task: str | None = option(
-        None,
-        "GLUE task: its validation split, or the columns of --data.",
-        panel=DATA,
-        choices=tuple(TASKS),
+    text: Path | None = data_option(None, "Text file, one text a line.")
+    data: Path | None = data_option(None, "Labelled rows: .tsv, .csv, .jsonl, ...")
+    task: str | None = data_option(
+        None, "GLUE task: its validation split, or the columns of --data.", choices=tuple(TASKS)
     )
-    rows: int | None = option(None, "Use only the first rows.", panel=DATA, least=1)
-    sentence: str | None = option(
-        None, "Sentence whose relation maps are drawn, instead of the first text.", panel=DATA
+    rows: int | None = data_option(None, "Use only the first rows.", least=1)
+    sentence: str | None = data_option(
+        None, "Sentence whose relation maps are drawn, instead of the first text."
     )
     measures: str = option(
         "svcca,cka", f"Which of {', '.join(MEASURES)}; separated by commas.", metavar="NAME,NAME"

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from fastkd._extras import require
 from fastkd.app.data import file_columns, read_file, to_classes, to_reals, unlabelled
-from fastkd.app.display import format_scores
+from fastkd.app.display import format_scores, say
 from fastkd.app.errors import InputError, RunFailed, nearest
 from fastkd.app.models import be_quiet, class_names, load_classifier, longest
 from fastkd.app.plan import Plan, choose_device
@@ -117,7 +117,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     rows = use.read(labelled=True)
     rows = to_reals(rows) if use.names is None else to_classes(rows, use.names)
     scores = score(metrics, *use.logits(rows))
-    console.print(f"{len(rows)} rows:  {format_scores(scores)}", highlight=False, markup=False)
+    say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
         write_file(settings.out, json.dumps({"rows": len(rows), **scores}, indent=2) + "\n")
     return scores
@@ -142,7 +142,7 @@ def predict(settings: UseSettings, console: Console) -> None:
         console.file.write(text)
     else:
         write_file(settings.out, text)
-        console.print(f"{len(rows)} rows: {settings.out}", highlight=False, markup=False)
+        say(console, f"{len(rows)} rows: {settings.out}")
 
 
 def _tsv(found: list[dict[str, Any]]) -> str:

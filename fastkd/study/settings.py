@@ -1,14 +1,15 @@
 """The options of `fastkd study`."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastkd.app.options import option
-from fastkd.app.settings import RUN, TRAINING, Checked, device
+from fastkd.app.options import option, run_option, training_option
+from fastkd.app.settings import Checked, device
 
-WHAT = "What is compared"
+what_option = functools.partial(option, panel="What is compared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,33 +17,29 @@ class StudySettings(Checked):
     """The options of `fastkd study`; what is given goes before what the file says."""
 
     spec: Path | None = option(None, "The study: a .toml or .yaml file.", flag="SPEC", saved=False)
-    out: Path = option(
-        Path("runs/study"), "Directory of the runs and the report.", panel=RUN, saved=False
+    out: Path = run_option(Path("runs/study"), "Directory of the runs and the report.")
+    runs: Path | None = run_option(
+        None, "Directory of runs and teachers that studies share (--out)."
     )
-    runs: Path | None = option(
-        None, "Directory of runs and teachers that studies share (--out).", panel=RUN, saved=False
-    )
-    methods: str | None = option(None, "Methods, separated by commas.", panel=WHAT)
-    options: Mapping[str, Any] = option(
+    methods: str | None = what_option(None, "Methods, separated by commas.")
+    options: Mapping[str, Any] = what_option(
         {},
         "Values of a method's option, one run each; repeatable.",
         flag="--set",
         metavar="METHOD.NAME=VALUE,VALUE",
-        panel=WHAT,
     )
-    tasks: Mapping[str, Any] = option(
+    tasks: Mapping[str, Any] = what_option(
         {},
         "A data set: NAME=TRAIN,EVAL (files), NAME=hub (GLUE), NAME=docstrings; repeatable.",
         metavar="NAME=FILES",
-        panel=WHAT,
     )
-    seeds: int | None = option(None, "How many seeds.", panel=WHAT, least=1)
-    teacher: str | None = option(
-        None, "Teacher: a directory, a hub name, or packaged (the demo's).", panel=WHAT
+    seeds: int | None = what_option(None, "How many seeds.", least=1)
+    teacher: str | None = what_option(
+        None, "Teacher: a directory, a hub name, or packaged (the demo's)."
     )
-    steps: int | None = option(None, "Training steps of every run.", panel=TRAINING, least=1)
-    seconds: float | None = option(
-        None, "Training time of every run, instead of steps.", panel=TRAINING, above=0
+    steps: int | None = training_option(None, "Training steps of every run.", least=1)
+    seconds: float | None = training_option(
+        None, "Training time of every run, instead of steps.", above=0
     )
     device: str = device()
-    jobs: int = option(1, "Processes that run at a time.", panel=RUN, least=1, saved=False)
+    jobs: int = run_option(1, "Processes that run at a time.", least=1)
