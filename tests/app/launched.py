@@ -6,7 +6,6 @@ All of them are forks of one process that has imported everything; the launcher 
 import functools
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -27,7 +26,6 @@ from fastkd.distill import Method
 from fastkd.study import task
 from tests.distill.processes import CONTEXT
 
-LEAVES_THE_LAUNCHER = "demo", "study"
 # The launcher looks so seldom that a process learns of another's end before it is stopped itself.
 MONITOR_INTERVAL = "3"
 
@@ -109,24 +107,21 @@ def command(words: list[str]) -> None:
     entry.main()
 
 
+def packaged(folder: Path, words: list[str]) -> None:
+    """A command whose packaged teacher is FOLDER/teacher, and Python's library FOLDER/library."""
+    demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
+    task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
+    command(words)
+
+
 def commands(folder: Path, lines: dict[str, list[str]]) -> None:
     """Run command lines by name, one after the other; results in FOLDER/<rank>.json.
 
     The last of them is the process's own: how it ends is the launcher's to see.
-    The demo's teacher is FOLDER/teacher, and what it reads FOLDER/library.
     """
-    demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
-    task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
     *most, (_, last) = lines.items()
-    with multiprocessing.get_context("fork").Pool(1) as apart:  # before there are threads
-        results = {
-            name: apart.apply(result_of, (words,))
-            for name, words in most
-            if words[0] in LEAVES_THE_LAUNCHER
-        }
+    results = {}
     for name, words in most:
-        if name in results:
-            continue
         results[name] = result_of(words)
         if dist.is_initialized():
             dist.barrier()

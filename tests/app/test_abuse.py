@@ -19,30 +19,10 @@ from typer.testing import CliRunner
 from fastkd.app.cli import app
 from fastkd.app.errors import TrainingFailed
 from fastkd.app.options import options_of
-from fastkd.app.settings import (
-    AnalyzeSettings,
-    BenchSettings,
-    CacheSettings,
-    DemoSettings,
-    EvaluateSettings,
-    ExportSettings,
-    Settings,
-    UseSettings,
-    VerifySettings,
-)
 from tests.tiny import make_teacher, write_tsv
 
-COMMANDS = {
-    "distill": Settings,
-    "cache": CacheSettings,
-    "verify": VerifySettings,
-    "evaluate": EvaluateSettings,
-    "predict": UseSettings,
-    "export": ExportSettings,
-    "demo": DemoSettings,
-    "bench": BenchSettings,
-    "analyze": AnalyzeSettings,
-}
+CALLS = {command.callback.__name__: command.callback for command in app.registered_commands}
+COMMANDS = {name: call.settings for name, call in CALLS.items() if name not in ("doctor", "study")}
 BAD_NUMBERS = ("nan", "-inf", "1e999", "-1", "abc", "", "1,5", "0x10", "9" * 400)
 BAD_WORDS = ("", "nonsense", "\x1b[31m", "a" * 5000, "--", "../..", "\N{PILE OF POO}")
 BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none/none.tsv", "")
@@ -80,19 +60,14 @@ def invoke(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     teacher, dev = folder / "teacher", folder / "dev.tsv"
     out = tmp_path / "out"
+    rows = {
+        "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev, "--max-length": 16,
+        "--device": "cpu",
+    }  # fmt: skip
     usual = {
-        "distill": {
-            "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev, "--out": out,
-            "--max-length": 16, "--device": "cpu", "--batch-size": 8,
-        },
-        "cache": {
-            "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev, "--out": out,
-            "--max-length": 16, "--device": "cpu",
-        },
-        "verify": {
-            "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev,
-            "--max-length": 16, "--device": "cpu",
-        },
+        "distill": {**rows, "--out": out, "--batch-size": 8},
+        "cache": {**rows, "--out": out},
+        "verify": rows,
         "evaluate": {"--model": teacher, "--data": dev},
         "predict": {"--model": teacher, "--data": dev},
         "export": {"--model": teacher, "--out": out / "model.onnx"},

@@ -66,6 +66,22 @@ def write_library(root):
     return root
 
 
+def write_packaged(folder):
+    """A tiny teacher and a library of two areas."""
+    make_teacher(folder / "teacher", layers=6, head=False)
+    library = write_library(folder / "library")
+    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    write_packaged(tmp_path)
+    monkeypatch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
+    monkeypatch.setattr(task, "teacher_path", lambda: tmp_path / "teacher")
+    load = functools.partial(load_docstrings, root=tmp_path / "library")
+    monkeypatch.setattr(task, "load_docstrings", load)
+
+
 def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
     root = write_library(tmp_path / "lib")
     groups = {group for _, group, text in docstrings(root) if "mail number" in text}
@@ -89,14 +105,7 @@ def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
     assert sum(mail) <= 1
 
 
-def test_whole_demo_on_a_tiny_teacher(tmp_path, monkeypatch):
-    tiny = make_teacher(tmp_path / "tiny", layers=6, head=False)
-    monkeypatch.setattr(demo, "teacher_path", lambda: tiny)
-    monkeypatch.setattr(task, "teacher_path", lambda: tiny)
-    library = write_library(tmp_path / "lib")
-    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
-    load = functools.partial(load_docstrings, root=library)
-    monkeypatch.setattr(task, "load_docstrings", load)
+def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):
     out = tmp_path / "demo"
     words = ["demo", "--fast", "--steps", "3", "--out", str(out), "--device", "cpu"]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
@@ -116,14 +125,8 @@ def test_whole_demo_on_a_tiny_teacher(tmp_path, monkeypatch):
     assert "8 of them with a label" in result.output
 
 
-def test_the_best_student_is_that_of_the_table(tmp_path, monkeypatch):
+def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
     """What is kept was trained once more: it answers as the run's file says."""
-    tiny = make_teacher(tmp_path / "tiny", layers=6, head=False)
-    monkeypatch.setattr(task, "teacher_path", lambda: tiny)
-    library = write_library(tmp_path / "lib")
-    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
-    load = functools.partial(load_docstrings, root=library)
-    monkeypatch.setattr(task, "load_docstrings", load)
     study = demo.make_study(demo.FAST, 5, "cpu")
     work = task.TaskWork(study, study.tasks[0], tmp_path / "runs")
     first = work.train(study.variants[2], 5)

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -14,9 +15,9 @@ from typer.testing import CliRunner
 from fastkd.app.cli import app
 from fastkd.app.feed import Steps
 from fastkd.app.saving import damage
-from tests.app.launched import Launch, command, commands
+from tests.app.launched import Launch, command, commands, packaged
 from tests.app.test_cli import report_of, stop_at, visible
-from tests.app.test_demo import write_library
+from tests.app.test_demo import write_packaged
 from tests.tiny import make_teacher, words_of, write_tsv
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
@@ -81,12 +82,6 @@ def launched(words, tmp_path_factory):
     A result is (exit codes, outputs, errors), each by rank. Errors are those of the launcher.
     """
     folder = tmp_path_factory.mktemp("launch")
-    make_teacher(folder / "teacher", layers=6, head=False)
-    library = write_library(folder / "library")
-    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
-    (folder / "study.toml").write_text(STUDY)
-    write_tsv(folder / "train.tsv")
-    write_tsv(folder / "dev.tsv", 20, 1)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         single(*words(folder / "stopped", 1, **STOPPED), expect=130)
@@ -94,8 +89,6 @@ def launched(words, tmp_path_factory):
     kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
     cached = {"teacher_cache": folder / "cache", "teacher": None}
     lines = {
-        "demo": words_of("demo", fast=True, device="cpu", out=folder / "demo"),
-        "study": words_of("study", folder / "study.toml", out=folder / "study"),
         **{name: words(folder / name, 2, **more) for name, more in RUNS.items()},
         "cache": words(folder / "cache", 2, "cache", **kept),
         "cached": words(folder / "cached", 2, **cached),
@@ -256,12 +249,23 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
     assert len(alone) == -(-rows // 8)
 
 
-def test_processes_share_the_runs_of_the_demo_and_of_a_study(launched):
-    folder, results, _ = launched
-    for name, said in (("demo", "labels only"), ("study", "report:")):
-        codes, outputs, _ = results[name]
-        assert codes == (0, 0), results[name]
-        assert said in outputs[0] and not outputs[1]
-    assert json.loads((folder / "demo" / "demo.json").read_text())["processes"] == 2
-    assert len(list((folder / "study" / "runs").glob("*.json"))) == 4
-    assert (folder / "study" / "report.html").exists()
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [("demo", ["--fast", "--device", "cpu"], "pictures in"), ("study", ["study.toml"], "report:")],
+)
+def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said):
+    write_packaged(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_tsv(Path("train.tsv"))
+    write_tsv(Path("dev.tsv"), 20, 1)
+    Path("study.toml").write_text(STUDY)
+    out = tmp_path / "out"
+    launch = Launch(tmp_path / "launch", 2, packaged, tmp_path, words_of(name, *options, out=out))
+    printed, errors = launch.end()
+    assert launch.process.exitcode == 0, errors
+    assert printed.count(said) == 1
+    if name == "demo":
+        assert json.loads((out / "demo.json").read_text())["processes"] == 2
+    else:
+        assert len(list((out / "runs").glob("*.json"))) == 4
+        assert (out / "report.html").exists()
