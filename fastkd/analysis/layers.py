@@ -385,9 +385,12 @@ def reads_last_token(config: Any) -> bool:
     kind = getattr(config, "model_type", None)
     if kind == "xlnet":
         return config.summary_type != "first"
-    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return kind in decoders and kind not in encoders
+    code = getattr(config, "auto_map", None) or {}  # that comes with the model
+    encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    decoder = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (decoder or "AutoModelForCausalLM" in code) and not (
+        encoder or "AutoModelForMaskedLM" in code
+    )
 
 
 @contextlib.contextmanager

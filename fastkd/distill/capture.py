@@ -351,13 +351,17 @@ def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Mo
     """The modules that project to queries, keys and values: three, or one for all."""
     if not (backbone.shared_blocks or backbone.compiled):
         block = backbone.blocks[layer - 1]
-        named = {name.rpartition(".")[2]: module for name, module in block.named_modules()}
+        named: dict[str, nn.Module] = {}
+        for path, module in block.named_modules():
+            named.setdefault(path.rpartition(".")[2], module)  # cross-attention comes second
         for names in SEPARATE:
             if all(name in named for name in names):
                 return [named[name] for name in names], None
-        for name in FUSED:
-            if name in named:
-                return [], named[name]
+        # Without it GPTBigCode holds those of one head together.
+        if getattr(backbone.config, "multi_query", True):
+            for name in FUSED:
+                if name in named:
+                    return [], named[name]
     raise ValueError(
         f"{type(backbone.inner).__name__} doesn't show its queries, keys and values (shared or "
         "compiled blocks, or projections of other names)"

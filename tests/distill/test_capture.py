@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as t
 
+from fastkd.analysis.layers import reads_last_token
 from fastkd.distill.capture import Backbone, capture, replaced_embeddings
 from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
 from tests.distill.models import model as model_of
@@ -159,6 +160,16 @@ def test_classes_of_ones_own_keep_their_heads():
     choices = Backbone(model_of(t.BertForMultipleChoice, "bert", num_labels=1))
     # transformers' losses of these heads don't ask what the configuration says.
     assert all(head.problem is None for head in (words, tags, answers, choices))
+
+
+def test_models_with_code_of_their_own_say_what_they_are():
+    config = CONFIGS["llama"](2)
+    config.model_type = "mine"
+    assert not reads_last_token(config)
+    config.auto_map = {"AutoModelForCausalLM": "mine.Mine"}
+    assert reads_last_token(config)
+    config.auto_map["AutoModelForMaskedLM"] = "mine.Mine"
+    assert not reads_last_token(config)
 
 
 def test_xlms_words_stand_where_they_are_predicted():

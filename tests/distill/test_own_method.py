@@ -5,7 +5,8 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve, student_from_teacher
-from tests.distill.models import batch, classifier, eager, step
+from fastkd.distill.capture import Backbone, capture_qkv
+from tests.distill.models import CONFIGS, batch, classifier, eager, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.test_distiller import assert_same_step, decoders, documents, packed, padded
 
@@ -58,6 +59,33 @@ def test_maps_queries_and_keys_belong_together(family):
         assert got.shape == expected.shape
         return
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_queries_are_those_of_self_attention(family):
+    """A block with cross-attention has two of each name."""
+    config = CONFIGS[family](2)
+    config.is_decoder = config.add_cross_attention = True
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    backbone, states = Backbone(model), {"encoder_hidden_states": torch.randn(1, 4, 16)}
+    with torch.no_grad(), capture_qkv(backbone, [2]) as kept:
+        maps = backbone.run(
+            {"input_ids": torch.arange(6)[None], "output_attentions": True, **states}
+        )
+    queries, keys, _ = kept[2]
+    scores = (queries @ keys.mT / 8**0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), -1e30)
+    torch.testing.assert_close(maps.attentions[1], scores.softmax(-1))
+
+
+def test_projections_that_are_interleaved_are_named():
+    sizes = {"vocab_size": 60, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
+    model = t.GPTBigCodeModel(t.GPTBigCodeConfig(**sizes, multi_query=False))
+    with (
+        pytest.raises(ValueError, match="doesn't show its queries"),
+        capture_qkv(Backbone(model), [1]),
+    ):
+        pass
 
 
 def test_packed_documents_have_maps_of_their_own():
