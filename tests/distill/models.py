@@ -59,9 +59,11 @@ def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> 
     return model(head, family, layers, num_labels=num_labels, **options)
 
 
-def pair(head: type, family: str, layers=(2, 4), **options) -> tuple[t.PreTrainedModel, ...]:
-    """A teacher of four layers, and the student that has some of them."""
-    teacher = model(head, family, **options)
+def pair(
+    family: str = "bert", layers=(2, 4), head: type | None = None, **options
+) -> tuple[t.PreTrainedModel, ...]:
+    """A teacher of four layers, a classifier by default, and the student that has some of them."""
+    teacher = model(head, family, **options) if head else classifier(family, **options)
     return teacher, student_from_teacher(teacher, layers)
 
 

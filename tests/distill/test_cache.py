@@ -14,7 +14,6 @@ from fastkd.distill import (
     SoftTargets,
     TeacherCache,
     method_by_name,
-    student_from_teacher,
 )
 from tests.distill.models import batch, classifier, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
@@ -70,8 +69,7 @@ CASES += [("mc3kd", {"pool": pool}) for pool in ("cls", "mean")]
 @pytest.mark.parametrize("name, options", CASES)
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_every_method_learns_the_same_bits(family, name, options, tmp_path):
-    teacher = classifier(family)
-    student = student_from_teacher(teacher, [2, 4])
+    teacher, student = pair(family)
     data = batches()
     cache = live_and_cached(teacher, student, lambda: method_of(name, **options), data, tmp_path)
     assert len(cache) == 18
@@ -82,7 +80,7 @@ def test_every_method_learns_the_same_bits(family, name, options, tmp_path):
 
 def test_language_models_keep_the_head_once(tmp_path):
     torch.manual_seed(0)
-    teacher, student = pair(t.LlamaForCausalLM, "llama")
+    teacher, student = pair("llama", head=t.LlamaForCausalLM)
     texts = documents((5, 9, 3, 7))
     data = [padded(texts[:2]), padded(texts[2:])]
     for name in ("soft_targets", "fcd", "lrkd"):
@@ -116,8 +114,8 @@ def test_samples_come_in_any_order_batch_and_padding(tmp_path):
 
 
 def test_writing_goes_on_where_it_stopped(tmp_path):
-    teacher = classifier("bert")
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 2]), method_of("fcd"))
+    teacher, student = pair()
+    distiller = Distiller(teacher, student, method_of("fcd"))
     data = batches()
 
     def until_it_stops():
@@ -140,8 +138,7 @@ def test_writing_goes_on_where_it_stopped(tmp_path):
 
 def write_a_part(rank, path):
     torch.manual_seed(0)
-    teacher = classifier("bert")
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 2]), method_of("fcd"))
+    distiller = Distiller(*pair(), method_of("fcd"))
     return len(distiller.cache_teacher(batches(4)[rank::2], path))
 
 
@@ -151,8 +148,7 @@ def test_processes_write_their_parts(tmp_path):
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_reason(tmp_path):
-    teacher = classifier("bert")
-    student = student_from_teacher(teacher, [2, 4])
+    teacher, student = pair()
     with pytest.raises(FileNotFoundError, match="holds no teacher's cache"):
         TeacherCache(tmp_path)
     live = Distiller(teacher, student, method_of("fcd"))
@@ -190,8 +186,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_reason(tmp_path):
 
 
 def test_a_choice_of_layers_is_kept(tmp_path):
-    teacher = classifier("bert")
-    student = student_from_teacher(teacher, [2, 4])
+    teacher, student = pair()
     live = Distiller(teacher, student, method_by_name("mc3kd"))
     data = batches()
     live.prepare(data)

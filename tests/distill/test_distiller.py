@@ -18,7 +18,6 @@ from fastkd.distill import (
     SoftTargets,
     method_by_name,
     methods,
-    student_from_teacher,
 )
 from fastkd.distill.capture import Backbone, replaced_embeddings
 from tests.distill.models import (
@@ -275,7 +274,7 @@ def causal_batch():
     "family, head", [("gpt2", t.GPT2LMHeadModel), ("llama", t.LlamaForCausalLM)]
 )
 def test_causal_language_models_compare_where_the_next_label_is_real(family, head):
-    teacher, student = pair(head, family)
+    teacher, student = pair(family, head=head)
     data = causal_batch()
     distiller = Distiller(teacher, student, SoftTargets(alpha=0.5, temperature=2.0)).eval()
     out = distiller(**data)
@@ -297,7 +296,7 @@ def test_causal_language_models_compare_where_the_next_label_is_real(family, hea
 
 
 def test_masked_language_models_compare_where_labels_are():
-    teacher, student = pair(t.BertForMaskedLM, "bert")
+    teacher, student = pair("bert", head=t.BertForMaskedLM)
     data = causal_batch()
     data["labels"][:, ::3] = -100
     out = Distiller(teacher, student, SoftTargets(temperature=1.0)).eval()(**data)
@@ -314,7 +313,7 @@ def test_masked_language_models_compare_where_labels_are():
 
 
 def test_token_classification():
-    teacher, student = pair(t.BertForTokenClassification, "bert", num_labels=5)
+    teacher, student = pair("bert", head=t.BertForTokenClassification, num_labels=5)
     data = causal_batch()
     data["labels"] = data["labels"].clamp(max=4)
     out = Distiller(teacher, student, LRKD()).eval()(**data)
@@ -373,7 +372,7 @@ def out_of(model, data):
 
 
 def test_multiple_choice_compares_the_choices_of_a_question():
-    teacher, student = pair(t.BertForMultipleChoice, "bert")
+    teacher, student = pair("bert", head=t.BertForMultipleChoice)
     ids = torch.randint(5, 60, (3, 4, 7))
     mask = torch.ones_like(ids)
     mask[0, :, 5:] = 0
@@ -409,7 +408,7 @@ def question_answering():
     # The last answer lies beyond the text and doesn't count.
     spans = {"start_positions": [1, 2, 3, 4, 5, 10], "end_positions": [2, 2, 4, 6, 6, 11]}
     data.update({name: torch.tensor(ends) for name, ends in spans.items()})
-    return *pair(t.BertForQuestionAnswering, "bert"), data
+    return *pair("bert", head=t.BertForQuestionAnswering), data
 
 
 def test_question_answering_compares_starts_and_ends():
@@ -445,7 +444,7 @@ def test_return_dict_changes_no_term(name):
 
 
 def test_a_head_without_logits_is_an_error_that_names_what_it_returns():
-    teacher, student = pair(t.BertForPreTraining, "bert")
+    teacher, student = pair("bert", head=t.BertForPreTraining)
     data = batch()
     data.pop("labels")
     with pytest.raises(ValueError, match=r"task term needs logits.*prediction_logits"):
@@ -456,7 +455,7 @@ def test_a_head_without_logits_is_an_error_that_names_what_it_returns():
 
 
 def test_models_without_a_head_learn_from_features_alone():
-    teacher, student = pair(t.BertModel, "bert")
+    teacher, student = pair("bert", head=t.BertModel)
     data = batch()
     out = Distiller(teacher, student, FCD(task_weight=0.0))(**data)
     assert set(out.terms) == {"tokens", "samples", "total"} and out.logits is None
@@ -478,7 +477,7 @@ def test_models_without_a_head_learn_from_features_alone():
 
 def decoders(head=t.LlamaForCausalLM):
     torch.manual_seed(0)
-    return [model.double() for model in pair(head, "llama")]
+    return [model.double() for model in pair("llama", head=head)]
 
 
 def documents(lengths=(5, 3, 6, 1, 4)):
@@ -562,8 +561,7 @@ def test_unlabelled_packed_rows_compare_no_distribution_across_documents():
 
 
 def test_a_head_with_one_prediction_a_row_refuses_packed_rows():
-    teacher = classifier("llama")
-    distiller = Distiller(teacher, student_from_teacher(teacher, [2]), SoftTargets())
+    distiller = Distiller(*pair("llama"), SoftTargets())
     with pytest.raises(ValueError, match="rows are packed with several documents"):
         distiller(**{**packed(documents()), "labels": torch.tensor([0])})
     with pytest.raises(ValueError, match=r"segments must have the tokens' shape \(6, 10\)"):
@@ -572,8 +570,7 @@ def test_a_head_with_one_prediction_a_row_refuses_packed_rows():
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_padding_side_changes_nothing(name):
-    teacher = classifier("llama").double()
-    distiller = ready(teacher, student_from_teacher(teacher, [2, 4]), name)
+    distiller = ready(*pair("llama"), name).double()
     texts, labels = documents(), torch.tensor([0, 1, 0, 2, 1])
     expected = step(distiller, {**padded(texts), "labels": labels})
     left = {**padded(texts, left=True), "labels": labels}
@@ -682,7 +679,7 @@ def test_bad_batches_are_named():
     with pytest.raises(ValueError, match="FCD needs labels in the batch"):
         distiller(**data)
     make("fcd", task_weight=0.0)(**data).loss.backward()
-    words = pair(t.GPT2LMHeadModel, "gpt2")
+    words = pair("gpt2", head=t.GPT2LMHeadModel)
     with pytest.raises(ValueError, match="one label per sample"):
         Distiller(*words, IntraClassKNN())(**causal_batch())
     with pytest.raises(ValueError, match=r"labels have shape \(5,\)"):

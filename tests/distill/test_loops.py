@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, IntraClassKNN, student_from_teacher
-from tests.distill.models import batch, classifier
+from tests.distill.models import batch, classifier, pair
 from tests.distill.support import data_of, model_of
-
-
-def pair():
-    torch.manual_seed(0)
-    teacher = classifier("bert")
-    return teacher, student_from_teacher(teacher, [2, 4])
 
 
 def test_a_new_distiller_trains_whatever_mode_its_models_were_in():

@@ -4,24 +4,23 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import FCD, Distiller, method_by_name, resolve, student_from_teacher
+from fastkd.distill import FCD, Distiller, method_by_name, resolve
 from fastkd.distill.capture import Backbone, capture_qkv
-from tests.distill.models import CONFIGS, batch, classifier, eager, step
+from tests.distill.models import CONFIGS, batch, eager, pair, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.test_distiller import assert_same_step, decoders, documents, packed, padded
 
 WITH_QKV = ["bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"]
 
 
-def pair(family, **options):
+def eager_pair(family, **options):
     torch.manual_seed(0)
-    teacher = classifier(family, **options)
-    return eager([teacher, student_from_teacher(teacher, [2, 4])])
+    return eager(pair(family, **options))
 
 
 @pytest.mark.parametrize("family", WITH_QKV)
 def test_a_method_trains_on_states_maps_and_values(family):
-    teacher, student = pair(family)
+    teacher, student = eager_pair(family)
     distiller = Distiller(teacher, student, HiddenAndAttention())
     assert "method.W.weight" in dict(distiller.named_parameters())
     data = batch(rows=8)
@@ -40,7 +39,9 @@ def test_a_method_trains_on_states_maps_and_values(family):
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_maps_queries_and_keys_belong_together(family):
     """softmax of queries · keys is the attention map, where positions don't enter between."""
-    teacher, student = pair(family, rope_parameters={"rope_type": "default", "rope_theta": 1e30})
+    teacher, student = eager_pair(
+        family, rope_parameters={"rope_type": "default", "rope_theta": 1e30}
+    )
     seen = {}
     method = HiddenAndAttention()
     distiller = Distiller(teacher, student, method).eval()
@@ -97,8 +98,7 @@ def test_packed_documents_have_maps_of_their_own():
 
 
 def test_attention_maps_need_eager_attention():
-    teacher = classifier("bert")
-    student = student_from_teacher(teacher, [2, 4])
+    teacher, student = pair()
     student.set_attn_implementation("eager")
     with pytest.raises(
         ValueError, match=r'sdpa attention .* the teacher with attn_implem.*"eager"'
@@ -108,7 +108,7 @@ def test_attention_maps_need_eager_attention():
 
 def test_blocks_that_hide_their_projections_are_named():
     with pytest.raises(ValueError, match="AlbertForSequenceClassification doesn't show"):
-        Distiller(*pair("albert"), HiddenAndAttention())(**batch())
+        Distiller(*eager_pair("albert"), HiddenAndAttention())(**batch())
 
 
 def test_methods_are_found_by_name():
@@ -132,7 +132,7 @@ def test_methods_are_found_by_name():
 
 def test_unfinished_methods_are_named():
     with pytest.raises(TypeError, match=r"a weight for 'nothing' but no method nothing\(step\)"):
-        Distiller(*pair("bert"), Unfinished())
+        Distiller(*eager_pair("bert"), Unfinished())
     with pytest.raises(TypeError, match="missing: alpha"):
         Unfinished().hyperparameters()
     assert "alpha" in repr(Unfinished())

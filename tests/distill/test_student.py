@@ -80,7 +80,7 @@ def test_lists_with_an_entry_per_layer_are_cut(family, layers, tmp_path):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_generation_with_the_cache_equals_generation_without(family):
     """The cache is addressed by layer_idx, which must count the student's own layers."""
-    _, student = pair(t.AutoModelForCausalLM, family, [3, 4])
+    _, student = pair(family, [3, 4], t.AutoModelForCausalLM)
     ids = torch.randint(5, 60, (2, 4))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with_cache = student.generate(ids, use_cache=True, **options)
@@ -108,7 +108,7 @@ def test_dtype_mode_and_training_state():
 
 
 def test_language_model_heads_stay_tied():
-    teacher, student = pair(t.BertForMaskedLM, "bert", [3])
+    teacher, student = pair("bert", [3], t.BertForMaskedLM)
     head, embeddings = student.get_output_embeddings(), student.get_input_embeddings()
     assert head.weight is embeddings.weight
     assert torch.equal(head.weight, teacher.get_input_embeddings().weight)

@@ -13,7 +13,7 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
-from tests.distill.models import batch, classifier, model, recipe, set_dropout
+from tests.distill.models import batch, classifier, model, pair, recipe, set_dropout
 from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -185,8 +185,8 @@ def test_gradient_checkpointing_reaches_the_student(tmp_path):
 
 
 def test_a_ready_distiller_and_mistakes(tmp_path):
-    teacher = classifier("bert")
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets())
+    teacher, student = pair()
+    distiller = Distiller(teacher, student, SoftTargets())
     args = arguments(tmp_path)
     assert DistillationTrainer(model=distiller, args=args).distiller is distiller
     with pytest.raises(ValueError, match="pass teacher, student and method"):
@@ -222,11 +222,9 @@ def test_the_best_student_and_method_come_back(tmp_path):
 def test_options_that_would_act_in_evaluation_alone_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         trainer(tmp_path, method_by_name("fcd"), label_smoothing_factor=0.1)
-    teacher = classifier("bert")
     with pytest.raises(ValueError, match="compute_loss_func"):
         DistillationTrainer(
-            teacher,
-            student_from_teacher(teacher, [1]),
+            *pair(),
             SoftTargets(),
             args=arguments(tmp_path),
             compute_loss_func=lambda *args, **kwargs: None,

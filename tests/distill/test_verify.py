@@ -66,7 +66,7 @@ def test_language_models_too(name):
 def test_processes():
     """Of four one gets no row; test_several has two."""
     torch.manual_seed(0)
-    teacher, student = pair(t.AutoModelForSequenceClassification, "bert", num_labels=3)
+    teacher, student = pair()
     distiller = Distiller(teacher, student, Several(recipe("fcd"), recipe("mc3kd")))
     check = verify(distiller, batch(rows=6), ranks=(4,), compile_backend=None)[-1]
     assert check.name == "4 processes, gather=True" and check.verdict == "equal", check
