@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
+from fastkd.app import processes
+from fastkd.app.saving import saving
 from fastkd.distill.trainer import DistillationTrainer
 
 _Trainer: Any = Trainer
@@ -99,6 +102,11 @@ class Feed(_Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """See ``transformers.Trainer.get_train_dataloader``."""
         return self.loader(self.steps)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """One that can't be written, by whichever process, is one sentence."""
+        with processes.agreed(), saving(Path(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -254,7 +254,6 @@ def train(
         trainer.feed(plan.batch_size)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
-        _guard_saves(trainer, folder)
         last = checkpoints.newest(display.say) if checkpoints and checkpoints.resume else None
         set_seed(plan.seed + processes.rank())  # dropout isn't the same in all processes
         trainer.train(resume_from_checkpoint=str(last) if last else None)
@@ -314,17 +313,6 @@ def _logging_to(logs: Path | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _guard_saves(trainer: Any, folder: Path) -> None:
-    """A checkpoint that can't be written, by whichever process, is one sentence."""
-    save = trainer._save_checkpoint
-
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        with processes.agreed(), saving(folder):
-            save(*args, **kwargs)
-
-    trainer._save_checkpoint = guarded
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +36,11 @@ from fastkd.distill.student import student_from_teacher
 STUDENT = "student"
 
 
-def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
-    """``load()``, with what transformers and the hub raise turned into one sentence."""
+def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -> Any:
+    """``auto.from_pretrained``, which runs no code of the model's own unless that is allowed.
+
+    What transformers and the hub raise is one sentence.
+    """
     local = Path(name).expanduser()
     if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise InputError(f"{option} {name}: no such directory")
@@ -48,7 +51,8 @@ def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
     if not local.exists():
         hub_answers()
     try:
-        return load()
+        path = str(local) if name.startswith("~") else name
+        return auto.from_pretrained(path, trust_remote_code=remote_code, **options)
     except MissingExtra:
         raise
     except Exception as error:  # damaged files make transformers raise anything
@@ -61,16 +65,6 @@ def _load(option: str, name: str, load: Callable[[], Any]) -> Any:
                 "there without running code that comes with it; --trust-remote-code allows that"
             )
         raise InputError(f"{option} {name}: can't be loaded from {reason}") from error
-
-
-def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -> Any:
-    """``auto.from_pretrained``, which runs no code of the model's own unless that is allowed."""
-    path = str(Path(name).expanduser()) if name.startswith("~") else name
-    return _load(
-        option,
-        name,
-        lambda: auto.from_pretrained(path, trust_remote_code=remote_code, **options),
-    )
 
 
 def load_tokenizer(settings: Pairing) -> Any:
