@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fastkd.app.cli import app
 from fastkd.app.errors import TrainingFailed
 from fastkd.app.options import options_of
-from tests.tiny import make_teacher, write_tsv
+from tests.tiny import make_teacher, words_of, write_tsv
 
 CALLS = {command.callback.__name__: command.callback for command in app.registered_commands}
 COMMANDS = {name: call.settings for name, call in CALLS.items() if name not in ("doctor", "study")}
@@ -61,31 +61,24 @@ def invoke(folder, tmp_path, monkeypatch):
     teacher, dev = folder / "teacher", folder / "dev.tsv"
     out = tmp_path / "out"
     rows = {
-        "--teacher": teacher, "--train": folder / "train.tsv", "--eval": dev, "--max-length": 16,
-        "--device": "cpu",
+        "teacher": teacher, "train": folder / "train.tsv", "eval": dev, "max_length": 16,
+        "device": "cpu",
     }  # fmt: skip
     usual = {
-        "distill": {**rows, "--out": out, "--batch-size": 8},
-        "cache": {**rows, "--out": out},
+        "distill": {**rows, "out": out, "batch_size": 8},
+        "cache": {**rows, "out": out},
         "verify": rows,
-        "evaluate": {"--model": teacher, "--data": dev},
-        "predict": {"--model": teacher, "--data": dev},
-        "export": {"--model": teacher, "--out": out / "model.onnx"},
-        "demo": {"--out": out, "--fast": None},
-        "bench": {"--out": out, "--only": "knn", "--set": "cpu"},
-        "analyze": {
-            "--model": teacher, "--text": folder / "text.txt", "--out": out, "--max-length": 16,
-        },
-    }  # fmt: skip
+        "evaluate": {"model": teacher, "data": dev},
+        "predict": {"model": teacher, "data": dev},
+        "export": {"model": teacher, "out": out / "model.onnx"},
+        "demo": {"out": out, "fast": True},
+        "bench": {"out": out, "only": "knn", "set": "cpu"},
+        "analyze": {"model": teacher, "text": folder / "text.txt", "out": out, "max_length": 16},
+    }
 
     def call(command, *words, **changes):
-        options = {**usual[command], **changes}
-        listed = [
-            str(part)
-            for name, value in options.items()
-            for part in ((name,) if value is None else (name, value))
-        ]
-        result = CliRunner().invoke(app, [command, *listed, *map(str, words)])
+        listed = [*words_of(command, **{**usual[command], **changes}), *map(str, words)]
+        result = CliRunner().invoke(app, listed)
         if result.exit_code not in (0, 1, 2):
             raise AssertionError(f"{listed}: {result.output}") from result.exception
         error = result.exception
@@ -133,7 +126,7 @@ OPTIONS = sample(bad_options(), 200)
 def test_malformed_options(invoke, folder, part):
     for command, flag, value in OPTIONS[part::4]:
         value = value.format(file=folder / "dev.tsv", folder=folder) if "{" in value else value
-        result = invoke(command, **{flag: value})
+        result = invoke(command, **{flag.removeprefix("--").replace("-", "_"): value})
         case = (command, flag, value[:40], result.output[-300:])
         assert result.exit_code, case
         assert "reached the training" not in result.stderr, case
@@ -181,7 +174,7 @@ def test_malformed_rows_are_named(invoke, tmp_path, kind):
     for (name, broken), place in itertools.product(BROKEN[kind].items(), (2, 7)):
         path = tmp_path / f"broken.{kind}"
         path.write_bytes(content(kind, broken, place))
-        for changes in ({"--train": path}, {"--eval": path, "--train": tmp_path / f"good.{kind}"}):
+        for changes in ({"train": path}, {"eval": path, "train": tmp_path / f"good.{kind}"}):
             (tmp_path / f"good.{kind}").write_bytes(content(kind, b"", 0).lstrip())
             result = invoke("distill", **changes)
             case = (kind, name, place, result.output[-300:])
@@ -244,7 +237,7 @@ def test_files_that_are_not_what_they_seem(invoke, tmp_path, kind):
     if kind == "file":
         for name, content, part in OTHER_FILES:
             (tmp_path / name).write_bytes(content)
-            result = invoke("evaluate", **{"--data": tmp_path / name})
+            result = invoke("evaluate", data=tmp_path / name)
             assert result.exit_code == 2, (name, result.output)
             assert name in result.stderr and part in result.stderr, (name, result.stderr)
         return
@@ -258,7 +251,7 @@ def test_files_that_are_not_what_they_seem(invoke, tmp_path, kind):
         ("\x1b[31m.tsv", "no such file"), ("\udcff.tsv", "no such file"), ("/dev/null", "--data"),
         ("/proc/self/mem", "unknown kind"),
     ):  # fmt: skip
-        result = invoke("evaluate", **{"--data": tmp_path / path})
+        result = invoke("evaluate", data=tmp_path / path)
         assert result.exit_code == 2 and part in result.stderr, (path, result.stderr)
 
 
@@ -301,7 +294,7 @@ def parquet_files(folder):
 
 def test_parquet_of_other_columns_and_damaged(invoke, tmp_path):
     for path, part in parquet_files(tmp_path):
-        result = invoke("evaluate", **{"--data": path})
+        result = invoke("evaluate", data=path)
         assert result.exit_code == 2, (path, result.output)  # its labels are NaN where it is read
         assert path.name in result.stderr and part in result.stderr, (path, result.stderr)
 
@@ -322,12 +315,12 @@ def test_configurations_that_fit_no_weights(invoke, folder, tmp_path, finetune):
         model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
         path = model / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-        result = invoke("distill", **{"--teacher": model, "--finetune-teacher": finetune})
+        result = invoke("distill", teacher=model, finetune_teacher=finetune)
         assert result.exit_code == 2, (changes, result.stderr)
         assert "--teacher" in result.stderr or "--student-layers" in result.stderr, result.stderr
         if "num_hidden_layers" not in changes:
-            assert invoke("export", **{"--model": model}).exit_code == 2, changes
-        assert invoke("analyze", **{"--model": model}).exit_code in (0, 2)
+            assert invoke("export", model=model).exit_code == 2, changes
+        assert invoke("analyze", model=model).exit_code in (0, 2)
 
 
 def test_classes_that_a_head_does_not_name(invoke, folder, tmp_path):
@@ -335,8 +328,8 @@ def test_classes_that_a_head_does_not_name(invoke, folder, tmp_path):
     config = json.loads((model / "config.json").read_text())
     config["id2label"] = {"0": "a", "5": "b"}
     (model / "config.json").write_text(json.dumps(config))
-    assert invoke("predict", **{"--model": model}).exit_code == 0
-    assert "reached the training" in invoke("distill", **{"--teacher": model}).stderr
+    assert invoke("predict", model=model).exit_code == 0
+    assert "reached the training" in invoke("distill", teacher=model).stderr
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38, None])
@@ -352,16 +345,12 @@ def test_weights_that_give_no_outputs(invoke, folder, tmp_path, value):
         weights[name].fill_(value)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     said = "missing" if value is None else "not finite"
-    for command, flag in (
-        ("distill", "--teacher"),
-        ("evaluate", "--model"),
-        ("predict", "--model"),
-    ):
-        result = invoke(command, **{flag: model})
+    for command, name in (("distill", "teacher"), ("evaluate", "model"), ("predict", "model")):
+        result = invoke(command, **{name: model})
         assert result.exit_code in (1, 2), result.output
-        assert flag in result.stderr and said in result.stderr
+        assert f"--{name}" in result.stderr and said in result.stderr
     if value is None:
-        result = invoke("distill", **{"--student": model})
+        result = invoke("distill", student=model)
         assert result.exit_code == 2 and "--student" in result.stderr and said in result.stderr
 
 
@@ -370,8 +359,8 @@ def test_a_tokenizer_without_its_files(invoke, folder, tmp_path):
     model = shutil.copytree(folder / "teacher", tmp_path / "model")
     for path in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
         path.unlink()
-    for command, flag in (("distill", "--teacher"), ("evaluate", "--model")):
-        result = invoke(command, **{flag: model})
+    for command, name in (("distill", "teacher"), ("evaluate", "model")):
+        result = invoke(command, **{name: model})
         assert result.exit_code == 2 and "tokenizer" in result.stderr, result.output
 
 
@@ -401,10 +390,10 @@ def test_damaged_model_files(invoke, folder, tmp_path, file):
         model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
         whole = (model / file).read_bytes()
         (model / file).write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-        for command, flag in (("distill", "--teacher"), ("evaluate", "--model")):
-            result = invoke(command, **{flag: model})
+        for command, name in (("distill", "teacher"), ("evaluate", "model")):
+            result = invoke(command, **{name: model})
             if result.exit_code:  # some damage to a tokenizer's options is none
-                assert flag in result.stderr, (file, damage, result.stderr)
+                assert f"--{name}" in result.stderr, (file, damage, result.stderr)
             else:
                 assert file.startswith("tokenizer"), (file, damage)
 

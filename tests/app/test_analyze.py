@@ -7,7 +7,6 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import BertModel, BertTokenizerFast, GPT2Model
-from typer.testing import CliRunner
 
 from fastkd.analysis import (
     adjacent_layer_cca,
@@ -18,11 +17,12 @@ from fastkd.analysis import (
     svcca_matrix,
 )
 from fastkd.app import analyze as report
-from fastkd.app.cli import app
 from fastkd.app.data import read_file
 from fastkd.app.saving import MARKER
 from fastkd.distill import student_from_teacher
+from tests.app.launched import result_of
 from tests.distill.processes import run_ranks
+from tests.tiny import run
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "of", "words"]
 
@@ -62,14 +62,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
-
-
 def test_numbers_and_pictures(folder, tmp_path):
-    result = run("--model", folder, "--text", folder / "text.txt", "--out", tmp_path / "out",
-                 "--batch-size", 7)  # fmt: skip
-    assert result.exit_code == 0, result.output
+    text, out = folder / "text.txt", tmp_path / "out"
+    output = run("analyze", model=folder, text=text, out=out, batch_size=7)
     written = json.loads((tmp_path / "out" / "layers.json").read_text())
     model, tokenizer = report.load_model(str(folder), torch.device("cpu"))
     texts = report.read_lines(folder / "text.txt")
@@ -83,18 +78,17 @@ def test_numbers_and_pictures(folder, tmp_path):
         actual = torch.tensor(written[name], dtype=torch.float64)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert written["tokens"] == int(whole[0]["attention_mask"].sum())
-    assert f"{written['adjacent_cca'][2]:.4f}" in result.output
-    assert f"{written['rccc']:.4f}" in result.output
+    assert f"{written['adjacent_cca'][2]:.4f}" in output
+    assert f"{written['rccc']:.4f}" in output
     for name in ("svcca.png", "cka.png", "relations.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_teacher_student_and_the_student_before(folder, tmp_path):
     measures = ["svcca", "pwcca"]
-    result = run("--model", folder, "--student", folder / "student", "--data", folder / "data.tsv",
-                 "--measures", ",".join(measures), "--sentence", "a small model", "--out", tmp_path,
-                 "--batch-size", 40)  # fmt: skip
-    assert result.exit_code == 0, result.output
+    output = run("analyze", model=folder, student=folder / "student", data=folder / "data.tsv",
+                 measures=",".join(measures), sentence="a small model", out=tmp_path,
+                 batch_size=40)  # fmt: skip
     written = json.loads((tmp_path / "layers.json").read_text())
     teacher, tokenizer = report.load_model(str(folder), torch.device("cpu"))
     student = BertModel.from_pretrained(folder / "student")
@@ -123,7 +117,7 @@ def test_teacher_student_and_the_student_before(folder, tmp_path):
     assert [float(r["value"]) for r in found[3:6]] == written["before"]["to_model"]["pwcca"][2]
     for name in (*measures, "relations"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "student before" in result.output and "ρ of the sentence's relations" in result.output
+    assert "student before" in output and "ρ of the sentence's relations" in output
 
 
 def test_a_decoder(folder, tmp_path, monkeypatch):
@@ -137,9 +131,7 @@ def test_a_decoder(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(report, "load_model", as_decoders_read)
     gpt2, text, out = tmp_path / "gpt2", folder / "text.txt", tmp_path / "out"
-    result = run("--model", gpt2, "--text", text, "--out", out, "--before", gpt2,
-                 "--student", gpt2, "--measures", "cca")  # fmt: skip
-    assert result.exit_code == 0, result.output
+    run("analyze", model=gpt2, text=text, out=out, before=gpt2, student=gpt2, measures="cca")
     written = json.loads((tmp_path / "out" / "layers.json").read_text())
     # The first text is one token, which has no relation.
     assert set(written["student"]["relations"].values()) == {None}
@@ -148,17 +140,15 @@ def test_a_decoder(folder, tmp_path, monkeypatch):
 
 
 def command_on_ranks(rank, words):
-    result = run(*words)
-    return result.exit_code, result.output
+    return run("analyze", *words)
 
 
 def test_processes_share_the_rows(folder, tmp_path):
     words = ["--model", folder, "--student", folder / "student", "--data", folder / "data.tsv",
              "--batch-size", 5, "--measures", "pwcca", "--device", "cpu"]  # fmt: skip
-    assert run(*words, "--out", tmp_path / "one").exit_code == 0
+    run("analyze", *words, "--out", tmp_path / "one")
     first, second = run_ranks(command_on_ranks, 2, tmp_path, [*words, "--out", tmp_path / "two"])
-    assert first[0] == second[0] == 0, (first, second)
-    assert "RCCC" in first[1] and not second[1]
+    assert "RCCC" in first and not second
     one, two = (
         json.loads((tmp_path / name / "layers.json").read_text()) for name in ("one", "two")
     )
@@ -177,13 +167,12 @@ def failing_on_the_second(rank, words):
         return layers.stream(*arguments, **options)
 
     report.stream = stream
-    result = run(*words)
-    return result.exit_code, result.stderr
+    return result_of(["analyze", *map(str, words)])
 
 
 def test_what_fails_in_one_process_is_said_once_and_ends_all(folder, tmp_path):
     words = ["--model", folder, "--text", folder / "text.txt", "--device", "cpu", "--batch-size", 5]
-    codes, said = zip(*run_ranks(failing_on_the_second, 2, tmp_path, words), strict=True)
+    codes, _, said = zip(*run_ranks(failing_on_the_second, 2, tmp_path, words), strict=True)
     assert codes == (2, 2)
     assert "".join(said) == f"Error: --model {folder}: not here\n"
 
@@ -224,10 +213,8 @@ MODEL = ("--model", "{folder}")
     ],
 )
 def test_mistakes_are_one_sentence(folder, arguments, message):
-    result = run(*(part.format(folder=folder) for part in arguments))
-    assert result.exit_code == 2
-    assert message.format(folder=folder) in " ".join(result.stderr.split())
-    assert "Traceback" not in result.stderr
+    error = run("analyze", *(part.format(folder=folder) for part in arguments), expect=2)
+    assert message.format(folder=folder) in error
 
 
 def test_a_task_from_the_hub(folder, tmp_path, monkeypatch):
@@ -236,6 +223,5 @@ def test_a_task_from_the_hub(folder, tmp_path, monkeypatch):
         return read_file(folder / "data.tsv", columns, option), None
 
     monkeypatch.setattr(report, "read_hub", hub)
-    result = run("--model", folder, "--task", "sst2", "--rows", 9, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "intra-class similarity, last layer" in result.output
+    output = run("analyze", model=folder, task="sst2", rows=9, out=tmp_path)
+    assert "intra-class similarity, last layer" in output

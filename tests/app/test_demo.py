@@ -5,16 +5,14 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fastkd._extras import MissingExtra
 from fastkd.app import demo, packaged
-from fastkd.app.cli import app
 from fastkd.app.docstrings import AREAS, docstrings, load_docstrings
 from fastkd.app.errors import InputError
 from fastkd.distill import METHODS
 from fastkd.study import task
-from tests.tiny import make_teacher
+from tests.tiny import make_teacher, run
 
 
 @pytest.fixture(scope="module")
@@ -107,22 +105,20 @@ def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
 
 def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):
     out = tmp_path / "demo"
-    words = ["demo", "--fast", "--steps", "3", "--out", str(out), "--device", "cpu"]
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
-    assert result.exit_code == 0, result.output
+    output = run("demo", "--fast", steps=3, out=out, device="cpu")
     report = json.loads((out / "demo.json").read_text())
     assert list(report["students"]) == list(METHODS) == list(demo.TITLES)
     assert report["seeds"] == [0, 1] and report["size"]["student_steps"] == 3
     for name, student in report["students"].items():
         assert 0 <= student["accuracy"] <= 1
         assert student["parameters"] < report["teacher"]["parameters"]
-        assert demo.TITLES[name] in result.output
+        assert demo.TITLES[name] in output
         assert (student["difference"] is None) == (name == demo.LABELS_ONLY)
     for picture in ("students.png", "relations.png"):
         assert (out / picture).stat().st_size > 5000
     assert (out / "student" / "config.json").exists()
-    assert "2 areas: language, numbers (chance: 0.500)" in result.output
-    assert "8 of them with a label" in result.output
+    assert "2 areas: language, numbers (chance: 0.500)" in output
+    assert "8 of them with a label" in output
 
 
 def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
@@ -138,7 +134,5 @@ def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(packaged, "PACKAGE", "no_such_package")
     with pytest.raises(MissingExtra, match=r"\[demo\]"):
         packaged.teacher_path()
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "x")])
-    assert result.exit_code == 1 and "[demo]'" in result.stderr
-    result = CliRunner().invoke(app, ["demo", "--steps", "0", "--out", str(tmp_path / "x")])
-    assert result.exit_code == 2 and "--steps" in result.stderr
+    assert "[demo]'" in run("demo", out=tmp_path / "x", expect=1)
+    assert "--steps" in run("demo", out=tmp_path / "x", steps=0, expect=2)
