@@ -566,3 +566,15 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
             f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
             f"entries and the teacher {sizes[1]}"
         )
+    ours, theirs = (_class_names(model) for model in (student, teacher))
+    if ours != theirs and sorted(ours) == sorted(theirs):
+        raise ValueError(
+            f"{method} compares logits, but the student's classes are {', '.join(ours)} and the "
+            f"teacher's {', '.join(theirs)}; give both heads one order"
+        )
+
+
+def _class_names(model: Model) -> list[str]:
+    """What the head tells apart, in the order of its logits, where a configuration says it."""
+    names = getattr(getattr(model, "config", None), "id2label", None) or {}
+    return [str(names[i]) for i in sorted(names)] if len(names) == model.output_size else []

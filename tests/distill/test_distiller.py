@@ -664,6 +664,9 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"student has 4 labels or vocabulary entries.* teacher 3"):
         Distiller(teacher, other_labels, SoftTargets())
     Distiller(teacher, other_labels, FCD())(**batch())
+    turned = classifier("bert", layers=2, id2label={0: "LABEL_2", 1: "LABEL_1", 2: "LABEL_0"})
+    with pytest.raises(ValueError, match=r"classes are LABEL_2, LABEL_1, LABEL_0 .* one order"):
+        Distiller(teacher, turned, SoftTargets())
     with pytest.raises(ValueError, match="teacher has no head"):
         Distiller(teacher.bert, classifier("bert", layers=2), LRKD())
 
