@@ -1,5 +1,7 @@
 """Dual orthogonal projection of LRKD (Learnable Relational Knowledge Distillation), eqs. 3-10."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,6 +27,7 @@ from fastkd._numerics import (
     saveable,
     upcast,
     working_dtype,
+    zero_padding,
 )
 
 Reduction = Literal["mean", "batchmean", "sum"]
@@ -69,12 +72,12 @@ def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
     inverse = None
     if use_triton(backend, "cayley", skew) and skew.numel() > 0:
         with torch.no_grad():
-            inverse = _inverse_by_products(upcast(skew), None)
+            inverse = _inverse_by_products(upcast(skew), [])
     return _Cayley.apply(skew, inverse)
 
 
-def _inverse_by_products(skew: Tensor, guess: Tensor | None) -> Tensor:
-    """(I − Q)⁻¹ of (*, n, n) from a guess (B, n, n), or from I."""
+def _inverse_by_products(skew: Tensor, guess: list[Tensor]) -> Tensor:
+    """(I − Q)⁻¹ of (*, n, n) from guesses (B₁, n, n), (B₂, n, n), …, or from I without any."""
     from fastkd.kernels.cayley import cayley_inverse
 
     with autocast_off(skew):
@@ -137,13 +140,16 @@ def _(a):
     return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
-def _solve(factors: tuple[Tensor, ...], layer: int, x: Tensor, adjoint: bool = False) -> Tensor:
+def _solve(factors: tuple[Tensor, ...], x: Tensor, adjoint: bool = False) -> Tensor:
     """x (I − Q)⁻¹, or x (I − Q)⁻ᵀ, from the LU factors and pivots or from the inverse itself."""
     if len(factors) == 1:
-        inverse = factors[0][:, layer]
-        return x @ (inverse.mT if adjoint else inverse)
-    lu, pivots = factors
-    return torch.linalg.lu_solve(lu[:, layer], pivots[:, layer], x, left=False, adjoint=adjoint)
+        return _times(x, factors[0].mT if adjoint else factors[0])
+    return torch.linalg.lu_solve(*factors, x, left=False, adjoint=adjoint)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """a b of matrices or batches of as many: @ takes six operations to find out which."""
+    return a.mm(b) if a.dim() == 2 else a.bmm(b)
 
 
 class _RowsTimesCayley(torch.autograd.Function):
@@ -151,36 +157,57 @@ class _RowsTimesCayley(torch.autograd.Function):
 
     x W = x(I + Q)(I − Q)⁻¹ = 2z − x with z = x(I − Q)⁻¹: a product with the inverse where it is
     given, else one factorisation and a solve with as many right-hand sides as there are rows.
-    Backward does the same once more, p = g(I − Q)⁻ᵀ, and ∂L/∂Q = 2zᵀp has the rank of x.
+    Backward does the same once more, p = g(I − Q)⁻ᵀ, and ∂L/∂Q = 2zᵀp has the rank of x. Sides are
+    stacked and unstacked in here, where that leaves autograd nothing to keep or to run.
     """
 
     @staticmethod
-    def forward(ctx, x, raw, inverse):
-        # x (S, R, n) rows of S sides, raw (S, L, n, n) their L layers, inverse likewise or None
+    def forward(ctx, inverse, count, *sides):
+        # ``count`` sides' rows (R, in_dim), then their matrices (L, n, n); inverses as `_stacked`
+        rows, raw = sides[:count], sides[count:]
+        n = raw[0].shape[-1]
+        x = _stacked(rows, n)  # (S, R, n), or (R, n) of one side
         with autocast_off(x):
-            identity = torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device)
-            factors = (inverse,) if inverse is not None else _lu_factor(identity - _skew_part(raw))
+            factors: tuple[Tensor, ...] = (inverse,)
+            if inverse is None:
+                identity = torch.eye(n, dtype=x.dtype, device=x.device)
+                factors = _lu_factor(identity - _skew_part(_stacked(raw, n)))
             solutions = []
-            for layer in range(raw.shape[1]):
-                z = _solve(factors, layer, x)
-                x = 2 * z - x
-                solutions.append(z)
-        ctx.save_for_backward(*solutions, *factors)
-        ctx.layers = len(solutions)
-        return x
+            for of_layer in _of_layers(factors, count):
+                solutions.append(_solve(of_layer, x))
+                x = torch.lerp(x, solutions[-1], 2)
+        ctx.save_for_backward(*factors, *solutions)
+        ctx.factors, ctx.in_dims = len(factors), [side.shape[-1] for side in rows]
+        return x if count == 1 else x.unbind()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        solutions, factors = ctx.saved_tensors[: ctx.layers], ctx.saved_tensors[ctx.layers :]
+    def backward(ctx, *grads):
+        factors, solutions = ctx.saved_tensors[: ctx.factors], ctx.saved_tensors[ctx.factors :]
+        count = len(grads)
+        grad = grads[0] if count == 1 else torch.stack(grads)
         with autocast_off(grad):
-            draw = []
-            for layer in reversed(range(ctx.layers)):
-                p = _solve(factors, layer, grad, adjoint=True)
-                outer = solutions[layer].mT @ p  # (S, n, n)
-                draw.append(outer - outer.mT)
-                grad = 2 * p - grad
-        return grad, torch.stack(draw[::-1], dim=1), None
+            outer = []
+            for of_layer, z in reversed([*zip(_of_layers(factors, count), solutions, strict=True)]):
+                p = _solve(of_layer, grad, adjoint=True)
+                outer.append(_times(z.mT, p))  # (S, n, n), or (n, n)
+                grad = torch.lerp(grad, p, 2)
+            products = torch.stack(outer[::-1], dim=-3)
+            draw = products - products.mT
+        drows, draws = ([grad], [draw]) if count == 1 else (grad.unbind(), draw.unbind())
+        cut = (side[:, :size] for side, size in zip(drows, ctx.in_dims, strict=True))
+        return None, None, *cut, *draws
+
+
+def _stacked(sides: Sequence[Tensor], n: int) -> Tensor:
+    """The sides (..., D) with zeros up to n columns: (S, ..., n), or (..., n) of one side."""
+    sides = [x if x.shape[-1] == n else F.pad(x, (0, n - x.shape[-1])) for x in sides]
+    return sides[0] if len(sides) == 1 else torch.stack(sides)
+
+
+def _of_layers(factors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
+    """Layer by layer what `_solve` takes; the layers come after ``count`` sides, if several."""
+    return list(zip(*(part.unbind(int(count > 1)) for part in factors), strict=True))
 
 
 class _Product(torch.autograd.Function):
@@ -200,6 +227,11 @@ class _Product(torch.autograd.Function):
             da = grad @ b.mT if ctx.needs_input_grad[0] else None
             db = a.mT @ grad if ctx.needs_input_grad[1] else None
         return da, db
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(..., D) as (R, D); rows stay what they are, since a view costs the host backward too."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _skew_part(raw: Tensor) -> Tensor:
@@ -295,8 +327,7 @@ class OrthogonalProjection(nn.Module):
     def weight(self) -> Tensor:
         """W (in_dim, out_dim), differentiable, in float32 (float64 after ``.double()``)."""
         if self.orthogonal:
-            inverse = _refined_inverse([self], self.raw[None])
-            inverse = inverse if inverse is None else inverse[0]
+            inverse = _refined_inverse([self], [self.raw])
             factors = _Cayley.apply(_skew_part(self.raw), inverse)
         else:
             factors = list(self.matrices)
@@ -310,12 +341,13 @@ class OrthogonalProjection(nn.Module):
         check_floating("x", x)
         if x.shape[-1] != self.in_dim:
             raise ValueError(f"x must have {self.in_dim} columns (in_dim), got {tuple(x.shape)}")
-        rows = saveable(x).reshape(-1, self.in_dim)
+        rows = _as_rows(saveable(x))
         if self.orthogonal and _is_few(rows, self.raw):
             (projected,) = _project_rows([rows], [self])
         else:
             projected = _Product.apply(rows, self.weight.to(x.dtype))
-        return projected.to(x.dtype).reshape(*x.shape[:-1], self.out_dim)
+        projected = projected.to(x.dtype)
+        return projected if x.dim() == 2 else projected.reshape(*x.shape[:-1], self.out_dim)
 
     def extra_repr(self) -> str:
         return (
@@ -345,26 +377,29 @@ def _project_rows(rows: list[Tensor], projections: list[OrthogonalProjection]) -
 
     All projections have the same number of layers and the same max(in_dim, out_dim).
     """
-    n = projections[0].raw.shape[-1]
     dtype = torch.promote_types(working_dtype(rows[0]), projections[0].raw.dtype)
-    x = torch.stack([F.pad(side.to(dtype), (0, n - side.shape[-1])) for side in rows])
-    raw = torch.stack([projection.raw.to(dtype) for projection in projections])
-    projected = _RowsTimesCayley.apply(x, raw, _refined_inverse(projections, raw))
-    return [side[:, : p.out_dim] for side, p in zip(projected, projections, strict=True)]
+    raw = [projection.raw.to(dtype) for projection in projections]
+    sides = [side.to(dtype) for side in rows]
+    inverse = _refined_inverse(projections, raw)
+    projected = apply(_RowsTimesCayley, inverse, len(sides), *sides, *raw)
+    whole = [projected] if len(sides) == 1 else projected
+    return [side[:, : p.out_dim] for side, p in zip(whole, projections, strict=True)]
 
 
-def _refined_inverse(projections: list[OrthogonalProjection], raw: Tensor) -> Tensor | None:
-    """(I − Q)⁻¹ (S, L, n, n) from the last ones of S projections, which it replaces.
+def _refined_inverse(
+    projections: Sequence[OrthogonalProjection], raw: Sequence[Tensor]
+) -> Tensor | None:
+    """(I − Q)⁻¹ of the projections' matrices, `_stacked`, from the last ones, which it replaces.
 
     None where a factorisation does it: on the CPU, as it is faster there, and in float64.
     """
-    if not use_triton(projections[0].backend, "OrthogonalProjection", raw):
+    if not use_triton(projections[0].backend, "OrthogonalProjection", raw[0]):
         return None
     with torch.no_grad():
-        last = [projection._last(raw) for projection in projections]
-        inverse = _inverse_by_products(_skew_part(raw), torch.cat(last))
+        last = [p._last(matrices) for p, matrices in zip(projections, raw, strict=True)]
+        inverse = _inverse_by_products(_skew_part(_stacked(raw, raw[0].shape[-1])), last)
         # Into the same memory, which a CUDA graph reads and writes when it is replayed.
-        for state, new in zip(last, inverse, strict=True):
+        for state, new in zip(last, [inverse] if len(last) == 1 else inverse, strict=True):
             state.copy_(new)
     return inverse
 
@@ -416,11 +451,13 @@ def layer_norm_mse(
     check_like("y", y, "x", x)
     check_number("eps", eps, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
-    options = _Options(float(eps), reduction)
+    return _layer_norm_mse(x, y, _Options(float(eps), reduction), backend)
+
+
+def _layer_norm_mse(x: Tensor, y: Tensor, options: "_Options", backend: Backend) -> Tensor:
     x, y = saveable(x), saveable(y)
-    rows, D = x.shape[:-1].numel(), x.shape[-1]
-    if use_triton(backend, "layer_norm_mse", x, columns=D):
-        return apply(_LayerNormMSETriton, options, x.reshape(rows, D), y.reshape(rows, D))
+    if use_triton(backend, "layer_norm_mse", x, columns=x.shape[-1]):
+        return apply(_LayerNormMSETriton, options, _as_rows(x), _as_rows(y))
     return apply(_LayerNormMSE, options, x, y)
 
 
@@ -593,28 +630,29 @@ class DualProjectionLoss(nn.Module):
             raise ValueError(
                 f"student has {student.shape[0]} samples but teacher has {teacher.shape[0]}"
             )
-        if mask is not None and teacher_mask is None:
-            if teacher.shape[:-1] != student.shape[:-1]:
-                raise ValueError(
-                    f"mask belongs to student {tuple(student.shape)} and can't serve teacher "
-                    f"{tuple(teacher.shape)}; pass teacher_mask too"
-                )
-            teacher_mask = mask
         mask = check_mask(mask, student.shape[:-1], student.device)
-        teacher_mask = check_mask(teacher_mask, teacher.shape[:-1], teacher.device)
+        if teacher_mask is not None or mask is None:
+            teacher_mask = check_mask(teacher_mask, teacher.shape[:-1], teacher.device)
+        elif teacher.shape[:-1] == student.shape[:-1]:
+            teacher_mask = mask
+        else:
+            raise ValueError(
+                f"mask belongs to student {tuple(student.shape)} and can't serve teacher "
+                f"{tuple(teacher.shape)}; pass teacher_mask too"
+            )
 
-        h_s, valid_s = _pool(student, mask)  # (B, Ds), (B,)
-        h_t, valid_t = _pool(teacher, teacher_mask)  # (B, Dt), (B,)
-        valid = valid_s & valid_t
-        h_s, h_t = h_s.where(valid[:, None], 0), h_t.where(valid[:, None], 0)
+        h_s, h_t = _pool(student, mask), _pool(teacher, teacher_mask)  # (B, Ds), (B, Dt)
+        valid = _real_samples(*((mask,) if teacher_mask is mask else (mask, teacher_mask)))
+        h_s, h_t = zero_padding(h_s, valid), zero_padding(h_t, valid)
         projected_s, projected_t = self._project(h_s, h_t)
         # Rows of zeros normalise to zeros on both sides: a sample left out adds nothing.
-        spl = layer_norm_mse(projected_s, h_t, reduction="sum", backend=self.backend)
-        tpl = layer_norm_mse(projected_t, h_s, reduction="sum", backend=self.backend)
-        if self.reduction == "mean":
-            spl, tpl = spl / h_t.shape[-1], tpl / h_s.shape[-1]
-        loss = self.gamma * spl + (1 - self.gamma) * tpl
-        return loss if self.reduction == "sum" else loss / valid.sum().clamp(min=1)
+        options = _Options(1e-5, self.reduction)
+        spl = _layer_norm_mse(projected_s, h_t, options, self.backend)
+        tpl = _layer_norm_mse(projected_t, h_s, options, self.backend)
+        loss = torch.lerp(tpl, spl, self.gamma)
+        if valid is None or self.reduction == "sum":
+            return loss
+        return loss * len(valid) / valid.sum().clamp(min=1)
 
     def _project(self, h_s: Tensor, h_t: Tensor) -> tuple[Tensor, Tensor]:
         """H_s P_s (B, Dt) and H_t P_t (B, Ds), eqs. 6 and 8."""
@@ -635,13 +673,18 @@ def _check_features(name: str, x: Tensor, dim: int) -> None:
         raise ValueError(f"{name} must have {dim} columns ({name}_dim), got {tuple(x.shape)}")
 
 
-def _pool(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean over the real tokens (eq. 3): (B, N, D) or (B, D) -> (B, D), and which rows have any."""
-    if mask is None:
-        mask = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-    else:
-        x = x.masked_fill(~mask[..., None], 0)
+def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the real tokens (eq. 3): (B, N, D) or (B, D) -> (B, D); 0 without any."""
+    x = zero_padding(x, mask)
     if x.dim() == 2:
-        return upcast(x), mask
-    count = mask.sum(1, keepdim=True)  # (B, 1)
-    return x.sum(1, dtype=working_dtype(x)) / count.clamp(min=1), count[:, 0] > 0
+        return upcast(x)
+    total = x.sum(1, dtype=working_dtype(x))
+    if mask is None:
+        return total / max(x.shape[1], 1)
+    return total / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _real_samples(*masks: Tensor | None) -> Tensor | None:
+    """Which samples (B,) have a real token in all masks; None where all samples have."""
+    real = [mask if mask.dim() == 1 else mask.any(1) for mask in masks if mask is not None]
+    return functools.reduce(torch.logical_and, real) if real else None

@@ -350,32 +350,35 @@ def cayley_finish_kernel(
     )
 
 
-def refine(skew: Tensor, guess: Tensor, launches: int) -> tuple[Tensor, Tensor]:
+def refine(skew: Tensor, guess: list[Tensor], launches: int) -> tuple[Tensor, Tensor]:
     """(I − Q)⁻¹ (B, n, n) of skew-symmetric Q, and how many steps each took (B,), in float32.
 
-    The guess (B, n, n) may be anything. NaN for a matrix that has NaN or inf in it or did not
-    converge. Sizes are filled up with rows of I to multiples of 16, for wide loads. ``launches``
-    of many programs come before the single one.
+    The guess, B matrices (n, n) in tensors of some each, may be anything. NaN for a matrix that has
+    NaN or inf in it or did not converge. Sizes are filled up with rows of I to multiples of 16, for
+    wide loads. ``launches`` of many programs come before the single one.
     """
     B, size, _ = skew.shape
     missing = -size % 16
     if missing:
-        skew, guess = (F.pad(matrix, (0, missing, 0, missing)) for matrix in (skew, guess))
-        guess.diagonal(dim1=1, dim2=2)[:, size:] = 1
+        skew, *guess = (F.pad(x, (0, missing, 0, missing)) for x in (skew, *guess))
+        for x in guess:
+            x.diagonal(dim1=1, dim2=2)[:, size:] = 1
     skew = skew.contiguous()
     n = size + missing
     config = blocks(n)
     tiles = cdiv(n, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
     out = torch.full_like(skew, float("nan"))
     x = torch.empty(2, 2, B, n, n, dtype=torch.float32, device=skew.device)
-    x[0, 0] = guess
+    torch.cat(guess, out=x[0, 0])
     state = torch.zeros(3, B, STATE.value, dtype=torch.float32, device=skew.device)
     partial = torch.empty(2, B, SUMS.value, tiles, dtype=torch.float32, device=skew.device)
     shared = (skew, x, out, state, partial, n)
+    step = cayley_step_kernel[(2 * tiles, B)]
     for i in range(launches):
-        cayley_step_kernel[(2 * tiles, B)](*shared, i % 2, **config)
+        step(*shared, i % 2, **config)
     cayley_finish_kernel[(B,)](*shared, tiles, launches % 2, **config)
-    return out[:, :size, :size].contiguous(), state[2, :, 4]
+    out = out[:, :size, :size].contiguous() if missing else out
+    return out, state[2, :, 4]
 
 
 def _inverse_shapes(skew, guess):
@@ -383,10 +386,10 @@ def _inverse_shapes(skew, guess):
 
 
 @operator(_inverse_shapes)
-def cayley_inverse(skew: Tensor, guess: Tensor | None) -> Tensor:
+def cayley_inverse(skew: Tensor, guess: list[Tensor]) -> Tensor:
     """(I − Q)⁻¹ (B, n, n), see `refine`; without a guess from I."""
     n = skew.shape[-1]
-    is_cold = guess is None or n >= MANY_ROWS
-    if guess is None:
-        guess = torch.eye(n, dtype=skew.dtype, device=skew.device).expand_as(skew)
+    is_cold = not guess or n >= MANY_ROWS
+    if not guess:
+        guess = [torch.eye(n, dtype=skew.dtype, device=skew.device).expand_as(skew)]
     return refine(skew, guess, COLD_LAUNCHES if is_cold else WARM_LAUNCHES)[0]

@@ -10,6 +10,8 @@ side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192
 operations forward and 25E backward. Bound by bandwidth.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,7 @@ LARGEST_VARIANCE = tl.constexpr(1e25)
 MOST_COLUMNS_OF_BOTH = 8192
 
 
+@functools.cache
 def blocks(D: int) -> dict[str, int]:
     """Block sizes and warps for rows of D.
 

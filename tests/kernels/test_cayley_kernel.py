@@ -49,14 +49,14 @@ def orthogonality_error(inverse):
 def test_cold(device, n):
     norms = [0.1, 1.0, 30.0, 1000.0]
     skew = skew_matrices(n, norms, device)
-    inverse = kernels.cayley_inverse(skew, identities(skew))
+    inverse = kernels.cayley_inverse(skew, [identities(skew)])
     for error, norm in zip(relative_error(inverse, skew), norms, strict=True):
         assert error <= EPS * (2 + norm / 4), (norm, error)
 
 
 def test_cold_in_several_tiles(device):
     skew = skew_matrices(33, [5.0], device)
-    inverse, steps = kernels.refine(skew, torch.zeros_like(skew), kernels.WARM_LAUNCHES)
+    inverse, steps = kernels.refine(skew, [torch.zeros_like(skew)], kernels.WARM_LAUNCHES)
     assert relative_error(inverse, skew)[0] <= 3 * EPS
     assert orthogonality_error(inverse) <= 1e-6 * 33**0.5
     assert 6 <= steps.item() <= 12
@@ -67,7 +67,7 @@ def test_warm_takes_few_steps(device, n, norms):
     before = skew_matrices(n, norms, device)
     last = exact_inverse(before).float()
     skew = before + skew_matrices(n, [0.003] * len(norms), device)
-    inverse, steps = kernels.refine(skew, last, kernels.WARM_LAUNCHES)
+    inverse, steps = kernels.refine(skew, [last], kernels.WARM_LAUNCHES)
     assert max(steps.tolist()) <= 2
     for error, norm in zip(relative_error(inverse, skew), norms, strict=True):
         assert error <= EPS * (2 + norm / 4), (norm, error)
@@ -80,15 +80,15 @@ def test_far_but_not_too_far(device):
     guess = identities(skew)
     residual = torch.linalg.matrix_norm(skew).item()
     assert residual > 0.5
-    inverse, steps = kernels.refine(skew, guess, kernels.WARM_LAUNCHES)
+    inverse, steps = kernels.refine(skew, [guess], kernels.WARM_LAUNCHES)
     assert relative_error(inverse, skew)[0] <= 2 * EPS
     assert steps.item() <= 5
 
 
 def test_unchanged_matrices_give_the_guess_back(device):
     skew = skew_matrices(17, [0.5, 40.0], device)
-    inverse = kernels.cayley_inverse(skew, identities(skew))
-    again, steps = kernels.refine(skew, inverse, kernels.WARM_LAUNCHES)
+    inverse = kernels.cayley_inverse(skew, [identities(skew)])
+    again, steps = kernels.refine(skew, [inverse], kernels.WARM_LAUNCHES)
     assert torch.equal(again, inverse)
     assert steps.tolist() == [0, 0]
 
@@ -96,10 +96,10 @@ def test_unchanged_matrices_give_the_guess_back(device):
 def test_a_single_program_goes_on_in_the_same_way(device):
     skew = skew_matrices(33, [5.0, 5.0], device)
     guess = torch.stack([identities(skew)[0], exact_inverse(skew[1] * 1.02).float()])
-    by_many, steps = kernels.refine(skew, guess, kernels.COLD_LAUNCHES)
+    by_many, steps = kernels.refine(skew, [guess], kernels.COLD_LAUNCHES)
     assert by_many.isfinite().all()
     for launches in (0, 3):
-        by_one, same_steps = kernels.refine(skew, guess, launches)
+        by_one, same_steps = kernels.refine(skew, [guess], launches)
         assert torch.equal(by_one, by_many)
         assert torch.equal(steps, same_steps)
 
@@ -110,7 +110,7 @@ def test_any_guess_will_do(device):
     guess[1] = float("nan")
     guess[2, 3, 4] = float("inf")
     guess[3] = -identities(skew)[0]
-    inverse = kernels.cayley_inverse(skew, guess)
+    inverse = kernels.cayley_inverse(skew, [guess])
     assert relative_error(inverse, skew)[0] <= 3 * EPS
     for other in inverse[1:]:
         assert torch.equal(other, inverse[0])
@@ -118,10 +118,10 @@ def test_any_guess_will_do(device):
 
 def test_what_can_not_be_inverted_is_nan_and_alone(device):
     skew = skew_matrices(5, [0.1, 0.1, 0.1, 1e12], device)
-    alone = kernels.cayley_inverse(skew[:1], identities(skew[:1]))
+    alone = kernels.cayley_inverse(skew[:1], [identities(skew[:1])])
     skew[1, 2, 3] = float("nan")
     skew[2, 0, 1] = float("inf")
-    inverse = kernels.cayley_inverse(skew, identities(skew))
+    inverse = kernels.cayley_inverse(skew, [identities(skew)])
     assert torch.equal(inverse[:1], alone)
     assert inverse[1:].isnan().all()
 
@@ -130,8 +130,8 @@ def test_strided_input(device):
     skew = skew_matrices(17, [2.0], device)
     wide = torch.zeros(1, 34, 34, device=device)
     wide[:, ::2, ::2] = skew
-    inverse = kernels.cayley_inverse(wide[:, ::2, ::2], identities(skew).mT)
-    assert torch.equal(inverse, kernels.cayley_inverse(skew, identities(skew)))
+    inverse = kernels.cayley_inverse(wide[:, ::2, ::2], [identities(skew).mT])
+    assert torch.equal(inverse, kernels.cayley_inverse(skew, [identities(skew)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
