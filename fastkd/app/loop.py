@@ -51,9 +51,6 @@ class Checkpoints:
 
     def newest(self, say: Callable[[str], None]) -> Path | None:
         """The newest sound checkpoint of this run; the damaged ones are named, and removed."""
-        return processes.by_first(lambda: self._newest(say))
-
-    def _newest(self, say: Callable[[str], None]) -> Path | None:
         for path in self._all():
             why = damage(path)
             if why is None and read_json(path / MARKER).get("run") != self.identity["run"]:
@@ -254,7 +251,9 @@ def train(
         trainer.feed(plan.batch_size)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
-        last = checkpoints.newest(display.say) if checkpoints and checkpoints.resume else None
+        last = None
+        if checkpoints and checkpoints.resume:
+            last = processes.by_first(functools.partial(checkpoints.newest, display.say))
         set_seed(plan.seed + processes.rank())  # dropout isn't the same in all processes
         trainer.train(resume_from_checkpoint=str(last) if last else None)
         watcher.heed_signals()

@@ -122,9 +122,6 @@ class Run:
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
-        return processes.by_first(lambda: self._seconds_a_batch(student, rounds))
-
-    def _seconds_a_batch(self, student: nn.Module, rounds: int) -> dict[str, float]:
         rows = self.eval_rows[""]
         batch = self.collate([rows[i] for i in range(min(32, len(rows)))])
         inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
@@ -396,7 +393,7 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
         **read_json(out.student / MARKER),
         **report,
         "compared_layers": distiller.method.teacher_layers,
-        "seconds_a_batch": run.seconds_a_batch(best),
+        "seconds_a_batch": processes.by_first(lambda: run.seconds_a_batch(best)),
         "complete": True,
         "history": history,
         "seconds": {"training": history[-1]["seconds"]},
