@@ -2,12 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 import fastkd
+from fastkd._dispatch import BACKENDS
+from fastkd.projection import REDUCTIONS
 from tests import oracles
 from tests.calls import ALL_TYPES, BOTH, Call, Calls, given, learns, mask_of, numbers
 from tests.draw import Case, Draw, module_case
@@ -39,7 +41,7 @@ def random_cayley(draw: Draw) -> Case:
 
 def random_layer_norm(draw: Draw) -> Case:
     shape = (draw.size(zero=True), draw.size())
-    eps, reduction = draw.pick([1e-5, 1e-12]), draw.pick(["mean", "batchmean", "sum"])
+    eps, reduction = draw.pick([1e-5, 1e-12]), draw.pick(REDUCTIONS)
     divisor = {"mean": shape[0] * shape[1], "batchmean": shape[0], "sum": 1}[reduction]
     return Case(
         lambda x, y: fastkd.layer_norm_mse(
@@ -52,25 +54,32 @@ def random_layer_norm(draw: Draw) -> Case:
     )
 
 
-def random_projection(draw: Draw) -> Case:
-    D_in, D_out = draw.size(), draw.size()
-    module = fastkd.OrthogonalProjection(
-        D_in, D_out, draw.pick([1, 2, 3]), draw.chance(0.7), backend=draw.backend
-    )
+def moved(draw: Draw, module: torch.nn.Module) -> torch.nn.Module:
+    """Away from the identity."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * draw.normal(*parameter.shape).float()
+    return module
+
+
+def projected(x: Tensor, matrices: Sequence[Tensor], orthogonal: bool, columns: int) -> Tensor:
+    """Eq. 6 on the rows of x: by the Cayley matrices of the skew parts, or plain ones."""
+    if orthogonal:
+        (raw,) = matrices
+        matrices = list(cayley((raw - raw.mT) / 2))
+    return x @ functools.reduce(torch.matmul, matrices)[: x.shape[-1], :columns]
+
+
+def random_projection(draw: Draw) -> Case:
+    D_in, D_out, layers = draw.size(), draw.size(), draw.pick([1, 2, 3])
+    orthogonal = draw.chance(0.7)
+    module = fastkd.OrthogonalProjection(D_in, D_out, layers, orthogonal, backend=draw.backend)
+    moved(draw, module)
     if draw.dtype == torch.float64:
         module.double()
 
     def oracle(x: Tensor, **parameters: Tensor) -> Tensor:
-        if module.orthogonal:
-            raw = parameters["raw"]
-            factors = list(cayley((raw - raw.mT) / 2))
-        else:
-            factors = list(parameters.values())
-        weight = functools.reduce(torch.matmul, factors)
-        return x @ weight[:D_in, :D_out]
+        return projected(x, list(parameters.values()), orthogonal, D_out)
 
     x = draw.features(draw.size(zero=True), draw.size(), D_in)
     return Case(module, oracle, {"x": x}, module=module, like="x", slope=lambda x: x.norm(dim=-1))
@@ -78,28 +87,21 @@ def random_projection(draw: Draw) -> Case:
 
 def random_dual_projection(draw: Draw) -> Case:
     B, N, D_s, D_t = (draw.size() for _ in range(4))
-    module = fastkd.DualProjectionLoss(
-        D_s, D_t, gamma=0.3, orthogonal=draw.chance(0.5), backend=draw.backend
-    )
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.1 * draw.normal(*parameter.shape).float()
+    orthogonal = draw.chance(0.5)
+    module = fastkd.DualProjectionLoss(D_s, D_t, orthogonal=orthogonal, backend=draw.backend)
+    moved(draw, module)
     mask = draw.mask(B, N)
-
-    def weight(side: str, parameters: dict[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        if module.student_projection.orthogonal:
-            raw = parameters[f"{side}_projection.raw"]
-            factors = list(cayley((raw - raw.mT) / 2))
-        else:
-            factors = [parameters[f"{side}_projection.matrices.{i}"] for i in range(2)]
-        return (factors[0] @ factors[1])[: shape[0], : shape[1]]
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
         h_s, h_t = (oracles.pooled(x, mask, "mean") for x in (student, teacher))
         real = mask.any(1)
         h_s, h_t = h_s[real], h_t[real]
-        to_t = layer_norm_mse(h_s @ weight("student", parameters, (D_s, D_t)), h_t, 1e-5)
-        to_s = layer_norm_mse(h_t @ weight("teacher", parameters, (D_t, D_s)), h_s, 1e-5)
+        of_s, of_t = (
+            [x for name, x in parameters.items() if name.startswith(side)]
+            for side in ("student", "teacher")
+        )
+        to_t = layer_norm_mse(projected(h_s, of_s, orthogonal, D_t), h_t, 1e-5)
+        to_s = layer_norm_mse(projected(h_t, of_t, orthogonal, D_s), h_s, 1e-5)
         loss = 0.3 * to_t.sum() / D_t + 0.7 * to_s.sum() / D_s
         return loss / real.sum().clamp_min(1)
 
@@ -113,54 +115,32 @@ def calls() -> Calls:
         yield Call(fastkd.cayley, {"skew": learns(48, 48)}, {"backend": backend})
     columns = [1, 15, 16, 17, 48, 770, 9000, 20000]
     columns += [size for log in range(5, 15) for size in (2**log - 1, 2**log)]
-    for dtype, D, (x, y) in itertools.product(
-        ALL_TYPES, columns, ((learns, given), (given, learns), (learns, learns))
-    ):
-        yield Call(
-            fastkd.layer_norm_mse, {"x": x(5, D, dtype=dtype), "y": y(5, D, dtype=dtype)}, {}
-        )
-    for reduction, backend in itertools.product(
-        ("mean", "batchmean", "sum"), ("auto", "torch", "triton")
-    ):
-        yield Call(
-            fastkd.layer_norm_mse,
-            {"x": learns(2, 3, 48), "y": learns(2, 3, 48)},
-            {"reduction": reduction, "backend": backend},
-        )
+    sides = ((learns, given), (given, learns), (learns, learns))
+    for dtype, D, (x, y) in itertools.product(ALL_TYPES, columns, sides):
+        pair = {"x": x(5, D, dtype=dtype), "y": y(5, D, dtype=dtype)}
+        yield Call(fastkd.layer_norm_mse, pair, {})
+    for reduction, backend in itertools.product(REDUCTIONS, BACKENDS):
+        pair = {"x": learns(2, 3, 48), "y": learns(2, 3, 48)}
+        yield Call(fastkd.layer_norm_mse, pair, {"reduction": reduction, "backend": backend})
     yield Call(fastkd.layer_norm_mse, {"x": learns(2**22, 768), "y": learns(2**22, 768)}, {})
     for (n, out), rows, backend in itertools.product(
         ((1, 1), (48, 32), (48, 64), (256, 256), (257, 257), (2047, 2047), (2048, 2048)),
         (4, 4096),
-        ("auto", "torch", "triton"),
+        BACKENDS,
     ):
-        yield Call(
-            fastkd.OrthogonalProjection,
-            {"x": learns(rows, n)},
-            {"in_dim": n, "out_dim": out, "backend": backend},
-        )
+        options = {"in_dim": n, "out_dim": out, "backend": backend}
+        yield Call(fastkd.OrthogonalProjection, {"x": learns(rows, n)}, options)
+    sizes = {"student_dim": 48, "teacher_dim": 64}
     for shape, orthogonal, reduction, backend in itertools.product(
-        ((8,), (8, 16)), BOTH, ("mean", "batchmean", "sum"), ("auto", "torch", "triton")
+        ((8,), (8, 16)), BOTH, REDUCTIONS, BACKENDS
     ):
-        yield Call(
-            fastkd.DualProjectionLoss,
-            {
-                "student": learns(*shape, 48),
-                "teacher": given(*shape, 64),
-                **mask_of(*shape, masked=len(shape) == 2),
-            },
-            {"student_dim": 48, "teacher_dim": 64, "orthogonal": orthogonal}
-            | {"reduction": reduction, "backend": backend},
-        )
-    yield Call(
-        fastkd.DualProjectionLoss,
-        {
-            "student": learns(8, 16, 48),
-            "teacher": given(8, 20, 64),
-            "mask": numbers(8, 16),
-            "teacher_mask": numbers(8, 20),
-        },
-        {"student_dim": 48, "teacher_dim": 64},
-    )
+        features = {"student": learns(*shape, 48), "teacher": given(*shape, 64)}
+        mask = mask_of(*shape, masked=len(shape) == 2)
+        options = {"orthogonal": orthogonal, "reduction": reduction, "backend": backend}
+        yield Call(fastkd.DualProjectionLoss, features | mask, sizes | options)
+    features = {"student": learns(8, 16, 48), "teacher": given(8, 20, 64)}
+    masks = {"mask": numbers(8, 16), "teacher_mask": numbers(8, 20)}
+    yield Call(fastkd.DualProjectionLoss, features | masks, sizes)
 
 
 RANDOM = {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastkd
+from fastkd._dispatch import BACKENDS
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tests.calls import ALL_TYPES, BOTH, Call, Calls, Made, given, learns, mask_of, numbers
 from tests.draw import SIZES, Case, Draw
@@ -130,36 +131,29 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         draw.dtype = torch.float32  # the logits themselves are rounded in half types
     divergence, mask = draw.pick(["forward_kl", "reverse_kl", "js"]), draw.mask(R)
 
-    def oracle(h_s: Tensor, w_s: Tensor, h_t: Tensor, w_t: Tensor) -> Tensor:
-        rows = soft_targets(h_s @ w_s.mT, h_t @ w_t.mT, 2.0, divergence)
+    def oracle(student_hidden, student_weight, teacher_hidden, teacher_weight) -> Tensor:
+        student, teacher = student_hidden @ student_weight.mT, teacher_hidden @ teacher_weight.mT
+        rows = soft_targets(student, teacher, 2.0, divergence)
         return torch.where(mask, rows, 0).sum() / mask.sum().clamp_min(1)
 
-    student = {"h_s": (R, D_s, 3.0), "w_s": (V, D_s, 2.0)}
-    teacher = {"h_t": (R, D_t, 3.0), "w_t": (V, D_t, 2.0)}
     learning, given = (
-        {n: draw.features(rows, D, scales=(scale,)) for n, (rows, D, scale) in side.items()}
-        for side in (student, teacher)
+        {
+            f"{side}_hidden": draw.features(R, D, scales=(3.0,)),
+            f"{side}_weight": draw.features(V, D, scales=(2.0,)),
+        }
+        for side, D in (("student", D_s), ("teacher", D_t))
     )
     largest = max(x.norm() for x in (*learning.values(), *given.values()))
+    options = {"divergence": divergence, "scale_by_t2": False, "backend": draw.backend}
     return Case(
-        lambda h_s, w_s, h_t, w_t, mask: fastkd.linear_soft_target_loss(
-            h_s,
-            w_s,
-            h_t,
-            w_t,
-            temperature=2.0,
-            divergence=divergence,
-            scale_by_t2=False,
-            mask=mask,
-            backend=draw.backend,
-        ),
+        functools.partial(fastkd.linear_soft_target_loss, temperature=2.0, **options),
         oracle,
         learning,
         given,
         {"mask": draw.mask_argument(mask)},
         scale=10.0,
         mask=mask,
-        masked=("h_s", "h_t"),
+        masked=("student_hidden", "teacher_hidden"),
         slope=lambda x: x.new_full(x.shape[:-1], float(largest)),
     )
 
@@ -196,9 +190,7 @@ def calls() -> Calls:
         if not isinstance(number, Made):
             inputs = heads(2, 3, V=V, dtype=dtype) | extras
             yield Call(fastkd.linear_soft_target_loss, inputs, options)
-    for divergence, reduction, backend in itertools.product(
-        DIVERGENCES, REDUCTIONS, ("auto", "torch", "triton")
-    ):
+    for divergence, reduction, backend in itertools.product(DIVERGENCES, REDUCTIONS, BACKENDS):
         options = {"divergence": divergence, "reduction": reduction, "backend": backend}
         for of in (fastkd.SoftTargetLoss, fastkd.soft_target_loss):
             yield Call(of, logits(6, 50), options)
