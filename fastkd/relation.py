@@ -244,14 +244,15 @@ def _weighted_relations(
     ranks: Ranks | None,
 ) -> Tensor:
     """Σ_over weights[over] · loss over ``over`` of all layer pairs: the one way in."""
-    first = pairs[0][0]
     for student, teacher in pairs:
         check_pair(student, teacher, ndim=3)
-        rows = first.shape[:2]
-        check_shape("student", student, (*rows, student.shape[-1]), "(B, N) of the first layer")
-        check_shape("teacher", teacher, (*rows, teacher.shape[-1]), "(B, N) of student")
-    mask = check_mask(mask, first.shape[:2], first.device)
     students, teachers = (list(side) for side in zip(*pairs, strict=True))
+    first, rows = students[0], students[0].shape[:2]
+    for student in students:
+        check_shape("student", student, (*rows, student.size(2)), "(B, N) of the first layer")
+    for teacher in teachers:
+        check_shape("teacher", teacher, (*rows, teacher.size(2)), "(B, N) of student")
+    mask = check_mask(mask, rows, first.device)
     if segments is not None:
         _check_segments(segments, first)
         # Rows of other processes are of other lengths: their documents can't be compared by pairs.

@@ -71,7 +71,7 @@ def aligned(x: Any) -> Any:
     """
     if isinstance(x, Tensor):
         return x if x.data_ptr() % 16 == 0 else x.clone()
-    return [aligned(part) for part in x] if isinstance(x, list) else x
+    return list(map(aligned, x)) if isinstance(x, list) else x
 
 
 def _first_tensor(arguments: Sequence[Any]) -> Tensor:

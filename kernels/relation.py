@@ -117,43 +117,29 @@ def relations(
     Returns the loss and, with ``gradient``, the gradients (layers, B, N, `padded_size` of Ds) for
     an upstream gradient of 1 and before `projected`.
     """
-    sizes = B, N = students[0].shape[:2]
-    # An order of (B, N): first the groups, then their members.
-    kinds = [
-        (weight, order)
-        for weight, order in ((tokens, (0, 1)), (samples, (1, 0)))
-        if weight != 0 and sizes[order[0]] > 0 and sizes[order[1]] >= 2
-    ]
-    shares = None
+    B, N, _ = students[0].shape
+    shares = None, None
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
-        shares = torch.empty(2, 4, dtype=torch.float32, device=mask.device)
+        shares = mask.new_empty((2, 4), dtype=torch.float32)
         relation_share_kernel[(2,)](mask, shares, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
-    layers = Layers(students, teachers, mask)
+    layers = Layers(students, teachers, mask, eps)
+    s_b, s_n, _ = layers.students[0].stride()
+    t_b, t_n, _ = layers.teachers[0].stride()
+    terms = [
+        Term(B, N, (s_b, s_n), (t_b, t_n), (N, 1), tokens, shares[0]),
+        Term(N, B, (s_n, s_b), (t_n, t_b), (1, N), samples, shares[1]),
+    ]
+    terms = [term for term in terms if term.weight != 0 and term.groups > 0 and term.N >= 2]
     if gradient:
-        dx = layers.students[0].new_empty if kinds else layers.students[0].new_zeros
-        shape = len(students), *layers.students[0].shape
+        dx = layers.students[0].new_empty if terms else layers.students[0].new_zeros
+        shape = len(students), B, N, layers.Ds
         layers.dx = dx(shape, dtype=gradient_dtype(layers.dtype))
-    groups = sum(sizes[order[0]] for _, order in kinds)
-    losses = layers.scale.new_empty(len(students) * groups)
+    losses = layers.scale.new_empty(len(students) * sum(term.groups for term in terms))
     done = 0
-    for weight, order in kinds:
-        term = Term(
-            *(sizes[i] for i in order),
-            *([side[0].stride(i) for i in order] for side in (layers.students, layers.teachers)),
-            strides=[(N, 1)[i] for i in order],
-            weight=weight,
-            shares=None if shares is None else shares[order[0]],
-            eps=eps,
-            losses=losses,
-            first_loss=done,
-            accumulate=done > 0,
-        )
-        if term.N <= SMALL_GROUP:
-            launch_small(layers, term)
-        else:
-            for layer in range(len(students)):
-                launch_long(layers, term, layer)
+    for term in terms:
+        launch = launch_small if term.N <= SMALL_GROUP else launch_long
+        launch(layers, term, losses, done)
         done += len(students) * term.groups
     return [losses.sum()] if layers.dx is None else [losses.sum(), layers.dx]
 
@@ -165,13 +151,13 @@ def _projected_shapes(dx, students, mask, factor):
 @operator(_projected_shapes)
 def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: Tensor) -> Tensor:
     """factor · dx (layers, B, N, Ds) for one of the buffers of `relations`, across the rows."""
+    layers, B, N, size = dx.shape
     D = students[0].shape[-1]
     out = torch.empty_like(dx, dtype=students[0].dtype)
     if out.numel():
         students = same_layout(students)
         if mask is not None:
             mask = mask.contiguous().view(torch.uint8)
-        layers, B, N, size = dx.shape
         block_r, block_d = 16, 128
         relation_project_kernel[(cdiv(B * N, block_r), layers)](
             dx,
@@ -189,4 +175,4 @@ def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: T
             BLOCK_D=block_d,
             num_warps=8,
         )
-    return out[..., :D].contiguous()  # itself, if without padding
+    return out if size == D else out[..., :D].contiguous()

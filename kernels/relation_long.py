@@ -448,16 +448,21 @@ def relation_gradient_kernel(
     tl.store(dx_rows, dx, mask=inside)
 
 
-def launch_long(layers: Layers, term: Term, layer: int) -> None:
-    """The relations of one layer, as many groups at a time as the workspace holds."""
-    work = _Workspace(layers, term, layer)
-    work.take_means()
-    for first in range(0, term.groups, work.chunk):
-        groups = min(work.chunk, term.groups - first)
-        offsets = work.centre(first, groups)
-        coefficients = work.correlate(first, groups, offsets)
-        if work.dx is not None:
-            work.differentiate(first, groups, coefficients)
+def launch_long(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
+    """Relations of one layer after the other, as many groups at a time as the workspace holds.
+
+    ``losses`` (layers, groups) stand from ``first_loss`` on; what stands before is of a term to
+    whose gradient this one's is added.
+    """
+    for layer in range(len(layers.students)):
+        work = _Workspace(layers, term, losses, first_loss, layer)
+        work.take_means()
+        for first in range(0, term.groups, work.chunk):
+            groups = min(work.chunk, term.groups - first)
+            offsets = work.centre(first, groups)
+            coefficients = work.correlate(first, groups, offsets)
+            if work.dx is not None:
+                work.differentiate(first, groups, coefficients)
 
 
 class _Side(NamedTuple):
@@ -465,7 +470,7 @@ class _Side(NamedTuple):
 
     x: Tensor  # (groups, N, D) by its strides
     D: int
-    strides: list[int]
+    strides: tuple[int, int]
     scale: Tensor
     size: Tensor  # (groups,): real rows
     mean: Tensor  # (groups, D)
@@ -475,9 +480,12 @@ class _Side(NamedTuple):
 class _Workspace:
     """Buffers for the relations of one layer, and the launches that fill them."""
 
-    def __init__(self, layers: Layers, term: Term, layer: int) -> None:
-        self.layers, self.term = layers, term
-        self.first_loss = term.first_loss + layer * term.groups
+    def __init__(
+        self, layers: Layers, term: Term, losses: Tensor, first_loss: int, layer: int
+    ) -> None:
+        self.layers, self.term, self.losses = layers, term, losses
+        self.first_loss = first_loss + layer * term.groups
+        self.accumulate = int(first_loss > 0)
         self.student, self.teacher = layers.students[layer], layers.teachers[layer]
         self.scale = layers.scale[layer]  # (2, stride_side)
         self.dx = None if layers.dx is None else layers.dx[layer]
@@ -526,7 +534,7 @@ class _Workspace:
             )  # fmt: skip
         relation_offsets_kernel[(groups, 2)](
             offsets, self.scale, self.sizes, first, N,
-            self.scale.shape[-1], self.sizes.shape[-1], *strides,
+            self.layers.stride_side, self.sizes.shape[-1], *strides,
             BLOCK_N=1024, num_warps=4,
         )  # fmt: skip
         return offsets
@@ -548,9 +556,9 @@ class _Workspace:
         coefficients = self._empty(groups, 2, N)
         relation_coefficients_kernel[(groups,)](
             partial, offsets, self.scale, self.sizes, term.shares,
-            self.mix, coefficients, term.losses,
+            self.mix, coefficients, self.losses,
             first, self.first_loss, term.groups, N, self.tiles, *term.strides,
-            term.weight, term.eps,
+            term.weight, layers.eps,
             HAS_MASK=layers.masked, GRADIENT=self.dx is not None,
             BLOCK_N=1024, num_warps=8,
         )  # fmt: skip
@@ -569,7 +577,7 @@ class _Workspace:
         block_d = 64 if wide else 128  # the rows come in at the end
         relation_gradient_kernel[(self.blocks, cdiv(Ds, block_d), groups)](
             a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
-            first, N, Ds, *term.strides, int(term.accumulate),
+            first, N, Ds, *term.strides, self.accumulate,
             HALF=self.layers.dtype == torch.float16, SPLIT=split,
             BLOCK_N=TILE, BLOCK_D=block_d, BLOCK_K=32 if split else 64,
             num_warps=8, num_stages=3,

@@ -1,5 +1,6 @@
 """What relations of small and of long groups share: rows, counts, the description of a launch."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -149,26 +150,27 @@ def aligned_size(entries: int) -> int:
 class Layers:
     """Layers of one launch: their features, row scales and gradients."""
 
-    def __init__(self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None):
+    def __init__(
+        self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, eps: float
+    ) -> None:
         self.students, self.teachers = same_layout(students), same_layout(teachers)
-        self.masked = mask is not None
+        self.masked, self.eps = mask is not None, eps
         self.B, self.N, self.Ds = self.students[0].shape
         self.Dt = self.teachers[0].shape[-1]
         self.rows = self.B * self.N
         self.dtype = students[0].dtype
         self.split = splits(self.dtype)
         self.dx: Tensor | None = None
-        self.scale = torch.empty(
-            (len(students), 2, aligned_size(self.rows)),
-            dtype=torch.float32,
-            device=students[0].device,
-        )
+        self.pointers = padded(self.students), padded(self.teachers)
+        self.slots = slots(len(students))
+        self.stride_side = aligned_size(self.rows)
+        shape = len(students), 2, self.stride_side
+        self.scale = students[0].new_empty(shape, dtype=torch.float32)
         if self.rows == 0:
             return
         block_r, block_d = 16, 128
         relation_row_scale_kernel[(cdiv(self.rows, block_r), len(students), 2)](
-            padded(self.students),
-            padded(self.teachers),
+            *self.pointers,
             mask,
             self.scale,
             self.rows,
@@ -177,8 +179,8 @@ class Layers:
             self.Dt,
             *self.students[0].stride()[:2],
             *self.teachers[0].stride()[:2],
-            self.scale.shape[-1],
-            SLOTS=slots(len(students)),
+            self.stride_side,
+            SLOTS=self.slots,
             HAS_MASK=self.masked,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
@@ -197,11 +199,11 @@ def same_layout(layers: list[Tensor]) -> list[Tensor]:
     An address for every element would take more registers than a thread has left.
     """
     first = layers[0]
-    strides = stride_b, stride_n, stride_d = first.stride()
-    alike = stride_d == 1 and all(x.stride() == strides for x in layers)
-    if alike and not any(size % ALIGNMENT for size in (first.shape[-1], stride_b, stride_n)):
+    D, (*strides, stride_d) = first.shape[-1], first.stride()
+    alike = stride_d == 1 and len(set(map(Tensor.stride, layers))) == 1
+    if alike and math.gcd(ALIGNMENT, D, *strides) == ALIGNMENT:
         return layers
-    missing = padded_size(first.shape[-1]) - first.shape[-1]
+    missing = padded_size(D) - D
     return [torch.nn.functional.pad(x, (0, missing)).contiguous() for x in layers]
 
 
@@ -210,12 +212,8 @@ class Term(NamedTuple):
 
     groups: int
     N: int
-    strides_s: list[int]  # from group to group and from row to row
-    strides_t: list[int]
-    strides: list[int]  # the same in the (B, N) arrays
+    strides_s: tuple[int, int]  # from group to group and from row to row
+    strides_t: tuple[int, int]
+    strides: tuple[int, int]  # the same in the (B, N) arrays
     weight: float
     shares: Tensor | None  # first the share of a group with two real members in the average
-    eps: float
-    losses: Tensor  # of all terms
-    first_loss: int  # of this term
-    accumulate: bool  # to the gradient of an earlier term

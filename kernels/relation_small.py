@@ -4,12 +4,15 @@ It streams both sides over D, keeps R̃_s and R̃_t, and streams the student aga
 tokens write it, samples add to it.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastkd.kernels.launch import next_power_of_2
-from fastkd.kernels.pointers import padded, pick, slots
+from fastkd.kernels.pointers import pick
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
     OPERAND_SCALE,
@@ -193,6 +196,7 @@ def relation_small_groups_kernel(
             tl.store(dx_tile, dx, mask=inside)
 
 
+@functools.cache
 def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> dict[str, int]:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
@@ -213,31 +217,29 @@ def is_blackwell(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def launch_small(layers: Layers, term: Term) -> None:
-    """Relations of up to SMALL_GROUP rows, all layers in one launch."""
-    blackwell = is_blackwell(layers.scale.device)
+def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
+    """Relations of up to SMALL_GROUP rows, all layers in one launch; see `launch_long`."""
     relation_small_groups_kernel[(term.groups, len(layers.students))](
-        padded(layers.students),
-        padded(layers.teachers),
+        *layers.pointers,
         layers.scale,
         term.shares,
         layers.dx,
-        term.losses,
+        losses,
         term.N,
         layers.Ds,
         layers.Dt,
         layers.rows,
         *term.strides_s,
         *term.strides_t,
-        layers.scale.shape[-1],
+        layers.stride_side,
         *term.strides,
-        term.first_loss,
+        first_loss,
         term.weight if layers.masked else term.weight / term.groups,
-        term.eps,
-        int(term.accumulate),
-        SLOTS=slots(len(layers.students)),
+        layers.eps,
+        int(first_loss > 0),
+        SLOTS=layers.slots,
         HAS_MASK=layers.masked,
         GRADIENT=layers.dx is not None,
         SPLIT=layers.split,
-        **small_blocks(term.N, layers.dtype, layers.split, blackwell),
+        **small_blocks(term.N, layers.dtype, layers.split, is_blackwell(layers.scale.device)),
     )
