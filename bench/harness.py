@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .resources import count_operations, device_work, peak_bytes
 
@@ -148,12 +149,7 @@ def call(function: Callable[..., Tensor], **options: Any) -> Callable[[dict[str,
 
 def leaves_of(inputs: Any) -> list[Tensor]:
     """Tensors that require grad, in order, through dicts and lists."""
-    if isinstance(inputs, Tensor):
-        return [inputs] if inputs.requires_grad else []
-    values = inputs.values() if isinstance(inputs, dict) else inputs
-    if not isinstance(values, (list, tuple)) and not isinstance(inputs, dict):
-        return []
-    return [leaf for value in values for leaf in leaves_of(value)]
+    return [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def compiled(function: Callable[..., Tensor]) -> Provider:
@@ -346,7 +342,7 @@ class Oracle:
         self.inputs = case.make(device=device, dtype=case.dtype, **sizes)
         self.dtype = case.dtype
         bind = call(case.oracle) if case.oracle else case.providers[0].bind
-        self.truth = bind(_in_float64(self.inputs)).step()
+        self.truth = bind(tree_map_only(Tensor, _in_float64, self.inputs)).step()
         if not all(bool(x.isfinite().all()) for x in (self.truth[0], *self.truth[1])):
             raise ValueError(f"{case.key}: the float64 oracle is not finite")
         self.reference_error = (0.0, 0.0)
@@ -399,16 +395,8 @@ def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
     return math.inf if math.isnan(error) else error
 
 
-def _in_float64(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value
-        return value.detach().double().requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {name: _in_float64(x) for name, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_in_float64(x) for x in value]
-    return value
+def _in_float64(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
 
 
 def time_interleaved(

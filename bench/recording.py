@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from tests import dry_cuda
@@ -42,7 +43,7 @@ class Recorder(dry_cuda.Device):
             inputs = case.make(device=torch.device("cpu"), dtype=case.dtype, **case.sizes)
         self.started, self.unread = [], []
         with self.running(), torch.device("cuda"):
-            inputs = on_device(inputs)
+            inputs = tree_map_only(torch.Tensor, on_device, inputs)
             device = torch.device("cuda")
             usable = {p.name: p for p in case.providers if p.why_not(device) is None}
             provider = next(usable[name] for name in PREFERRED if name in usable)
@@ -79,14 +80,10 @@ def _arguments(value: Any, kind: Any) -> list[Any]:
     return [value]
 
 
-def on_device(value: Any) -> Any:
-    """The same inputs without data on the GPU."""
-    if isinstance(value, torch.Tensor):
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-        return made.requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {name: on_device(x) for name, x in value.items()}
-    return [on_device(x) for x in value] if isinstance(value, list) else value
+def on_device(x: torch.Tensor) -> torch.Tensor:
+    """The same without data on the GPU."""
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+    return made.requires_grad_(x.requires_grad)
 
 
 # Operations that torch's own counter lacks: of A (*, n, n), and B (*, n, k) where AX = B is solved.
@@ -105,7 +102,7 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.is_view or func.namespace == "prim" or func._opname in NO_KERNEL:
             return result
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result))
+        tensors = [x for x in tree_leaves((args, kwargs, result))
                    if isinstance(x, torch.Tensor)]  # fmt: skip
         moved = sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values())
         name = func._opname.removesuffix("_")  # in place or not

@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+from tests.matrix.__main__ import copy_source
+
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
     pytest.mark.slow,
@@ -52,15 +54,8 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 @pytest.fixture
 def source(tmp_path) -> Path:
     """A copy of the checkout without what was built in it; symbolic links stay links."""
-    target = tmp_path / "source"
-    for name in run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines():
-        copy = target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            copy.symlink_to(os.readlink(ROOT / name))
-        elif (ROOT / name).exists():
-            copy.write_bytes((ROOT / name).read_bytes())
-    return target
+    copy_source(tmp_path / "source")
+    return tmp_path / "source"
 
 
 def environment(path: Path, with_torch: bool) -> Path:

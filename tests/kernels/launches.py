@@ -36,6 +36,9 @@ class _CountOperations(TorchDispatchMode):
 @contextlib.contextmanager
 def count_launches() -> Iterator[Launches]:
     """Fills its value while the context is open; works on CUDA and in Triton's interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
     launches = Launches()
     operations = _CountOperations(launches)
 
@@ -52,18 +55,9 @@ def count_launches() -> Iterator[Launches]:
 
         return wrapper
 
-    with _replaced_run(counted), operations:
-        yield launches
-
-
-@contextlib.contextmanager
-def _replaced_run(wrap) -> Iterator[None]:
-    """Every start of a kernel goes through ``wrap`` of the method that starts it."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
     with (
-        mock.patch.object(JITFunction, "run", wrap(JITFunction.run)),
-        mock.patch.object(InterpretedFunction, "run", wrap(InterpretedFunction.run)),
+        mock.patch.object(JITFunction, "run", counted(JITFunction.run)),
+        mock.patch.object(InterpretedFunction, "run", counted(InterpretedFunction.run)),
+        operations,
     ):
-        yield
+        yield launches

@@ -66,7 +66,9 @@ def environment(version: str, transformers: str | None, python: Path, wheel: Pat
         print("stubs:", *cuda_stubs.make(info.parents[1] / "torch" / "lib"))
     packages = [f"torch=={version}", f"fastkd[test] @ {wheel.as_uri()}", "setuptools>=77"]
     packages += [f"transformers=={transformers}"] if transformers else []
-    packages += ["numpy<2.4"] if _older(version, "2.11") else []  # Triton 3.6's interpreter
+    packages += (
+        ["numpy<2.4"] if table.numbers(version) < (2, 11) else []
+    )  # Triton 3.6's interpreter
     subprocess.run([*pip, *packages], check=True)
     # pip takes a wheel of the same version for the one that is there.
     subprocess.run([*pip, "--no-deps", "--force-reinstall", wheel], check=True)
@@ -83,13 +85,6 @@ def take_cuda_off(info: Path) -> None:
             if not (line.startswith("Requires-Dist: ") and CUDA.match(line.split()[1]))
         )
     )
-
-
-def _older(version: str, than: str) -> bool:
-    def numbers(text: str) -> list[int]:
-        return [int(n) for n in re.findall(r"\d+", text)[:2]]
-
-    return numbers(version) < numbers(than)
 
 
 def _git(*words: str) -> str:

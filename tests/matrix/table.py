@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from packaging.version import Version
+
 RESULTS = Path(__file__).parents[2] / "docs" / "versions.json"
 PAGE = RESULTS.with_suffix(".md")
 PACKAGES = ("torch", "triton", "transformers", "numpy")
@@ -16,9 +18,9 @@ END = "<!-- table:end -->\n"
 Row = dict[str, str | int]
 
 
-def numbers(version: str | int) -> list[int]:
+def numbers(version: str | int) -> tuple[int, ...]:
     """For sorting; what follows the numbers, such as ``+cpu``, doesn't count."""
-    return [int(n) for n in re.findall(r"\d+", str(version).partition("+")[0])]
+    return Version(str(version)).release
 
 
 def counts(line: str) -> Row:
