@@ -29,7 +29,7 @@ def accumulate(
         for i, part in enumerate(parts):
             with distiller._leaf_embeddings() as embeddings:
                 loss = whole.share(i)[0]
-            part.shift = distiller._unit_gradient(loss, embeddings, part.inputs.documents)
+            part.shift = distiller._unit_gradient(loss, embeddings, part.inputs)
         for part in parts:
             part.random = None  # the moved embeddings get a dropout of their own
     whole = Whole(distiller, parts)

@@ -202,7 +202,10 @@ class TeacherCache(nn.Module):
                 logits = tuple(_placed(read(name, True), raw) for name in ("start", "end"))
             else:
                 logits = read("logits", self.model.per_token)
-                logits = _placed(logits, raw) if self.model.per_token else logits
+                if self.model.per_token:
+                    logits = _placed(logits, raw)
+                elif _choices(part):
+                    logits = logits.view(part.batch["input_ids"].shape[:2])
         return Outputs(hidden, logits, pooled=pooled)
 
 
@@ -339,6 +342,8 @@ class _Writer:
             return None
         outputs = self._run(part, with_last=True)
         last = outputs.hidden[teacher.num_layers]
+        if last.shape[-1] != weight.shape[1]:
+            return None  # ALBERT's and ELECTRA's are in the size of the embeddings
         same = F.linear(last, weight, module.bias)
         if not (isinstance(outputs.logits, Tensor) and torch.equal(same, outputs.logits)):
             return None  # scaled, capped or transformed on the way
@@ -386,7 +391,8 @@ class _Writer:
             elif teacher.per_token:
                 rows["logits"] = list(outputs.logits[raw].cpu().split(lengths))
             else:
-                rows["logits"] = list(outputs.logits.cpu().split(1))
+                logits = outputs.logits.flatten()[:, None] if _choices(part) else outputs.logits
+                rows["logits"] = list(logits.cpu().split(1))
         for i, key in enumerate(keys):
             if key in known or key in keys[:i]:
                 continue
@@ -409,6 +415,11 @@ class _Writer:
         name = f"shard-{uuid.uuid4().hex}.safetensors"
         _write(self.folder / name, _safetensors().torch.save(tensors))
         self.columns, self.size = {}, 0
+
+
+def _choices(part: "Part") -> bool:
+    """Whether samples are the choices (B, C, N) of questions, each with one logit."""
+    return bool(part.batch["input_ids"].dim() == 3)
 
 
 def _placed(rows: Tensor, mask: Tensor) -> Tensor:

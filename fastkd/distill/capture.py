@@ -150,8 +150,9 @@ class Backbone(Model):
         return problem
 
     def takes(self, argument: str) -> bool:
-        """Whether the model, or what it hands its inputs to, has an argument of this name."""
-        return argument in self._known
+        """Whether the model, or its base model, has an argument of this name, not only **kwargs."""
+        below = inspect.signature(self.base.forward).parameters
+        return argument in self._accepts or argument in below
 
     def last_hidden(self, output: Any) -> Tensor:
         """The last hidden states (B, N, D) of what one of `last_modules` returned."""

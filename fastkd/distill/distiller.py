@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastkd._checks import check_number
-from fastkd._numerics import upcast
+from fastkd._numerics import upcast, zero_padding
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.blocks import Blocks, backbone_of
@@ -279,7 +279,7 @@ class Distiller(nn.Module):
             return DistillerOutput(*run_student())
         with self._leaf_embeddings() as embeddings:
             total = run_student()[0]
-        shift = self._unit_gradient(total, embeddings, part.documents)
+        shift = self._unit_gradient(total, embeddings, part)
         with self._moved_embeddings(shift):
             return DistillerOutput(*run_student())
 
@@ -462,10 +462,11 @@ class Distiller(nn.Module):
             return contextlib.nullcontext([])
         return replaced_embeddings(self._student_backbone, lambda emb: emb + shift)
 
-    def _unit_gradient(
-        self, total: Tensor, embeddings: list[Tensor], documents: Documents | None
-    ) -> Tensor:
-        """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8)."""
+    def _unit_gradient(self, total: Tensor, embeddings: list[Tensor], part: "Part") -> Tensor:
+        """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8).
+
+        Padding stays where it is: DeBERTa's convolution reads the token behind the last one.
+        """
         if not embeddings:
             raise ValueError(
                 f"{type(self.method).__name__} moves the embedding layer's output, which the "
@@ -474,8 +475,11 @@ class Distiller(nn.Module):
         # float16 gradients vanish without a scale; the norm takes it out again.
         scale = 2.0**12 if torch.float16 in (_autocast_dtype(total), embeddings[0].dtype) else 1.0
         (g,) = torch.autograd.grad(total * scale, embeddings[0])
-        samples = self._student_backbone.batch_dim
+        samples, documents = self._student_backbone.batch_dim, part.documents
         others = [d for d in range(g.dim()) if d != samples]
+        mask = part.mask.T if part.mask is not None and samples else part.mask
+        if mask is not None and mask.shape == g.shape[:2]:
+            g = zero_padding(g, mask)
         if documents is not None and documents.packed:
             norm = documents.norms(upcast(g).transpose(0, samples)).transpose(0, samples)
         else:

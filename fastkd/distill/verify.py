@@ -220,8 +220,10 @@ class _Step:
             if not model.takes("position_ids"):
                 raise _CannotDo(f"{model.class_name} takes no position_ids")
             embeddings: Any = model.embeddings
-            by_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
-            starts.add(embeddings.padding_idx + 1 if by_padding else 0)
+            padding: Any = getattr(embeddings, "padding_idx", None)
+            # RoBERTa and MPNet count positions from behind the padding's.
+            by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
+            starts.add(padding + 1 if by_padding else 0)
         if len(starts) > 1:
             raise _CannotDo("teacher and student count positions from different numbers")
         return lengths + starts.pop()

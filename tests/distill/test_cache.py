@@ -18,6 +18,7 @@ from fastkd.distill import (
 from tests.distill.models import batch, classifier, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks
+from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import decoders, documents, packed, padded, question_answering
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -96,6 +97,12 @@ def test_language_models_keep_the_head_once(tmp_path):
 def test_spans_are_kept(tmp_path):
     teacher, student, data = question_answering()
     live_and_cached(teacher, student, SoftTargets, [data], tmp_path)
+
+
+@pytest.mark.parametrize("family, head", [("bert", "choices"), ("electra", "masked words")])
+def test_logits_of_other_shapes_are_kept(family, head, tmp_path):
+    teacher, student = (model_of(family, head).eval() for _ in range(2))
+    live_and_cached(teacher, student, SoftTargets, [data_of(family, head)], tmp_path)
 
 
 def test_samples_come_in_any_order_batch_and_padding(tmp_path):

@@ -10,6 +10,7 @@ import transformers as t
 from fastkd.distill import METHODS, Distiller, Several, student_from_teacher
 from fastkd.distill.verify import Check, _Step, table, verify
 from tests.distill.models import batch, classifier, model, pair, ready, recipe
+from tests.distill.support import data_of, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -61,6 +62,30 @@ def test_language_models_too(name):
         if check.name == "accumulated in a plain loop" and name == "fcd":
             expected = {"by definition"}
         assert check.verdict in expected, check
+
+
+def test_moved_embeddings_leave_padding_alone():
+    torch.manual_seed(0)
+    distiller = distiller_of(classifier("deberta_v2"), "lrc_bert")
+    for check in verify(distiller, batch(rows=4), ranks=0, compile_backend=None):
+        assert check.verdict in ("equal", "by definition", "not here"), check
+
+
+def checks_of_words(family, head):
+    teacher = model_of(family, head).eval()
+    distiller = distiller_of(teacher, "fcd", [1, 3])
+    found = verify(distiller, data_of(family, head), ranks=0, compile_backend=None)
+    return {check.name: check for check in found}
+
+
+@pytest.mark.parametrize("family", ["roberta", "mpnet"])
+def test_positions_may_count_from_behind_the_paddings(family):
+    assert checks_of_words(family, "masked words")["left padding"].verdict == "equal"
+
+
+def test_a_model_that_swallows_position_ids_takes_none():
+    checks = checks_of_words("bloom", "next word")
+    assert checks["packed rows"].why == "BloomForCausalLM takes no position_ids"
 
 
 def test_processes():
