@@ -260,7 +260,8 @@ def _gathered(
 
 def _flat(x: Tensor, leading: int = 1) -> Tensor:
     """(B, ..., D) as (B, P, D), or with more leading dimensions than B."""
-    x = x.reshape(*x.shape[:leading], x.shape[leading:-1].numel(), x.shape[-1])
+    if x.dim() != leading + 2:
+        x = x.reshape(*x.shape[:leading], x.shape[leading:-1].numel(), x.shape[-1])
     # A vector without entries is a zero vector, as one of a single zero is.
     return F.pad(x, (0, 1)) if x.shape[-1] == 0 else x
 

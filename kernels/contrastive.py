@@ -38,10 +38,6 @@ ROWS_PER_SUM = 2048
 # What `cos_nce` returns beside the loss, for the gradient.
 SAVED = 5
 
-# Squared norms outside are computed again from scaled rows.
-SMALLEST_SQUARE = tl.constexpr(1e-25)
-LARGEST_SQUARE = tl.constexpr(1e25)
-
 
 def blocks(each: bool) -> dict[str, int]:
     """Blocks and warps of loss and gradient, the same for every shape.
@@ -105,7 +101,8 @@ def cos_nce_norm_kernel(
     squares = tl.sum(products, axis=1)
     peak = tl.max(peaks, axis=1)
     peak = tl.where(peak == 0.0, 1.0, peak)
-    unusual = (squares < SMALLEST_SQUARE) | (squares > LARGEST_SQUARE)
+    # Such squares are computed again, from scaled rows.
+    unusual = (squares < 1e-25) | (squares > 1e25)
     scale = tl.where(unusual, 1.0 / peak, 1.0)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
         squares = tl.zeros((BLOCK_R,), tl.float32)
@@ -296,8 +293,7 @@ def cos_nce_loss_kernel(
     weight_ptr,  # (layers, B, P): w, 0 where nothing is compared
     pull_ptr,  # (layers, B, P): ẑ·a
     losses_ptr,  # (layers, B, P)
-    partial_ptr,  # (layers, programs): sums of losses
-    counted_ptr,  # (programs,): positions that compare something
+    partial_ptr,  # (layers, programs): sums of losses; then (programs,): positions compared
     SLOTS: tl.constexpr,
     EACH: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -329,26 +325,27 @@ def cos_nce_loss_kernel(
     pull = w * tl.sum(cos_n, axis=1) - (1.5 + w * own) * tl.sum(cos_t, axis=1)
     losses = tl.where(compared, 2.0 + pull, 0.0)
     inside = i < B
-    if layer == 0:
-        tl.store(counted_ptr + program, tl.sum(compared.to(tl.float32), axis=0))
     tl.store(weight_ptr + offsets, w, mask=inside)
     tl.store(pull_ptr + offsets, pull, mask=inside)
     tl.store(losses_ptr + offsets, losses, mask=inside)
-    tl.store(partial_ptr + layer * tl.num_programs(0) + program, tl.sum(losses, axis=0))
+    partial_ptr += layer * tl.num_programs(0) + program
+    tl.store(partial_ptr, tl.sum(losses, axis=0))
+    if layer == tl.num_programs(1) - 1:
+        tl.store(partial_ptr + tl.num_programs(0), tl.sum(compared.to(tl.float32), axis=0))
 
 
-@triton.jit(do_not_specialize=["partials", "counts", "layers"])
+@triton.jit(do_not_specialize=["programs", "layers"])
 def cos_nce_reduce_kernel(
-    partial_ptr,  # (partials,)
-    counted_ptr,  # (counts,)
+    partial_ptr,  # (layers + 1, programs)
     loss_ptr,  # ()
     scale_ptr,  # (): what the upstream gradient is multiplied by
-    partials,
-    counts,
+    programs,
     layers,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    partials = layers * programs
+    counted_ptr = partial_ptr + partials
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, partials, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -356,9 +353,9 @@ def cos_nce_reduce_kernel(
     scale = 1.0 / layers
     if MEAN:
         counted = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, counts, BLOCK):
+        for first in range(0, programs, BLOCK):
             i = first + tl.arange(0, BLOCK)
-            counted += tl.load(counted_ptr + i, mask=i < counts, other=0.0)
+            counted += tl.load(counted_ptr + i, mask=i < programs, other=0.0)
         scale = scale / tl.maximum(tl.sum(counted, axis=0), 1.0)
     tl.store(loss_ptr, tl.sum(total, axis=0) * scale)
     tl.store(scale_ptr, scale)
@@ -462,18 +459,16 @@ def cos_nce(
 
     programs = P * cdiv(B, blocks(each)["BLOCK_I"])
     weight, pull, losses = (inverse.new_empty(layers, B, P) for _ in range(3))
-    partial, counted = inverse.new_empty(layers, programs), inverse.new_empty(programs)
+    partial = inverse.new_empty(layers + 1, programs)
     both = (students, teachers, mask, inverse, total, own)
-    _start(cos_nce_loss_kernel, *both, count, weight, pull, losses, partial, counted)
+    _start(cos_nce_loss_kernel, *both, count, weight, pull, losses, partial)
     loss, scale = inverse.new_empty(()), inverse.new_empty(())
     if reduction == "none":
         return [losses[0], inverse, total, weight, pull, scale]
     cos_nce_reduce_kernel[(1,)](
         partial,
-        counted,
         loss,
         scale,
-        layers * programs,
         programs,
         layers,
         MEAN=reduction == "mean",
@@ -553,8 +548,8 @@ def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor
     first, second = sides[0], sides[-1]
     R, P, D = first[0].shape
     layers = len(first)
-    inverse = torch.empty(len(sides) * layers, R, P, dtype=torch.float32, device=first[0].device)
-    if inverse.numel():
+    inverse = first[0].new_empty(len(sides) * layers, R, P, dtype=torch.float32)
+    if R * P:
         cos_nce_norm_kernel[(cdiv(R * P, ROW_BLOCKS["BLOCK_R"]), layers, len(sides))](
             padded(first),
             padded(second),
@@ -588,8 +583,8 @@ def _direction_sums(
     layers = len(tensors)
     groups = P * (runs if labels is None else labels.shape[0])
     splits = max(cdiv(rows, ROWS_PER_SUM), 1)
-    total = inverse.new_empty(splits, layers, groups, D)
-    count = inverse.new_empty(splits, layers, groups)
+    sums = (layers, groups) if splits == 1 else (splits, layers, groups)
+    total, count = inverse.new_empty(*sums, D), inverse.new_empty(sums)
     strides = tensors[0].stride()[:2]
     arguments = (padded(tensors), mask, inverse, total, count, rows, P, D, *strides)
     arguments = (*arguments, cdiv(rows, splits))
@@ -604,7 +599,7 @@ def _direction_sums(
         cos_nce_labelled_sum_kernel[(P * tiles, layers, splits)](
             *arguments, *compared, B, **flags, **LABELLED_BLOCKS
         )
-    return (total[0], count[0]) if splits == 1 else (total.sum(0), count.sum(0))
+    return (total, count) if splits == 1 else (total.sum(0), count.sum(0))
 
 
 def _comparable(labels: Tensor, real: bool) -> Tensor:
