@@ -152,10 +152,8 @@ def _attention_layers(
         function = _AttentionTriton if all(kernels) else _Attention
         parts.append(apply(function, options, real, *students, *teachers))
     losses = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-    if real is None:
-        real = torch.ones((), dtype=torch.bool, device=first.device)
-        real = real.expand(first.shape[0], first.shape[2])
-    return reduced(losses, real.any(1), reduction)
+    compared = torch.ones_like(losses, dtype=torch.bool) if real is None else real.any(1)
+    return reduced(losses, compared, reduction)
 
 
 def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -> None:

@@ -52,9 +52,9 @@ def keep(k: int) -> int:
     return 8 if k + SPARE <= 8 else 16 if k + SPARE <= 16 else 64
 
 
-def is_aligned(*sizes: int) -> bool:
+def is_aligned(D: int, stride_s: int, stride_t: int) -> bool:
     """Whether rows are whole 16 elements, so that a thread needs one address for several."""
-    return not any(size % 16 for size in sizes)
+    return (D | stride_s | stride_t) % 16 == 0
 
 
 def search_blocks(k: int, itemsize: int, is_sorted: bool, aligned: bool) -> dict[str, int]:
@@ -84,9 +84,11 @@ def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
     return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
-def from_product_blocks() -> dict[str, int]:
-    """Of the search among such products: small tiles, so that there are more programs."""
-    return {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 8}
+# Of the search among such products: small tiles, so that there are more programs.
+FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 8}
+
+# Of the gradient, eight elements a thread: a row of 768 or 1024 is one program's.
+GRADIENT_BLOCKS = {"BLOCK_D": 1024, "num_warps": 4}
 
 
 @triton.jit
@@ -520,8 +522,8 @@ def knn_forward(
     Rows (N, D) and (M, D) with stride 1 along D. ``low``, ``high``, ``labels`` as
     `fastkd._labels.label_ranges` makes them; losses and factors are divided by ``count``, if given.
     """
-    N, D = student.shape
-    M = teacher.shape[0]
+    (N, D), M = student.shape, teacher.shape[0]
+    sizes = (D, student.stride(0), teacher.stride(0))
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
     is_sorted = N >= ROWS_TO_SORT and M >= BANK_TO_SORT and not from_products
     high = low if high is None else high
@@ -531,21 +533,19 @@ def knn_forward(
         low, high, labels, s_order, t_order = _sort(low, high, labels)
         squares = _norms(teacher)
     elif from_products:
-        product, squares, features = _products(student, teacher)
+        product, squares, features = _products(student, teacher, sizes)
         product_splits = len(product)
-    ranges = low, high, labels
-    score, candidate = _search(
-        student, teacher, ranges, s_order, t_order, product, squares, k, ignore_index
-    )
+    found = (low, high, labels, s_order, t_order, product, squares)
+    score, candidate = _search(student, teacher, sizes, found, k, ignore_index)
 
-    new = {"dtype": torch.float32, "device": student.device}
-    loss, factor = torch.empty(N, **new), torch.empty(N, **new)
-    nearest = torch.empty(N, k, dtype=torch.int32, device=student.device)
-    sizes = (D, student.stride(0), teacher.stride(0))
+    loss, factor = score.new_empty(N), score.new_empty(N)
+    nearest = candidate.new_empty(N, k)
     knn_settle_kernel[(N,)](
         student,
         teacher,
-        *ranges,
+        low,
+        high,
+        labels,
         t_order,
         score,
         candidate,
@@ -581,7 +581,7 @@ def _sort(low: Tensor, high: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 def _norms(teacher: Tensor) -> Tensor:
     """‖t‖² of each row (M,)."""
     M, D = teacher.shape
-    squares = torch.empty(M, dtype=torch.float32, device=teacher.device)
+    squares = teacher.new_empty(M, dtype=torch.float32)
     config = norm_blocks(teacher.element_size())
     knn_norm_kernel[(cdiv(M, config["BLOCK_M"]),)](
         teacher, squares, M, D, teacher.stride(0), **config
@@ -589,16 +589,17 @@ def _norms(teacher: Tensor) -> Tensor:
     return squares
 
 
-def _products(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, int]:
+def _products(
+    student: Tensor, teacher: Tensor, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, int]:
     """s·t (splits, N, M) and ‖t‖² (splits, M) over parts of the features, and the parts' size."""
     (N, D), M = student.shape, teacher.shape[0]
-    sizes = (D, student.stride(0), teacher.stride(0))
     config = product_blocks(student.element_size(), is_aligned(*sizes))
     tiles = cdiv(N, config["BLOCK_N"]), cdiv(M, config["BLOCK_M"])
     features = max(1024, cdiv(D * tiles[0] * tiles[1], 64 * PROGRAMS) * 64)
     splits = cdiv(D, features)
-    product = torch.empty(splits, N, M, dtype=torch.float32, device=student.device)
-    squares = torch.empty(splits, M, dtype=torch.float32, device=student.device)
+    product = student.new_empty(splits, N, M, dtype=torch.float32)
+    squares = student.new_empty(splits, M, dtype=torch.float32)
     knn_product_kernel[(*tiles, splits)](
         student,
         teacher,
@@ -617,45 +618,37 @@ def _products(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, int]:
 def _search(
     student: Tensor,
     teacher: Tensor,
-    ranges: tuple[Tensor, Tensor, Tensor],
-    s_order: Tensor | None,
-    t_order: Tensor | None,
-    product: Tensor | None,
-    squares: Tensor | None,
+    sizes: tuple[int, int, int],
+    found: tuple[Tensor | None, ...],
     k: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Scores and rows of the candidates (N, splits, KEEP)."""
-    (N, D), M = student.shape, teacher.shape[0]
-    from_products, is_sorted = product is not None, s_order is not None
-    sizes = (D, student.stride(0), teacher.stride(0))
-    if from_products:
-        config = from_product_blocks() | {"WIDEN": False}
-    else:
+    """Scores and rows of the candidates (N, splits, KEEP); ``found`` as the kernel takes it."""
+    N, M = student.shape[0], teacher.shape[0]
+    *_, s_order, _, product, _ = found
+    is_sorted, kept = s_order is not None, keep(k)
+    if product is None:
         config = search_blocks(k, student.element_size(), is_sorted, is_aligned(*sizes))
-        config |= {"WIDEN": _widens(student.dtype)}
+        config["WIDEN"] = _widens(student.dtype)
+    else:
+        config = FROM_PRODUCT_BLOCKS | {"WIDEN": False}
     tiles = cdiv(N, config["BLOCK_N"])
     splits = max(min(cdiv(PROGRAMS, tiles), cdiv(M, config["BLOCK_M"])), 1)
-    score = torch.empty(N, splits, keep(k), dtype=torch.float32, device=student.device)
-    candidate = torch.empty(N, splits, keep(k), dtype=torch.int32, device=student.device)
-    rows = (None, None) if from_products else (student, teacher)
+    score = student.new_empty(N, splits, kept, dtype=torch.float32)
+    candidate = student.new_empty(N, splits, kept, dtype=torch.int32)
     knn_search_kernel[(tiles, splits)](
-        *rows,
-        *ranges,
-        s_order,
-        t_order,
-        product,
-        squares,
+        *((student, teacher) if product is None else (None, None)),
+        *found,
         score,
         candidate,
         N,
         M,
-        *((None, None, None) if from_products else sizes),
+        *(sizes if product is None else (None, None, None)),
         0 if product is None else len(product),
         ignore_index,
         SORTED=is_sorted,
-        FROM_PRODUCTS=from_products,
-        KEEP=keep(k),
+        FROM_PRODUCTS=product is not None,
+        KEEP=kept,
         **config,
     )
     return score, candidate
@@ -663,7 +656,7 @@ def _search(
 
 def _widens(dtype: torch.dtype) -> bool:
     """Triton's interpreter multiplies the bits of bfloat16."""
-    return triton_interpreted() and dtype == torch.bfloat16
+    return dtype == torch.bfloat16 and triton_interpreted()
 
 
 def score_rounding(features: int, splits: int, itemsize: int) -> float:
@@ -708,9 +701,8 @@ def knn_backward(
 ) -> Tensor:
     """Gradient (N, D) for the upstream gradient of the losses (N,)."""
     N, D = student.shape
-    dx = torch.empty(N, D, dtype=student.dtype, device=student.device)
-    config = gradient_blocks()
-    knn_gradient_kernel[(N, cdiv(D, config["BLOCK_D"]))](
+    dx = student.new_empty(N, D)
+    knn_gradient_kernel[(N, cdiv(D, GRADIENT_BLOCKS["BLOCK_D"]))](
         student,
         teacher,
         nearest,
@@ -722,11 +714,6 @@ def knn_backward(
         student.stride(0),
         teacher.stride(0),
         dloss.stride(0),
-        **config,
+        **GRADIENT_BLOCKS,
     )
     return dx
-
-
-def gradient_blocks() -> dict[str, int]:
-    """Eight elements a thread: a row of 768 or 1024 is one program's."""
-    return {"BLOCK_D": 1024, "num_warps": 4}
