@@ -28,6 +28,7 @@ from fastkd.app import processes
 from fastkd.app.data import file_columns, is_regression, read_file, read_hub
 from fastkd.app.display import say
 from fastkd.app.errors import InputError
+from fastkd.app.files import text_lines
 from fastkd.app.models import be_quiet, check_length, let_pad, load
 from fastkd.app.plan import choose_device
 from fastkd.app.rows import Rows
@@ -90,16 +91,9 @@ def _classes(rows: Rows) -> list[int]:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that hold anything."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except FileNotFoundError as error:
-        raise InputError(f"--text {path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--text {path}: can't be read as UTF-8 text ({error})") from error
-    lines = [line for line in lines if line]
-    if not lines:
-        raise InputError(f"--text {path}: the file holds no text")
-    return lines
+    if not path.is_file():
+        raise InputError(f"--text {path}: no such file")
+    return [line.strip() for _, line in text_lines(path, "--text") if line.strip()]
 
 
 def load_models(

@@ -238,34 +238,25 @@ def doctor() -> None:
 def bench(settings: BenchSettings, console: Console) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.app.saving import check_directory, locked
-    from fastkd.bench import passes, runner
+    from fastkd.bench import runner
 
     if settings.estimate:
-        try:
-            code = runner.estimate(settings.device, settings.set, settings.only)
-        except runner.WrongChoice as error:
-            raise InputError(str(error)) from error
-        raise typer.Exit(code)
+        raise typer.Exit(runner.estimate(settings.device, settings.set, settings.only))
     if settings.plot is not None:
         require("matplotlib", "train")
         check_directory("--plot", settings.plot)
     out = settings.out
-    try:
-        with locked(out.parent if out.suffix == ".json" else out):
-            runner.run(
-                runner.split(settings.set),
-                runner.split(settings.only),
-                None if settings.device == "auto" else settings.device,
-                out,
-                settings.plot,
-                resume=settings.resume,
-                seconds=settings.seconds,
-                passes=settings.passes,
-            )
-    except runner.WrongChoice as error:
-        raise InputError(str(error)) from error
-    except passes.PassFailed as error:
-        _fail(str(error), 1)
+    with locked(out.parent if out.suffix == ".json" else out):
+        runner.run(
+            runner.split(settings.set),
+            runner.split(settings.only),
+            None if settings.device == "auto" else settings.device,
+            out,
+            settings.plot,
+            resume=settings.resume,
+            seconds=settings.seconds,
+            passes=settings.passes,
+        )
 
 
 @_command(StudySettings, (*TRAINING, "matplotlib"))

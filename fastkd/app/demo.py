@@ -29,7 +29,7 @@ from fastkd.app.saving import MARKER, locked, read_json, write_json
 from fastkd.app.settings import DemoSettings
 from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
-from fastkd.study.statistics import LEVEL, Difference, Summary, summarize
+from fastkd.study.statistics import LEVEL, Difference, summarize
 from fastkd.study.task import TaskWork, silent
 from fastkd.study.work import finish, leave_launcher, results, run_all
 
@@ -172,12 +172,8 @@ def _report(study: Study, size: Size, work: TaskWork) -> dict[str, Any]:
             }
             for name, row in rows.items()
         },
-        "best": _best(summary),
+        "best": max((row for row in summary.rows if row.seeds), key=lambda row: row.mean).variant,
     }
-
-
-def _best(summary: Summary) -> str:
-    return max((row for row in summary.rows if row.seeds), key=lambda row: row.mean).variant
 
 
 def _keep_best(report: dict[str, Any], study: Study, work: TaskWork, size: Size) -> None:

@@ -53,7 +53,7 @@ def first_row(path: Path) -> list[str]:
     """The column names of a file with a header; none if it can't be read."""
     try:
         if _kind(path) in (".tsv", ".csv"):
-            _, line = next(_lines(path, ""))
+            _, line = next(text_lines(path, ""))
             separator = "\t" if _kind(path) == ".tsv" else _separator(line)
             return next(csv.reader([line.strip()], delimiter=separator), [])
         return list(next(records(path, True, ""))[1])
@@ -79,7 +79,7 @@ def _opened(path: Path, option: str) -> Iterator[Any]:
         raise InputError(f"{option} {path}: can't be read ({error})") from None
 
 
-def _lines(path: Path, option: str) -> Lines:
+def text_lines(path: Path, option: str) -> Lines:
     """The lines of a file and their numbers, from the first that isn't blank on."""
     started = False
     with _opened(path, option) as file:
@@ -96,13 +96,13 @@ def _lines(path: Path, option: str) -> Lines:
 
 
 def _tsv(path: Path, option: str, header: bool) -> Records:
-    lines = _lines(path, option)
+    lines = text_lines(path, option)
     rows = ((n, line.rstrip("\r\n").split("\t")) for n, line in lines if line.strip())
     return _named(rows, str(path), header)
 
 
 def _txt(path: Path, option: str, header: bool) -> Records:
-    for number, line in _lines(path, option):
+    for number, line in text_lines(path, option):
         if line.strip():
             yield number, {"text": line.strip()}
 
@@ -114,7 +114,7 @@ def _separator(line: str) -> str:
 
 
 def _csv(path: Path, option: str, header: bool) -> Records:
-    lines = _lines(path, option)
+    lines = text_lines(path, option)
     before, first = next(lines)
     # A lone carriage return ends a line, too.
     parts = (
@@ -161,7 +161,7 @@ def _check_names(names: list[str], where: str) -> None:
 
 
 def _json_lines(path: Path, option: str, header: bool) -> Records:
-    for number, line in _lines(path, option):
+    for number, line in text_lines(path, option):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -241,7 +241,7 @@ class _JsonArray:
                 text = io.TextIOWrapper(file, "utf-8-sig", newline="")
                 yield from iter(lambda: text.read(CHUNK), "")
         except UnicodeDecodeError:
-            for _ in _lines(self.path, self.option):  # it knows the row
+            for _ in text_lines(self.path, self.option):  # it knows the row
                 pass
 
 

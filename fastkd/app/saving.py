@@ -92,12 +92,9 @@ def remove_own(directory: Path) -> None:
 
     Cut off in the middle, the marker is still there, and the next call goes on.
     """
-    marker = read_json(directory / MARKER)
-    listed = marker.get("files", {}) if isinstance(marker, dict) else {}
-    for name in listed:
-        with contextlib.suppress(FileNotFoundError):
-            (directory / name).unlink()
-    if marker is not None:
+    for name in _listed(directory):
+        (directory / name).unlink(missing_ok=True)
+    if read_json(directory / MARKER) is not None:
         (directory / MARKER).unlink()
     folders = sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True)
     for folder in (*folders, directory):
@@ -120,9 +117,7 @@ def remove_tree(directory: Path) -> None:
 
 def seal(directory: Path, content: dict[str, Any]) -> None:
     """Write the marker of a directory whose files are all there, once they are on the disk."""
-    files = {}
-    for path in _files(directory):
-        files[path.relative_to(directory).as_posix()] = _digest(path)
+    files = {name: _digest(directory / name) for name in _files(directory)}
     for folder in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
         _sync(folder)
     write_json(directory / MARKER, {**content, "files": files})
@@ -151,16 +146,21 @@ def damage(directory: Path) -> str | None:
 
 def foreign(directory: Path) -> list[str]:
     """Files in ``directory`` that its marker doesn't list."""
+    listed = _listed(directory)
+    return [name for name in _files(directory) if name not in listed]
+
+
+def _listed(directory: Path) -> dict[str, str]:
+    """What the marker of ``directory`` lists, as far as it can be read."""
     marker = read_json(directory / MARKER)
-    own = {MARKER, *(marker.get("files", {}) if isinstance(marker, dict) else ())}
-    names = (path.relative_to(directory).as_posix() for path in _files(directory, marker=True))
-    return sorted(name for name in names if name not in own)
+    return marker.get("files", {}) if isinstance(marker, dict) else {}
 
 
-def _files(directory: Path, marker: bool = False) -> Iterator[Path]:
+def _files(directory: Path) -> Iterator[str]:
+    """The files in ``directory`` but for the marker, by the names that it lists."""
     for path in sorted(directory.rglob("*")):
-        if not path.is_dir() and (marker or path != directory / MARKER):
-            yield path
+        if not path.is_dir() and path != directory / MARKER:
+            yield path.relative_to(directory).as_posix()
 
 
 def _digest(path: Path, sync: bool = True) -> str:

@@ -91,12 +91,12 @@ class OnnxModel(torch.nn.Module):
         attention_mask: torch.Tensor,
         token_type_ids: torch.Tensor | None = None,
     ) -> SequenceClassifierOutput:
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "token_type_ids": torch.zeros_like(input_ids)
-            if token_type_ids is None
-            else token_type_ids,
+            "token_type_ids": token_type_ids,
         }
         given = {name: inputs[name].cpu().numpy() for name in self.inputs}
         (logits,) = self.session.run(None, given)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fastkd.app.cli import app
 from fastkd.app.saving import damage
-from tests.tiny import make_teacher, write_tsv
+from tests.tiny import make_teacher, words_of, write_tsv
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
@@ -92,11 +92,9 @@ def words(tmp_path_factory):
     path = tmp_path_factory.mktemp("kills")
     teacher = make_teacher(path / "teacher", layers=2, head=False)
     train, dev = write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
-    return [
-        "distill", "--teacher", str(teacher), "--train", str(train), "--eval", str(dev),
-        "--finetune-teacher", "1", "--epochs", "2", "--batch-size", "8", "--max-length", "16",
-        "--checkpoint-every", "1", "--method", "lrkd", "--device", "cpu", "--learning-rate", "1e-2",
-    ]  # fmt: skip
+    return words_of("distill", teacher=teacher, train=train, eval=dev, finetune_teacher=1, epochs=2,
+                    batch_size=8, max_length=16, checkpoint_every=1, method="lrkd", device="cpu",
+                    learning_rate=1e-2)  # fmt: skip
 
 
 def run(words, out, *flags, killer=None, last=None):
