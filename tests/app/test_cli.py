@@ -88,17 +88,12 @@ def interrupted(distill, monkeypatch):
     return call
 
 
-@pytest.fixture(scope="module")
-def _begun(tmp_path_factory):
-    return tmp_path_factory.mktemp("begun")
-
-
 @pytest.fixture
-def begun(request, _begun, tmp_path):
+def begun(request, tmp_path_factory, tmp_path):
     """A copy of what every case of a test begins with, made for the first of them."""
 
     def call(name, make):
-        kept = _begun / request.node.originalname / name
+        kept = tmp_path_factory.getbasetemp() / request.node.originalname / name
         if not kept.exists():
             make(kept)
         shutil.copytree(kept, tmp_path / name)
