@@ -18,7 +18,9 @@ from tests.interpreter import prepare
 
 prepare()
 
-LONGEST = ("test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_install.py")
+LONGEST = (
+    "test_compile.py", "test_widths.py", "test_dry_cuda.py", "test_processes.py", "test_install.py"
+)  # fmt: skip
 
 
 def pytest_configure(config):
