@@ -1,15 +1,15 @@
 """Compile every Triton kernel ahead of time, without a GPU, and say what it takes.
 
-``python -m bench.compile_report [module ...] [--every] [--arch 80,90,100] [--check] [--json]``:
-modules of ``kernels/``, all by default. What is compiled are the forms that the calls of
-tests/losses start, recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each
-of them, else enough that any two choices (types, flags, blocks, alignment) that meet in one of a
-kernel's forms meet in a compiled one. ``--check`` exits with 1 where a form spills registers, wants
-more shared memory than the architecture has, or has matrix products and doesn't use the tensor
-cores. What is known of a form is kept in ``build/compiled`` until its source changes.
+``python -m bench.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
+``kernels/``, all by default. What is compiled are the forms that the calls of tests/losses start,
+recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each of them, else enough
+that any two choices (types, flags, blocks, alignment) that meet in one of a kernel's forms meet in
+a compiled one. The exit status is 1 where a form spills registers, wants more shared memory than
+the architecture has, or has matrix products and doesn't use the tensor cores. What is known of a
+form is kept in ``build/compiled`` until its source changes.
 
-``--prove`` is ``--every --check`` for modules that kernels/proven.json does not know in this state,
-and notes there those that have no problem; ``--unproven`` leaves out the others.
+``--prove`` is ``--every`` for modules that kernels/proven.json does not know in this state, and
+notes there those that have no problem; ``--unproven`` leaves out the others.
 """
 
 import argparse
@@ -369,7 +369,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", action="store_true", help="every form, not a covering set")
     parser.add_argument("--prove", action="store_true", help="every form that is not proven")
     parser.add_argument("--unproven", action="store_true", help="only modules that --prove takes")
-    parser.add_argument("--check", action="store_true", help="exit with 1 on any problem")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
     options = parser.parse_args(arguments)
@@ -393,11 +392,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.unproven:
         names = list(unproven(names))
     rows = report(chosen(names, architectures, options.every), options.workers)
-    print(json.dumps(rows, indent=1) if options.json else table(rows))
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
     wrong = [row for row in rows if row["problems"]]
-    if not options.json:
-        print(f"{len(rows)} compiled, {len(wrong)} with problems")
-    return 1 if options.check and wrong else 0
+    print(table(rows))
+    print(f"{len(rows)} compiled, {len(wrong)} with problems")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

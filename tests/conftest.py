@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from fastkd import _dispatch
-from tests.interpreter import prepare
+from tests.interpreter import MARKS, prepare
 
 prepare()
 
@@ -60,8 +60,7 @@ def pytest_generate_tests(metafunc):
         return
     backends: list = ["torch"]
     if getattr(metafunc.module, "TRITON_FUNCTION", None) in _dispatch.TRITON_FUNCTIONS:
-        missing = pytest.mark.skipif(not _dispatch.TRITON_INSTALLED, reason="no triton installed")
-        backends.append(pytest.param("triton", marks=missing))
+        backends.append(pytest.param("triton", marks=MARKS["triton"]))
     metafunc.parametrize("backend", backends)
 
 

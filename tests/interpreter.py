@@ -9,7 +9,13 @@ import os
 from importlib import metadata
 from types import SimpleNamespace
 
+import pytest
 from packaging.version import Version
+
+from fastkd._dispatch import TRITON_INSTALLED
+
+# Of a test that runs on a backend.
+MARKS = {"torch": [], "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")]}
 
 
 def _triton_from(version: str) -> bool:
@@ -26,7 +32,7 @@ MASKS_OF_SCALARS = _triton_from("3.9")
 
 def prepare() -> None:
     """Where kernels are interpreted."""
-    if os.environ.get("TRITON_INTERPRET") == "1" and _triton_from("0"):
+    if os.environ.get("TRITON_INTERPRET") == "1" and TRITON_INSTALLED:
         _prepare()
 
 

@@ -2,20 +2,14 @@
 
 import pytest
 
-from fastkd._dispatch import TRITON_INSTALLED
 from tests import fuzz
+from tests.interpreter import MARKS
 
 SEEDS = {"torch": 8, "triton": 4}  # the interpreter is slow
 
 
 CASES = [
-    pytest.param(
-        name,
-        backend,
-        marks=pytest.mark.skipif(
-            backend == "triton" and not TRITON_INSTALLED, reason="no triton installed"
-        ),
-    )
+    pytest.param(name, backend, marks=MARKS[backend])
     for name in fuzz.FUNCTIONS
     for backend in fuzz.backends(name)
 ]

@@ -10,8 +10,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd._dispatch import TRITON_INSTALLED
 from tests.compare import TOLERANCE, counted, relative_error
+from tests.interpreter import MARKS
 from tests.losses import subjects
 from tests.subject import D_S, D_T, B, N, Subject
 
@@ -19,11 +19,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _parameters(backend: str) -> list:
-    missing = pytest.mark.skipif(
-        backend == "triton" and not TRITON_INSTALLED, reason="no triton installed"
-    )
     return [
-        pytest.param((backend, s.name), marks=missing, id=f"{backend}: {s.name}")
+        pytest.param((backend, s.name), marks=MARKS[backend], id=f"{backend}: {s.name}")
         for s in subjects(backend)
     ]
 
