@@ -50,6 +50,11 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """(..., D) as (R, D); rows stay what they are, since a view costs the host backward too."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:
     """``linear`` of ``x`` (B, ..., D) in the wider of both dtypes, as outside autocast.
 

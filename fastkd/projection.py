@@ -22,6 +22,7 @@ from fastkd._checks import (
 from fastkd._dispatch import BACKENDS, Backend, use_triton
 from fastkd._numerics import (
     apply,
+    as_rows,
     autocast_off,
     once_differentiable,
     saveable,
@@ -195,14 +196,18 @@ class _RowsTimesCayley(torch.autograd.Function):
             products = torch.stack(outer[::-1], dim=-3)
             draw = products - products.mT
         drows, draws = ([grad], [draw]) if count == 1 else (grad.unbind(), draw.unbind())
-        cut = (side[:, :size] for side, size in zip(drows, ctx.in_dims, strict=True))
-        return None, None, *cut, *draws
+        return None, None, *map(_cut, drows, ctx.in_dims), *draws
 
 
 def _stacked(sides: Sequence[Tensor], n: int) -> Tensor:
     """The sides (..., D) with zeros up to n columns: (S, ..., n), or (..., n) of one side."""
     sides = [x if x.shape[-1] == n else F.pad(x, (0, n - x.shape[-1])) for x in sides]
     return sides[0] if len(sides) == 1 else torch.stack(sides)
+
+
+def _cut(x: Tensor, columns: int) -> Tensor:
+    """The first columns of (R, n), without a view where they are all."""
+    return x if x.shape[-1] == columns else x[:, :columns]
 
 
 def _of_layers(factors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
@@ -227,11 +232,6 @@ class _Product(torch.autograd.Function):
             da = grad @ b.mT if ctx.needs_input_grad[0] else None
             db = a.mT @ grad if ctx.needs_input_grad[1] else None
         return da, db
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """(..., D) as (R, D); rows stay what they are, since a view costs the host backward too."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _skew_part(raw: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ class OrthogonalProjection(nn.Module):
         check_floating("x", x)
         if x.shape[-1] != self.in_dim:
             raise ValueError(f"x must have {self.in_dim} columns (in_dim), got {tuple(x.shape)}")
-        rows = _as_rows(saveable(x))
+        rows = as_rows(saveable(x))
         if self.orthogonal and _is_few(rows, self.raw):
             (projected,) = _project_rows([rows], [self])
         else:
@@ -383,7 +383,7 @@ def _project_rows(rows: list[Tensor], projections: list[OrthogonalProjection]) -
     inverse = _refined_inverse(projections, raw)
     projected = apply(_RowsTimesCayley, inverse, len(sides), *sides, *raw)
     whole = [projected] if len(sides) == 1 else projected
-    return [side[:, : p.out_dim] for side, p in zip(whole, projections, strict=True)]
+    return [_cut(side, p.out_dim) for side, p in zip(whole, projections, strict=True)]
 
 
 def _refined_inverse(
@@ -457,7 +457,7 @@ def layer_norm_mse(
 def _layer_norm_mse(x: Tensor, y: Tensor, options: "_Options", backend: Backend) -> Tensor:
     x, y = saveable(x), saveable(y)
     if use_triton(backend, "layer_norm_mse", x, columns=x.shape[-1]):
-        return apply(_LayerNormMSETriton, options, _as_rows(x), _as_rows(y))
+        return apply(_LayerNormMSETriton, options, as_rows(x), as_rows(y))
     return apply(_LayerNormMSE, options, x, y)
 
 

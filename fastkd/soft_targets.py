@@ -20,6 +20,7 @@ from fastkd._checks import (
 from fastkd._dispatch import Backend, use_triton
 from fastkd._numerics import (
     apply,
+    as_rows,
     autocast_off,
     once_differentiable,
     saveable,
@@ -160,20 +161,18 @@ def soft_target_loss(
     """
     _check_logits(student_logits, teacher_logits)
     _check_options(temperature, divergence, reduction, denominator)
-    leading, vocabulary = student_logits.shape[:-1], student_logits.shape[-1]
+    leading = student_logits.shape[:-1]
     mask = check_mask(mask, leading, student_logits.device)
     denominator = _as_tensor(denominator, student_logits)
     options = _Options(divergence, float(temperature), scale_by_t2, reduction)
-    rows = leading.numel()
-    student = student_logits.reshape(rows, vocabulary)
-    teacher = teacher_logits.reshape(rows, vocabulary)
-    mask = None if mask is None else mask.reshape(rows)
+    student, teacher = as_rows(student_logits), as_rows(teacher_logits)
+    mask = None if mask is None else mask.flatten()
     if use_triton(backend, "soft_target_loss", student):
         loss = apply(_SoftTargetsTriton, options, student, teacher, mask, denominator)
     else:
         loss = apply(_SoftTargets, options, student, teacher, mask)
         if reduction != "none":
-            loss = _divide(loss.sum(), rows, mask, reduction, denominator)
+            loss = _divide(loss.sum(), leading.numel(), mask, reduction, denominator)
     return loss.reshape(leading) if reduction == "none" else loss
 
 
@@ -501,13 +500,12 @@ def linear_soft_target_loss(
     wider = h_t if h_t.dtype == torch.float64 else h_s
     triton = use_triton(backend, "linear_soft_target_loss", wider)
     options = _LinearOptions(divergence, float(temperature), scale_by_t2, reduction, triton)
-    rows = leading.numel()
-    h_s, h_t = h_s.reshape(rows, h_s.shape[-1]), h_t.reshape(rows, h_t.shape[-1])
-    mask = None if mask is None else mask.reshape(rows)
-    loss = apply(_LinearSoftTargets, options, h_s, w_s, h_t, w_t, mask)  # (R,) or, summed, ()
+    mask = None if mask is None else mask.flatten()
+    # (R,) or, summed, ()
+    loss = apply(_LinearSoftTargets, options, as_rows(h_s), w_s, as_rows(h_t), w_t, mask)
     if reduction == "none":
         return loss.reshape(leading)
-    return _divide(loss, rows, mask, reduction, denominator)
+    return _divide(loss, leading.numel(), mask, reduction, denominator)
 
 
 def _one_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
