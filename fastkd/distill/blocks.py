@@ -109,7 +109,7 @@ class BlocksBackbone(Backbone):
         self._replaced: list[Tensor] = []
         self.last_modules = {inner.get_submodule(model.final) if model.final else self.blocks[-1]}
         parameters = inspect.signature(inner.forward).parameters
-        self._known = set(parameters)
+        self._known = self._accepts = set(parameters)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @property

@@ -19,6 +19,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from fastkd.distill.blocks import BlocksBackbone
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.step import IGNORED
@@ -219,7 +220,7 @@ class _Step:
         for model in models:
             if not model.takes("position_ids"):
                 raise _CannotDo(f"{model.class_name} takes no position_ids")
-            embeddings: Any = model.embeddings
+            embeddings: Any = None if isinstance(model, BlocksBackbone) else model.embeddings
             padding: Any = getattr(embeddings, "padding_idx", None)
             # RoBERTa and MPNet count positions from behind the padding's.
             by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
@@ -268,6 +269,8 @@ class _Step:
         parts: list[dict[str, Any]] = list(self._equal_parts())
         labels = self.batch.get("labels")
         if self.distiller.counts_positions and labels is not None:
+            if "attention_mask" in self.batch:
+                labels = labels.masked_fill(self.batch["attention_mask"] == 0, IGNORED)
             causal = self.distiller._student_backbone.causal
             items = int(((labels[:, 1:] if causal else labels) != IGNORED).sum())
             parts = [{**part, "num_items": items / len(parts)} for part in parts]
@@ -385,7 +388,8 @@ def _gradients(distiller: nn.Module) -> Gradients:
 def _padding_of(name: str, distiller: Distiller) -> int:
     if name in ("labels", "student_spans"):
         return IGNORED if name == "labels" else -1
-    return (distiller.config.pad_token_id or 0) if name == "input_ids" else 0
+    padding = getattr(distiller.config, "pad_token_id", None) or 0
+    return padding if name == "input_ids" else 0
 
 
 def _run_processes(folder: str, world: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastkd.distill import METHODS, AttentionMSE, Blocks, Distiller, method_by_name
+from fastkd.distill.verify import verify
 from tests.distill.models import gradients_of, ready, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -121,6 +122,35 @@ def test_numbers_of_padded_tokens_count_nowhere():
     out = distiller(input=ids, attention_mask=mask, labels=labels)
     expected = distiller(input=ids[:, :6], labels=labels[:, :6])
     torch.testing.assert_close(out.terms, expected.terms)
+
+
+class Words(nn.Module):
+    """Knows nothing of padding, and predicts something for each token."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def test_the_same_step_in_every_way():
+    torch.manual_seed(0)
+    options = {"hidden_size": 16, "output_size": 50, "per_token": True}
+    models = (Blocks(Words(layers), "blocks", **options) for layers in (4, 2))
+    ids, mask = torch.randint(50, (4, 9)), torch.ones(4, 9, dtype=torch.long)
+    mask[1:, 6:] = 0
+    data = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    checks = verify(Distiller(*models, method_by_name("lrkd")), data, ranks=0, compile_backend=None)
+    found = {check.name: check.verdict for check in checks}
+    assert found.pop("packed rows") == found.pop("checkpointed activations") == "not here"
+    assert set(found.values()) == {"equal"}, checks
 
 
 def test_mistakes():
