@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -850,6 +851,21 @@ def test_replacing_a_directory_is_all_or_nothing(tmp_path):
     replace_directory(target, writes("newer"))
     assert (target / "w").read_text() == "newer"
     assert [path.name for path in (tmp_path / "model.old").iterdir()] == ["notes.txt"]
+
+
+def test_a_new_directory_is_on_the_disk_before_it_replaces_the_old(tmp_path, monkeypatch):
+    done, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "rename", lambda *paths: done.append("rename") or rename(*paths))
+
+    def write(directory):
+        (directory / "w").write_text("new")
+        return {}
+
+    replace_directory(tmp_path / "model", write)
+    files = [tmp_path / "model" / name for name in ("w", MARKER, ".")]
+    assert {path.stat().st_ino for path in files} <= set(done[: done.index("rename")])
+    assert done[-1] == tmp_path.stat().st_ino
 
 
 def test_a_missing_extra_is_named():
