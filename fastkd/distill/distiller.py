@@ -390,6 +390,7 @@ class Distiller(nn.Module):
         if isinstance(teacher, TeacherCache):
             return teacher.outputs(part, wanted_of(method), part.device)
         own = part.teacher or part
+        _check_read("teacher", teacher, backbone)
         if teacher.training:  # put there since, by a module that holds it too
             teacher.eval()
         with torch.no_grad():
@@ -408,6 +409,7 @@ class Distiller(nn.Module):
 
     def _run_student(self, part: "Part") -> Outputs:
         backbone = self._student_backbone
+        _check_read("student", self.student, backbone)
         outputs = _run(backbone, part.batch, self.method.wanted("student"), part)
         if part.spans is None:
             return outputs
@@ -546,6 +548,16 @@ def _teacher_backbone(teacher: nn.Module) -> Any:
     if isinstance(teacher, nn.ModuleList):
         return Teachers([_teacher_backbone(each) for each in teacher])
     return teacher.model if isinstance(teacher, TeacherCache) else backbone_of(teacher, "teacher")
+
+
+def _check_read(name: str, model: nn.Module, backbone: Backbone) -> None:
+    """Raise if another model has been put in the place of the one that is read, or around it."""
+    read = backbone.model
+    if read is not model and all(part is not read for part in model.modules()):
+        raise ValueError(
+            f"the {name} was replaced after the Distiller was made, which runs the one before; "
+            "make a new Distiller"
+        )
 
 
 def _detached(logits: Any) -> Any:

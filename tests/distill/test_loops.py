@@ -47,6 +47,18 @@ def test_a_teacher_that_others_put_in_train_mode_has_no_dropout(tmp_path):
     torch.testing.assert_close(cached(**data).terms, expected, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["student", "teacher"])
+def test_a_model_that_was_replaced_is_named(name):
+    """The optimizer would train the new one, and the loss come from the old one."""
+    distiller = Distiller(*pair(), FCD())
+    old = getattr(distiller, name)
+    setattr(distiller, name, torch.nn.Sequential(old))  # around it, as wrappers do
+    distiller(**batch())
+    setattr(distiller, name, classifier("bert", len(distiller._student_backbone.blocks)))
+    with pytest.raises(ValueError, match=f"the {name} was replaced .* make a new Distiller"):
+        distiller(**batch())
+
+
 def test_inputs_that_no_model_takes_are_refused():
     distiller = Distiller(*pair(), FCD())
     data = batch()
