@@ -6,7 +6,6 @@ with the tokenizer, and `MARKER`, written last: settings, scores and sizes of th
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,13 +43,17 @@ def write(settings: CacheSettings, console: Console) -> None:
         InputError: something given can't be used, or the directory holds another cache.
     """
     be_quiet()
+    out = settings.out
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopping_at_once())
         processes.join(settings.device)
-        stack.enter_context(processes.in_first(locked(settings.out)))
+        stack.enter_context(processes.in_first(locked(out)))
         display = stack.enter_context(Display(console))
         with processes.agreed():
-            _check_folder(settings.out)
+            if not (out / ABOUT).exists() and any(p.name != LOCK for p in out.iterdir()):
+                raise InputError(
+                    f"--out {out} holds something else than a cache; give another --out"
+                )
             run = load(settings, settings.batch_size, display)
             selected = select(settings, run)
             distiller = assemble(settings, run, selected).to(run.device)
@@ -58,13 +61,16 @@ def write(settings: CacheSettings, console: Console) -> None:
         distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
         scores = run.score(run.teacher)
         own = _batches(run, settings.batch_size, processes.rank(), world_size())
-        with processes.agreed(), saving_cache(settings.out), autocast(run.plan):
-            if len(run.all_rows) > processes.rank() * settings.batch_size:
-                distiller.cache_teacher(own, settings.out, tokenizer=run.tokenizer)
+        with processes.agreed(), saving(out), autocast(run.plan):
+            try:
+                if len(run.all_rows) > processes.rank() * settings.batch_size:
+                    distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
+            except ValueError as error:  # another teacher's
+                raise InputError(f"--out {error}") from error
         processes.by_first(lambda: _complete(settings, run, distiller, scores, selected))
-        cache = TeacherCache(settings.out)
-        used = sum(path.stat().st_size for path in settings.out.glob("*.safetensors"))
-        display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {settings.out}")
+        cache = TeacherCache(out)
+        used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
 
 
 def load(settings: Pairing, batch_size: int, display: Display) -> Run:
@@ -82,21 +88,6 @@ def load(settings: Pairing, batch_size: int, display: Display) -> Run:
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer)
     nn.Module.to(teacher, device)
     return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
-
-
-def _check_folder(folder: Path) -> None:
-    if not (folder / ABOUT).exists() and any(p.name != LOCK for p in folder.iterdir()):
-        raise InputError(f"--out {folder} holds something else than a cache; give another --out")
-
-
-@contextlib.contextmanager
-def saving_cache(folder: Path) -> Iterator[None]:
-    """A cache that can't be written, or is another teacher's, is one sentence."""
-    try:
-        with saving(folder):
-            yield
-    except ValueError as error:
-        raise InputError(f"--out {error}") from error
 
 
 def _batches(

@@ -363,7 +363,10 @@ def load(source: Source) -> Corpus:
     if source.test is not None:
         evals[TEST] = read_file(source.test, file_columns(source, task, source.test), "--test")
     train, evals, names = encode(train, evals, regression, declared, anything)
-    test = evals.pop(TEST, None)
+    test, more = evals.pop(TEST, None), None
+    if source.unlabelled is not None:
+        columns = file_columns(source, task, source.unlabelled, labelled=False)
+        more = unlabelled(read_file(source.unlabelled, columns, "--unlabelled"), regression)
     return Corpus(
         train.sample(source.max_train_rows, source.seed),
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
@@ -371,16 +374,8 @@ def load(source: Source) -> Corpus:
         _metrics(source.metric, task, regression),
         declared is not None or _whole_numbers(names or ()),
         test,
-        _read_unlabelled(source, task, regression),
+        more,
     )
-
-
-def _read_unlabelled(source: Source, task: Task | None, regression: bool) -> Rows | None:
-    path = source.unlabelled
-    if path is None:
-        return None
-    rows = read_file(path, file_columns(source, task, path, labelled=False), "--unlabelled")
-    return unlabelled(rows, regression)
 
 
 def unlabelled(rows: Rows, regression: bool) -> Rows:
