@@ -238,25 +238,30 @@ def doctor() -> None:
 def bench(settings: BenchSettings, console: Console) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.app.saving import check_directory, locked
-    from fastkd.bench import runner
+    from fastkd.bench import passes, runner
 
-    if settings.estimate:
-        raise typer.Exit(runner.estimate(settings.device, settings.set, settings.only))
-    if settings.plot is not None:
-        require("matplotlib", "train")
-        check_directory("--plot", settings.plot)
     out = settings.out
-    with locked(out.parent if out.suffix == ".json" else out):
-        runner.run(
-            runner.split(settings.set),
-            runner.split(settings.only),
-            None if settings.device == "auto" else settings.device,
-            out,
-            settings.plot,
-            resume=settings.resume,
-            seconds=settings.seconds,
-            passes=settings.passes,
-        )
+    try:
+        if settings.estimate:
+            raise typer.Exit(runner.estimate(settings.device, settings.set, settings.only))
+        if settings.plot is not None:
+            require("matplotlib", "train")
+            check_directory("--plot", settings.plot)
+        with locked(out.parent if out.suffix == ".json" else out):
+            runner.run(
+                runner.split(settings.set),
+                runner.split(settings.only),
+                None if settings.device == "auto" else settings.device,
+                out,
+                settings.plot,
+                resume=settings.resume,
+                seconds=settings.seconds,
+                passes=settings.passes,
+            )
+    except runner.WrongChoice as error:
+        raise InputError(str(error)) from error
+    except passes.PassFailed as error:
+        raise RunFailed(str(error)) from error
 
 
 @_command(StudySettings, (*TRAINING, "matplotlib"))

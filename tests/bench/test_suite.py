@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastkd
-from fastkd.bench import gpu_check, harness, runner, suite
+from fastkd.bench import gpu_check, harness, passes, runner, suite
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,25 @@ def test_wrong_choices_are_named():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             runner.run(["cpu"], device="cuda")
+
+
+def test_what_goes_wrong_is_one_sentence(monkeypatch, tmp_path):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from fastkd.app.cli import app
+
+    command = ["bench", "--out", str(tmp_path), "--only"]
+    result = CliRunner().invoke(app, [*command, "relations"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: only must") and "did you mean" in result.stderr
+
+    def fails(*given, **options):
+        raise passes.PassFailed("a later pass failed")
+
+    monkeypatch.setattr(runner, "run", fails)
+    result = CliRunner().invoke(app, [*command, "relation"])
+    assert (result.exit_code, result.stderr) == (1, "Error: a later pass failed\n")
 
 
 def test_every_public_loss_is_measured():
