@@ -512,6 +512,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     centred = upcast(x) - upcast(x).mean(-1, keepdim=True)
     squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
     rstd = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+    rstd.masked_fill_(rstd == 0, torch.nan)  # 1/inf would pass the row off as constant
     return centred.mul_(rstd), rstd
 
 
@@ -642,7 +643,9 @@ class DualProjectionLoss(nn.Module):
             )
 
         h_s, h_t = _pool(student, mask), _pool(teacher, teacher_mask)  # (B, Ds), (B, Dt)
-        valid = _real_samples(*((mask,) if teacher_mask is mask else (mask, teacher_mask)))
+        sides = [(student, mask), (teacher, teacher_mask)]
+        is_shared = mask is not None and teacher_mask is mask
+        valid = _real_samples(sides[:1] if is_shared else sides)
         h_s, h_t = zero_padding(h_s, valid), zero_padding(h_t, valid)
         projected_s, projected_t = self._project(h_s, h_t)
         # Rows of zeros normalise to zeros on both sides: a sample left out adds nothing.
@@ -684,7 +687,12 @@ def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
     return total / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def _real_samples(*masks: Tensor | None) -> Tensor | None:
-    """Which samples (B,) have a real token in all masks; None where all samples have."""
-    real = [mask if mask.dim() == 1 else mask.any(1) for mask in masks if mask is not None]
+def _real_samples(sides: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
+    """Which samples (B,) have a real token on all sides; None where all samples have."""
+    real = []
+    for x, mask in sides:
+        if mask is not None:
+            real.append(mask if mask.dim() == 1 else mask.any(1))
+        elif x.shape[1] == 0:
+            real.append(x.new_zeros(len(x), dtype=torch.bool))
     return functools.reduce(torch.logical_and, real) if real else None

@@ -348,6 +348,13 @@ def test_layer_norm_mse_kernels_know_every_scale(device, scale):
         assert_accurate(a.double() / r.double().norm(), r / r.norm(), torch.float32)
 
 
+@pytest.mark.parametrize("scale", [1e20, 1e30, 1e37])
+def test_layer_norm_mse_of_what_overflows_is_not_that_of_a_constant(device, scale):
+    x, y = make_pair(4, 33, device=device)
+    loss, dx, _ = value_and_grads(layer_norm_mse, x * scale, y, backend="torch")
+    assert loss.isnan() and dx.isnan().all()
+
+
 @pytest.mark.parametrize("columns", [3, 64])
 def test_layer_norm_mse_offset(backend, device, columns):
     """Better than torch's own: the mean of a row is much larger than its spread."""
@@ -603,6 +610,11 @@ def test_dual_loss_without_any_token_is_zero():
     for samples in (0, 2):
         student = torch.randn(samples, 5, 4, requires_grad=True)
         loss = module(student, torch.randn(samples, 5, 6), torch.zeros(samples, 5))
+        assert loss.item() == 0
+        assert all((grad == 0).all() for grad in dual_grads(loss, module, student))
+    for lengths in ((0, 0), (0, 3), (3, 0)):
+        student, teacher = (torch.randn(2, N, D) for N, D in zip(lengths, (4, 6), strict=True))
+        loss = module(student.requires_grad_(), teacher)
         assert loss.item() == 0
         assert all((grad == 0).all() for grad in dual_grads(loss, module, student))
 
