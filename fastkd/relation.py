@@ -681,19 +681,22 @@ class _Centred:
         if half and normalize == "l2":
             self.derivative = self.scale.masked_fill(self.short, 1)
 
-    def offsets(self, squares: Tensor) -> Tensor:
+    def offsets(self, squares: Tensor, centred: bool = False) -> Tensor:
         """h with R_ij = s_i·s_j + h_i + h_j + size, from the squared lengths of ``rows``.
 
         The size of rows of any length is that of their mean, squared. Of two equal forms for
         normalised rows, the first errs with the squared length of the mean, the second with that
-        of the centred rows.
+        of the centred rows. Where the first serves all rows of an h that will be ``centred``, it
+        needs no constant: beside one, rows too short to normalise vanish.
         """
         h = torch.bmm(self.rows, self.mean.mT).squeeze(-1)  # (G, N)
         if self.normalized:
             length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
-            h = h + (length - self.size) / 2
+            apart = length < self.size / 2
+            constant = (length - self.size) / 2
+            h = h + (constant.masked_fill(apart, 0) if centred else constant)
             known = -(squares + self.size * self.slack) / 2
-            h = torch.where((length < self.size / 2) | self.short, h, known)
+            h = torch.where(apart | self.short, h, known)
         return h if self.mask is None else h.masked_fill(~self.mask, 0)
 
     def unscaled_gradient(self, h: Tensor, row_sums: Tensor) -> Tensor:
@@ -711,7 +714,7 @@ class _Centred:
 
     def centred_offsets(self, squares: Tensor) -> Tensor:
         """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
-        h = self.offsets(squares)  # (G, N)
+        h = self.offsets(squares, centred=True)  # (G, N)
         u = h - h.sum(1, keepdim=True) / self.count
         return u if self.mask is None else u.masked_fill(~self.mask, 0)
 

@@ -114,13 +114,13 @@ def low_part(x):
 
 @triton.jit
 def centring_offset(along, squares, length, scale, valid):
-    """h with R_ij = s_i·s_j + h_i + h_j + 1, from s_i·mean, |s_i|² and |mean|².
+    """h with R_ij = s_i·s_j + h_i + h_j + a constant, from s_i·mean, |s_i|² and |mean|².
 
-    Of two equal forms for unit rows the first errs with |mean|², the second with |s_i|².
+    Of two equal forms for unit rows the first errs with |mean|², the second with |s_i|². Where
+    the first serves all rows it needs no constant: beside one, rows too short to normalise vanish.
     """
-    direct = along + (length - 1) / 2
-    h = tl.where(scale >= LARGEST_SCALE, direct, tl.where(length < 0.5, direct, -squares / 2))
-    return tl.where(valid, h, 0.0)
+    second = tl.where(scale >= LARGEST_SCALE, along + (length - 1) / 2, -squares / 2)
+    return tl.where(valid, tl.where(length < 0.5, along, second), 0.0)
 
 
 @triton.jit

@@ -315,6 +315,16 @@ def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members)
 
 
 @pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("members", SIZES)
+@pytest.mark.parametrize("side", (0, 1))
+def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
+    """Their relations are small, not lost: eps is no larger than a hundred times σ_sσ_t."""
+    pair = [features(*shape_of(over, 2, members), 8, device=device).float() for _ in range(2)]
+    pair[side] = pair[side] * 1e-17
+    assert max(errors(*pair, over=over, backend=backend)) <= 1e-5
+
+
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize(
     ("value", "members"),
     [(float("nan"), 9), (float("inf"), 9), (-float("inf"), 9), (float("nan"), 140)],
