@@ -91,7 +91,7 @@ def _classes(rows: Rows) -> list[int]:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that hold anything."""
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"--text {path}: no such file")
     return [line.strip() for _, line in text_lines(path, "--text") if line.strip()]
 

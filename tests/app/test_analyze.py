@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +209,7 @@ MODEL = ("--model", "{folder}")
             "at least four real tokens in the batches are needed, got 3",
         ),
         (["--model", "{folder}", "--text", "/no/such.txt"], "/no/such.txt: no such file"),
+        (["--model", "{folder}", "--text", "{folder}"], "--text {folder}: can't be read"),
         (["--model", "/no/model", "--text", "{folder}/text.txt"], "/no/model: no such directory"),
         (["--model", "{folder}", "--task", "sst"], "--task 'sst' is not an option"),
         (["--model", "{folder}", "--text", "{folder}/text.txt", "--variance", "2"], "--variance"),
@@ -215,6 +218,14 @@ MODEL = ("--model", "{folder}")
 def test_mistakes_are_one_sentence(folder, arguments, message):
     error = run("analyze", *(part.format(folder=folder) for part in arguments), expect=2)
     assert message.format(folder=folder) in error
+
+
+def test_texts_from_a_pipe():
+    read, write = os.pipe()
+    os.write(write, b"one\n\n two\n")
+    os.close(write)
+    assert report.read_lines(Path(f"/dev/fd/{read}")) == ["one", "two"]
+    os.close(read)
 
 
 def test_a_task_from_the_hub(folder, tmp_path, monkeypatch):
