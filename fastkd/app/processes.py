@@ -6,6 +6,7 @@ or what may end differently in each, is told to all, so that none waits for anot
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ Result = TypeVar("Result")
 
 # Errors that are one sentence, and may be raised again in another process.
 TOLD = (InputError, RunFailed, MissingExtra, OSError)
+
+# Seconds in which a launcher ends the other processes of one that failed.
+PATIENCE = 10
 
 
 def launched() -> bool:
@@ -116,7 +120,11 @@ def first_to_fail() -> bool:
     if not launched():
         return True
     if not dist.is_initialized():
-        return first()
+        # Nothing tells yet who was first. What all of them meet the first process says, and the
+        # launcher then ends the others; it would end the first as well if one of them were faster.
+        if not first():
+            time.sleep(PATIENCE + rank())
+        return True
     try:
         return dist.distributed_c10d._get_default_store().add("fastkd failed", 1) == 1
     except RuntimeError:  # the process that keeps the count is gone, and has spoken

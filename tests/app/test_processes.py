@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fastkd.app.feed import Steps
 from fastkd.app.saving import damage
-from tests.app.launched import Launch, command, commands, packaged
+from tests.app.launched import Launch, command, commands, packaged, result_of
 from tests.app.test_cli import report_of, stop_at, visible
 from tests.app.test_demo import write_packaged
 from tests.tiny import make_teacher, run, words_of, write_tsv
@@ -193,6 +193,19 @@ def test_the_launcher_starts_the_command(words, tmp_path):
     line = [*launcher, "-m", "fastkd", *words(tmp_path / "x", 2, epochs=0)]
     run = subprocess.run(line, capture_output=True, text=True)
     assert run.returncode and told_once(run.stderr) and "--epochs" in run.stderr, run.stderr
+
+
+def test_a_mistake_before_processes_meet_is_left_to_the_first_for_a_while(
+    words, tmp_path, monkeypatch
+):
+    waited = []
+    monkeypatch.setattr("fastkd.app.processes.time.sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        code, _, errors = result_of(words(tmp_path / "x", 2, epochs=0))
+        assert code == 2 and told_once(errors) and "--epochs" in errors
+        assert len(waited) == rank
 
 
 @pytest.mark.slow
