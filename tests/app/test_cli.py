@@ -396,6 +396,10 @@ def test_glue_layout_of_cola(distill, tmp_path, files):
 
 BAD = {
     "ignored split": ({"train_split": "test"}, ["--train and --train-split exclude each other"]),
+    "ignored eval split": (
+        {"eval_split": "test"},
+        ["--train and --eval-split exclude each other"],
+    ),
     "ignored data": ({"data": "imdb"}, ["--train and --data exclude each other"]),
     "ignored config": ({"data_config": "x"}, ["--data-config"]),
     "ignored layers": (

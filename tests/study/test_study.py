@@ -142,7 +142,7 @@ def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
     assert len(runs(out)) < 12
     (out / "runs" / "left.lock").touch()
     # The workers get the same as new interpreters would, and import less.
-    monkeypatch.setattr(work.multiprocessing, "get_context", lambda method: CONTEXT)
+    monkeypatch.setattr(work.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
     study(path, out, jobs=2)
     assert runs(out) == runs(whole)
 
