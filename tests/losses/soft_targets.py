@@ -97,15 +97,15 @@ def random_soft_targets(draw: Draw) -> Case:
             side[..., 0] = -torch.inf
     factor = options["temperature"] ** 2 if t2 else 1.0
     working = torch.float64 if draw.dtype == torch.float64 else torch.float32
+    count = 1
+    if reduction == "batchmean":
+        count = mask.sum().clamp_min(1) if denominator is None else denominator
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         sides = (torch.where(mask[..., None], z, 0) for z in (student_logits, teacher_logits))
         rows = soft_targets(*sides, **options, working=working) * factor
         rows = torch.where(mask, rows, 0)
-        if reduction == "none":
-            return rows
-        count = mask.sum().clamp_min(1) if denominator is None else denominator
-        return rows.sum() / (count if reduction == "batchmean" else 1)
+        return rows if reduction == "none" else rows.sum() / count
 
     common = {**options, "reduction": reduction, "scale_by_t2": t2, "backend": draw.backend}
     call = functools.partial(fastkd.soft_target_loss, **common, denominator=denominator)
@@ -121,7 +121,7 @@ def random_soft_targets(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         scale=factor * largest,
         mask=mask,
-        slope=lambda x: gradient_terms(x, teacher.double(), **options) / largest,
+        slope=lambda x: gradient_terms(x, teacher.double(), **options) * mask / (largest * count),
     )
 
 
