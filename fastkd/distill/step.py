@@ -450,7 +450,8 @@ class Step:
             return self.mean(total, count)
         if self.num_items is None:
             return self.mean(total, valid.sum())
-        items = torch.as_tensor(self.num_items, dtype=total.dtype, device=total.device)
+        # A number travels in the launch: made a tensor first, it would wait for the device.
+        items = (total.new_ones(()) * self.num_items).to(total.dtype)
         return total / torch.where(items > 0, items, 1)
 
     def _real_numbers(self, logits: Tensor) -> Tensor:
