@@ -538,11 +538,6 @@ def _without_padding(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill(~mask, -3e4)  # far below any logit, and finite in float16
 
 
-def _yes_or_no(logits: Tensor) -> Tensor:
-    """Logits (..., 2) of the two-way softmax that is the sigmoid of ``logits``."""
-    return torch.stack([logits, torch.zeros_like(logits)], -1)
-
-
 MULTI_LABEL = "multi_label_classification"
 
 
