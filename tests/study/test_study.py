@@ -56,7 +56,7 @@ def with_rows(folder):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Beside every test's folder: the runs of one are those of another with the same file."""
     return make_teacher(tmp_path_factory.getbasetemp() / "tiny", head=False)
@@ -67,7 +67,7 @@ def root(tmp_path, tiny):
     return with_rows(tmp_path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory, tiny):
     """What the command prints, and the folder that it leaves."""
     root = with_rows(tmp_path_factory.mktemp("finished"))
