@@ -13,6 +13,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from inspect import getattr_static
 from typing import Any
 from unittest import mock
 
@@ -43,7 +44,7 @@ LARGEST_GRID = 65535
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 # Where PyTorch has a tensor, whatever is said of it.
-DEVICE, IS_META = Tensor.device.__get__, Tensor.is_meta.__get__
+DEVICE, IS_META = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta"))
 
 # Compute capabilities; what does not depend on them is seen on the first alone.
 FIRST, *OTHERS = sorted(SHARED_MEMORY, key=lambda capability: capability != 90)
