@@ -5,8 +5,8 @@
 recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each of them, else enough
 that any two choices (types, flags, blocks, alignment) that meet in one of a kernel's forms meet in
 a compiled one. The exit status is 1 where a form spills registers, wants more shared memory than
-the architecture has, or has matrix products and doesn't use the tensor cores. What is known of a
-form is kept in ``build/compiled`` until its source changes.
+the architecture has, or has matrix products and doesn't use the tensor cores; with ``--json`` the
+rows alone say so. What is known of a form is kept in ``build/compiled`` until its source changes.
 
 ``--prove`` is ``--every`` for modules that kernels/proven.json does not know in this state, and
 notes there those that have no problem; ``--unproven`` leaves out the others.

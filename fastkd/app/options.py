@@ -119,6 +119,7 @@ def command(cls: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """Turn ``function(settings)`` into a function whose parameters are the options of ``cls``."""
 
     def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
+        @functools.wraps(function)
         def run(**values: Any) -> None:
             for name, kind in kinds.items():
                 if kind == Mapping[str, Any]:
@@ -127,8 +128,6 @@ def command(cls: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
 
         kinds, options = typing.get_type_hints(cls), options_of(cls)
         parameters = [_parameter(f, kinds[f.name], options[f.name]) for f in _fields(cls)]
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        run.settings = cls  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import decimal
 import gzip
+import inspect
 import itertools
 import json
 import os
@@ -22,7 +23,11 @@ from fastkd.app.options import options_of
 from tests.tiny import make_teacher, words_of, write_tsv
 
 CALLS = {command.callback.__name__: command.callback for command in app.registered_commands}
-COMMANDS = {name: call.settings for name, call in CALLS.items() if name not in ("doctor", "study")}
+COMMANDS = {
+    name: typing.get_type_hints(inspect.unwrap(call))["settings"]
+    for name, call in CALLS.items()
+    if name not in ("doctor", "study")
+}
 BAD_NUMBERS = ("nan", "-inf", "1e999", "-1", "abc", "", "1,5", "0x10", "9" * 400)
 BAD_WORDS = ("", "nonsense", "\x1b[31m", "a" * 5000, "--", "../..", "\N{PILE OF POO}")
 BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none/none.tsv", "")
