@@ -30,7 +30,7 @@ def test_example_runs(path, capsys, tmp_path):
         pytest.importorskip(NEEDS[path.stem])
     if path.stem == "fsdp2":
         launch = Launch(tmp_path, 2, runpy.run_path, str(path), None, "__main__")
-        out, errors = launch.end(120)
+        out, errors = launch.end()
         assert launch.process.exitcode == 0, errors
         lines = out.splitlines()
     else:

@@ -43,7 +43,7 @@ class Launch:
         self.process = CONTEXT.Process(target=_launch, args=arguments)
         self.process.start()
 
-    def end(self, seconds: float = 60) -> tuple[str, str]:
+    def end(self, seconds: float = 240) -> tuple[str, str]:
         """Output and errors; whatever hangs is ended."""
         self.process.join(seconds)
         hangs = self.process.is_alive()
@@ -60,7 +60,7 @@ class Launch:
 
     def wait_for_step(self, log: Path, step: int) -> None:
         """Until the log of progress says that so many steps are done."""
-        for _ in range(1200):
+        for _ in range(4800):
             lines = log.read_text().splitlines() if log.exists() else []
             if any(json.loads(line).get("step", 0) >= step for line in lines):
                 return

@@ -98,7 +98,7 @@ def launched(words, tmp_path_factory):
         "last": words(folder / "bug", 2, method="tests.app.launched:BreaksInTheSecond"),
     }
     launch = Launch(folder, 2, commands, folder, lines)
-    _, errors = launch.end(300)
+    _, errors = launch.end()
     assert (folder / "0.json").exists() and launch.process.exitcode, errors
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
     return folder, {k: tuple(zip(first[k], second[k], strict=True)) for k in first}, errors

@@ -256,7 +256,7 @@ def test_a_corpus_ten_times_larger_than_the_memory_it_may_take(tmp_path):
     make_teacher(tmp_path / "teacher", layers=2)
     write_tsv(tmp_path / "dev.tsv", 20, seed=1)
     launch = Launch(tmp_path / "launch", None, distil_much, tmp_path)
-    _, errors = launch.end(300)
+    _, errors = launch.end()
     for path in tmp_path.rglob("*.arrow"):
         path.unlink()
     assert launch.process.exitcode == 0, errors[-2000:]
