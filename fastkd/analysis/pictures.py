@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from fastkd._checks import check_floating, check_shape
 from fastkd._extras import require
-from fastkd.relation import NORMALIZE, normalized, relation_loss_ref
+from fastkd.analysis.moments import EPS
+from fastkd.relation import NORMALIZE, normalized
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -100,7 +101,8 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
 def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
     """Pearson's ρ (FCD, eq. 6) of the two relation maps of a sentence, by normalisation.
 
-    That is 1 - `fastkd.relation_loss` of this sample; NaN for a token alone, which has no relation.
+    That is 1 - `fastkd.relation_loss` of this sample with ``eps=0``, so that it doesn't depend on
+    the size of the features; 0 for a constant map, NaN for a token alone, which has no relation.
 
     Args:
         student: (N, Ds).
@@ -116,8 +118,20 @@ def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
     check_shape("teacher", teacher, (len(student), teacher.shape[1]), "a row for each of student's")
     if len(student) < 2:
         return dict.fromkeys(NORMALIZE, math.nan)
-    s, t = (x.detach().double().cpu()[None] for x in (student, teacher))
-    return {name: 1 - float(relation_loss_ref(s, t, normalize=name)) for name in NORMALIZE}
+    s, t = relation_maps(student), relation_maps(teacher)
+    return {name: _correlation(s[name], t[name]) for name in NORMALIZE}
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's ρ of two maps; 0 where one varies no more than by rounding."""
+    if x.numel() < 2:
+        return math.nan
+    (a, small_a), (b, small_b) = (
+        ((m - m.mean()).flatten(), 8 * EPS * m.abs().max() * m.shape[0]) for m in (x, y)
+    )
+    if bool(a.norm() <= small_a) or bool(b.norm() <= small_b):
+        return 0.0
+    return float((a / a.norm()) @ (b / b.norm()))
 
 
 def plot_sentence(
@@ -223,7 +237,7 @@ def plot_relations(
         if not len(s):
             maps = (torch.zeros(1, 1, dtype=torch.float64),) * 2
         low = min(float(m.min()) for m in maps)
-        rho = torch.corrcoef(torch.stack([m.flatten() for m in maps]))[0, 1]
+        rho = _correlation(*maps)
         for ax, name, values in zip(axes[row], ("student", "teacher"), maps, strict=True):
             image = ax.imshow(values.numpy(), vmin=low, vmax=1.0, cmap="viridis")
             ax.set_title(f"{name}, ρ = {rho:.3f}" if name == "student" else name)

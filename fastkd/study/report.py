@@ -19,6 +19,7 @@ from fastkd.study.statistics import (
     ABOVE,
     BELOW,
     LEVEL,
+    UNKNOWN,
     Difference,
     Results,
     Row,
@@ -112,9 +113,10 @@ HOW = (
     "Score: mean and standard deviation over the seeds, after the last step; no evaluation chose "
     "it. Differences are paired by seed. An interval over seeds is a t interval, uncorrected; "
     "p is that t test's, corrected by Holm for the comparisons of its table. The interval over "
-    "rows draws the test rows again. Beyond noise means: p below 0.05, and an interval over rows "
-    "without 0. Gap recovered is the share of the way from the baseline to the teacher. Seconds "
-    "and MiB are a run's training and its peak above what the process had before."
+    "rows draws the test rows again, for scores of classes. Beyond noise means: p below 0.05, and "
+    "an interval over rows without 0. Gap recovered is the share of the way from the baseline to "
+    "the teacher. Seconds and MiB are a run's training and its peak above what the process had "
+    "before."
 )
 
 
@@ -138,15 +140,19 @@ def _about(study: Study, missing: int) -> str:
 
 def told(summary: Summary) -> str:
     """A table in words."""
-    rows = [row for row in summary.rows if row.difference is not None]
-    above = [row.variant for row in rows if row.verdict == ABOVE]
-    below = [row.variant for row in rows if row.verdict == BELOW]
     count = summary.teacher["rows"]
-    return (
+    about = (
         f"Teacher: {summary.metric} {summary.teacher_score:.4f}; {count['train']} training rows, "
-        f"{count['held out']} held out. Above the baseline beyond noise: "
-        f"{', '.join(above) or 'none'}. Below it beyond noise: {', '.join(below) or 'none'}."
+        f"{count['held out']} held out."
     )
+    said = {row.verdict for row in summary.rows if row.difference is not None}
+    if said <= {UNKNOWN}:
+        return f"{about} Noise can't be told yet: no variant shares two seeds with the baseline."
+    above, below = (
+        ", ".join(row.variant for row in summary.rows if row.verdict == verdict) or "none"
+        for verdict in (ABOVE, BELOW)
+    )
+    return f"{about} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
 
 
 def cells(row: Row) -> list[str]:
@@ -325,7 +331,10 @@ def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
 
 
 def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
-    """Mean score over seeds at every evaluation."""
+    """Mean score over seeds at every evaluation.
+
+    Runs of a budget in seconds differ in their steps: they are laid over each other.
+    """
     figure = new_figure(2.5 + 4.2 * len(summaries), 4.5)
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
@@ -338,13 +347,15 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
             ]
             if not runs:
                 continue
-            steps = [entry["step"] for entry in runs[0]]
-            scores = [[entry["scores"][summary.metric] for entry in run] for run in runs]
-            if len({len(entries) for entries in scores}) > 1:
-                continue
+            shares = [[entry["step"] / run[-1]["step"] for entry in run] for run in runs]
+            scores = [
+                np.interp(shares[0], share, [entry["scores"][summary.metric] for entry in run])
+                for share, run in zip(shares, runs, strict=True)
+            ]
+            at = np.multiply(shares[0], study.steps or 1)
             style = "-" if i < 10 else "--"
-            ax.plot(steps, np.mean(scores, 0), style, marker=".", label=row.variant)
-        ax.set_xlabel("step")
+            ax.plot(at, np.mean(scores, 0), style, marker=".", label=row.variant)
+        ax.set_xlabel("step" if study.steps else "share of the steps")
         ax.set_title(f"{summary.task}: {summary.metric}", fontsize=9)
         ax.tick_params(labelsize=8)
     handles, names = axes[0].get_legend_handles_labels()

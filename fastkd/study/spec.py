@@ -181,8 +181,11 @@ def _check(study: Study) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise InputError(f"methods: {min(twice)!r} stands there twice")
-    if not study.seeds:
-        raise InputError("seeds: at least one")
+    if not study.seeds or len(set(study.seeds)) < len(study.seeds):
+        raise InputError(f"seeds: at least one, and none twice, got {list(study.seeds)}")
+    for seed in study.seeds:
+        if not (isinstance(seed, int) and 0 <= seed < 2**32):
+            raise InputError(f"seeds must be whole numbers from 0 to 2**32 - 1, got {seed!r}")
     if (study.steps is None) == (study.seconds is None):
         raise InputError("give the budget as steps or as seconds")
     if study.student not in STUDENTS:
@@ -195,6 +198,9 @@ def _check(study: Study) -> None:
             raise InputError(f"{name} must be a number above 0, got {value!r}")
     if study.baseline not in names and study.baseline != "labels":
         raise InputError(f"baseline {study.baseline!r}: {nearest(study.baseline, names)}")
+    for task in study.tasks:
+        if task.source is not None and task.source.metric == "mse":
+            raise InputError(f"tasks.{task.name}: a study compares by a score where more is better")
     for variant in study.variants:
         layers = variant.options.get("layers")
         build(variant.method, {**variant.options, **({"layers": "uniform"} if layers else {})})

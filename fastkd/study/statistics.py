@@ -78,16 +78,17 @@ def resampled(
     labels: Sequence[int],
     students: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
+    classes: int = 2,
     seed: int = 0,
 ) -> tuple[float, float] | None:
     """Interval of the mean difference of ``metric`` over other draws of the test rows.
 
-    Both hold the predictions (rows) of each seed; None for a metric of numbers.
+    Both hold the predictions (rows) of each seed, of a head of so many ``classes``; None for a
+    metric of numbers.
     """
     if metric not in ("accuracy", "mcc", "f1"):
         return None
     answers = np.asarray(labels)
-    classes = 1 + int(max(answers.max(), np.max(students), np.max(others)))
     draws = np.random.default_rng(seed)
     counts = draws.multinomial(len(answers), np.full(len(answers), 1 / len(answers)), RESAMPLES)
 
@@ -116,8 +117,9 @@ def of_confusion(metric: str, table: np.ndarray) -> np.ndarray:
         below = (total**2 - (true**2).sum(-1)) * (total**2 - (predicted**2).sum(-1))
         return np.divide(above, np.sqrt(below), out=np.zeros_like(above), where=below > 0)
     hits = np.diagonal(table, axis1=-2, axis2=-1)
-    f1 = np.divide(2 * hits, true + predicted, out=np.zeros_like(hits), where=true + predicted > 0)
-    return f1[..., 1] if table.shape[-1] == 2 else f1.mean(-1)
+    there = true + predicted > 0
+    f1 = np.divide(2 * hits, true + predicted, out=np.zeros_like(hits), where=there)
+    return f1[..., 1] if table.shape[-1] == 2 else f1.sum(-1) / there.sum(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,7 @@ def _table(
                 teacher["labels"],
                 [sound[name][seed]["predictions"] for seed in both],
                 [base[seed]["predictions"] for seed in both],
+                len(teacher["classes"] or ()),
             )
         p = corrected.get(name, math.nan)
         pairs = [

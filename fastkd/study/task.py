@@ -31,7 +31,7 @@ from fastkd.app.models import count
 from fastkd.app.output import corpus_fingerprints
 from fastkd.app.packaged import teacher_path
 from fastkd.app.plan import Plan, choose_device
-from fastkd.app.rows import fingerprint
+from fastkd.app.rows import file_fingerprint, fingerprint
 from fastkd.app.run import Run, save_model
 from fastkd.app.saving import damage
 from fastkd.app.score import evaluate, predict
@@ -51,11 +51,25 @@ filelock: Any = require("filelock", "train")
 SELECTION_ROWS = 256
 TEACHER_SEED = 0
 CALIBRATION_STEPS = 8
+MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 
 
 def key_of(identity: dict[str, Any]) -> str:
     """A short name for what a result depends on."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _files_fingerprint(folder: Path) -> str:
+    """That of a model's files, weights and tokenizer among them; of a name on the hub, nothing."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in MODEL_FILES)
+    states = [(path, path.stat()) for path in files]
+    prints = (_file_as_of(path, at.st_mtime_ns, at.st_size) for path, at in states)
+    return fingerprint(f"{path.name} {x}".encode() for path, x in zip(files, prints, strict=True))
+
+
+@functools.cache
+def _file_as_of(path: Path, changed: int, size: int) -> str:
+    return file_fingerprint(path)
 
 
 def _from(name: str, attention: str, labels: int | None = None) -> Any:
@@ -129,11 +143,10 @@ class TaskWork:
     @functools.cached_property
     def key(self) -> str:
         """Everything that the teacher depends on."""
-        config = Path(self.name) / "config.json"
         return key_of(
             {
                 "teacher": self.study.teacher,
-                "config": fingerprint([config.read_bytes()]) if config.is_file() else "",
+                "files": _files_fingerprint(Path(self.name)),
                 "rows": corpus_fingerprints(self.corpus),
                 "steps": self.task.teacher_steps,
                 "learning_rate": self.task.teacher_learning_rate,

@@ -67,6 +67,11 @@ def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
     return found
 
 
+def _done(job: Job) -> bool:
+    """Whether its file is there, and not cut off."""
+    return read_json(job.path) is not None
+
+
 def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
     """What is there, by task, variant and seed."""
     tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
@@ -96,7 +101,7 @@ def leave_launcher() -> tuple[int, int]:
 def finish(study: Study, out: Path, display: Display) -> None:
     """Wait for the runs that other processes train, and take those of one that has died."""
     tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
-    while not all(job.path.exists() for job in jobs(study, out, tasks)):
+    while not all(map(_done, jobs(study, out, tasks))):
         time.sleep(1)
         work(study, out, display)
 
@@ -138,11 +143,11 @@ def work(study: Study, out: Path, display: Display) -> None:
     be_quiet()
     tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
     listed = jobs(study, out, tasks)
-    if not all(job.path.exists() for job in listed):
+    if not all(map(_done, listed)):
         for task in tasks.values():  # each by another process, if there are several
             task.make_teacher(blocking=False)
     for number, job in enumerate(listed, 1):
-        if _orphaned() or job.path.exists():
+        if _orphaned() or _done(job):
             continue
         lock = filelock.FileLock(job.path.with_suffix(".lock"), blocking=False)
         try:
@@ -150,7 +155,7 @@ def work(study: Study, out: Path, display: Display) -> None:
         except filelock.Timeout:
             continue
         try:
-            if not job.path.exists():
+            if not _done(job):
                 result = {
                     "run": job.identity,
                     **tasks[job.task.name].train(job.variant, job.seed),

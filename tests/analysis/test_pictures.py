@@ -76,6 +76,20 @@ def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
         plot_sentence({**features, "after": torch.randn(3, 6)}, tokens)
 
 
+def test_agreement_does_not_depend_on_the_size_of_features():
+    """The eps of the loss would make ρ of small maps, such as softmax's, small."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 256)
+    for size in (1.0, 0.01, 1e-4):
+        assert relation_agreement(size * x, size * x) == pytest.approx(
+            dict.fromkeys(relation_maps(x), 1.0), abs=1e-9
+        )
+    constant = torch.ones(8, 4)
+    assert set(relation_agreement(constant, x).values()) == {0.0}
+    assert plot_relations(constant, x).axes[0].get_title() == "student, ρ = 0.000"
+    assert all(map(math.isnan, relation_agreement(x * math.nan, x).values()))
+
+
 def test_any_sentence_can_be_drawn(tmp_path, recwarn):
     """Marks that mean mathematics, a script without glyphs, and a page of text."""
     for tokens, path in (

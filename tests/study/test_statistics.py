@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from fastkd.study.report import told
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import (
     ABOVE,
@@ -54,6 +55,7 @@ TEACHER = {
     "scores": {"accuracy": 0.9},
     "metrics": ["accuracy"],
     "labels": LABELS,
+    "classes": ["no", "yes"],
     "rows": {"train": 10, "held out": 1000},
 }
 
@@ -130,6 +132,19 @@ def test_scores_of_confusions_are_scikit_learns(classes):
     assert of_confusion("mcc", np.array([[5.0, 0.0], [5.0, 0.0]])) == 0.0
 
 
+def test_f1_of_rows_without_some_class():
+    """Drawn rows may lack a class, whose F1 doesn't count, as in the score itself."""
+    true, guess = [0, 0, 2, 2, 2], [0, 2, 2, 2, 0]
+    table = np.zeros((3, 3))
+    np.add.at(table, (true, guess), 1)
+    assert of_confusion("f1", table) == pytest.approx(f1_score(true, guess, average="macro"))
+    # A head of three classes is scored over classes, though the rows know two of them.
+    two = [[0, 1] * 50], [[0, 0] * 50]
+    low, high = resampled("f1", [0, 1] * 50, *two, classes=3)
+    gain = 1 - f1_score([0, 1] * 50, [0] * 100, average="macro", zero_division=0.0)
+    assert low < gain < high and high - low < 0.15
+
+
 def test_rows_that_could_be_others():
     one = [predictions(0.8, seed) for seed in range(3)]
     low, high = resampled("accuracy", LABELS, one, [predictions(0.7, s) for s in range(3)])
@@ -152,3 +167,8 @@ def test_a_failed_run_is_an_empty_cell():
     assert [row.variant for row in summary.rows] == ["labels", "bad"]
     bad = summary.rows[1]
     assert bad.failed == 1 and bad.seeds == 1 and bad.verdict == UNKNOWN
+    assert "Noise can't be told yet" in told(summary)
+    for seed in range(2):
+        results["t", "labels", seed] = {"failed": "not finite", "measured": {}}
+    (summary,) = summarize(study(("labels", "bad"), 2), results, {"t": TEACHER})
+    assert "Noise can't be told yet" in told(summary)

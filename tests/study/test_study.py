@@ -1,6 +1,7 @@
 """`fastkd study` on a tiny teacher: its file, its runs, kills, and its report."""
 
 import csv
+import itertools
 import json
 import shutil
 import signal
@@ -17,6 +18,7 @@ from fastkd.app.data import UNLABELLED
 from fastkd.app.display import new_console
 from fastkd.app.errors import InputError
 from fastkd.app.run import Run
+from fastkd.app.saving import read_json
 from fastkd.distill import METHODS
 from fastkd.study import command, report, spec, work
 from fastkd.study.baselines import BASELINES
@@ -261,12 +263,69 @@ def test_mistakes_are_named_before_anything_runs(root, methods, message):
         ("steps = 0", "steps"),
         ('precision = "fp8"', "precision"),
         ("seeds = 0", "seeds"),
+        ("seeds = [0, 1, 0]", "none twice"),
+        ("seeds = [-1]", "whole numbers"),
     ],
 )
 def test_mistakes_in_fields_are_named(root, line, message):
     shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != line.split(" ")[0])
     with pytest.raises(InputError, match=message):
         study(write(root, shared=line + "\n" + shared), root / "out")
+
+
+def test_a_score_where_less_is_better_is_refused(root):
+    shared = SHARED + 'labels = "numbers"\nmetric = "mse"\n'
+    with pytest.raises(InputError, match="where more is better"):
+        study(write(root, shared=shared), root / "out")
+
+
+def test_other_weights_are_another_teacher(root, tiny):
+    mine = shutil.copytree(tiny, root / "tiny")
+    path = write(root)
+    path.write_text(path.read_text().replace(str(tiny), str(mine)))
+
+    def key():
+        found = spec.read(StudySettings(spec=path))
+        return TaskWork(found, found.tasks[0], root / "out").key
+
+    before = key()
+    assert key() == before
+    model = AutoModel.from_pretrained(mine)
+    torch.nn.init.zeros_(model.get_parameter("embeddings.word_embeddings.weight"))
+    model.save_pretrained(mine)
+    assert key() != before
+
+
+def test_a_run_whose_file_was_cut_off_is_made_again(root, finished):
+    out = shutil.copytree(finished[1], root / "out")
+    whole, cut = runs(out), next((out / "runs").glob("*.json"))
+    cut.write_text(cut.read_text()[:100])
+    study(write(root), out)
+    assert runs(out) == whole
+
+
+def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatch):
+    """A budget in seconds gives each run its own number: none is left out of the picture."""
+    found = spec.read(StudySettings(spec=write(root), seconds=1.0))
+    results = {}
+    for variant, seed in itertools.product(found.variants, found.seeds):
+        steps = (4, 8) if seed else (2, 4, 5)
+        results["one", variant.name, seed] = {
+            "history": [{"step": n, "scores": {"accuracy": n / steps[-1]}} for n in steps],
+            "scores": {"accuracy": 1.0},
+            "predictions": [0] * 24,
+            "rccc": 0.5,
+            "measured": {"seconds": 1.0, "peak_bytes": None},
+        }
+    teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
+    summaries = report.summarize(found, results, {"one": teacher})
+    monkeypatch.setattr(report, "_png", lambda figure: figure)
+    (ax,) = report._curves(found, summaries, results).axes
+    _, *lines = ax.lines  # the teacher's first
+    assert ax.get_xlabel() == "share of the steps" and len(lines) == len(found.variants)
+    for line in lines:
+        assert list(line.get_xdata()) == pytest.approx([0.4, 0.8, 1.0])
+        assert list(line.get_ydata()) == pytest.approx([(0.4 + 0.5) / 2, 0.8, 1.0])
 
 
 def test_the_papers_values_by_name(root):
