@@ -159,11 +159,19 @@ class Backbone(Model):
         last: Tensor = output[0]
         return last
 
+    @property
+    def known_inputs(self) -> set[str]:
+        """Names of the inputs that the model takes, itself or further in."""
+        return self._known
+
+    def readable(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """``batch`` without token types where the model knows none, though another one may."""
+        unread = {"token_type_ids"} - self._known
+        return {name: x for name, x in batch.items() if name not in unread}
+
     def run(self, batch: dict[str, Any]) -> Any:
-        """The model on ``batch``, without caches and without inputs that it doesn't know."""
-        inputs = dict(batch)
-        if "token_type_ids" not in self._known:
-            inputs.pop("token_type_ids", None)
+        """The model on ``batch``, without caches; raises for inputs that it doesn't know."""
+        inputs = self.readable(batch)
         self.check_inputs(inputs)
         for cache in ("use_cache", "use_mems"):
             if cache in self._known:

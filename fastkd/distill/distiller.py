@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ class Distiller(nn.Module):
             batches: dicts of model inputs; read once, only if the method needs them.
         """
         if not isinstance(self.teacher, TeacherCache):  # chosen before it was written
-            self.method.prepare(self.teacher, batches)
+            self.method.prepare(self.teacher, map(_read_by_teacher, batches))
 
     def cache_teacher(
         self,
@@ -333,7 +333,7 @@ class Distiller(nn.Module):
         num_items: float | Tensor | None,
         segments: Tensor | None,
     ) -> "Part":
-        batch, own, spans = _split(batch)
+        batch, own, spans = split_inputs(batch)
         mask = _token_mask(batch)
         shape = _batch_shape(batch, mask)
         documents = find_documents(shape, mask, batch, segments)
@@ -587,8 +587,8 @@ def _run(
     )
 
 
-def _split(
-    batch: dict[str, Any],
+def split_inputs(
+    batch: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, Tensor] | None]:
     """The student's inputs, the teacher's own, and the spans of both."""
     student, own = {}, {}
@@ -601,6 +601,13 @@ def _split(
     if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
         raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
     return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
+
+
+def _read_by_teacher(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch's inputs for the teacher, which may be its own."""
+    student, own, _ = split_inputs(batch)
+    targets = {"labels", "segments", "num_items", *SPAN_LABELS}
+    return own or {name: x for name, x in student.items() if name not in targets}
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Distillation inside ``transformers.Trainer``."""
 
-import inspect
 import itertools
 import os
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
-from fastkd.distill.distiller import Distiller
+from fastkd.distill.capture import Backbone
+from fastkd.distill.distiller import Distiller, split_inputs
 from fastkd.distill.method import Method
 
 if TYPE_CHECKING:
@@ -156,7 +156,9 @@ class DistillationTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
-        return super().prediction_step(self.distiller.student, inputs, *args, **kwargs)
+        own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
+        own = self.distiller._student_backbone.readable(own)
+        return super().prediction_step(self.distiller.student, own, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the terms' means over steps and processes since the last time to a training log."""
@@ -170,11 +172,17 @@ class DistillationTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            columns = inspect.signature(self.distiller.student.forward).parameters
-            others = inspect.signature(self.distiller.teacher.forward).parameters
-            own = [f"teacher_{name}" for name in (*others, "spans")]
-            targets = ["label", "label_ids", *self.label_names]
-            self._signature_columns = [*columns, *targets, "student_spans", *own]
+            # A wrapped student's own signature may say less, and a teacher may read more of the
+            # student's inputs than the student does: token types above all.
+            distiller = self.distiller
+            sides = [backbone for _, backbone, _ in distiller._sides()]
+            teachers = [side.known_inputs for side in sides if isinstance(side, Backbone)]
+            shared = set().union(distiller._student_backbone.known_inputs, *teachers)
+            own = {f"teacher_{name}" for name in set().union(*teachers)}
+            targets = {"label", "label_ids", *self.label_names}
+            packing = {"segments", "student_spans", "teacher_spans"}
+            # The key of a cached teacher's samples has their token types.
+            self._signature_columns = sorted({"token_type_ids"} | shared | own | targets | packing)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = output_dir if output_dir is not None else self.args.output_dir

@@ -20,6 +20,7 @@ from fastkd.distill import (
     SoftTargets,
     method_by_name,
     methods,
+    select_layers,
     student_from_teacher,
 )
 from tests.distill.models import batch, classifier
@@ -238,6 +239,17 @@ def test_mc3kd_is_equations_1_to_8(family, pool):
     torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_mc3kd_chooses_from_what_the_teacher_reads():
+    torch.manual_seed(2)
+    teacher = classifier("bert")
+    data = batch(rows=16)
+    students = {"input_ids": torch.full((16, 10), 5)}  # of another tokenizer
+    assert select_layers(teacher, [data], 2) != select_layers(teacher, [students], 2)
+    distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), MC3KD())
+    distiller.prepare([{**students, **{f"teacher_{name}": x for name, x in data.items()}}])
+    assert distiller.method.teacher_layers == select_layers(teacher, [data], 2)
+
+
 def test_mc3kd_chooses_its_layers_from_data():
     teacher, student = pair("bert")
     method = MC3KD()
@@ -245,8 +257,6 @@ def test_mc3kd_chooses_its_layers_from_data():
     with pytest.raises(RuntimeError, match=r"call distiller.prepare\(batches\)"):
         distiller(**batch())
     batches = [batch(rows=16) for _ in range(3)]
-    from fastkd.distill import select_layers
-
     distiller.prepare(iter(batches))
     assert method.teacher_layers == select_layers(teacher, batches, 2)
     assert "cca" in distiller(**batch()).terms

@@ -5,9 +5,11 @@ import torch
 import transformers as t
 
 from fastkd.distill import (
+    LRKD,
     MC3KD,
     DistillationTrainer,
     Distiller,
+    Several,
     SoftTargets,
     method_by_name,
     select_layers,
@@ -140,6 +142,56 @@ def test_columns_that_the_student_does_not_take_are_dropped(tmp_path):
     data = datasets.Dataset.from_list(data)
     run = trained(tmp_path, method_by_name("fcd"), data, save_strategy="no", max_steps=1)
     assert "text" not in next(iter(run.get_train_dataloader()))
+
+
+def with_columns(data, **columns):
+    datasets = pytest.importorskip("datasets")
+    more = [{name: value(row) for name, value in columns.items()} for row in data]
+    rows = [{**row, **new} for row, new in zip(data, more, strict=True)]
+    return datasets.Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])
+
+
+@pytest.mark.parametrize("kind", ["other student", "adapters", "several", "segments"])
+def test_columns_that_the_loss_reads_are_kept(kind, tmp_path):
+    """The first step's loss is the Distiller's on the whole data, and the student is evaluated."""
+    torch.manual_seed(0)
+    teacher, student = pair("bert")
+    columns = {"token_type_ids": lambda row: row["input_ids"] % 2}
+    method = method_by_name("fcd")
+    if kind == "other student":
+        student = classifier("distilbert", 2)
+    elif kind == "adapters":
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+        student = peft.get_peft_model(student, lora)
+    elif kind == "several":
+        teacher, method = [teacher, classifier("bert")], Several(SoftTargets(), LRKD())
+        columns = {
+            "teacher_input_ids": lambda row: row["input_ids"] * 7 % 60,
+            "teacher_attention_mask": lambda row: row["attention_mask"],
+        }
+    else:
+        teacher, student = pair("llama", head=t.LlamaForTokenClassification, num_labels=3)
+        columns = {
+            "position_ids": lambda row: torch.arange(10) % 4,
+            "segments": lambda row: torch.arange(10) // 8,
+            "labels": lambda row: row["input_ids"] % 3,
+        }
+    set_dropout(student)
+    data = rows(8)
+    if kind == "segments":
+        data = [{"input_ids": row["input_ids"]} for row in data]
+    data = with_columns(data, **columns)
+    distiller = Distiller(teacher, student, method)
+    whole = {name: torch.tensor(values) for name, values in data.to_dict().items()}
+    expected = distiller(**whole).terms
+    args = arguments(tmp_path, max_steps=1, save_strategy="no", logging_steps=1)
+    run = DistillationTrainer(model=distiller, args=args, train_dataset=data, eval_dataset=data)
+    run.train()
+    logged = next(entry for entry in run.state.log_history if "loss" in entry)
+    for name, value in expected.items():
+        assert logged[name] == pytest.approx(value.item(), rel=1e-5), name
+    assert run.evaluate()["eval_loss"] > 0
 
 
 def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
