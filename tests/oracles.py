@@ -10,13 +10,31 @@ import torch
 from torch import Tensor
 
 # How far a unit row may be from norm 1: rounding a norm scales a whole row, which changes every
-# relation of nearly parallel rows by as much, and no method can take it out.
-ROUNDED_NORMS = 0.0
+# relation of nearly parallel rows by as much, and no method can take it out. And how far a
+# probability may be from what it is: near 1/D it is rounded by more than small logits were.
+ROUNDED_ROWS = 0.0
 
 
 def norm(x: Tensor, **dim) -> Tensor:
     """‖x‖ with gradient 0 at 0, and without overflow or underflow of its squares."""
     return torch.linalg.vector_norm(x, **dim)
+
+
+def rounded(x: Tensor, *shape: int) -> Tensor:
+    """``x`` times factors of ``shape`` within half of ROUNDED_ROWS of 1."""
+    return x * (1 + ROUNDED_ROWS * (torch.rand(shape, dtype=x.dtype) - 0.5))
+
+
+def decomposed(a: Tensor) -> Tensor:
+    """``a`` (n, n) as an eigensolver sees it: it errs by the rounding of the matrix's norm.
+
+    That of small entries, which may be all that a small eigenvalue is made of, is less.
+    """
+    if not ROUNDED_ROWS:
+        return a
+    x = torch.randn(a.shape, dtype=a.dtype)
+    x = (x + x.mT) / (32 * len(a)) ** 0.5  # of norm ½, nearly
+    return a + ROUNDED_ROWS * torch.linalg.matrix_norm(a.detach(), 2) * x
 
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:

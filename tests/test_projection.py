@@ -218,6 +218,19 @@ def test_half_precision_leaves_the_parameters_in_float32(dtype, rows):
     assert module.double().raw.dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 50])
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_parameters_of_half_precision_rows_have_gradients_of_float32(dtype, rows, orthogonal):
+    module = randomise(OrthogonalProjection(3, 4, orthogonal=orthogonal))
+    x, upstream = torch.randn(rows, 3).to(dtype), torch.randn(rows, 4).to(dtype)
+    found = torch.autograd.grad(module(x), [*module.parameters()], upstream)
+    exact = copy.deepcopy(module).double()
+    wanted = torch.autograd.grad(exact(x.double()), [*exact.parameters()], upstream.double())
+    for gradient, truth in zip(found, wanted, strict=True):
+        assert_accurate(gradient, truth, torch.float32)
+
+
 def test_projection_under_autocast():
     module = randomise(OrthogonalProjection(8, 8))
     for rows in (3, 30):
