@@ -197,24 +197,25 @@ def relation_small_groups_kernel(
 
 
 @functools.cache
-def small_blocks(N: int, dtype: torch.dtype, split: bool, blackwell: bool) -> dict[str, int]:
+def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> dict[str, int]:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
-    Blackwell, whose accumulators come out of tensor memory all at once, has no registers left
-    for loads in flight, and split float32 just too few.
+    Blackwell (10), whose accumulators come out of tensor memory all at once, has no registers left
+    for loads in flight, split float32 just too few; before Hopper (9) they hold half the features.
     """
     n = max(16, next_power_of_2(N))
     if n == 128:
-        d = 16 if dtype == torch.float32 else 32
-        warps, stages = 8, 1 if blackwell or split else 2
+        d = 16 if dtype == torch.float32 else 64 if capability >= 9 else 32
+        warps, stages = 8, 1 if capability >= 10 or split else 2
     else:
         d = 32 if split else 64
-        warps, stages = 2 if n == 16 else 4 if n == 32 else 8, 1 if blackwell else 2
+        warps = 2 if n == 16 else 4 if n == 32 else 8
+        stages = 1 if capability >= 10 else 2
     return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages}
 
 
-def is_blackwell(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
@@ -241,5 +242,5 @@ def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) ->
         HAS_MASK=layers.masked,
         GRADIENT=layers.dx is not None,
         SPLIT=layers.split,
-        **small_blocks(term.N, layers.dtype, layers.split, is_blackwell(layers.scale.device)),
+        **small_blocks(term.N, layers.dtype, layers.split, _capability(layers.scale.device)),
     )
