@@ -239,15 +239,18 @@ def _gathered(
     ranks: Ranks,
 ) -> tuple[list[Tensor], list[Tensor], _Given, Tensor | None, Tensor | None]:
     """The samples of all processes, and their negatives: shared ones are parts of one bank."""
-    rows, mask = ranks.gather_samples([*students, *teachers], mask)
+    each = given.features is not None and given.features[0].dim() > students[0].dim()
+    besides = _besides(labels, given, each)
+    rows, mask = ranks.gather_samples([*students, *teachers], mask, besides)
     labels = None if labels is None else ranks.gather(labels)
     if given.features is not None:
         negatives, bank = given.features, ranks
-        if negatives[0].dim() == students[0].dim():  # shared by all samples
+        if not each:  # shared by all samples
             bank = Ranks(ranks.group)
             negatives, negatives_mask = bank.gather_samples(negatives, given.mask)
         else:
-            missing = rows[0].shape[-2] - students[0].shape[-2]  # where tokens were padded
+            positions = students[0].shape[1:-1].numel()
+            missing = rows[0].shape[1:-1].numel() - positions  # where tokens were padded
             padding = (0, missing) if missing else ()
             negatives = [bank.gather(F.pad(x, (0, 0, *padding))) for x in negatives]
             negatives_mask = given.mask
@@ -256,6 +259,17 @@ def _gathered(
         others = None if given.labels is None else bank.gather(given.labels)
         given = _Given(negatives, negatives_mask, others)
     return rows[: len(students)], rows[len(students) :], given, labels, mask
+
+
+def _besides(labels: Tensor | None, given: _Given, each: bool) -> str:
+    """In words what of the samples, besides their features, is gathered in every process."""
+    words = "".join(f", labels {x.dtype}" for x in (labels, given.labels) if x is not None)
+    if given.features is not None and not each:
+        words += ", shared negatives"
+    elif given.features is not None:
+        masked = "without a mask" if given.mask is None else "with a mask"
+        words += f", {given.features[0].shape[1]} negatives of each {masked}"
+    return words
 
 
 def _flat(x: Tensor, leading: int = 1) -> Tensor:

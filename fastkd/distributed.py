@@ -26,6 +26,7 @@ B samples of N tokens, L layer pairs and b bytes a number, besides a few integer
 `AcrossRanks` sends every tensor of its arguments.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,20 +51,39 @@ Group = dist.ProcessGroup | None  # None for all processes
 
 
 def world_size(group: Group = None) -> int:
-    """Number of processes in ``group``, 1 without torch.distributed."""
+    """Number of processes in ``group``, 1 without torch.distributed.
+
+    Raises:
+        ValueError: this process is not in ``group``.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 1
-    return dist.get_world_size(group)
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError(
+            f"group is of other processes than this one, rank {dist.get_rank()} of all"
+        )
+    return size
 
 
 def row_counts(x: Tensor, group: Group = None) -> list[int]:
     """How many rows ``x`` (B, ...) has in each process, by rank; reads the answer on the host.
 
     Raises:
-        ValueError: the processes' tensors differ in another dimension than the first.
+        ValueError: the processes' tensors differ in dtype or in another dimension than the first.
     """
-    sizes = [x.dim(), *x.shape, *[0] * (7 - x.dim())]
-    by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in _exchange(sizes, x.device, group)]
+    return _row_counts([x], group)
+
+
+def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[int]:
+    """`row_counts` of tensors with as many rows each."""
+    x = tensors[0]
+    if x.dim() == 0:
+        raise ValueError("a tensor without dimensions has no rows to gather")
+    sizes = [x.dim(), *x.shape, *[0] * (6 - x.dim())]
+    alike = ", ".join(str(y.dtype) for y in tensors)
+    found = _exchange(sizes, alike, x.device, group)
+    by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in found]
     if len({shape[1:] for shape in by_rank}) > 1:
         raise ValueError(
             f"tensors of shapes {', '.join(map(str, by_rank))} on ranks 0 to {len(by_rank) - 1} "
@@ -72,13 +92,25 @@ def row_counts(x: Tensor, group: Group = None) -> list[int]:
     return [shape[0] for shape in by_rank]
 
 
-def _exchange(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
-    """Every process's ``numbers``, by rank; reads them on the host."""
-    own = torch.tensor(numbers, device=device)
+def _exchange(
+    numbers: list[int], alike: str, device: torch.device, group: Group
+) -> list[list[int]]:
+    """Every process's ``numbers``, by rank; reads them on the host.
+
+    ``alike``: in words what has to be the same in all. Collectives would hang or mix up bytes.
+    """
+    words = zlib.crc32(alike.encode())
+    own = torch.tensor([words, *numbers], device=device)
     parts = [torch.empty_like(own) for _ in range(world_size(group))]
     dist.all_gather(parts, own, group=group)
     found: list[list[int]] = torch.stack(parts).tolist()
-    return found
+    for rank, sent in enumerate(found):
+        if sent[0] != words:
+            raise ValueError(
+                f"rank {dist.get_rank(group)} gathers {alike}, but rank {rank} something else; "
+                "every process must pass the same arguments, of the same dtypes and sizes"
+            )
+    return [sent[1:] for sent in found]
 
 
 def gather_rows(x: Tensor, group: Group = None, *, counts: list[int] | None = None) -> Tensor:
@@ -152,25 +184,33 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """`gather_rows`; every tensor has as many rows as this process's first."""
+        return self.gather_together(x)[0]
+
+    def gather_together(self, *tensors: Tensor) -> list[Tensor]:
+        """`gather` of each: the processes know before that theirs are alike."""
         if self._counts is None:
-            self._counts = row_counts(x, self.group)
-        return gather_rows(x, self.group, counts=self._counts)
+            self._counts = _row_counts(tensors, self.group)
+        return [gather_rows(x, self.group, counts=self._counts) for x in tensors]
 
     def gather_samples(
-        self, features: Sequence[Tensor], mask: Tensor | None
+        self, features: Sequence[Tensor], mask: Tensor | None, besides: str = ""
     ) -> tuple[list[Tensor], Tensor | None]:
         """Features (B, ..., D) of one (B, ...), and their mask (B, ...) bool, of all processes.
 
         Where the processes have different numbers of tokens (B, N, D) the shorter rows are padded.
-        There is a mask where rows were padded or any process has one.
+        There is a mask where rows were padded or any process has one. ``besides``: in words what
+        else of these samples will be gathered.
 
         Raises:
-            ValueError: features other than (B, N, D) of different numbers of positions.
+            ValueError: features other than (B, N, D) of different numbers of positions, or of
+                other sizes or dtypes than in another process.
         """
         first = features[0]
         positions = first.shape[1:-1].numel()
         own = [len(first), positions, int(mask is not None)]
-        counts, lengths, masked = zip(*_exchange(own, first.device, self.group), strict=True)
+        alike = ", ".join(f"{x.dtype} features of size {x.shape[-1]}" for x in features) + besides
+        found = _exchange(own, alike, first.device, self.group)
+        counts, lengths, masked = zip(*found, strict=True)
         self._counts = list(counts)
         if len(set(lengths)) > 1 and first.dim() != 3:
             raise ValueError(
@@ -214,7 +254,7 @@ class AcrossRanks(nn.Module):
     """Any loss of rows over those of all processes.
 
     The losses of this package that compare samples do it by themselves, with ``gather=True``, and
-    send less. Every tensor that the loss is called with, also in lists of layers, is gathered along
+    send less. Every tensor that the loss is called with, also in lists or dicts, is gathered along
     its first dimension; all other dimensions must agree between the processes. See the module's
     text for the gradients' convention. Without torch.distributed it is the loss itself.
 
@@ -237,6 +277,8 @@ class AcrossRanks(nn.Module):
         """The loss of all processes' samples, the same in each."""
 
         def gather(x: Any) -> Any:
+            if isinstance(x, dict):
+                return {name: gather(part) for name, part in x.items()}
             if isinstance(x, (list, tuple)):
                 return [gather(part) for part in x]
             if not isinstance(x, Tensor) or x.dim() == 0:

@@ -160,7 +160,7 @@ def knn_feature_loss(
     bank_labels = student_labels if teacher_labels is None else teacher_labels
     ranks = ranks_of(gather, group)
     if ranks is not None:  # the student's rows stay where they are
-        teacher, bank_labels = ranks.gather(teacher), ranks.gather(bank_labels)
+        teacher, bank_labels = ranks.gather_together(teacher, bank_labels)
         bank_size = len(teacher)
     # Divided by row: the sum may overflow where the mean doesn't.
     count = _count(student_labels, ignore_index) if reduction == "mean" else None

@@ -184,7 +184,8 @@ class _RowsTimesCayley(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        factors, solutions = ctx.saved_tensors[: ctx.factors], ctx.saved_tensors[ctx.factors :]
+        saved = ctx.saved_tensors  # once: checkpointing hands them out a single time
+        factors, solutions = saved[: ctx.factors], saved[ctx.factors :]
         count = len(grads)
         grad = grads[0] if count == 1 else torch.stack(grads)
         with autocast_off(grad):

@@ -116,7 +116,7 @@ class FeatureQueue(nn.Module):
             kept = torch.ones(rows, dtype=torch.bool, device=features.device)
 
         if (ranks := ranks_of(self.gather, self.group)) is not None:
-            features, labels, kept = (ranks.gather(x) for x in (features, labels, kept))
+            features, labels, kept = ranks.gather_together(features, labels, kept)
         order = kept.cumsum(0)  # 1 for the first row that is kept
         total = kept.sum()
         kept = kept & (order > total - self.size)  # of more than the bank holds, the last

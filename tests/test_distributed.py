@@ -76,6 +76,10 @@ LOSSES = {
         cos_nce_loss,
         lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "negatives": t[:, None, :, 1:].sin()}),
     ),
+    "cos_nce_loss, negatives of rows": (
+        cos_nce_loss,
+        lambda s, t, m, y: ((s[:, 0], t[:, 0, :6]), {"negatives": t[:, :2, 1:].sin()}),
+    ),
     "CosNCELoss": (
         partial(CosNCELoss, 6, 7), lambda s, t, m, y: (([s, s.sin()], [t, t]), {"mask": m})
     ),
@@ -241,6 +245,48 @@ def gather_all(rank):
     with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(2, 4\) on ranks 0 to 1"):
         gather_rows(torch.ones(2, 3 + rank))
     return found
+
+
+def called_differently(rank):
+    """What each process says of calls that are not alike; then the value in a group of rank 1."""
+    student, teacher, _, labels = features()
+    half = torch.float32 if rank else torch.float64
+    calls = [
+        lambda: gather_rows(torch.tensor(1.0)),
+        lambda: gather_rows(student.to(half)),
+        lambda: relation_loss(student.to(half), teacher.to(half), over="samples", gather=True),
+        lambda: relation_loss(student, teacher[..., rank:], over="samples", gather=True),
+        lambda: (
+            knn_feature_loss(student, student, labels[: 8 - rank].to(half), gather=True)
+            if rank == 0
+            else knn_feature_loss(student[:0], student[:0], torch.tensor([]), gather=True)
+        ),
+        lambda: cos_nce_loss(student, student, labels=labels if rank else None, gather=True),
+        lambda: cos_nce_loss(
+            student[:, 0], student[:, 0], gather=True, negatives=student[:, rank:]
+        ),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        said.append(str(raised.value))
+    groups = [dist.new_group([other]) for other in range(2)]
+    alone = AcrossRanks(lambda batch: batch["x"].sum())
+    assert alone({"x": torch.ones(1 + rank)}) == 3
+    with pytest.raises(ValueError, match="group is of other processes than this one"):
+        relation_loss(student, teacher, gather=True, group=groups[1 - rank])
+    own = relation_loss(student, teacher, gather=True, group=groups[rank])
+    assert own == relation_loss(student, teacher)
+    return said
+
+
+def test_processes_that_call_differently_are_told(tmp_path):
+    for rank, (no_rows, *said) in enumerate(run_ranks(called_differently, 2, tmp_path)):
+        assert "no rows" in no_rows
+        for sentence in said:
+            assert sentence.startswith(f"rank {rank} gathers ")
+            assert f"but rank {1 - rank} something else" in sentence and "\n" not in sentence
 
 
 def test_rows_of_every_dtype_and_count(tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tests.compare import TOLERANCE, counted, relative_error
 from tests.interpreter import MARKS
@@ -166,6 +167,15 @@ def test_accumulation(loss):
     once = student.grad.clone()
     value.backward()
     assert torch.equal(student.grad, 2 * once)
+
+
+@pytest.mark.parametrize("loss", _parameters("torch"), indirect=True)
+def test_checkpointing(loss):
+    student, teacher = features()
+    wanted = value_and_gradient(loss, student, teacher, padding())
+    value = checkpoint(loss, student, teacher, padding(), use_reentrant=False)
+    value.backward()
+    assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
 
 
 @every_loss
