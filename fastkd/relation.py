@@ -165,6 +165,16 @@ class FCDLoss(nn.Module):
 
     See `relation_loss`. Takes one layer pair or lists of them, whose losses are averaged; stores
     its options and no parameters.
+
+    Args:
+        alpha, beta: weights, at least 0.
+        normalize, distance, temperature, eps, backend, gather, group: as in `relation_loss`.
+
+    ``forward(student, teacher, mask=None, *, segments=None)``.
+
+    >>> student, teacher = torch.randn(4, 8, 16, requires_grad=True), torch.randn(4, 8, 32)
+    >>> FCDLoss(beta=0.5)(student, teacher, mask=torch.ones(4, 8)).shape
+    torch.Size([])
     """
 
     def __init__(

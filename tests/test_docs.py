@@ -86,6 +86,15 @@ def started(words, monkeypatch):
     return CliRunner().invoke(app, words).stderr
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/losses.md"])
+def test_code_of_the_pages_runs(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        if "in loader" not in block:  # a sketch, with a model and data of the reader's
+            exec(block, {})
+
+
 def test_a_command_that_is_wrong_is_seen(monkeypatch):
     assert "reached the work" not in started(["distill", "--no-such-option"], monkeypatch)
     assert "reached the work" not in started(["evaluate", "--model", "x"], monkeypatch)

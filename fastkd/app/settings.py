@@ -62,12 +62,14 @@ class Source(ColumnOptions):
 
     task: str | None = data_option(None, f"GLUE task: {', '.join(TASKS)}.", choices=tuple(TASKS))
     data: str | None = data_option(None, "Data set on the hub.")
-    data_config: str | None = data_option(None, "Its configuration.")
+    data_config: str | None = data_option(None, "Configuration of --data.")
     train_split: str = data_option("train", "Split to train on.")
     eval_split: str | None = data_option(None, "Split to evaluate on (validation).")
-    train: Path | None = data_option(None, "Training rows: .tsv, .csv or .jsonl.")
+    train: Path | None = data_option(
+        None, "Training rows: .tsv, .csv, .json, .jsonl, .parquet, also .gz."
+    )
     evals: Path | None = data_option(
-        None, "Rows to evaluate on: .tsv, .csv or .jsonl.", flag="--eval"
+        None, "Rows to evaluate on; files as in --train.", flag="--eval"
     )
     test: Path | None = data_option(
         None, "Rows scored once, at the end, with the student that --eval chose."
@@ -90,8 +92,12 @@ class Source(ColumnOptions):
         "Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse.",
         choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
     )
-    max_train_rows: int | None = data_option(None, "Train on a random part.", least=2)
-    max_eval_rows: int | None = data_option(None, "Evaluate on a random part.", least=1)
+    max_train_rows: int | None = data_option(
+        None, "Train on so many rows, drawn at random.", least=2
+    )
+    max_eval_rows: int | None = data_option(
+        None, "Evaluate on so many rows, drawn at random.", least=1
+    )
     seed: int = seed()
 
     def __post_init__(self) -> None:
@@ -129,7 +135,7 @@ class Pairing(Source):
         None, "Student: a directory or a hub name, instead of teacher layers."
     )
     student_layers: int | None = model_option(
-        None, "How many teacher layers make the student (half of them).", least=1
+        None, "How many teacher layers make the student; half of them if not given.", least=1
     )
     teacher_layers: str = model_option(
         "uniform",
@@ -141,7 +147,7 @@ class Pairing(Source):
     )
     preset: str = option(
         "default",
-        "Hyper-parameters to start from: default, or the paper's.",
+        "Hyper-parameters to start from: default or paper.",
         choices=("default", "paper"),
     )
     options: Mapping[str, Any] = option(
@@ -174,9 +180,11 @@ class Settings(Pairing):
     finetune_teacher: float = model_option(  # type: ignore[misc]
         0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
     )
-    teacher_learning_rate: float = model_option(5e-5, "Learning rate of that.", above=0)
+    teacher_learning_rate: float = model_option(
+        5e-5, "Learning rate of --finetune-teacher.", above=0
+    )
     epochs: float = training_option(3.0, "Epochs of distillation.", above=0)
-    batch_size: int = training_option(32, "Rows in a step.", least=1)
+    batch_size: int = training_option(32, "Rows in a step of a process.", least=1)
     learning_rate: float = training_option(5e-5, "Peak learning rate.", above=0)
     weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
     warmup: float = training_option(
