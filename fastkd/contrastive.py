@@ -74,7 +74,7 @@ def cos_nce_loss_ref(
         cos_n = torch.einsum("i...d,j...d->ij...", _direction_ref(z_s), _direction_ref(n))
         other = ~torch.eye(size, dtype=torch.bool, device=z_s.device)
         if labels is not None:
-            other = labels[:, None] != labels[None, :]
+            other &= labels[:, None] != labels[None, :]
         counts = other.view(size, size, *[1] * (real.dim() - 1)) & real[None]
     else:
         n = upcast(negatives)  # (K, ..., D) or (B, K, ..., D)
@@ -86,6 +86,7 @@ def cos_nce_loss_ref(
         cos_n = torch.einsum(f"i...d,{samples}k...d->ik...", _direction_ref(z_s), _direction_ref(n))
         if negatives_labels is not None:
             assert labels is not None
+            labels, negatives_labels = comparable(labels, negatives_labels)
             other = labels[:, None] != negatives_labels  # (B, K)
             counts = counts & other.view(*other.shape, *[1] * (real.dim() - 1))
         counts = counts.expand_as(cos_n)
@@ -134,8 +135,8 @@ def cos_nce_loss(
         teacher: (B, ..., D), the same shape.
         negatives: teacher features of negatives, (K, ..., D) for all samples or (B, K, ..., D)
             for each, compared at the same position; None: the other samples of the batch.
-        labels: (B,); only samples of another label are negatives. With ``negatives`` their labels
-            must be given too.
+        labels: (B,); only samples of another label are negatives, and a NaN is another to all but
+            its own sample. With ``negatives`` their labels must be given too.
         mask: (B, ...) bool or 0/1, 1 = real token. A padded position has no loss and is nobody's
             negative.
         negatives_mask: (K, ...) or (B, K, ...), the leading dimensions of ``negatives``, bool or
@@ -287,7 +288,8 @@ def _flat_given(
     mask = None if given.mask is None else given.mask.reshape(shape)
     if labels is None or given.labels is None or len(shape) == 2:
         return _Given(given.features, mask, given.labels), labels
-    other = (labels[:, None] != given.labels)[..., None].expand(shape)
+    labels, others = comparable(labels, given.labels)
+    other = (labels[:, None] != others)[..., None].expand(shape)
     return _Given(given.features, other if mask is None else mask & other), None
 
 

@@ -112,7 +112,7 @@ def knn_feature_loss(
     Args:
         student: (N, ...) features. Trailing dimensions are flattened; D is their product.
         teacher: (M, ...) features, as many per row as student. M may be a memory bank.
-        student_labels: (N,) labels.
+        student_labels: (N,) labels. A NaN matches nothing.
         teacher_labels: (M,) labels; None means student_labels, and then M must equal N.
         k: neighbours per row.
         tolerance: labels a and b match when |a - b| <= tolerance (regression); None: when equal.

@@ -595,13 +595,22 @@ def _direction_sums(
     else:
         B, real = labels.shape[0], labels.is_floating_point() or row_labels.is_floating_point()
         tiles = cdiv(B, LABELLED_BLOCKS["BLOCK_I"]) * cdiv(D, LABELLED_BLOCKS["BLOCK_D"])
-        compared = _comparable(labels, real), _comparable(row_labels, real)
+        others = 0 if row_labels is labels else B
+        compared = _comparable(labels, real), _comparable(row_labels, real, others)
         cos_nce_labelled_sum_kernel[(P * tiles, layers, splits)](
             *arguments, *compared, B, **flags, **LABELLED_BLOCKS
         )
     return (total, count) if splits == 1 else (total.sum(0), count.sum(0))
 
 
-def _comparable(labels: Tensor, real: bool) -> Tensor:
-    """Labels as int64, for few compiled forms: real numbers by their bits, -0 as 0."""
-    return (labels.double() + 0.0).view(torch.int64) if real else labels.to(torch.int64)
+def _comparable(labels: Tensor, real: bool, place: int = 0) -> Tensor:
+    """Labels as int64, for few compiled forms: real numbers by their bits, -0 as 0.
+
+    A NaN equals itself alone: of its many bits it takes those of its number, from ``place`` on.
+    """
+    if not real:
+        return labels.to(torch.int64)
+    bits = (labels.double() + 0.0).view(torch.int64)
+    last = torch.iinfo(torch.int64).max - place
+    numbered = torch.arange(last, last - len(labels), -1, device=labels.device)
+    return torch.where(labels.isnan(), numbered, bits)

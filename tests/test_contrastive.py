@@ -448,6 +448,43 @@ def test_a_bank_of_the_batch_is_the_batch(backend):
         assert_accurate(actual[1], expected[1], torch.float32)
 
 
+@pytest.mark.parametrize("kind", ["batch", "shared", "each"])
+def test_label_that_is_nan_is_like_no_other(backend, kind):
+    student, teacher = features(5, 2, 6, dtype=torch.float32)
+    nan = torch.nan
+    labels, bank = torch.tensor([nan, 0.0, nan, 0.0, 1.5]), torch.tensor([nan, nan, 0.0, 1.5])
+    # The same with numbers that no other has.
+    plain, plain_bank = torch.tensor([7, 0.0, 8, 0.0, 1.5]), torch.tensor([11, 12, 0.0, 1.5])
+    named, as_named = {"labels": labels}, {"labels": plain}
+    if kind != "batch":
+        lead = (4,) if kind == "shared" else (5, 4)
+        given = {"negatives": torch.randn(*lead, 2, 6)}
+        named |= given | {"negatives_labels": bank.expand(lead)}
+        as_named |= given | {"negatives_labels": plain_bank.expand(lead)}
+    assert_matches_reference(cos_nce_loss, cos_nce_loss_ref, backend, student, teacher, **named)
+    found, wanted = (
+        cos_nce_loss(student, teacher, reduction="none", backend=backend, **options)
+        for options in (named, as_named)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["shared", "each"])
+def test_whole_labels_are_not_rounded_to_the_reals_of_a_bank(backend, kind):
+    student, teacher = features(2, 1, 6, dtype=torch.float32)
+    lead = (2,) if kind == "shared" else (2, 2)
+    options = {
+        "labels": torch.tensor([2**24, 2**24 + 1]),
+        "negatives": torch.randn(*lead, 1, 6),
+        "negatives_labels": torch.tensor([2.0**24, 2.0**25]).expand(lead),
+    }
+    assert_matches_reference(cos_nce_loss, cos_nce_loss_ref, backend, student, teacher, **options)
+    named = {**options, "labels": torch.tensor([0, 1]), "reduction": "none"}
+    named["negatives_labels"] = torch.tensor([0, 5]).expand(lead)
+    found = cos_nce_loss(student, teacher, backend=backend, **options | {"reduction": "none"})
+    torch.testing.assert_close(found, cos_nce_loss(student, teacher, backend=backend, **named))
+
+
 def test_nan_in_a_negative_reaches_those_that_it_counts_for(backend):
     student, teacher = features(4, 1, 6, dtype=torch.float32)
     bank = torch.randn(5, 1, 6)
