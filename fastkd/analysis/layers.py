@@ -337,7 +337,7 @@ def stream(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for model in models:
-            stack.enter_context(_in_eval_mode(model))
+            stack.enter_context(in_eval_mode(model))
         for batch in batches:
             labels = batch.get("labels")
             tokens: list[Tensor] = []
@@ -394,7 +394,8 @@ def reads_last_token(config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards every part of it is in its own mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

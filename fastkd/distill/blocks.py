@@ -107,6 +107,7 @@ class BlocksBackbone(Backbone):
         self.shared_blocks = self.compiled = False
         self._hooks_reach = True
         self._replaced: list[Tensor] = []
+        self.known_apart = set()
         self.last_modules = {inner.get_submodule(model.final) if model.final else self.blocks[-1]}
         parameters = inspect.signature(inner.forward).parameters
         self._known = self._accepts = set(parameters)

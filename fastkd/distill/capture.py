@@ -117,6 +117,8 @@ class Backbone(Model):
         )
         self._hooks_reach = not self.compiled
         self._replaced: list[Tensor] = []  # embeddings of the run that goes on
+        #: Kinds of packed inputs whose documents are known not to see each other.
+        self.known_apart: set[tuple[Any, ...]] = set()
         self._name = name
         self._accepts = set(inspect.signature(inner.forward).parameters)
         self._known = self._accepts | _passed_on(inner, base)

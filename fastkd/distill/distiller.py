@@ -19,7 +19,7 @@ from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, wanted_of, write_cache
 from fastkd.distill.capture import QKV, Backbone, Wanted, placed_for, replaced_embeddings
-from fastkd.distill.documents import Documents, find_documents
+from fastkd.distill.documents import Documents, check_apart, find_documents
 from fastkd.distill.method import Method, Term, weighted
 from fastkd.distill.several import Several, Teachers
 from fastkd.distill.spans import Spans
@@ -239,7 +239,10 @@ class Distiller(nn.Module):
         """Loss of one batch.
 
         Rows may be packed with several documents. Each is then a sample of its own, as if it
-        stood in a row of its own, and nothing is compared across documents.
+        stood in a row of its own, and nothing is compared across documents. A model that reads
+        such a row as one document raises, which is tried out with the first packed batch (not on
+        sharded models); transformers' decoders that keep them apart do so without a mask, and get
+        none.
 
         Args:
             labels: as the student's head takes them: (B,) classes or numbers, (B, V) yes or no,
@@ -334,20 +337,52 @@ class Distiller(nn.Module):
         segments: Tensor | None,
     ) -> "Part":
         batch, own, spans = split_inputs(batch)
-        mask = _token_mask(batch)
-        shape = _batch_shape(batch, mask)
-        documents = find_documents(shape, mask, batch, segments)
-        targets: Tensor | tuple[Tensor, Tensor] | None = labels
-        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
-            targets = batch["start_positions"], batch["end_positions"]
-        part = Part(batch, targets, num_items, shape, mask, documents)
+        part = self._read(batch, labels, num_items, segments)
         if own and self.method.uses_teacher:
-            part.teacher = self._part(own, None, None, None)
+            part.teacher = self._read(own, None, None, None)
             self._check_own_inputs(part, spans is not None)
             if spans is not None:
                 sides = zip((part, part.teacher), spans, strict=True)
                 part.spans = Spans.of(*(side.unpacked_spans(x) for side, x in sides))
+        self._check_apart(part)
         return part
+
+    def _read(
+        self,
+        batch: dict[str, Any],
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        segments: Tensor | None,
+    ) -> "Part":
+        mask = _token_mask(batch)
+        shape = _batch_shape(batch, mask)
+        documents = find_documents(shape, mask, batch, segments)
+        if documents is not None and documents.packed and not self._has_blocks:
+            # With a mask transformers takes each row for one document. Nothing real sees padding.
+            batch = {name: x for name, x in batch.items() if name != "attention_mask"}
+        targets: Tensor | tuple[Tensor, Tensor] | None = labels
+        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
+            targets = batch["start_positions"], batch["end_positions"]
+        return Part(batch, targets, num_items, shape, mask, documents)
+
+    @property
+    def _has_blocks(self) -> bool:
+        return any(isinstance(model, Blocks) for model in (self.student, *self._teachers()))
+
+    def _teachers(self) -> list[nn.Module]:
+        return [teacher for teacher, _, _ in self._sides()]
+
+    def _check_apart(self, part: "Part") -> None:
+        """Raise where a model would read the documents of packed rows as one."""
+        read: list[tuple[str, nn.Module, Any, Part]]
+        read = [("student", self.student, self._student_backbone, part)]
+        for teacher, backbone, method in self._sides():
+            if method.uses_teacher and not isinstance(teacher, TeacherCache):
+                read.append(("teacher", teacher, backbone, part.teacher or part))
+        for name, model, backbone, side in read:
+            if side.documents is not None and side.documents.packed:
+                inputs = placed_for(model, side.teacher_inputs)
+                check_apart(backbone, name, inputs, side.documents)
 
     def _sides(self) -> list[tuple[nn.Module, Any, Method]]:
         """Each teacher, how it is read, and the method that compares it."""

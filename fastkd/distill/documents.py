@@ -6,6 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkd.analysis.layers import in_eval_mode
+from fastkd.distill.capture import Backbone, Wanted
+
+SAME = (
+    1e-2  # of a norm: rounding is below, even in bfloat16, and what a document tells another above
+)
+
+
+class MixedDocuments(ValueError):
+    """A model's tokens see those of other documents in their row."""
+
 
 @dataclass
 class Documents:
@@ -41,6 +52,54 @@ class Documents:
         totals = squares.new_zeros(len(self.mask) + 1)
         totals = totals.index_put((self.owner.flatten(),), squares, accumulate=True)
         return totals.sqrt()[self.owner][..., None]
+
+
+def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: Documents) -> None:
+    """Raise unless the model reads each document of packed rows as if it stood alone.
+
+    Which models do depends on family, attention and inputs, so it is tried out, once for inputs of
+    these names: other tokens in a document must leave the one behind it as it is.
+    """
+    kind = (*sorted(inputs), len(documents.owner) == 1)
+    # Sharded models run in all processes or none, and another's batch may hold nothing packed.
+    sharded = any(hasattr(p, "device_mesh") for p in model.inner.parameters())
+    if kind in model.known_apart or sharded or torch.compiler.is_compiling():
+        return
+    tokens = "input_ids" if isinstance(inputs.get("input_ids"), Tensor) else "inputs_embeds"
+    numbers = {n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    given = inputs.get(tokens)
+    # Of a text with images other tokens would not fit these.
+    if given is None or given.shape[:2] != documents.owner.shape or numbers - {tokens}:
+        return
+    row, first, second = _neighbours(documents, given.device)
+    changed = given.clone()
+    changed[row, first] = given.flatten(0, 1).flip(0)[: int(first.sum())]
+    if torch.equal(changed, given):
+        return
+    last = model.num_layers
+    with torch.no_grad(), in_eval_mode(model.model):
+        seen, other = (
+            model.observe({**inputs, tokens: x}, Wanted((last,)))[1].hidden[last][row, second]
+            for x in (given, changed)
+        )
+    torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
+    if (seen - other).float().norm() > SAME * seen.float().norm():
+        lacks_positions = model.takes("position_ids") and "position_ids" not in inputs
+        raise MixedDocuments(
+            f"rows are packed with several documents, which the {name} ({model.class_name}) reads "
+            f"as one; {'pass position_ids that start again, ' if lacks_positions else ''}give each "
+            "document a row of its own, or pass segments of zeros if a row is one document"
+        )
+    model.known_apart.add(kind)
+
+
+def _neighbours(documents: Documents, device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """A row, and which of its tokens (N,) belong to a document and to the one behind it."""
+    owner, nobody = documents.owner, len(documents.mask)
+    border = (owner[:, :-1] != owner[:, 1:]) & (owner[:, :-1] < nobody) & (owner[:, 1:] < nobody)
+    row, column = border.nonzero()[0].tolist()
+    owner = owner[row].to(device)
+    return row, owner == owner[column], owner == owner[column + 1]
 
 
 def find_documents(

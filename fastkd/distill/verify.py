@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastkd.distill.blocks import BlocksBackbone
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.documents import MixedDocuments
 from fastkd.distill.step import IGNORED
 
 __all__ = ["Check", "table", "verify"]
@@ -246,8 +247,6 @@ class _Step:
     def packed(self) -> Gradients:
         mask = self._mask().bool()
         student = self.distiller._student_backbone
-        if not student.sentence_last or student.batch_dim:
-            raise _CannotDo(f"{student.class_name} sees a packed row as one document")
         if student.has_head and not student.per_token:
             raise _CannotDo("the head gives one prediction a row")
         row = {name: x[mask][None] for name, x in self._of_tokens()}
@@ -258,7 +257,10 @@ class _Step:
             for name, x in self.batch.items()
             if name not in row and name != "attention_mask"
         }
-        return self.gradients(self.distiller, [{**others, **row}])
+        try:
+            return self.gradients(self.distiller, [{**others, **row}])
+        except MixedDocuments as error:
+            raise _CannotDo(str(error).partition(";")[0]) from error
 
     def _equal_parts(self) -> list[dict[str, Tensor]]:
         count = next(n for n in range(2, self.rows + 1) if self.rows % n == 0)

@@ -22,6 +22,7 @@ from fastkd.distill import (
 from fastkd.distill.capture import Backbone, replaced_embeddings
 from tests.distill.models import (
     FAMILIES,
+    SMALL,
     batch,
     batch_for,
     classifier,
@@ -540,6 +541,50 @@ def test_packed_rows_learn_what_padded_rows_learn(name, how):
     if how == "seq_idx":
         data["seq_idx"] = torch.cat([torch.full((len(x),), i) for i, x in enumerate(texts)])[None]
     assert_same_step(distiller, data, expected)
+
+
+@pytest.mark.parametrize("name", UNSUPERVISED_BY_CLASS)
+def test_packed_rows_may_be_padded(name):
+    """transformers takes a row with an attention_mask for one document, so models get none."""
+    distiller = ready(*decoders(), name)
+    texts = documents((5, 3, 6, 1, 4, 2))
+    expected = step(distiller, padded(texts))
+    rows = [packed(texts[:3]), packed(texts[3:])]
+    data = {
+        key: [F.pad(row[key][0], (0, 14 - row[key].shape[1])) for row in rows] for key in rows[0]
+    }
+    data = {key: torch.stack(x) for key, x in data.items()}
+    data["attention_mask"] = torch.arange(14) < torch.tensor([[14], [7]])
+    assert_same_step(distiller, data, expected)
+
+
+def opt(layers):
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+    config = t.OPTConfig(**SMALL, **sizes, num_hidden_layers=layers, init_std=0.2)
+    return t.OPTForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("how", ["encoder", "embeddings", "decoder", "teacher", "no positions"])
+def test_models_that_read_a_packed_row_as_one_document_are_named(how):
+    teacher, student = decoders()
+    data, side, hint = packed(documents(), "segments"), "student", "give each document"
+    if how in ("encoder", "embeddings"):
+        teacher, student = pair("bert", head=t.BertForMaskedLM)
+    elif how == "decoder":
+        student = opt(2)
+    elif how == "teacher":
+        teacher, side = opt(4), how
+    else:
+        hint = "pass position_ids that start again, give"
+        del data["position_ids"]
+    if how == "embeddings":
+        data["inputs_embeds"] = torch.randn(*data.pop("input_ids").shape, 16)
+    distiller = Distiller(teacher, student, FCD())
+    with pytest.raises(ValueError, match=rf"which the {side} \(\w+\) reads as one; {hint}"):
+        distiller(**data)
+    assert student.training and not teacher.training
+    data["segments"] = torch.zeros_like(data["segments"])
+    assert distiller(**data).loss.isfinite()
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
