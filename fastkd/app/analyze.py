@@ -32,7 +32,7 @@ from fastkd.app.files import text_lines
 from fastkd.app.models import be_quiet, check_length, let_pad, load
 from fastkd.app.plan import choose_device
 from fastkd.app.rows import Rows
-from fastkd.app.saving import MARKER, locked, read_json, saving, write_file, write_json
+from fastkd.app.saving import locked, read_marker, saving, write_file, write_json
 from fastkd.app.score import accepted
 from fastkd.app.settings import AnalyzeSettings
 from fastkd.app.tasks import GLUE, TASKS
@@ -127,7 +127,7 @@ def load_models(
 
 def _began(student: str) -> list[int] | None:
     """The teacher layers that `fastkd distill` made the student of."""
-    return (read_json(Path(student).expanduser() / MARKER) or {}).get("teacher_layers")
+    return (read_marker(Path(student).expanduser()) or {}).get("teacher_layers")
 
 
 def load_model(name: str, device: torch.device, remote_code: bool = False) -> tuple[Any, Any]:

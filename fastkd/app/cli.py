@@ -55,6 +55,17 @@ class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
             return super().invoke(ctx)
 
 
+class Once(typer.core.TyperCommand):  # type: ignore[misc]
+    """A command that refuses an option given twice, of which one would be forgotten."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            if not option.multiple and given.count(option) > 1:
+                raise InputError(f"{option.opts[0]} is given twice")
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="fastkd",
     cls=Sentences,
@@ -133,7 +144,7 @@ def _command(cls: Any, needs: Sequence[str] = TRAINING, *, alone: bool = False) 
                 require(module, "train")
             function(settings, new_console())
 
-        return app.command()(command(cls)(run))
+        return app.command(cls=Once)(command(cls)(run))
 
     return decorate
 

@@ -246,7 +246,9 @@ def encode(
     for rows in evals.values():
         _classes(rows, anything)
     if names is None:
-        names = sorted(seen, key=int) if _whole_numbers(seen) else sorted(seen)
+        names = sorted(seen)
+        if _whole_numbers(seen):  # 1 and 01 are two names of one number
+            names.sort(key=int)
     if len(names) < 2:
         raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
     ids = {name: i for i, name in enumerate(names)}
@@ -283,7 +285,8 @@ def _whole_numbers(names: Iterable[str]) -> bool:
 def to_classes(rows: Rows, names: Sequence[str]) -> Rows:
     """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves."""
     exact = {name: i for i, name in enumerate(names)}
-    meant = {meaning(name): i for i, name in enumerate(names)}
+    meanings = [meaning(name) for name in names]
+    meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
     numbered = _whole_numbers({_as_name(label) for _, label in rows.raw_labels()})
 
     def find(number: int, label: Any) -> int:
@@ -322,9 +325,12 @@ SYNONYMS = {
 
 
 def meaning(name: str) -> str:
-    """A class's name without case, marks and choice of synonym."""
-    word = re.sub(r"[\W_]+", "", name).casefold()
-    return SYNONYMS.get(word, word)
+    """A class's name without case, gaps and choice of synonym; of a number its value."""
+    number = _as_number(name)
+    if number is not None:
+        return str(number)
+    word = re.sub(r"[\s._-]+", "", name).casefold()
+    return SYNONYMS.get(word, word) or name
 
 
 def to_reals(rows: Rows) -> Rows:
@@ -445,17 +451,11 @@ def describe(corpus: Corpus) -> Iterator[str]:
             other = alike.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
             if other != name:
                 yield f"warning: classes {other!r} and {name!r} look alike"
-        for i, name in enumerate(names):
-            others = [other for other in names if other != name]
-            near = difflib.get_close_matches(name, others, n=1) if not name.isdecimal() else []
-            hint = f"; is it {near[0]!r}, misspelled?" if near else ""
-            if train[i] == 1:
-                number = corpus.train.number(int(np.argmax(corpus.train.labels == i)))
-                yield f"warning: class {name!r} has a single training row, row {number}{hint}"
-            elif not train[i]:
-                yield f"warning: class {name!r} has no training row"
-            elif not evals[i]:
-                yield f"warning: class {name!r} has no evaluation row{hint}"
+        rare = [i for i in range(len(names)) if train[i] < 2 or not evals[i]]
+        for i in rare[:MOST_CLASSES_SHOWN]:
+            yield f"warning: class {names[i]!r} has {_how_rare(corpus, i, train[i])}"
+        if len(rare) > MOST_CLASSES_SHOWN:
+            yield f"warning: {len(rare) - MOST_CLASSES_SHOWN} more classes are as rare"
     if corpus.unlabelled is not None:
         yield f"{len(corpus.unlabelled)} rows without labels"
     scored = [("evaluation", [*corpus.evals.values()])]
@@ -467,6 +467,21 @@ def describe(corpus: Corpus) -> Iterator[str]:
             if twice:
                 total = sum(map(len, sets))
                 yield f"warning: {twice} of the {total} {kind} rows are {name} rows too"
+
+
+def _how_rare(corpus: Corpus, i: int, count: int) -> str:
+    """What class ``i`` lacks, of which there are ``count`` training rows."""
+    assert corpus.names is not None
+    if not count:
+        return "no training row"
+    name = corpus.names[i]
+    others = [other for other in corpus.names if other != name and not name.isdecimal()]
+    near = difflib.get_close_matches(name, others, n=1)
+    hint = f"; is it {near[0]!r}, misspelled?" if near else ""
+    if count > 1:
+        return f"no evaluation row{hint}"
+    number = corpus.train.number(int(np.argmax(corpus.train.labels == i)))
+    return f"a single training row, row {number}{hint}"
 
 
 def _counts(rows: Rows) -> Counter[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -25,7 +26,7 @@ from fastkd.app.data import Corpus, meaning
 from fastkd.app.errors import InputError, nearest
 from fastkd.app.hub import hub_answers, why_not
 from fastkd.app.rows import Rows
-from fastkd.app.saving import MARKER, read_json
+from fastkd.app.saving import read_marker
 from fastkd.app.settings import SELECT, Pairing
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.layers import SCHEMES, layer_map, select_layers
@@ -141,13 +142,14 @@ def load_teacher(
 ) -> tuple[PreTrainedModel, Corpus]:
     """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
-    names = corpus.names
     fitting = config.num_labels == corpus.num_labels
-    if names is not None:
-        names = _order(settings, names, config if fitting else None, corpus.numbered)
+    names = _order(settings, corpus, config if fitting else None)
     _fit(config, names, tokenizer)
     set_seed(settings.seed)
-    teacher, fresh = _load_weights("--teacher", name, settings.trust_remote_code, config=config)
+    options = {"dtype": torch.float32} if settings.finetune_teacher else {}  # see `assemble`
+    teacher, fresh = _load_weights(
+        "--teacher", name, settings.trust_remote_code, config=config, **options
+    )
     if fresh and not settings.finetune_teacher:
         what = "no classification head" if fitting else f"no head for {corpus.num_labels} labels"
         raise InputError(
@@ -159,7 +161,7 @@ def load_teacher(
             f"--tokenizer has {len(tokenizer)} tokens but the teacher's vocabulary has "
             f"{teacher.config.vocab_size}"
         )
-    return teacher, _in_order_of(names, corpus)
+    return teacher, in_order_of(names, corpus)
 
 
 def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
@@ -173,12 +175,17 @@ def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def _order(settings: Pairing, names: list[str], head: Any | None, numbered: bool) -> list[str]:
-    """The data's classes in the order of the teacher's head, by their names.
+def _order(settings: Pairing, corpus: Corpus, head: Any | None) -> list[str] | None:
+    """The data's classes in the order of the teacher's head, by their names; None for numbers.
 
     Without a fitting ``head`` (a configuration) the order is free. A head that doesn't say what
-    its classes are is taken in the order of ``numbered`` classes.
+    its classes are is taken in the order of numbered classes.
     """
+    names = corpus.names
+    if names is None:
+        if settings.label_order is not None:
+            raise InputError("--label-order is about classes, and the labels are numbers")
+        return None
     if settings.label_order is not None:
         order = [name.strip() for name in settings.label_order.split(",")]
         if sorted(order) != sorted(names):
@@ -190,11 +197,13 @@ def _order(settings: Pairing, names: list[str], head: Any | None, numbered: bool
     if head is None:
         return names
     theirs = class_names(head) or []
+    if sorted(theirs) == sorted(names):
+        return theirs
     ours = {meaning(name): name for name in names}
     meant = [meaning(name) for name in theirs]
     if len(ours) == len(names) and sorted(meant) == sorted(ours):
         return [ours[name] for name in meant]
-    if numbered or settings.finetune_teacher:
+    if corpus.numbered or settings.finetune_teacher:
         return names
     raise InputError(
         f"--teacher {settings.teacher}: its head names its classes {', '.join(theirs)}, the data "
@@ -202,8 +211,11 @@ def _order(settings: Pairing, names: list[str], head: Any | None, numbered: bool
     )
 
 
-def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
+def in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
+    """``corpus`` with the classes in the order of ``names``, if these are its classes."""
     if names is None or corpus.names is None or names == corpus.names:
+        return corpus
+    if sorted(names) != sorted(corpus.names):
         return corpus
     new = np.array([names.index(name) for name in corpus.names])
 
@@ -221,11 +233,16 @@ def _in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
 
 def longest(tokenizer: Any, model: PreTrainedModel) -> int:
     """How many tokens ``model`` can read."""
-    limit = tokenizer.model_max_length
+    limit = min(tokenizer.model_max_length, sys.maxsize)  # one that knows no limit says 1e30
     positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and positions > 0:  # XLNet has -1: no limit
-        limit = min(limit, positions)
-    return limit
+    if positions is None or positions <= 0:  # XLNet has -1: no limit
+        return limit
+    for name, table in model.named_modules():
+        # RoBERTa and its kin count positions from the one behind the padding's.
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            positions -= table.padding_idx + 1
+            break
+    return min(limit, positions)
 
 
 def check_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: str) -> None:
@@ -242,8 +259,8 @@ def load_cached_teacher(
     folder = settings.teacher_cache
     assert folder is not None
     option = "--teacher-cache"
-    about = read_json(folder / MARKER)
-    if not (folder / STUDENT).is_dir() or not isinstance(about, dict):
+    about = read_marker(folder)
+    if not (folder / STUDENT).is_dir() or about is None:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     name = str(folder / STUDENT)
     tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
@@ -252,15 +269,13 @@ def load_cached_teacher(
         cache = TeacherCache(folder, tokenizer=tokenizer)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{option} {folder}: {error}") from error
-    names, config = corpus.names, _cached_config(settings)
+    config = _cached_config(settings)
     if config.num_labels != corpus.num_labels:
         raise InputError(
             f"{option} {folder}: its teacher's head has {config.num_labels} outputs, the data "
             f"needs {corpus.num_labels}"
         )
-    if names is not None:
-        names = _order(settings, names, config, corpus.numbered)
-    return cache, about, tokenizer, _in_order_of(names, corpus)
+    return cache, about, tokenizer, in_order_of(_order(settings, corpus, config), corpus)
 
 
 def _cached_config(settings: Pairing) -> Any:

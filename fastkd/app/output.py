@@ -8,6 +8,7 @@ unfinished/   a run in progress: its marker says which, --resume continues it
 import dataclasses
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fastkd.app.saving import (
     foreign,
     free_bytes,
     move_directory,
-    read_json,
+    read_marker,
     recover_directory,
     remove_tree,
     saving,
@@ -56,7 +57,7 @@ class Output:
             self._check_settings()
         else:
             self._refuse_or_clear()
-        complete = None if self.marker else read_json(self.path / "student" / MARKER)
+        complete = None if self.marker else _run_of(self.path / "student")
         #: The report of the complete run that --resume finds, if there is nothing to continue.
         self.done: dict[str, Any] | None = complete if settings.resume else None
 
@@ -65,9 +66,8 @@ class Output:
         for name in RESULTS:
             for parent in (self.path, self.work):
                 recover_directory(parent / name)
-        marker = read_json(self.work / MARKER)
-        result = read_json(self.path / "student" / MARKER)
-        if marker and result and result.get("run") == marker["run"] and not self.student.exists():
+        marker, result = _run_of(self.work), _run_of(self.path / "student")
+        if marker and result and result["run"] == marker["run"] and not self.student.exists():
             self.finish()
 
     def _read_marker(self) -> dict[str, Any] | None:
@@ -75,7 +75,7 @@ class Output:
         if not self.work.exists():
             return None
         path = self.work / MARKER
-        marker = read_json(path)
+        marker = _run_of(self.work)
         half = f".{MARKER}.new"  # the run was killed as it began
         others = [entry for entry in self.work.iterdir() if entry.name != half]
         if marker is None and not path.exists() and others:
@@ -91,22 +91,24 @@ class Output:
 
     def _check_settings(self) -> None:
         """Raise unless the run to resume, or the complete one, was started with these options."""
-        before = self.marker or read_json(self.path / "student" / MARKER)
+        before = self.marker or _run_of(self.path / "student")
         if before is None and (self.path / "student").exists():
             raise InputError(
-                f"--resume: {self.path / 'student'} has no readable {MARKER}; "
+                f"--resume: {self.path / 'student'} has no readable {MARKER} of a run; "
                 "move it away, or give another --out"
             )
         defaults = {field.name: field.default for field in dataclasses.fields(self.settings)}
         defaults["trainer_args"] = {}
-        for name, value in self._described().items() if before else ():
+        if before is None:
+            return
+        for name, value in self._described().items():
             then = before["settings"].get(name, defaults.get(name))
             if then != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with {name} = {then!r}, "
                     f"now it is {value!r}; give the same options, or another --out"
                 )
-        why = damage(self.path / "student") if before and not self.marker else None
+        why = None if self.marker else damage(self.path / "student")
         if why:
             raise InputError(
                 f"--resume: the run in {self.path} is complete but its student is damaged ({why}); "
@@ -220,6 +222,13 @@ class Output:
             if (self.work / name).exists():
                 move_directory(self.work / name, self.path / name)
         remove_tree(self.work)
+
+
+def _run_of(directory: Path) -> dict[str, Any] | None:
+    """What a run of `fastkd distill` says in ``directory``, if it is readable and there."""
+    found = read_marker(directory) or {}
+    kinds = {"run": str, "settings": dict, "fingerprints": dict}
+    return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else None
 
 
 def rows_fingerprint(rows: Rows) -> str:

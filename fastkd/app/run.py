@@ -36,6 +36,7 @@ from fastkd.app.models import (
     be_quiet,
     check_length,
     count,
+    in_order_of,
     layers_of,
     load_cached_teacher,
     load_teacher,
@@ -52,6 +53,7 @@ from fastkd.app.saving import (
     damage,
     locked,
     read_json,
+    read_marker,
     remove_tree,
     replace_directory,
     reseal,
@@ -200,7 +202,7 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         for line in data.describe(corpus):
             display.say(line)
         if out.done is not None:
-            out.begin(corpus_fingerprints(corpus))
+            out.begin(corpus_fingerprints(in_order_of(out.done.get("labels"), corpus)))
             display.say(f"{settings.out}: this run is already complete")
             return out.done
         run = _load(settings, out, corpus, plan, display)
@@ -324,7 +326,8 @@ def assemble(settings: Pairing, run: Run, selected: list[int] | None = None) -> 
     """
     selected = selected or run.cached.get("selected")
     set_seed(settings.seed)
-    student = make_student(settings, run.teacher, run.tokenizer, selected)
+    # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
+    student = make_student(settings, run.teacher, run.tokenizer, selected).float()
     method = make_method(settings.method, settings.options, settings.preset, selected)
     try:
         return Distiller(run.teacher, student, method, gather=settings.gather)
@@ -463,7 +466,7 @@ def _watch(
 
 def _is_complete(directory: Path) -> bool:
     """Whether a finished, sound model of this run lies there."""
-    report = read_json(directory / MARKER)
+    report = read_marker(directory)
     return bool(report and report.get("complete")) and damage(directory) is None
 
 

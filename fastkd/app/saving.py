@@ -94,7 +94,7 @@ def remove_own(directory: Path) -> None:
     """
     for name in _listed(directory):
         (directory / name).unlink(missing_ok=True)
-    if read_json(directory / MARKER) is not None:
+    if read_marker(directory) is not None:
         (directory / MARKER).unlink()
     folders = sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True)
     for folder in (*folders, directory):
@@ -131,8 +131,8 @@ def reseal(directory: Path, content: dict[str, Any]) -> None:
 
 def damage(directory: Path) -> str | None:
     """What is wrong with a sealed directory: one of its files is missing, or isn't what it was."""
-    marker = read_json(directory / MARKER)
-    if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict):
+    marker = read_marker(directory)
+    if marker is None or not isinstance(marker.get("files"), dict):
         there = (directory / MARKER).exists()
         return f"{MARKER} is damaged" if there else f"it has no {MARKER}, so it was cut off"
     for name, digest in marker["files"].items():
@@ -151,9 +151,13 @@ def foreign(directory: Path) -> list[str]:
 
 
 def _listed(directory: Path) -> dict[str, str]:
-    """What the marker of ``directory`` lists, as far as it can be read."""
-    marker = read_json(directory / MARKER)
-    return marker.get("files", {}) if isinstance(marker, dict) else {}
+    """What the marker of ``directory`` lists in it, as far as it can be read."""
+    files = (read_marker(directory) or {}).get("files")
+    if not isinstance(files, dict):
+        return {}
+    paths = {name: Path(name) for name in files}
+    within = [n for n, path in paths.items() if not path.is_absolute() and ".." not in path.parts]
+    return {name: files[name] for name in within}
 
 
 def _files(directory: Path) -> Iterator[str]:
@@ -264,6 +268,12 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def read_marker(directory: Path) -> dict[str, Any] | None:
+    """What the marker of ``directory`` says, or None if it is missing, cut off or not ours."""
+    found = read_json(directory / MARKER)
+    return found if isinstance(found, dict) else None
 
 
 @contextlib.contextmanager

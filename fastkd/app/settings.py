@@ -115,8 +115,10 @@ class Source(ColumnOptions):
             raise InputError(
                 f"{files[0]} and {hub[0]} exclude each other: give files or a hub name"
             )
-        if self.data_config is not None and self.data is None:
-            raise InputError("--data-config belongs to --data")
+        if self.task is not None and self.data is not None:
+            raise InputError("--task and --data exclude each other")
+        if self.data_config is not None and (self.data is None or self.data in TASKS):
+            raise InputError("--data-config belongs to --data, a data set that is no GLUE task")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,18 @@ from fastkd._extras import require
 from fastkd.app.data import file_columns, read_file, to_classes, to_reals, unlabelled
 from fastkd.app.display import format_scores, say
 from fastkd.app.errors import InputError, RunFailed, nearest
+from fastkd.app.files import check_file, first_row
 from fastkd.app.models import be_quiet, class_names, load_classifier, longest
+from fastkd.app.options import given
 from fastkd.app.plan import Plan, choose_device
 from fastkd.app.rows import Encoder, Rows
-from fastkd.app.saving import MARKER, check_new_file, read_json, write_file
+from fastkd.app.saving import check_new_file, read_marker, write_file
 from fastkd.app.score import evaluate as score
 from fastkd.app.score import predict as logits_of
-from fastkd.app.settings import EvaluateSettings, UseSettings
-from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
+from fastkd.app.settings import EvaluateSettings, Source, UseSettings
+from fastkd.app.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS, Columns
+
+COLUMNS = ("task", "text_column", "text_pair_column", "label_column")
 
 
 class Use:
@@ -36,8 +40,8 @@ class Use:
         if settings.out is not None and settings.out.suffix not in FORMATS:
             raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
         self.settings = settings
-        # What --max-length and the columns were, if fastkd has trained it.
-        self.trained = (read_json(Path(settings.model) / MARKER) or {}).get("settings", {})
+        #: What --max-length and the columns were, if fastkd has trained it.
+        self.trained = _training_of(settings.model)
         device = choose_device(settings.device, settings.precision)
         self.plan = Plan(
             batch_size=settings.batch_size, precision=settings.precision, device=device
@@ -48,16 +52,37 @@ class Use:
 
     def read(self, labelled: bool) -> Rows:
         """The rows of --data."""
-        settings = self.settings
-        task = TASKS[settings.task] if settings.task else None
-        columns = file_columns(settings, task, settings.data, labelled)
-        rows = read_file(settings.data, columns, "--data")
+        rows = read_file(self.settings.data, self._columns(labelled), "--data")
         return rows if labelled else unlabelled(rows, regression=self.names is None)
+
+    def _columns(self, labelled: bool) -> Columns:
+        """Those that are given, or else those of its training where the file has them.
+
+        Raises:
+            InputError: it was trained on pairs of texts, and there is no second one.
+        """
+        settings, path = self.settings, self.settings.data
+        check_file(path, "--data")
+        then: dict[str, Any] = {name: self.trained.get(name) for name in COLUMNS}
+        known = Source(train=path, **then)
+        trained = file_columns(known, TASKS.get(known.task or ""), path, labelled)
+        if not given(settings, *COLUMNS, "no_header") and trained.header:
+            names = {trained.text, trained.pair, trained.label} - {None}
+            if names <= set(first_row(path)):
+                return trained
+        task = TASKS[settings.task] if settings.task else None
+        columns = file_columns(settings, task, path, labelled)
+        if trained.pair is not None and columns.pair is None:
+            raise InputError(
+                f"--model {settings.model} was trained on pairs of texts; --text-pair-column says "
+                f"where the second is in {path}"
+            )
+        return columns
 
     def logits(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """(rows, classes), or (rows, 1) of a model that predicts a number; and the labels."""
         limit = longest(self.tokenizer, self.model)
-        length = self.settings.max_length or min(limit, self.trained.get("max_length", limit))
+        length = self.settings.max_length or min(limit, self.trained.get("max_length") or limit)
         if length > limit:
             raise InputError(f"--max-length {length}: the model reads at most {limit}")
         encoded = Encoder(self.tokenizer, length)(rows)
@@ -68,6 +93,21 @@ class Use:
         if not np.isfinite(found[0]).all():
             raise RunFailed(f"--model {self.settings.model}: its outputs are not finite")
         return found
+
+
+def _training_of(model: str) -> dict[str, Any]:
+    """Length and columns of the training of a model, as far as its marker can be read."""
+    settings = (read_marker(Path(model).expanduser()) or {}).get("settings")
+    if not isinstance(settings, dict):
+        return {}
+    found = {name: x for name in (*COLUMNS, "data") if isinstance(x := settings.get(name), str)}
+    tasks = (found.pop("task", None), found.pop("data", None))
+    length = settings.get("max_length")
+    return {
+        **found,
+        "task": next((name for name in tasks if name in TASKS), None),
+        "max_length": length if isinstance(length, int) and length >= 4 else None,
+    }
 
 
 class OnnxModel(torch.nn.Module):

@@ -257,6 +257,33 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
     assert labels_of("tuned", "bad", "good", finetune_teacher=1) == {"0": "bad", "1": "good"}
 
 
+def test_a_head_that_names_the_classes_gives_their_order(distill, tmp_path):
+    """1 and -1 meant the same, and were swapped."""
+    names = {0: "1", 1: "-1"}
+    head = make_teacher(tmp_path / "head", id2label=names, label2id={"1": 0, "-1": 1})
+    rows = write_tsv(tmp_path / "rows.tsv", label=lambda y: (-1, 1)[y])
+    options = {"teacher": head, "train": rows, "eval": rows}
+    distill(**options)
+    assert report_of(tmp_path / "out")["labels"] == ["1", "-1"]
+    # The data have another order, and are the same ones.
+    assert "already complete" in distill("--resume", **options)
+    other = write_tsv(tmp_path / "other.tsv", seed=3, label=lambda y: (-1, 1)[y])
+    rows.write_text(other.read_text())
+    assert "other training rows" in distill("--resume", expect=2, **options)
+
+
+def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path):
+    """bfloat16 loses steps as small as those of distillation, without a word."""
+    head = make_teacher(tmp_path / "head")
+    model = AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
+    model.save_pretrained(head)
+    distill(teacher=head)
+    distill(teacher=head, student=head, finetune_teacher=0.2, out=tmp_path / "tuned")
+    for model in ("out/student", "tuned/student", "tuned/teacher"):
+        weights = load_file(tmp_path / model / "model.safetensors").values()
+        assert {weight.dtype for weight in weights} == {torch.float32}, model
+
+
 def test_a_left_over_problem_type_does_not_matter(distill, tmp_path):
     distill()
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
@@ -494,6 +521,30 @@ def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
     error = distill(trainer_args=file, expect=2)
     assert said in error and f"--trainer-args {file}" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_no_option_is_forgotten(distill, files, tmp_path):
+    assert "--eval is given twice" in distill("--eval", files[1], expect=2)
+    hub = {"train": None, "eval": None, "task": "sst2"}
+    assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    error = distill(train=real, eval=real, finetune_teacher=1, label_order="a,b", expect=2)
+    assert "--label-order is about classes" in error
+
+
+@pytest.mark.parametrize("where", ["student", "unfinished"])
+def test_a_marker_of_something_else(distill, tmp_path, where):
+    folder = tmp_path / "out" / where
+    folder.mkdir(parents=True)
+    for marker in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
+        (folder / MARKER).write_text(marker)
+        error = distill("--resume", expect=2)
+        assert f"{folder}" in error and MARKER in error
+    # Only what lies below a marker is its own.
+    (tmp_path / "mine").write_text("")
+    (folder / MARKER).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
+    saving.remove_own(folder)
+    assert (tmp_path / "mine").exists() and not folder.exists()
 
 
 def test_bad_rows_are_named_before_any_work(distill, tmp_path):

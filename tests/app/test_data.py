@@ -6,10 +6,11 @@ import datasets
 import numpy as np
 import pytest
 
-from fastkd.app.data import load
+from fastkd.app.data import describe, load, read_file, to_classes
 from fastkd.app.errors import InputError
 from fastkd.app.score import evaluate
 from fastkd.app.settings import Source
+from fastkd.app.tasks import Columns
 
 
 def write(path, text):
@@ -125,6 +126,33 @@ def test_labels_become_ids(tmp_path):
     assert names("1", "2", labels="numbers") is None
     assert names("0.5", "1.5", labels="classes") == ["0.5", "1.5"]
     assert names("nan", "inf", "inf", labels="classes") == ["inf", "nan"]
+
+    assert names("2", "1", "01") == ["01", "1", "2"]  # in the same order in every process
+
+
+def test_labels_are_classes_of_a_finished_model(tmp_path):
+    """-1 was taken for 1, 1.0 for 10 and C++ for C: marks were left out."""
+
+    def ids(names, *labels):
+        text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
+        path = write(tmp_path / "rows.tsv", text)
+        return to_classes(read_file(path, Columns("text"), "--data"), names).labels.tolist()
+
+    assert ids(["0", "1"], "1.0", "00") == [1, 0]
+    assert ids(["1", "-1"], "-1", "1", "+1") == [1, 0, 0]
+    assert ids([str(i) for i in range(11)], "1.0", "10") == [1, 10]
+    assert ids(["not_entailment", "entailment"], "Not-Entailment", "entails") == [0, 1]
+    assert ids(["C", "c", "C++"], "c", "C", "C++") == [1, 0, 2]
+    assert ids(["+", "-"], "-", "+") == [1, 0]
+    for names, label in ((["0", "1"], "-1"), (["C", "c"], "C++"), (["+", "-"], "++")):
+        with pytest.raises(InputError, match=r"row 2: label .* is no class of the model"):
+            ids(names, label)
+
+
+def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
+    text = "text\tlabel\n" + "".join(f"x\tname {i}\n" for i in range(900))
+    lines = [*describe(load(Source(**files(tmp_path, text))))]
+    assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
 
 
 def test_json_labels_of_every_type(tmp_path):

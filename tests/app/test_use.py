@@ -2,11 +2,20 @@
 
 import gzip
 import json
+import shutil
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+    pipeline,
+)
 
 from fastkd.distill import METHODS
 from tests.tiny import make_teacher, run, sentences, write_tsv
@@ -248,6 +257,57 @@ def test_rows_without_header_need_no_label_to_be_predicted(folder, tmp_path):
     words = ("--model", folder / "out" / "student", "--data", path, "--no-header")
     assert len(run("predict", *words, "--text-column", "1").splitlines()) == 3
     assert "--label-column" in run("evaluate", *words, "--text-column", "1", expect=2)
+
+
+def test_columns_are_those_of_the_training(folder, tmp_path):
+    """A student of pairs was scored on their first texts alone, without a word."""
+    pairs = tmp_path / "pairs.tsv"
+    lines = [f"{text}\tthe film\t{label}" for text, label in rows_of(folder / "dev.tsv")]
+    pairs.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
+    columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
+    run("distill", teacher=folder / "out" / "teacher", train=pairs, eval=pairs, epochs=1,
+        out=tmp_path / "out", max_length=16, device="cpu", **columns)  # fmt: skip
+    student = tmp_path / "out" / "student"
+    expected = json.loads((student / "fastkd.json").read_text())["student"]["accuracy"]
+    assert f"accuracy {expected:.4g}" in run("evaluate", model=student, data=pairs)
+    words = {"model": student, "text_column": "one", "label_column": "class"}
+    said = "was trained on pairs of texts; --text-pair-column"
+    assert said in run("evaluate", data=pairs, expect=2, **words)
+    assert said in run("predict", data=folder / "dev.tsv", model=student, expect=2)
+    assert "two are compared" in run("predict", data=folder / "more.txt", model=student, expect=2)
+    run("predict", data=folder / "dev.tsv", model=folder / "out" / "student")
+
+
+@pytest.mark.parametrize("marker", ["[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'])
+def test_a_marker_that_says_nothing_is_none(folder, tmp_path, marker):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    (model / "fastkd.json").write_text(marker)
+    assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+
+
+def test_positions_that_begin_behind_the_padding(folder, tmp_path):
+    """RoBERTa reads two tokens fewer than its configuration has positions."""
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    config = RobertaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1,
+                           num_attention_heads=2, intermediate_size=32,
+                           max_position_embeddings=20, pad_token_id=0)  # fmt: skip
+    RobertaForSequenceClassification(config).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
+    tokenizer.save_pretrained(model)
+    data = tmp_path / "long.txt"
+    data.write_text("good film " * 20)
+    words = {"model": model, "data": data}
+    assert "the model reads at most 19" in run("predict", max_length=20, expect=2, **words)
+    assert run("predict", **words) == run("predict", max_length=19, **words)
+
+
+def test_a_model_without_a_longest_text(folder, tmp_path):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    config = XLNetConfig(vocab_size=17, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    XLNetForSequenceClassification(config).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
+    tokenizer.save_pretrained(model)
+    assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
 
 
 def test_a_student_that_predicts_numbers(tmp_path):
