@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, operator
+from fastkd.kernels.launch import cdiv, next_power_of_2, operator
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
 from fastkd.kernels.relation_rows import (
@@ -44,6 +44,16 @@ from fastkd.kernels.relation_rows import (
     same_layout,
 )
 from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
+
+MOST_COLUMNS_AT_ONCE = 4096  # of the rows that a program of the backward pass keeps in registers
+
+
+@triton.jit
+def _row_tiles(x_rows, dx_rows, real, d, D):
+    """Both as float32, 0 at padding."""
+    inside = real[:, None] & (d < D)
+    x = tl.load(x_rows + d, mask=inside, other=0.0).to(tl.float32)
+    return x, tl.load(dx_rows + d, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "N"])
@@ -60,6 +70,7 @@ def relation_project_kernel(
     stride_x_n,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    WHOLE: tl.constexpr,  # a block holds whole rows, which are read once
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -71,28 +82,31 @@ def relation_project_kernel(
     real = in_rows
     if HAS_MASK:
         real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
-    start_x = (row // N) * stride_x_b + (row % N) * stride_x_n
-    start_dx = (layer * rows + row) * D
-    products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)[None, :]
-        inside = real[:, None] & (d < D)
-        x = tl.load(x_ptr + start_x[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-        dx = tl.load(dx_ptr + start_dx[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-        products += dx * x
-        squares += x * x
+    x_rows = x_ptr + ((row // N) * stride_x_b + (row % N) * stride_x_n)[:, None]
+    start = ((layer * rows + row) * D)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if WHOLE:
+        x, dx = _row_tiles(x_rows, dx_ptr + start, real, d, D)
+        products, squares = dx * x, x * x
+    else:
+        products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        for first in range(0, D, BLOCK_D):
+            x, dx = _row_tiles(x_rows, dx_ptr + start, real, first + d, D)
+            products += dx * x
+            squares += x * x
     norm = tl.sqrt_rn(tl.sum(squares, axis=1))
     scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
-    along = tl.where(norm < SMALLEST_NORM, 0.0, tl.sum(products, axis=1) * scale)
+    along = tl.where(norm < SMALLEST_NORM, 0.0, tl.sum(products, axis=1) * scale)[:, None]
     factor = tl.load(factor_ptr).to(tl.float32)
-    for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)[None, :]
-        inside = real[:, None] & (d < D)
-        x = tl.load(x_ptr + start_x[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-        dx = tl.load(dx_ptr + start_dx[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-        dx = (dx - along[:, None] * (x * scale[:, None])) * factor
-        tl.store(out_ptr + start_dx[:, None] + d, dx, mask=in_rows[:, None] & (d < D))
+    if WHOLE:
+        dx = (dx - along * (x * scale[:, None])) * factor
+        tl.store(out_ptr + start + d, dx, mask=in_rows[:, None] & (d < D))
+    else:
+        for first in range(0, D, BLOCK_D):
+            x, dx = _row_tiles(x_rows, dx_ptr + start, real, first + d, D)
+            dx = (dx - along * (x * scale[:, None])) * factor
+            tl.store(out_ptr + start + first + d, dx, mask=in_rows[:, None] & (first + d < D))
 
 
 def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
@@ -158,7 +172,9 @@ def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: T
         students = same_layout(students)
         if mask is not None:
             mask = mask.contiguous().view(torch.uint8)
-        block_r, block_d = 16, 128
+        whole = size <= MOST_COLUMNS_AT_ONCE
+        block_d = max(next_power_of_2(size), 128) if whole else 128
+        block_r = max(2048 // block_d, 1)  # 32 elements a thread
         relation_project_kernel[(cdiv(B * N, block_r), layers)](
             dx,
             padded(students),
@@ -171,8 +187,9 @@ def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: T
             *students[0].stride()[:2],
             SLOTS=slots(layers),
             HAS_MASK=mask is not None,
+            WHOLE=whole,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
-            num_warps=8,
+            num_warps=block_r * block_d // 1024,
         )
     return out if size == D else out[..., :D].contiguous()

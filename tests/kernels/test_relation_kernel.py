@@ -55,6 +55,17 @@ def test_more_layers_than_a_launch_takes(device):
     assert_alike(*(results(FCDLoss(backend=b), students, teachers) for b in ("triton", "torch")))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("D", [200, 4096, 4100])
+def test_rows_of_many_features(device, D, masked):
+    """A program of the backward pass holds rows of up to 4,096 features, longer ones in parts."""
+    student = torch.randn(2, 5, D, device=device, requires_grad=True)
+    teacher = torch.randn(2, 5, 7, device=device)
+    mask = torch.tensor([[1, 1, 1, 0, 1], [0, 1, 1, 0, 1]], device=device) if masked else None
+    found = [results(FCDLoss(backend=b), [student], [teacher], mask) for b in ("triton", "torch")]
+    assert_alike(*found)
+
+
 def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monkeypatch):
     """160 tokens of 4 features, 3 samples: tokens on the D×D side, samples by the kernels."""
     monkeypatch.setattr("fastkd.relation.use_triton", lambda *arguments, **facts: True)

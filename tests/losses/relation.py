@@ -143,6 +143,12 @@ def calls() -> Calls:
                     {"backend": "triton"},
                     precision,
                 )
+    # Rows that a program of the backward pass holds as they are, and ones too long for that.
+    widths = (256, 512, 1024, 2048, 4096, 4112)
+    for D, dtype, masked, layers in itertools.product(widths, HALF_AND_FULL, BOTH, LAYERS):
+        yield Call(
+            fastkd.FCDLoss, pair(2, 16, D, dtype, layers, True, masked), {"backend": "triton"}
+        )
     for learning in BOTH:
         inputs = pair(32, 128, 768, torch.bfloat16, MANY_LAYERS, learning, True)
         yield Call(fastkd.FCDLoss, inputs, {})
