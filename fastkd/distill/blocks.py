@@ -123,8 +123,8 @@ class BlocksBackbone(Backbone):
         return self.inner.get_submodule(self.model.embeddings)
 
     @property
-    def problem(self) -> str | None:
-        return "regression" if self.model.regression else None
+    def problem(self) -> str | None:  # type: ignore[override]
+        return "regression" if self.model.regression else self.taught_problem
 
     def last_hidden(self, output: Any) -> Tensor:
         last: Tensor = output if isinstance(output, Tensor) else output[0]

@@ -16,17 +16,17 @@ from fastkd._extras import require
 from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Model, placed_for
 from fastkd.distill.method import Method
-from fastkd.distill.step import Outputs, pooled_rows
+from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
 
 if TYPE_CHECKING:
     from fastkd.distill.distiller import Distiller, Part
 
-FORMAT = 1
+FORMAT = 2
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
-    "sentence_last",
+    "sentence_last", "problem",
 )  # fmt: skip
 
 
@@ -429,7 +429,9 @@ def _placed(rows: Tensor, mask: Tensor) -> Tensor:
 
 
 def _facts(distiller: "Distiller") -> dict[str, Any]:
-    return {name: getattr(distiller._teacher_backbone, name) for name in FACTS}
+    facts = {name: getattr(distiller._teacher_backbone, name) for name in FACTS}
+    kept = (REGRESSION, MULTI_LABEL)  # of classes transformers notes it when it first sees labels
+    return {**facts, "problem": facts["problem"] if facts["problem"] in kept else None}
 
 
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -47,6 +47,8 @@ class Model:
     output_size: int | None
     per_token: bool
     sentence_last: bool
+    #: transformers' ``problem_type``, None where neither the model nor its configuration says.
+    problem: str | None = None
 
     def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The token that the classification head reads, (B, D) of (B, N, D).
@@ -74,6 +76,8 @@ class Backbone(Model):
 
     #: Whether the model can return its hidden states.
     shows_states = True
+    #: The teacher's problem, where logits are compared and the student doesn't say its own.
+    taught_problem: str | None = None
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -95,6 +99,8 @@ class Backbone(Model):
         vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
         #: Labels or vocabulary entries that the head tells apart, where it says so.
         self.output_size = _rows(vocabulary_head) if vocabulary_head else config.num_labels
+        if _is_a(inner, "ForMultipleChoice"):
+            self.output_size = None  # a logit for each choice
         #: Whether the head predicts something for each token.
         self.per_token = bool(vocabulary_head) or _is_a(inner, "ForTokenClassification")
         self.num_layers = int(config.num_hidden_layers)
@@ -139,7 +145,7 @@ class Backbone(Model):
         return next(self.inner.parameters()).dtype
 
     @property
-    def problem(self) -> str | None:
+    def problem(self) -> str | None:  # type: ignore[override]
         """transformers' ``problem_type``; one label means regression when it isn't set.
 
         Heads for tokens, answers and choices don't ask for it, whatever the configuration says.
@@ -149,7 +155,7 @@ class Backbone(Model):
         problem = getattr(self.config, "problem_type", None)
         if problem is None and self.has_head and self.config.num_labels == 1:
             return "regression"
-        return problem
+        return problem or self.taught_problem
 
     def takes(self, argument: str) -> bool:
         """Whether the model, or its base model, has an argument of this name, not only **kwargs."""
@@ -197,6 +203,8 @@ class Backbone(Model):
         inputs = dict(batch)
         if wanted.attentions:
             inputs["output_attentions"] = True
+        if wanted.attentions or wanted.qkv:
+            self._check_checkpointing()
         with capture_qkv(self, wanted.qkv) as qkv:
             output, hidden = self._observe_layers(inputs, set(wanted.layers))
         attentions = {}
@@ -229,6 +237,7 @@ class Backbone(Model):
             self._replaced.clear()
         if not wanted:
             return self.run(inputs), {}
+        self._check_checkpointing()
         # Keeps every layer, and works wherever transformers itself can give them.
         output = self.run({**inputs, "output_hidden_states": True})
         states = getattr(output, "hidden_states", None)
@@ -239,6 +248,20 @@ class Backbone(Model):
             )
         output.hidden_states = None
         return output, {layer: states[layer] for layer in wanted}
+
+    def _check_checkpointing(self) -> None:
+        """Raise where what is kept inside the blocks would have no gradient."""
+        if not torch.is_grad_enabled() or not self.inner.training:
+            return
+        for module in self.inner.modules():
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            options = getattr(function, "keywords", {})
+            if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
+                raise ValueError(
+                    "activations are checkpointed with use_reentrant=True, which hides the inside "
+                    f"of the blocks of the {self._name} ({self.class_name}) from the backward "
+                    "pass; pass use_reentrant=False"
+                )
 
     def check_eager(self, method: str) -> None:
         """Raise unless the model computes attention maps that can be kept."""

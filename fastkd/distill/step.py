@@ -307,7 +307,7 @@ class Step:
     @property
     def regression(self) -> bool:
         """Whether the head predicts numbers: losses on logits are then squared errors."""
-        return self.student_model.problem == "regression"
+        return self.student_model.problem == REGRESSION
 
     @property
     def multi_label(self) -> bool:
@@ -421,6 +421,8 @@ class Step:
             return self.mean(errors.sum(), known.sum())
         if self.multi_label:
             known = ~labels.isnan() & (labels != IGNORED)
+            if labels.shape != logits.shape:
+                raise _misfit(labels, logits)
             targets = labels.to(working_dtype(logits)).masked_fill(~known, 0)
             total = F.binary_cross_entropy_with_logits(
                 upcast(logits), targets, known.to(targets.dtype), reduction="sum"
@@ -496,14 +498,24 @@ class Step:
         return labels != IGNORED, labels
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
+        model = self.student_model if side == "student" else self.teacher_model
         if outputs.logits is None:
-            model = self.student_model if side == "student" else self.teacher_model
             given = ", ".join(outputs.names) or "a tuple"
             raise ValueError(
                 f"the {term} term needs logits, but the {side} ({model.class_name}) "
                 f"returns {given}; give it a head, or set the term's weight to 0"
             )
-        return outputs.logits
+        logits, size = outputs.logits, model.output_size
+        if (
+            isinstance(logits, Tensor)
+            and logits.dim() != 3
+            and size not in (None, logits.shape[-1])
+        ):
+            raise ValueError(
+                f"the {term} term needs logits of {size} labels, last of their dimensions, but "
+                f"those of the {side} ({model.class_name}) are {tuple(logits.shape)}"
+            )
+        return logits
 
     def _needed_labels(self, method: str) -> Tensor | tuple[Tensor, Tensor]:
         if self.labels is None:
@@ -538,7 +550,7 @@ def _without_padding(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill(~mask, -3e4)  # far below any logit, and finite in float16
 
 
-MULTI_LABEL = "multi_label_classification"
+REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 
 
 def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
@@ -561,6 +573,14 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
         raise ValueError(
             f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
             f"entries and the teacher {sizes[1]}"
+        )
+    if student.problem is None and teacher.problem in (REGRESSION, MULTI_LABEL):
+        student.taught_problem = teacher.problem
+    problems = {model.problem for model in (student, teacher)} - {None}
+    if len(problems) > 1 and problems & {REGRESSION, MULTI_LABEL}:
+        raise ValueError(
+            f"{method} compares logits, but the student's problem_type is {student.problem} and "
+            f"the teacher's {teacher.problem}; set that of their configurations"
         )
     ours, theirs = (_class_names(model) for model in (student, teacher))
     if ours != theirs and sorted(ours) == sorted(theirs):

@@ -13,6 +13,7 @@ from fastkd.distill import (
     LRCBERT,
     LRKD,
     METHODS,
+    AttentionMSE,
     Distiller,
     IntraClassKNN,
     SoftTargets,
@@ -26,6 +27,7 @@ from tests.distill.models import (
     batch,
     batch_for,
     classifier,
+    eager,
     gradients_of,
     model,
     pair,
@@ -372,6 +374,35 @@ def out_of(model, data):
         return model.eval()(**{name: data[name] for name in names})
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_student_predicts_what_its_teacher_does(cached, tmp_path):
+    """Labels say whether several are right; rows without labels can't."""
+    teacher, student = classifier("bert"), classifier("bert", layers=2)
+    teacher.config.problem_type = "multi_label_classification"
+    data = batch()
+    distiller = Distiller(teacher, student, SoftTargets(alpha=1.0, temperature=1.0))
+    if cached:
+        cache = distiller.cache_teacher([data], tmp_path)
+        distiller = Distiller(cache, student, SoftTargets(alpha=1.0, temperature=1.0))
+    del data["labels"]
+    soft = distiller.eval()(**data).terms["soft"]
+    p, z = out_of(teacher, data).logits.sigmoid(), out_of(student, data).logits
+    entropy = F.binary_cross_entropy(p, p)
+    torch.testing.assert_close(soft, F.binary_cross_entropy_with_logits(z, p) - entropy)
+
+    with pytest.raises(ValueError, match=r"labels have shape \(6,\) but"):
+        Distiller(teacher, student, SoftTargets())(**data, labels=torch.zeros(6))
+    student.config.problem_type = "regression"
+    with pytest.raises(ValueError, match="problem_type is regression and the teacher's multi_lab"):
+        Distiller(teacher, student, SoftTargets())
+
+
+def test_logits_whose_last_dimension_is_no_label_are_refused():
+    teacher, student = pair("electra", head=t.ElectraForPreTraining)  # a logit for each token
+    with pytest.raises(ValueError, match=r"soft term needs logits of 2 labels.* \(6, 10\)"):
+        Distiller(teacher, student, SoftTargets(alpha=1.0))(**batch())
+
+
 def test_multiple_choice_compares_the_choices_of_a_question():
     teacher, student = pair("bert", head=t.BertForMultipleChoice)
     ids = torch.randint(5, 60, (3, 4, 7))
@@ -678,6 +709,14 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         distiller.gradient_checkpointing_enable()
         torch.manual_seed(5)
         torch.testing.assert_close(step(distiller, data)[1], plain, atol=1e-5, rtol=1e-4)
+
+
+def test_checkpoints_that_hide_attention_maps_are_refused():
+    distiller = Distiller(*eager(pair("bert")), AttentionMSE())
+    distiller.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=True, which hides the inside"):
+        distiller(**batch())
+    assert distiller.eval()(**batch()).terms["maps"] > 0
 
 
 def test_backward_twice_and_upstream_gradient():
