@@ -6,6 +6,7 @@ from typing import Any
 from fastkd._extras import require
 
 CARD = "README.md"
+FILES = {"evaluation": "evals", "test": "test"}  # the options that may name what was scored
 TEXT = """---
 {data}
 ---
@@ -21,7 +22,7 @@ A student of {layers} layers and {parameters:,} parameters, made by fastkd {vers
 | teacher | {teacher_scores} |
 | student | {student_scores} |
 
-Trained on {rows}. {labels}
+Rows: {rows}. {labels}
 
 ```python
 from transformers import pipeline
@@ -41,7 +42,8 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     teacher = settings["teacher"] or settings.get("teacher_cache")
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
-    dataset = settings["task"] or settings["data"] or Path(settings["train"]).name
+    hub_name = settings["task"] or settings["data"]
+    files = {kind: Path(settings[name] or ".").name for kind, name in FILES.items()}
     data = hub.ModelCardData(
         library_name="transformers",
         pipeline_tag="text-classification",
@@ -51,8 +53,8 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         eval_results=[
             hub.EvalResult(
                 task_type="text-classification",
-                dataset_type=dataset,
-                dataset_name=dataset,
+                dataset_type=files[kind] or hub_name,
+                dataset_name=files[kind] or hub_name,
                 dataset_split=kind,
                 metric_type=name,
                 metric_value=sets[kind]["student"][name],
@@ -79,7 +81,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         rules="---:|" * (len(columns) - 1) + "---:",
         teacher_scores=scores["teacher"],
         student_scores=scores["student"],
-        rows=", ".join(f"{number} {kind} rows" for kind, number in report["rows"].items()),
+        rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
         labels=f"Classes: {', '.join(names)}." if names else "It predicts a number.",
         directory=Path(directory).name,
     )

@@ -1,13 +1,16 @@
 """Is it the same step? The gradient of one batch, taken in every other way that promises it."""
 
+import contextlib
 import copy
 import functools
 import io
+import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +34,20 @@ TOLERANCE = 1e-12
 ROUNDING = 1e-6  # of models that compute parts of themselves in float32, whatever their dtype
 
 Gradients = dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Graph breaks and transformers' new names are no news of this table."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 class Comparison(NamedTuple):
@@ -306,7 +323,8 @@ class _Step:
         if not getattr(self.distiller.student, "supports_gradient_checkpointing", False):
             raise _CannotDo("the student doesn't support it")
         twin = copy.deepcopy(self.distiller)
-        twin.gradient_checkpointing_enable()
+        with _quiet():
+            twin.gradient_checkpointing_enable()
         return self.gradients(twin, [self.batch])
 
     def reloaded(self) -> Gradients:
@@ -344,7 +362,8 @@ class _Step:
             raise _CannotDo("the method moves the embeddings inside the student")
         twin = copy.deepcopy(self.distiller)
         try:
-            torch.compile(twin, backend=backend)(**self.batch).loss.backward()
+            with _quiet():
+                torch.compile(twin, backend=backend)(**self.batch).loss.backward()
         except torch._dynamo.exc.TorchDynamoException as error:
             raise _CannotDo(f"torch.compile fails: {str(error).splitlines()[0]}") from error
         return _gradients(twin)

@@ -109,12 +109,13 @@ def test_onnx_gives_the_same_score(folder, report):
 def test_card_and_report(folder, report):
     card = ModelCard.load(folder / "out" / "student" / "README.md")
     assert card.data.library_name == "transformers"
+    assert {r.dataset_name for r in card.data.eval_results} == {"dev.tsv", "test.tsv"}
     values = {(r.dataset_split, r.metric_type): r.metric_value for r in card.data.eval_results}
     assert values["evaluation", "accuracy"] == report["student"]["accuracy"]
     assert values["test", "accuracy"] == report["test"]["student"]["accuracy"]
     for part in (
         "the method `soft_targets` from the teacher",
-        "40 train rows, 20 eval rows",
+        "Rows: 40 train, 20 eval, 30 test, 24 unlabelled.",
         "neg, pos",
         "pipeline(",
     ):
