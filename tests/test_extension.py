@@ -115,9 +115,15 @@ def test_no_lane_of_a_gpu_races_another(tmp_path):
         built = subprocess.run([*command, "-o", "races"], cwd=folder, capture_output=True)
         if built.returncode:
             pytest.skip("the compiler has no ThreadSanitizer")
-        run = subprocess.run(["./races"], cwd=folder, capture_output=True, text=True, timeout=120)
-        if "FATAL: ThreadSanitizer" in run.stderr:
-            pytest.skip("ThreadSanitizer can't run here")
+        # Threads that share a core may happen to take turns where the barrier is missing.
+        for _ in range(1 if barrier is None else 30):
+            run = subprocess.run(
+                ["./races"], cwd=folder, capture_output=True, text=True, timeout=120
+            )
+            if "FATAL: ThreadSanitizer" in run.stderr:
+                pytest.skip("ThreadSanitizer can't run here")
+            if "data race" in run.stderr:
+                break
         assert barrier is not None or not run.stdout, run.stdout
         assert ("data race" in run.stderr) == (barrier is not None), run.stderr
 
