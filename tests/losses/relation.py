@@ -24,16 +24,25 @@ from tests.calls import (
 from tests.draw import Case, Draw, by_norm
 from tests.subject import Subject, of_module
 
+# The kernels take a float32 unit row as two float16 numbers times 4096. The second is a multiple of
+# 2⁻²⁴: so many roundings of 1 is what rows too short to be of unit length are rounded by.
+SPACING = 2**-24 / 4096 / torch.finfo(torch.float32).eps
 
-def relation(student, teacher, mask, over, normalize, distance, temperature, eps) -> Tensor:
-    """FCD, eqs. 3-9: one relation a sample, or a token position, over its real members only."""
+
+def relation(
+    student, teacher, mask, over, normalize, distance, temperature, eps, spacing=0.0
+) -> Tensor:
+    """FCD, eqs. 3-9: one relation a sample, or a token position, over its real members only.
+
+    ``spacing``: of the entries of unit rows, in roundings of 1.
+    """
     if over == "samples":
         student, teacher, mask = student.transpose(0, 1), teacher.transpose(0, 1), mask.mT
     losses = []
     for s, t, real in zip(student, teacher, mask, strict=True):
         if int(real.sum()) < 2:
             continue
-        R_s, R_t = (_relation(x[real], normalize) for x in (s, t))
+        R_s, R_t = (_relation(x[real], normalize, spacing) for x in (s, t))
         if distance == "pearson":
             X, Y = R_s - R_s.mean(), R_t - R_t.mean()
             losses.append(1 - (X * Y).sum() / (oracles.norm(X) * oracles.norm(Y) + eps))
@@ -45,10 +54,11 @@ def relation(student, teacher, mask, over, normalize, distance, temperature, eps
     return torch.stack(losses).mean() if losses else student.sum() * 0
 
 
-def _relation(x: Tensor, normalize: str) -> Tensor:
+def _relation(x: Tensor, normalize: str, spacing: float) -> Tensor:
     if normalize == "l2":
         x = x / oracles.norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
         x = oracles.rounded(x, len(x), 1)
+        x = x + spacing * (oracles.rounded(torch.ones_like(x), *x.shape) - 1)
     elif normalize == "layer_norm":
         centred = x - x.mean(-1, keepdim=True)
         x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -77,7 +87,9 @@ def random_relation(draw: Draw) -> Case:
         lambda student, teacher, mask: fastkd.relation_loss(
             student, teacher, mask, backend=draw.backend, **options
         ),
-        lambda student, teacher: relation(student, teacher, mask, **options),
+        lambda student, teacher: relation(
+            student, teacher, mask, **options, spacing=SPACING if kernels else 0.0
+        ),
         {"student": student},
         {"teacher": teacher},
         {"mask": draw.mask_argument(mask)},
