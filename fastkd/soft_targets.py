@@ -76,7 +76,8 @@ def soft_target_loss_ref(
     else:
         gap = (p_t - p_s).detach().abs()
         ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
-        in_head = ranked.cumsum(-1) <= HEAD_MASS
+        mass = _mass(ranked)
+        in_head = mass <= HEAD_MASS * mass[..., -1:]
         in_head[..., 0] = True
         gap = gap.gather(-1, order)
         g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
@@ -90,6 +91,11 @@ def soft_target_loss_ref(
     if reduction == "sum":
         return loss.sum()
     return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
+
+
+def _mass(ranked: Tensor) -> Tensor:
+    """What descending probabilities add up to, by the first: half of equal ones is half of it."""
+    return (ranked / ranked[..., :1]).cumsum(-1)
 
 
 def _kl_ref(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -432,7 +438,8 @@ def _head_share(p_s: Tensor, p_t: Tensor) -> Tensor:
     gap = (p_t - p_s).abs_()
     total = gap.sum(-1)
     ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
-    in_head = ranked.cumsum(-1) <= HEAD_MASS
+    mass = _mass(ranked)
+    in_head = mass <= HEAD_MASS * mass[:, -1:]
     in_head[:, 0] = True
     head = gap.gather(-1, order).masked_fill_(~in_head, 0).sum(-1)
     return torch.where(total > 0, head / total, 0.5)

@@ -38,6 +38,8 @@ class Case:
     roundings: float = ROUNDINGS
     # The type whose numbers the kernel multiplies, where that is a half type.
     products: torch.dtype | None = None
+    # Rows where rounding alone tells whether the result is infinite.
+    unsure: Tensor | None = None
     # Name of the argument whose dtype the result has; others come in the working dtype.
     like: str | None = None
 

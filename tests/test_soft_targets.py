@@ -95,6 +95,23 @@ def test_adaptive_kl_head_may_hold_exactly_half(backend, device):
         assert value[row].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("V", [2, 3, 8, 10, 14])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_adaptive_kl_head_of_equal_words_is_their_first_half(backend, device, V, dtype):
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("float64 is left to PyTorch")
+    student, teacher = torch.randn(3, V, device=device).to(dtype), torch.full((3, V), 0.5)
+    options = dict(divergence="adaptive_kl", reduction="none")
+    found = soft_target_loss(student, teacher.to(student), backend=backend, **options)
+    p = student.double().softmax(-1)
+    gap = (p - 1 / V).abs()
+    head = gap[:, : max(V // 2, 1)].sum(-1) / gap.sum(-1)
+    forward, reverse = -(p * V).log().mean(-1), (p * (p * V).log()).sum(-1)
+    assert_accurate(found, head * forward + (1 - head) * reverse, dtype)
+    plain = soft_target_loss_ref(student, teacher.to(student), **options)
+    torch.testing.assert_close(found, plain)
+
+
 def test_adaptive_kl_ties_go_to_the_lower_index(backend, device):
     # Five equal words: two of them make up the head, the first two.
     teacher = torch.zeros(1, 5, device=device)

@@ -50,6 +50,20 @@ def _held(z: Tensor, working: torch.dtype) -> Tensor:
     return z.masked_fill(z.softmax(-1).to(working) == 0, -torch.inf).softmax(-1)
 
 
+def nearly_held(student: Tensor, teacher: Tensor, temperature: float, working) -> Tensor:
+    """Rows with a probability that ``working`` holds with few digits or none, against an infinity.
+
+    In exact numbers the divergence is infinite, and in those that round the probability to 0 it is
+    not; the kernels round it a part at a time.
+    """
+    unsure = torch.zeros(student.shape[:-1], dtype=torch.bool)
+    for x, other in ((student, teacher), (teacher, student)):
+        p = (x.double() / temperature).softmax(-1)
+        small = (p > 0) & (p < torch.finfo(working).tiny)
+        unsure |= (small & (other == -torch.inf)).any(-1)
+    return unsure
+
+
 def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
     """How large what a row's gradient is the difference of is, without τ².
 
@@ -122,6 +136,7 @@ def random_soft_targets(draw: Draw) -> Case:
         scale=factor * largest,
         mask=mask,
         slope=lambda x: gradient_terms(x, teacher.double(), **options) * mask / (largest * count),
+        unsure=nearly_held(student, teacher, options["temperature"], working) & mask,
     )
 
 
