@@ -30,6 +30,13 @@ FACTS = (
 )  # fmt: skip
 
 
+# Where tokens stand, not what they are.
+PLACES = (
+    "attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k",
+)  # fmt: skip
+
+
 class CachedModel(Model):
     """What a method asks about a teacher that isn't there."""
 
@@ -50,9 +57,10 @@ class TeacherCache(nn.Module):
 
     `Distiller.cache_teacher` writes it. Kept is what the method needs: hidden states of its layers
     at real tokens, or one row a sample where it pools; logits where soft targets count, for
-    language models the last hidden state and the head once. Samples are known by their tokens, so
-    they may come in another order, batch or padding; in the same batches the student learns bit
-    for bit what it learns from the teacher itself.
+    language models the last hidden state and the head once. Samples are known by their tokens and
+    what else the teacher reads of them (images, boxes), so they may come in another order, batch
+    or padding; in the same batches the student learns bit for bit what it learns from the teacher
+    itself.
 
     Args:
         path: the folder.
@@ -230,29 +238,32 @@ def wanted_of(method: Method) -> dict[str, Any]:
 
 
 def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
-    """A digest of each sample's tokens, and which tokens (S, L) are real; waits for the device."""
+    """A digest of each sample's tokens and what else the teacher reads of it, and which tokens
+    (S, L) are real; waits for the device."""
     ids = part.batch.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
-    columns = [ids.flatten(0, -2)]
-    kinds = part.batch.get("token_type_ids")
-    if isinstance(kinds, Tensor):
-        columns.append(kinds.flatten(0, -2))
-    tokens = torch.stack(columns, -1)
-    mask = part.mask
-    if part.documents is not None:
-        tokens, mask = part.documents.unpack(tokens), part.documents.mask
-    if mask is None:
-        mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
-    tokens, mask = tokens.cpu().long(), mask.cpu()
-    keys = []
-    for row, real in zip(tokens, mask, strict=True):
-        row = row[real]
-        digest = hashlib.blake2b(row[:, 0].numpy().tobytes(), digest_size=16)
-        if row.shape[1] > 1 and row[:, 1].any():
-            digest.update(row[:, 1].numpy().tobytes())
-        keys.append(digest.digest())
-    return keys, mask
+    tokens, documents = ids.flatten(0, -2), part.documents
+    mask = part.mask if documents is None else documents.mask
+    mask = torch.ones(tokens.shape, dtype=torch.bool) if mask is None else mask.cpu()
+    digests = [hashlib.blake2b(digest_size=16) for _ in mask]
+    others = {n: x for n, x in part.teacher_inputs.items() if isinstance(x, Tensor)}
+    for name in ["input_ids", *sorted(others.keys() - {"input_ids", *PLACES})]:
+        x = others[name]
+        by_rows = x.shape[: ids.dim() - 1] == ids.shape[:-1]
+        x = x.flatten(0, ids.dim() - 2) if by_rows else x
+        by_tokens = by_rows and x.shape[:2] == tokens.shape
+        if not by_rows or (documents is not None and documents.packed and not by_tokens):
+            raise ValueError(f"a teacher's cache can't tell which sample {name} belongs to")
+        x = documents.unpack(x) if by_tokens and documents is not None else x
+        x = x.cpu() if x.is_floating_point() else x.cpu().long()
+        for digest, row, real in zip(digests, x, mask, strict=True):
+            row = row[real] if by_tokens else row
+            if name == "token_type_ids" and not row.any():
+                continue  # as if there were none
+            digest.update(b"" if name == "input_ids" else name.encode())
+            digest.update(row.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return [digest.digest() for digest in digests], mask
 
 
 def write_cache(
@@ -284,6 +295,11 @@ def write_cache(
             if name not in ("labels", "segments", "num_items")
         }
         part = distiller._part(inputs, labels, None, segments)
+        if part.teacher is not None:
+            raise ValueError(
+                "the teacher has inputs of its own (teacher_...), and a cache knows samples by the "
+                "student's; leave them out of the batches"
+            )
         keys, mask = sample_keys(part)
         if writer is None:
             writer = _Writer(distiller, folder, tokenizer, shard_bytes, part)

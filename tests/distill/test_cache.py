@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers as t
+from torch.nn import functional as F
 
 from fastkd.distill import (
     METHODS,
@@ -14,8 +15,9 @@ from fastkd.distill import (
     SoftTargets,
     TeacherCache,
     method_by_name,
+    student_from_teacher,
 )
-from tests.distill.models import batch, classifier, pair, recipe, step
+from tests.distill.models import BERT, batch, classifier, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks
 from tests.distill.support import data_of, model_of
@@ -103,6 +105,27 @@ def test_spans_are_kept(tmp_path):
 def test_logits_of_other_shapes_are_kept(family, head, tmp_path):
     teacher, student = (model_of(family, head).eval() for _ in range(2))
     live_and_cached(teacher, student, SoftTargets, [data_of(family, head)], tmp_path)
+
+
+def test_samples_are_known_by_all_that_the_teacher_reads(tmp_path):
+    """The same words in other places of a page are another sample."""
+    config = t.LayoutLMConfig(**BERT, num_hidden_layers=4, max_2d_position_embeddings=64)
+    teacher = t.LayoutLMForSequenceClassification(config).eval()
+    student = student_from_teacher(teacher, [2, 4])
+    data = {**batch(num_labels=2), "bbox": torch.randint(0, 60, (6, 10, 4)).sort(-1).values}
+    cache = live_and_cached(teacher, student, SoftTargets, [data], tmp_path)
+    cached = Distiller(cache, student, SoftTargets())
+    wider = {**data, "bbox": F.pad(data["bbox"], (0, 0, 0, 2))}
+    for name in ("input_ids", "attention_mask"):
+        wider[name] = F.pad(data[name], (0, 2))
+    assert cached.sample_keys(wider) == cached.sample_keys(data)
+    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
+        cached(**{**data, "bbox": data["bbox"].flip(0)})
+    with pytest.raises(ValueError, match="can't tell which sample bbox belongs to"):
+        cached(**{**data, "bbox": data["bbox"][:1]})
+    own = {**data, "teacher_input_ids": data["input_ids"]}
+    with pytest.raises(ValueError, match="the teacher has inputs of its own"):
+        Distiller(teacher, student, SoftTargets()).cache_teacher([own], tmp_path / "own")
 
 
 def test_samples_come_in_any_order_batch_and_padding(tmp_path):
