@@ -127,8 +127,8 @@ def _about(study: Study, missing: int) -> str:
         else "seconds include the teacher's forward pass"
     )
     parts = [
-        f"{len(study.variants)} variants, {len(study.seeds)} seeds, {study.budget} of "
-        f"{study.batch_size} rows each, {study.student_layers}-layer students made of the "
+        f"{len(study.variants)} variants, {len(study.seeds)} seeds, {study.budget} each with "
+        f"{study.batch_size} rows a step, {study.student_layers}-layer students made of the "
         f"teacher's layers; compared with {study.baseline}; {cached}."
     ]
     if missing:
@@ -145,6 +145,8 @@ def told(summary: Summary) -> str:
         f"Teacher: {summary.metric} {summary.teacher_score:.4f}; {count['train']} training rows, "
         f"{count['held out']} held out."
     )
+    if failed := sum(row.failed for row in summary.rows):
+        about += f" Failed runs: {failed}; runs.csv says why, and no mean has them."
     said = {row.verdict for row in summary.rows if row.difference is not None}
     if said <= {UNKNOWN}:
         return f"{about} Noise can't be told yet: no variant shares two seeds with the baseline."
@@ -161,7 +163,7 @@ def cells(row: Row) -> list[str]:
     return [
         row.variant + (f" ({row.failed} failed)" if row.failed else ""),
         str(row.seeds),
-        f"{_number(row.mean, '.4f')} ± {_number(row.spread, '.4f')}",
+        _number(row.mean, ".4f") + (f" ± {row.spread:.4f}" if row.seeds > 1 else ""),
         "" if d is None else _number(d.mean, "+.4f"),
         "" if d is None else _interval(d.low, d.high),
         "" if rows is None else _interval(*rows),

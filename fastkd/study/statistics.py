@@ -22,6 +22,8 @@ LEVEL = 0.95
 RESAMPLES = 2000
 #: A gap between teacher and baseline below this is no scale for a share of it.
 SMALLEST_GAP = 0.03
+#: Scores of classes, which move by a row; the others are of numbers.
+COUNTED = ("accuracy", "mcc", "f1")
 ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: can't tell"
 
 
@@ -86,7 +88,7 @@ def resampled(
     Both hold the predictions (rows) of each seed, of a head of so many ``classes``; None for a
     metric of numbers.
     """
-    if metric not in ("accuracy", "mcc", "f1"):
+    if metric not in COUNTED:
         return None
     answers = np.asarray(labels)
     draws = np.random.default_rng(seed)
@@ -196,7 +198,8 @@ def _table(
             values = [
                 by_seed[seed]["scores"][metric] - base[seed]["scores"][metric] for seed in both
             ]
-            compared[name] = paired(values, 1 / len(teacher["labels"])), both
+            step = 1 / len(teacher["labels"]) if metric in COUNTED else 0.0
+            compared[name] = paired(values, step), both
     corrected = dict(zip(compared, holm([d.p for d, _ in compared.values()]), strict=True))
     rows = []
     for name, by_seed in runs.items():

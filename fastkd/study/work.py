@@ -161,16 +161,20 @@ def work(study: Study, out: Path, display: Display) -> None:
                     **tasks[job.task.name].train(job.variant, job.seed),
                 }
                 write_json(job.path, result)
-                scores = result.get("scores") or {"failed": float("nan")}
-                name, value = next(iter(scores.items()))
                 display.say(
                     f"{number}/{len(listed)}  {job.task.name}  {job.variant.name}  "
-                    f"seed {job.seed}:  {name} {value:.4f}  "
-                    f"({result['measured'].get('seconds', float('nan')):.1f} s)"
+                    f"seed {job.seed}:  {_said(result)}"
                 )
         finally:
             job.path.with_suffix(".lock").unlink(missing_ok=True)
             lock.release()
+
+
+def _said(result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return f"failed: {result['failed']}"
+    name, value = next(iter(result["scores"].items()))
+    return f"{name} {value:.4f}  ({result['measured']['seconds']:.1f} s)"
 
 
 def _orphaned() -> bool:

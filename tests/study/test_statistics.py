@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from fastkd.study.report import told
+from fastkd.study.report import cells, told
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import (
     ABOVE,
@@ -111,6 +111,24 @@ def test_two_seeds_that_happen_to_agree_prove_little():
     assert paired([0.1, 0.2, 0.3], step=1e-3) == paired([0.1, 0.2, 0.3])
 
 
+def test_scores_of_numbers_have_no_steps():
+    """Correlations over few rows are not rounded to a row."""
+    scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
+    results = {
+        ("t", name, seed): {**run(0.7, seed), "scores": {"pearson": score}}
+        for name, by_seed in scores.items()
+        for seed, score in enumerate(by_seed)
+    }
+    teacher = {
+        "scores": {"pearson": 0.9}, "metrics": ["pearson"], "labels": [0.5] * 20, "classes": None,
+        "rows": {"train": 10, "held out": 20},
+    }  # fmt: skip
+    (summary,) = summarize(study(scores, 3), results, {"t": teacher})
+    expected = stats.ttest_rel(scores["better"], scores["labels"])
+    assert summary.rows[1].difference.p == pytest.approx(expected.pvalue)
+    assert summary.rows[1].verdict == ABOVE and summary.rows[1].rows_interval is None
+
+
 def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
@@ -167,8 +185,10 @@ def test_a_failed_run_is_an_empty_cell():
     assert [row.variant for row in summary.rows] == ["labels", "bad"]
     bad = summary.rows[1]
     assert bad.failed == 1 and bad.seeds == 1 and bad.verdict == UNKNOWN
-    assert "Noise can't be told yet" in told(summary)
+    assert cells(bad)[:3] == ["bad (1 failed)", "1", f"{bad.mean:.4f}"]
+    assert "Failed runs: 1;" in told(summary) and "Noise can't be told yet" in told(summary)
     for seed in range(2):
         results["t", "labels", seed] = {"failed": "not finite", "measured": {}}
     (summary,) = summarize(study(("labels", "bad"), 2), results, {"t": TEACHER})
+    assert cells(summary.rows[0])[:3] == ["labels (2 failed)", "0", ""]
     assert "Noise can't be told yet" in told(summary)
