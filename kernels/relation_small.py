@@ -205,7 +205,7 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> di
     """
     n = max(16, next_power_of_2(N))
     if n == 128:
-        d = 16 if dtype == torch.float32 else 64 if capability >= 9 else 32
+        d = (32 if dtype == torch.float32 else 64) // (1 if capability >= 9 else 2)
         warps, stages = 8, 1 if capability >= 10 or split else 2
     else:
         d = 32 if split else 64
