@@ -15,6 +15,10 @@ def check_floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int 
     """Raise unless ``x`` is a tensor of a supported floating dtype and number of dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if hasattr(x, "full_tensor"):
+        raise TypeError(f"{name} must be whole in this process, got a DTensor; use full_tensor()")
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{name} must be dense, got layout {x.layout}; pad it, and pass a mask")
     if x.dtype not in FLOATING:
         raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
     if ndim is not None and x.dim() != ndim:

@@ -156,7 +156,8 @@ class _Search:
             if bool(unsure.any()):
                 rows = unsure.nonzero().squeeze(1)
                 near = d[rows] <= best[rows, self.k - 1, None] + slack
-                nearest[rows, : self.k] = self.nearest_of(rows, torch.arange(len(t)), near)
+                bank = torch.arange(len(t), device=t.device)
+                nearest[rows, : self.k] = self.nearest_of(rows, bank, near)
         found = best[:, : self.k] < torch.inf
         return nearest[:, : self.k], found, found.new_zeros(len(q))
 
@@ -248,7 +249,10 @@ class _Search:
 
         index = (unsure & ~few).nonzero().squeeze(1)
         rows = index + queries.start if isinstance(queries, slice) else queries[index]
-        bank = torch.arange(bank.stop) if isinstance(bank, slice) else bank.sort().values
+        if isinstance(bank, slice):
+            bank = torch.arange(bank.stop, device=rows.device)
+        else:
+            bank = bank.sort().values
         for part in _parts(len(rows), max(1, BLOCK_ELEMENTS // (2 * len(bank)))):
             chosen[index[part], : self.k] = self.exact(rows[part], bank)
 
@@ -273,7 +277,7 @@ class _Search:
     def exact(self, queries: Tensor, bank: Tensor) -> Tensor:
         """The k nearest (Q, k): direct differences of all that float64 does not rule out."""
         q = self.student[queries].double()
-        d = torch.empty(len(queries), len(bank), dtype=torch.float64)
+        d = q.new_empty(len(queries), len(bank))
         for part in _parts(len(bank), self.block_rows):
             t = self.teacher[bank[part]].double()
             d[:, part] = _scores(_squared_norm(t), q, t)
@@ -290,7 +294,7 @@ class _Search:
         bank = bank.expand_as(near)
         row, column = near.nonzero(as_tuple=True)
         queries, others = queries[row], bank[row, column]
-        d = torch.full(near.shape, torch.inf, dtype=torch.float64)
+        d = torch.full(near.shape, torch.inf, dtype=torch.float64, device=near.device)
         largest = torch.finfo(d.dtype).max
         for part in _parts(len(row), max(1, PAIR_ELEMENTS // self.student.shape[1])):
             difference = self.student[queries[part]].double() - self.teacher[others[part]]

@@ -204,7 +204,7 @@ class IntraClassKNNLoss(nn.Module):
         tolerance, ignore_index, reduction, backend, gather, group: as in `knn_feature_loss`.
 
     ``forward(student, teacher, labels, teacher_labels=None, mask=None, teacher_mask=None)`` takes
-    student (B, D) or (B, N, D), teacher likewise with M rows, and masks (B, N), (M, N);
+    student (B, D) or (B, N, D), teacher likewise with M rows, and masks (B, N), (M, N) of tokens;
     teacher_mask defaults to mask when teacher has as many rows as student.
 
     >>> loss = IntraClassKNNLoss(k=2, student_dim=4, teacher_dim=6)
@@ -250,8 +250,7 @@ class IntraClassKNNLoss(nn.Module):
         teacher_mask: Tensor | None = None,
     ) -> Tensor:
         check_pair(student, teacher, min_ndim=2)
-        if teacher_mask is None and teacher.shape[:2] == student.shape[:2]:
-            teacher_mask = mask
+        teacher_mask = _mask_of_teacher(student, teacher, mask, teacher_mask)
         ranks = ranks_of(self.gather, self.group)
         if ranks is not None and self.pool == "tokens":  # a row is as long as the longest sample
             student, mask = _lengthened(student, mask, ranks)
@@ -297,6 +296,23 @@ class IntraClassKNNLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"k={self.k}, pool={self.pool!r}, tolerance={self.tolerance}"
+
+
+def _mask_of_teacher(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, teacher_mask: Tensor | None
+) -> Tensor | None:
+    """``teacher_mask``, by default the student's; no mask is passed over in silence."""
+    is_shared = teacher_mask is None and teacher.dim() == 3 and len(teacher) == len(student)
+    if teacher_mask is not None and teacher.dim() < 3:
+        raise ValueError(f"teacher_mask is of tokens, and teacher {tuple(teacher.shape)} has none")
+    if mask is not None and student.dim() < 3 and not is_shared:
+        raise ValueError(f"mask is of tokens, and student {tuple(student.shape)} has none")
+    if is_shared and isinstance(mask, Tensor) and mask.shape != teacher.shape[:2]:
+        raise ValueError(
+            f"mask {tuple(mask.shape)} can't serve teacher {tuple(teacher.shape)}; "
+            "pass teacher_mask too"
+        )
+    return mask if is_shared else teacher_mask
 
 
 def _lengthened(x: Tensor, mask: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor | None]:

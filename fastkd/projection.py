@@ -299,13 +299,27 @@ class OrthogonalProjection(nn.Module):
         check_positive_int("layers", layers)
         self.in_dim, self.out_dim = in_dim, out_dim
         self.layers, self.orthogonal, self.backend = layers, orthogonal, backend
-        self._last_inverse: Tensor | None = None
         n = max(in_dim, out_dim)
+        # Under a default of half precision too.
+        empty = functools.partial(
+            torch.empty, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)
+        )
         if orthogonal:
-            self.raw = nn.Parameter(torch.zeros(layers, n, n))
+            self.raw = nn.Parameter(empty(layers, n, n))
         else:
             sizes = [(in_dim, out_dim)] + [(out_dim, out_dim)] * (layers - 1)
-            self.matrices = nn.ParameterList(nn.Parameter(torch.eye(*size)) for size in sizes)
+            self.matrices = nn.ParameterList(nn.Parameter(empty(*size)) for size in sizes)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The identity, or its slice; to be called after ``to_empty``."""
+        self._last_inverse: Tensor | None = None
+        if self.orthogonal:
+            self.raw.zero_()
+        else:
+            for matrix in self.matrices:
+                nn.init.eye_(matrix)
         self._make_room()
 
     def _apply(self, fn, recurse=True):

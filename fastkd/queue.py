@@ -11,6 +11,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
+from fastkd._numerics import values_readable
 from fastkd.distributed import Group, ranks_of
 
 __all__ = ["FeatureQueue"]
@@ -21,17 +22,20 @@ class FeatureQueue(nn.Module):
 
     A micro-batch shows a loss that compares samples only its own rows. The rows of earlier ones
     stand beside them as neighbours (`knn_feature_loss`) or negatives (`cos_nce_loss`). The bank is
-    part of the state_dict and learns nothing.
+    part of the state_dict and learns nothing. ``.half()`` and ``.to(dtype)`` leave the labels'
+    dtype alone, since rounded labels are other labels.
 
     Of several processes each has a bank of its own rows, and losses with ``gather=True`` take all
-    banks for one. With ``gather`` here every process keeps the rows of all, in the order of their
-    ranks, for losses without it.
+    banks for one. DistributedDataParallel around such a bank needs ``broadcast_buffers=False``:
+    else every forward pass puts rank 0's bank in the place of all others. With ``gather`` here
+    every process keeps the rows of all, in the order of their ranks, for losses without it.
 
     Args:
         size: rows of the bank.
         dim: features of a row, an int or a shape.
         dtype: of the features; the losses want that of the student.
-        label_dtype: of the labels; a floating one for real-valued labels.
+        label_dtype: of the labels, wide enough for ``ignore_index``; a floating one for real-valued
+            labels.
         ignore_index: label of rows that hold nothing yet, as the losses know it.
         gather: keep the rows of all processes.
         group: the processes that gather, by default all.
@@ -81,10 +85,29 @@ class FeatureQueue(nn.Module):
         shape = (dim,) if isinstance(dim, int) else tuple(dim)
         self.size, self.ignore_index = size, ignore_index
         self.gather, self.group = gather, group
-        self.register_buffer("_features", torch.zeros(size + 1, *shape, dtype=dtype))
-        self.register_buffer("_labels", torch.full((size + 1,), ignore_index, dtype=label_dtype))
-        self.register_buffer("_mask", torch.zeros(size + 1, dtype=torch.bool))
-        self.register_buffer("_next", torch.zeros((), dtype=torch.int64))
+        if torch.tensor(ignore_index, device="cpu").to(label_dtype).item() != ignore_index:
+            raise ValueError(f"label_dtype {label_dtype} can't hold ignore_index={ignore_index}")
+        self.register_buffer("_features", torch.empty(size + 1, *shape, dtype=dtype))
+        self.register_buffer("_labels", torch.empty(size + 1, dtype=label_dtype))
+        self.register_buffer("_mask", torch.empty(size + 1, dtype=torch.bool))
+        self.register_buffer("_next", torch.empty((), dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Empty the bank, as after ``to_empty``."""
+        self._features.zero_()
+        self._labels.fill_(self.ignore_index)
+        self._mask.zero_()
+        self._next.zero_()
+
+    def _apply(self, fn, recurse=True):
+        def convert(x: Tensor) -> Tensor:
+            converted = fn(x)
+            rounded = x is labels and converted.dtype != x.dtype
+            return x.to(converted.device) if rounded else converted
+
+        labels = self._labels
+        return super()._apply(convert, recurse)
 
     @property
     def features(self) -> Tensor:
@@ -106,11 +129,16 @@ class FeatureQueue(nn.Module):
         if labels is None:
             labels = self._labels.new_zeros(rows)
         check_labels("labels", labels, rows, features.device)
-        if labels.is_floating_point() and not self._labels.is_floating_point():
+        if labels.is_floating_point() and (
+            torch.promote_types(labels.dtype, self._labels.dtype) != self._labels.dtype
+        ):
             raise TypeError(
                 f"labels are {labels.dtype} but the bank's are {self._labels.dtype}; "
-                "make it with label_dtype=torch.float32"
+                f"make it with label_dtype={labels.dtype}"
             )
+        known = not labels.is_floating_point() and values_readable(labels)
+        if known and not bool((labels.to(self._labels.dtype) == labels).all()):
+            raise ValueError(f"labels must fit into the bank's {self._labels.dtype}")
         kept = check_mask(mask, (rows,), features.device)
         if kept is None:
             kept = torch.ones(rows, dtype=torch.bool, device=features.device)

@@ -365,7 +365,7 @@ def _unpacked(
 ) -> tuple[list[Tensor], Tensor]:
     """Features (B, N, D) with every document in a row of its own, and the mask of these rows."""
     B, N = segments.shape
-    token = torch.arange(B * N)
+    token = torch.arange(B * N, device="cpu")
     # A document is a number of ``segments`` in one row; its tokens keep their order.
     named = torch.stack((token // max(N, 1), segments.flatten().cpu()), 1)
     _, document, lengths = torch.unique(named, dim=0, return_inverse=True, return_counts=True)

@@ -248,7 +248,9 @@ def gather_all(rank):
 
 
 def called_differently(rank):
-    """What each process says of calls that are not alike; then the value in a group of rank 1."""
+    """What each process says of calls that are not alike, and of what it can't gather."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
     student, teacher, _, labels = features()
     half = torch.float32 if rank else torch.float64
     calls = [
@@ -271,6 +273,9 @@ def called_differently(rank):
         with pytest.raises(ValueError) as raised:
             call()
         said.append(str(raised.value))
+    sharded = DTensor.from_local(student, init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(TypeError, match=r"student must be whole .* got a DTensor"):
+        relation_loss(sharded, teacher)
     groups = [dist.new_group([other]) for other in range(2)]
     alone = AcrossRanks(lambda batch: batch["x"].sum())
     assert alone({"x": torch.ones(1 + rank)}) == 3

@@ -586,6 +586,30 @@ def test_module_without_tokens_or_samples_is_zero(pool, shape):
         assert student.grad.shape == student.shape
 
 
+def test_no_mask_is_passed_over():
+    loss = IntraClassKNNLoss(pool="mean")
+    student, teacher, labels = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.arange(2)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    padded = teacher.masked_fill(mask[..., None] == 0, torch.nan)
+    rows = student.mean(1)
+    assert loss(rows, padded, labels, mask=mask).isfinite()
+    with pytest.raises(ValueError, match=r"mask \(2, 3\) can't serve teacher \(2, 5, 4\)"):
+        loss(student, torch.randn(2, 5, 4), labels, mask=mask)
+    with pytest.raises(ValueError, match=r"mask is of tokens, and student \(2, 4\) has none"):
+        loss(rows, rows, labels, mask=mask[:, 0])
+    with pytest.raises(ValueError, match=r"teacher_mask is of tokens, and teacher \(2, 4\)"):
+        loss(student, rows, labels, mask=mask, teacher_mask=mask[:, 0])
+
+
+@pytest.mark.parametrize("rows", [4, 700])
+def test_ties_under_a_default_device(rows):
+    teacher = torch.ones(rows, 3)
+    arguments = torch.zeros(rows, 3), teacher, torch.zeros(rows)
+    expected = knn_feature_loss(*arguments)
+    with torch.device("meta"):
+        assert torch.equal(knn_feature_loss(*arguments), expected)
+
+
 def test_meta_device():
     x = torch.randn(4, 3, device="meta", requires_grad=True)
     labels = torch.zeros(4, device="meta")

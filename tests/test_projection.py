@@ -231,6 +231,22 @@ def test_parameters_of_half_precision_rows_have_gradients_of_float32(dtype, rows
         assert_accurate(gradient, truth, torch.float32)
 
 
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_projection_made_in_another_way(orthogonal):
+    """Under a default dtype of half precision, or on the meta device and then given memory."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        projection = OrthogonalProjection(3, 5, orthogonal=orthogonal)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        other = OrthogonalProjection(3, 5, orthogonal=orthogonal)
+    other.to_empty(device="cpu").reset_parameters()
+    for made in (projection, other):
+        assert made.weight.dtype == torch.float32
+        assert torch.equal(made.weight, torch.eye(3, 5))
+
+
 def test_projection_under_autocast():
     module = randomise(OrthogonalProjection(8, 8))
     for rows in (3, 30):

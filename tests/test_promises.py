@@ -218,6 +218,7 @@ WRONG = {
     "a list of numbers": (lambda s, t, m: (s.tolist(), t, m), "Tensor|tensor"),
     "a mask of another shape": (lambda s, t, m: (s, t, m[:, :-1]), "mask"),
     "a mask of other numbers": (lambda s, t, m: (s, t, m * 2), "mask"),
+    "sparse tensors": (lambda s, t, m: (s.detach().to_sparse(), t, m), "must be dense"),
     "the meta device for one": (lambda s, t, m: (s, t.to("meta"), m), "meta"),
 }
 

@@ -104,6 +104,35 @@ def test_shapes_and_dtypes():
     assert queue.labels.tolist() == [0.5, 1.5, 0]
 
 
+def test_labels_keep_their_dtype():
+    """Rounded to bfloat16, 257 would be 256."""
+    queue = FeatureQueue(2, 1, label_dtype=torch.float32)
+    queue.enqueue(torch.zeros(2, 1), torch.tensor([256.0, 257.0]))
+    queue.bfloat16()
+    assert queue.features.dtype == torch.bfloat16
+    assert queue.labels.dtype == torch.float32 and queue.labels.tolist() == [256, 257]
+    assert queue.to("meta").labels.device.type == "meta"
+    queue.to_empty(device="cpu").reset_parameters()
+    assert queue.labels.tolist() == [-100, -100] and not queue.mask.any()
+    assert not queue.features.any()
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
+def test_a_label_dtype_without_the_label_of_empty_rows(kind):
+    with pytest.raises(ValueError, match=f"label_dtype {kind} can't hold ignore_index=-100"):
+        FeatureQueue(3, 2, label_dtype=kind)
+    FeatureQueue(3, 2, label_dtype=kind, ignore_index=0)
+
+
+def test_labels_that_the_bank_would_round():
+    queue = FeatureQueue(3, 1, label_dtype=torch.float32)
+    queue.enqueue(torch.zeros(1, 1), torch.tensor([torch.nan]))
+    with pytest.raises(TypeError, match=r"label_dtype=torch\.float64"):
+        queue.enqueue(torch.zeros(1, 1), torch.tensor([0.1], dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"labels must fit into the bank's torch\.int8"):
+        FeatureQueue(3, 1, label_dtype=torch.int8).enqueue(torch.zeros(1, 1), torch.tensor([300]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

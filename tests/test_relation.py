@@ -533,6 +533,13 @@ def test_a_repeated_layer_compiles(backend, device, repeated):
     )
 
 
+def test_segments_under_a_default_device():
+    features, segments = torch.randn(2, 6, 4), torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])
+    expected = relation_loss(features, features.sin(), segments=segments)
+    with torch.device("meta"):
+        assert torch.equal(relation_loss(features, features.sin(), segments=segments), expected)
+
+
 class TestSegments:
     """Packed rows cost what their documents cost in rows of their own."""
 
