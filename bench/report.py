@@ -23,15 +23,16 @@ NOT_MEASURED = "not measured"
 
 HOW = """\
 How to read the tables. Every time is in milliseconds, the median of interleaved rounds; ± is half
-the distance between the quartiles. Ratios are taken within a round. The reference and fastkd are
-timed in several passes, each in its own process, of whose figures the median stands here;
-torch.compile and the peers in the first pass. *Floor* is the larger of bytes
-over the copy bandwidth and operations over the matrix rate, both measured on the machine in the
-same run; what fits into a cache can beat it. *Memory* is the peak of the operation itself, beyond
-its inputs, gradients included. *Error* is the distance of value and gradients from the reference
-in float64, whichever is larger; a provider that is wrong is not timed. On CUDA each sample starts
-from an idle GPU with a cold L2 cache, so launch costs count; *launches* are device kernels, on the
-CPU dispatched tensor operations.
+the distance between the quartiles. "vs" says how many times as fast as that; ratios are taken
+within a round. The reference and fastkd are timed in several passes, each in its own process, of
+whose figures the median stands here; torch.compile and the peers in the first pass. *Floor* is the
+larger of bytes over the copy bandwidth and operations over the matrix rate, both measured on the
+machine in the same run; what fits into a cache can beat it. *Memory* is the peak of the operation
+itself, beyond its inputs, gradients included. *Error* is the distance of value and gradients from
+the reference in float64, whichever is larger; a provider that is wrong is not timed, but for the
+reference itself (CCA's in float32, see [math.md](math.md)). "Own objective": a peer with another
+loss, whose time alone compares. On CUDA each sample starts from an idle GPU with a cold L2 cache,
+so launch costs count; *launches* are device kernels, on the CPU dispatched tensor operations.
 
 What the kernels should take on a GPU, from their compiled code, is in
 [estimates.md](estimates.md): `fastkd bench --estimate --device h200`, predicted and not measured.
