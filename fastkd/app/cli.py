@@ -142,7 +142,8 @@ def _command(cls: Any, needs: Sequence[str] = TRAINING, *, alone: bool = False) 
                 return
             for module in needs:
                 require(module, "train")
-            function(settings, new_console())
+            with new_console() as console:
+                function(settings, console)
 
         return app.command(cls=Once)(command(cls)(run))
 
@@ -241,8 +242,9 @@ def doctor() -> None:
     """Say what is installed, which backends run and why not, and check them."""
     from fastkd.app.doctor import examine
 
-    if not examine(new_console()):
-        raise typer.Exit(1)
+    with new_console() as console:
+        if not examine(console):
+            raise typer.Exit(1)
 
 
 @_command(BenchSettings, (), alone=True)

@@ -21,11 +21,12 @@ import fastkd
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
 from fastkd.app.display import Display, say
+from fastkd.app.errors import InputError
 from fastkd.app.loop import stopping_at_once
 from fastkd.app.models import be_quiet
 from fastkd.app.packaged import teacher_path
 from fastkd.app.run import save_model
-from fastkd.app.saving import MARKER, locked, read_json, write_json
+from fastkd.app.saving import MARKER, locked, read_json, read_marker, write_json
 from fastkd.app.settings import DemoSettings
 from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
@@ -109,6 +110,9 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         size = dataclasses.replace(size, student_steps=settings.steps)
     study = make_study(size, settings.seed, settings.device)
     out, work = settings.out, TaskWork(study, study.tasks[0], settings.out / "runs")
+    theirs = read_marker(out / "student") or {}
+    if (out / "student").exists() and "students" not in theirs:
+        raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
     number, together = leave_launcher()
     if number:  # a launcher's other processes help the first
         run_all(study, work.out, 1, silent())

@@ -1,11 +1,12 @@
 """Progress for people (bars on a terminal, lines in a file) and for programs (JSON lines)."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +21,52 @@ from rich.progress import (
 from rich.table import Column
 
 from fastkd.app import processes
-from fastkd.app.errors import InputError
+from fastkd.app.errors import InputError, RunFailed
 
 # Seconds between two lines of a log file.
 LINE_EVERY = 10.0
 
 
 class Steadfast:
-    """A stream whose reader may go away (`| head`, a closed terminal): the work goes on."""
+    """A stream whose reader may go away (`| head`, a closed terminal): the work goes on.
+
+    What it can't spell is spelled out; what else keeps it from writing `finish` tells in the end.
+    """
 
     def __init__(self, stream: Any):
         self._stream = stream
-        self._gone = False
+        self._gone = stream is None  # closed before Python began
+        self._error: OSError | None = None
 
     def write(self, text: str) -> int:
         if not self._gone:
             try:
                 return self._stream.write(text)
-            except (OSError, ValueError):
-                self._lose()
+            except UnicodeEncodeError as error:
+                known = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+                return self.write(known)
+            except (OSError, ValueError) as error:
+                self._lose(error)
         return len(text)
 
     def flush(self) -> None:
         if not self._gone:
             try:
                 self._stream.flush()
-            except (OSError, ValueError):
-                self._lose()
+            except (OSError, ValueError) as error:
+                self._lose(error)
 
-    def _lose(self) -> None:
+    def finish(self) -> None:
+        """Raise if something was not written though somebody may read it, on a full disk say."""
+        self.flush()
+        if self._error is not None:
+            raise RunFailed(f"the output can't be written: {self._error.strerror}")
+
+    def _lose(self, error: Exception) -> None:
         """Nobody reads any more; what Python still holds goes nowhere when it ends."""
         self._gone = True
+        if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):
+            self._error = error
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -58,10 +74,16 @@ class Steadfast:
         return getattr(self._stream, name)
 
 
-def new_console() -> Console:
-    """Standard output, which may be closed at any time; only the first process has one."""
+@contextlib.contextmanager
+def new_console() -> Iterator[Console]:
+    """Standard output, which may be closed at any time; only the first process has one.
+
+    Raises:
+        RunFailed: in the end, something could not be written.
+    """
     stream: Any = Steadfast(sys.stdout)
-    return Console(file=stream, quiet=not processes.first())
+    yield Console(file=stream, quiet=not processes.first())
+    stream.finish()
 
 
 def say(console: Console, text: str) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fastkd._extras import require
 from fastkd.app.display import say
 from fastkd.app.errors import InputError, RunFailed
-from fastkd.app.models import be_quiet, load_classifier
-from fastkd.app.saving import check_new_file, saving, write_file
+from fastkd.app.models import be_quiet, load_classifier, longest
+from fastkd.app.saving import check_new_file, enlist, saving, write_file
 from fastkd.app.settings import ExportSettings
 from fastkd.app.use import OnnxModel
 
@@ -42,11 +42,12 @@ def export(settings: ExportSettings, console: Console) -> float:
     for module in ("onnx", "onnxscript", "onnxruntime"):
         require(module, "onnx")
     be_quiet()
-    local = Path(settings.model)
+    local = Path(settings.model).expanduser()
     out = settings.out or (local if local.is_dir() else Path()) / "model.onnx"
     check_new_file(out, settings.overwrite)
     model, tokenizer = load_classifier(settings.model, settings.trust_remote_code)
-    batches = [dict(tokenizer(texts, padding=True, return_tensors="pt")) for texts in SAMPLES]
+    short = {"truncation": True, "max_length": longest(tokenizer, model), "return_tensors": "pt"}
+    batches = [dict(tokenizer(texts, padding=True, **short)) for texts in SAMPLES]
     known = inspect.signature(model.forward).parameters
     batches = [{k: v for k, v in batch.items() if k in known} for batch in batches]
     with tempfile.TemporaryDirectory() as folder:
@@ -60,6 +61,7 @@ def export(settings: ExportSettings, console: Console) -> float:
             )
         with saving(out):
             write_file(out, path.read_bytes())
+            enlist(out)
     say(console, f"{out}: outputs agree with ONNX Runtime's to {difference:.0e}")
     return difference
 

@@ -69,8 +69,9 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        found = self.directory.glob("checkpoint-*")
-        return sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True)
+        found = [(p.name.partition("-")[2], p) for p in self.directory.glob("checkpoint-*")]
+        steps = [(int(step), path) for step, path in found if step.isdecimal()]
+        return [path for _, path in sorted(steps, reverse=True)]
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def train(
         last = None
         if checkpoints and checkpoints.resume:
             last = processes.by_first(functools.partial(checkpoints.newest, display.say))
-        set_seed(plan.seed + processes.rank())  # dropout isn't the same in all processes
+        set_seed((plan.seed + processes.rank()) % 2**32)  # dropout isn't the same in all processes
         trainer.train(resume_from_checkpoint=str(last) if last else None)
         watcher.heed_signals()
         if watcher.signum is not None:  # it came with the last step

@@ -129,6 +129,14 @@ def reseal(directory: Path, content: dict[str, Any]) -> None:
     write_json(directory / MARKER, {**content, "files": files})
 
 
+def enlist(path: Path) -> None:
+    """List a new file in the marker of its directory, with which it then goes, if that is ours."""
+    marker = read_marker(path.parent)
+    if marker is not None and isinstance(marker.get("files"), dict):
+        files = {**marker["files"], path.name: _digest(path)}
+        write_json(path.parent / MARKER, {**marker, "files": files})
+
+
 def damage(directory: Path) -> str | None:
     """What is wrong with a sealed directory: one of its files is missing, or isn't what it was."""
     marker = read_marker(directory)

@@ -91,12 +91,19 @@ def _try(option: str, arguments: Any, found: Mapping[str, Any]) -> None:
     """Raise now what TrainingArguments, optimizer, schedule or loader would raise later."""
     if found.get("gradient_accumulation_steps", 1) < 1:
         raise InputError(f"{option}: gradient_accumulation_steps must be at least 1")
+    if found.get("dataloader_num_workers", 0) < 0:
+        raise InputError(f"{option}: dataloader_num_workers must be at least 0")
     if found.get("dataloader_persistent_workers") and not found.get("dataloader_num_workers"):
         raise InputError(f"{option}: dataloader_persistent_workers needs dataloader_num_workers")
     transformers: Any = require("transformers", "train")
+    accelerate: Any = require("accelerate.utils", "train")
     try:
         args = arguments(output_dir="unused", report_to="none", use_cpu=True, **found)
-        transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+        kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+        if kind.__module__.startswith(("torch.", "transformers.")):  # others want groups of weights
+            kind([torch.zeros(1)], **options)
+        if "torch_compile_backend" in found:
+            accelerate.DynamoBackend(found["torch_compile_backend"].upper())
         transformers.get_scheduler(
             args.lr_scheduler_type,
             torch.optim.SGD([torch.zeros(1)]),

@@ -1,6 +1,7 @@
 """`fastkd evaluate` and `fastkd predict`: a finished model on a file."""
 
 import csv
+import inspect
 import io
 import json
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from fastkd.app.models import be_quiet, class_names, load_classifier, longest
 from fastkd.app.options import given
 from fastkd.app.plan import Plan, choose_device
 from fastkd.app.rows import Encoder, Rows
-from fastkd.app.saving import check_new_file, read_marker, write_file
+from fastkd.app.saving import check_new_file, read_marker, write_file, write_json
 from fastkd.app.score import evaluate as score
 from fastkd.app.score import predict as logits_of
 from fastkd.app.settings import EvaluateSettings, Source, UseSettings
@@ -90,6 +91,12 @@ class Use:
         if self.settings.onnx is not None:
             model = OnnxModel(self.settings.onnx)
         found = logits_of(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)
+        outputs = found[0].shape[-1]
+        if outputs != self.model.config.num_labels:
+            raise InputError(
+                f"--onnx {self.settings.onnx}: it has {outputs} outputs, and --model "
+                f"{self.settings.model} {self.model.config.num_labels}"
+            )
         if not np.isfinite(found[0]).all():
             raise RunFailed(f"--model {self.settings.model}: its outputs are not finite")
         return found
@@ -123,7 +130,15 @@ class OnnxModel(torch.nn.Module):
         except Exception as error:  # its own types, one for each status
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"--onnx {path}: can't be loaded ({reason})") from None
+        self.path = path
         self.inputs = [entry.name for entry in self.session.get_inputs()]
+        outputs = len(self.session.get_outputs())
+        known = list(inspect.signature(self.forward).parameters)
+        if outputs != 1 or not set(self.inputs) <= set(known):
+            raise InputError(
+                f"--onnx {path}: reads {', '.join(self.inputs)} and has {outputs} outputs; "
+                f"it must read some of {', '.join(known)} and have one"
+            )
 
     def forward(
         self,
@@ -139,7 +154,11 @@ class OnnxModel(torch.nn.Module):
             "token_type_ids": token_type_ids,
         }
         given = {name: inputs[name].cpu().numpy() for name in self.inputs}
-        (logits,) = self.session.run(None, given)
+        try:
+            (logits,) = self.session.run(None, given)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"--onnx {self.path}: can't be run ({reason})") from None
         return SequenceClassifierOutput(logits=torch.from_numpy(logits))
 
 
@@ -159,7 +178,11 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     scores = score(metrics, *use.logits(rows))
     say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
-        write_file(settings.out, json.dumps({"rows": len(rows), **scores}, indent=2) + "\n")
+        found = {"rows": len(rows), **scores}
+        if settings.out.suffix == ".json":
+            write_json(settings.out, found)
+        else:
+            write_file(settings.out, FORMATS[settings.out.suffix]([found]))
     return scores
 
 

@@ -508,6 +508,10 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path):
         ("max_grad_norm: true", "max_grad_norm must be float"),
         ("lr_scheduler_type: constand", "constand"),
         ("optim: adamw_8bit", "bitsandbytes"),
+        ("adam_beta1: 1.5", "Invalid beta parameter"),
+        ("dataloader_num_workers: -1", "dataloader_num_workers must be at least 0"),
+        ("torch_compile_backend: no", "must be"),
+        ("torch_compile_backend: none", "not a valid DynamoBackend"),
         ("lr_scheduler_type: cosine_with_min_lr", "min_lr"),
         ("gradient_accumulation_steps: 0", "at least 1"),
         ("dataloader_persistent_workers: true", "needs dataloader_num_workers"),
@@ -764,6 +768,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
     assert visible(checkpoints) == ["checkpoint-10", "checkpoint-12"]
     newest = checkpoints / "checkpoint-12"
+    (checkpoints / "checkpoint-mine").mkdir()
     if harm == "cut off":
         newest = checkpoints / "checkpoint-13"
         newest.mkdir()

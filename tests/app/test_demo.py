@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastkd._extras import MissingExtra
-from fastkd.app import demo, packaged
+from fastkd.app import demo, packaged, saving
 from fastkd.app.docstrings import AREAS, docstrings, load_docstrings
 from fastkd.app.errors import InputError
 from fastkd.distill import METHODS
@@ -128,6 +128,12 @@ def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
     first = work.train(study.variants[2], 5)
     again = work.distil(study.variants[2], 5)
     assert again.run.answers == first["predictions"]
+
+
+def test_the_demo_leaves_another_student_alone(tiny, tmp_path):
+    (tmp_path / "student").mkdir()
+    saving.write_json(tmp_path / "student" / saving.MARKER, {"run": "x", "files": {}})
+    assert "a student that isn't the demo's" in run("demo", "--fast", out=tmp_path, expect=2)
 
 
 def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):

@@ -1,14 +1,19 @@
 """Progress on a terminal, in a file, for a reader who goes away; the commands of the docs."""
 
+import contextlib
+import errno
 import io
 import json
 import os
 import re
+import sys
 
+import pytest
 from rich.console import Console
 
 from fastkd.app import display
-from fastkd.app.display import Display, Steadfast
+from fastkd.app.display import Display, Steadfast, new_console, say
+from fastkd.app.errors import RunFailed
 from tests.app.launched import Launch, command
 from tests.tiny import make_teacher, words_of, write_tsv
 
@@ -66,6 +71,40 @@ def test_a_reader_may_go_away(tmp_path):
     assert launch.process.exitcode == 0, errors
     assert "BrokenPipe" not in errors
     assert json.loads((out / "student" / "fastkd.json").read_text())["complete"]
+
+
+class Stream(io.TextIOWrapper):
+    """One whose every flush fails like this."""
+
+    def __init__(self, failing=0, encoding="utf-8"):
+        super().__init__(io.BytesIO(), encoding)
+        self.failing = failing
+
+    def flush(self):
+        if self.failing:
+            raise OSError(self.failing, os.strerror(self.failing))
+        super().flush()
+
+
+def test_an_output_that_is_lost_is_told(monkeypatch):
+    """Predictions written to a full disk were gone, and the exit code was 0."""
+    for number in (errno.ENOSPC, errno.EPIPE):
+        monkeypatch.setattr(sys, "stdout", Stream(number))
+        told = pytest.raises(RunFailed, match="the output can't be written: No space left")
+        with told if number == errno.ENOSPC else contextlib.nullcontext(), new_console() as console:
+            say(console, "labels")
+    monkeypatch.setattr(sys, "stdout", None)  # closed
+    with new_console() as console:
+        say(console, "labels")
+
+
+def test_an_output_that_knows_few_letters(monkeypatch):
+    stream = Stream(encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with new_console() as console:
+        say(console, "größer")
+        say(console, "kleiner")
+    assert stream.buffer.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
 
 
 def without_a_reader(words):

@@ -17,6 +17,7 @@ from transformers import (
     pipeline,
 )
 
+from fastkd.app import saving
 from fastkd.distill import METHODS
 from tests.tiny import make_teacher, run, sentences, write_tsv
 
@@ -74,6 +75,8 @@ def test_the_student_scores_the_same_everywhere(folder, report):
     assert f"30 rows:  accuracy {expected:.4g}" in run("evaluate", *words)
     assert "f1" in run("evaluate", *words, "--metric", "f1", "--out", folder / "scores.json")
     assert json.loads((folder / "scores.json").read_text())["accuracy"] == expected
+    run("evaluate", *words, "--out", folder / "scores.tsv")
+    assert (folder / "scores.tsv").read_text() == f"rows\taccuracy\n30\t{expected}\n"
     assert "is there already" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
 
     output = run("predict", "--model", student, "--data", folder / "test.tsv")
@@ -89,21 +92,65 @@ def test_the_student_scores_the_same_everywhere(folder, report):
     )
 
 
-def test_onnx_gives_the_same_score(folder, report):
+def test_onnx_gives_the_same_score(folder, report, tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     student = folder / "out" / "student"
-    output = run("export", "--model", student, "--out", folder / "student.onnx")
+    path = folder / "student.onnx"
+    output = run("export", "--model", student, "--out", path)
     assert "outputs agree with ONNX Runtime's" in output
     words = ("evaluate", "--model", student, "--data", folder / "test.tsv")
     score = report["test"]["student"]["accuracy"]
-    assert f"accuracy {score:.4g}" in run(*words, "--onnx", folder / "student.onnx")
-    assert "is there already" in run(
-        "export", "--model", student, "--out", folder / "student.onnx", expect=2
-    )
-    (folder / "broken.onnx").write_bytes(b"x")
-    assert "--onnx" in run(*words, "--onnx", folder / "broken.onnx", expect=2)
-    assert "no such file" in run(*words, "--onnx", folder / "none.onnx", expect=2)
+    assert f"accuracy {score:.4g}" in run(*words, "--onnx", path)
+    assert "is there already" in run("export", "--model", student, "--out", path, expect=2)
+    other = make_teacher(tmp_path / "other", labels=3)
+    error = run("predict", model=other, data=folder / "dev.tsv", onnx=path, expect=2)
+    assert "it has 2 outputs, and --model" in error
+
+
+def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
+    """--overwrite of `fastkd distill` refused what `fastkd export` had put beside the student."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+    def written(model, batch, path):
+        assert batch["input_ids"].shape[1] <= 8
+        path.write_bytes(b"a graph")
+
+    monkeypatch.setattr("fastkd.app.export._write", written)
+    monkeypatch.setattr("fastkd.app.export._difference", lambda *_: 0.0)
+    model = make_teacher(tmp_path / "model", max_position_embeddings=8)
+    saving.seal(model, {})
+    for _ in range(2):
+        run("export", model=model, overwrite=True)
+        assert saving.foreign(model) == [] and saving.damage(model) is None
+    assert (model / "model.onnx").read_bytes() == b"a graph"
+
+
+def identity(path, inputs, outputs=1):
+    onnx = pytest.importorskip("onnx")
+    ids = [onnx.helper.make_tensor_value_info(name, 1, [1, 2]) for name in inputs]
+    ends = [onnx.helper.make_tensor_value_info(f"out{i}", 1, [1, 2]) for i in range(outputs)]
+    nodes = [onnx.helper.make_node("Identity", inputs[:1], [f"out{i}"]) for i in range(outputs)]
+    graph = onnx.helper.make_graph(nodes, "graph", ids, ends)
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), str(path))
+
+
+def test_onnx_files_of_something_else(folder, tmp_path):
+    pytest.importorskip("onnxruntime")
+    path = tmp_path / "x.onnx"
+    words = ("evaluate", "--model", folder / "out" / "student", "--data", folder / "dev.tsv")
+    assert "no such file" in run(*words, "--onnx", path, expect=2)
+    path.write_bytes(b"x")
+    assert "--onnx" in run(*words, "--onnx", path, expect=2)
+    for inputs, outputs, said in (
+        (["pixels"], 1, "reads pixels and has 1 outputs; it must read"),
+        (["input_ids"], 2, "reads input_ids and has 2 outputs"),
+        (["input_ids"], 1, "can't be run"),  # of other types
+    ):
+        identity(path, inputs, outputs)
+        assert said in run(*words, "--onnx", path, expect=2)
 
 
 def test_card_and_report(folder, report):

@@ -96,7 +96,8 @@ def runs(out):
 
 
 def study(path, out, **options):
-    command.run(StudySettings(spec=path, out=out, **options), new_console())
+    with new_console() as console:
+        command.run(StudySettings(spec=path, out=out, **options), console)
 
 
 def test_whole_study(root, finished):
