@@ -349,6 +349,11 @@ def stream(
                     classes[number].update(hidden, mask, labels, last)
                 tokens += [x[mask] for x in hidden]
                 counts.append(len(hidden))
+                if len(tokens[-1]) != len(tokens[0]):
+                    raise ValueError(
+                        "the models must read the same tokens, got "
+                        f"{len(tokens[0])} of one and {len(tokens[-1])} of the other"
+                    )
             if moments is not None:
                 waiting.append([x.to(tokens[0].device) for x in tokens])
                 if sum(len(parts[0]) for parts in waiting) >= 2 * max(x.shape[1] for x in tokens):

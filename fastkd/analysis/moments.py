@@ -220,7 +220,7 @@ class Covariances(Moments):
     def _directions(self, i: int) -> Directions:
         squares, vectors = torch.linalg.eigh(self.cross(i, i))
         squares, vectors = squares.flip(0), vectors.flip(1)
-        least = max(float(squares[0]) * len(squares) * EPS, self.rounding(i) ** 2)
+        least = max(float(squares[:1].sum()) * len(squares) * EPS, self.rounding(i) ** 2)
         rank = int((squares > least).sum())
         return Directions(squares[:rank].sqrt(), vectors[:, :rank].T)
 
@@ -279,7 +279,7 @@ class Factors(Moments):
     def _directions(self, i: int) -> Directions:
         basis, values, vectors = torch.linalg.svd(self._column(i), full_matrices=False)
         size = max(self.count, self.widths[i])
-        least = max(float(values[0]) * size * EPS, self.rounding(i))
+        least = max(float(values[:1].sum()) * size * EPS, self.rounding(i))
         rank = int((values > least).sum())
         return Directions(values[:rank], vectors[:rank], basis[:, :rank])
 

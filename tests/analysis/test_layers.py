@@ -243,6 +243,15 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="layer 3 of the other model gave values"):
         svcca_matrix(bert(), [batch], other=model)
 
+    class Shorter(torch.nn.Module):
+        """Has tokens of its own, as vision models do that differ in their special ones."""
+
+        def forward(self, input_ids, output_hidden_states):
+            return SimpleNamespace(hidden_states=[torch.zeros(24, 9, 4)])
+
+    with pytest.raises(ValueError, match="same tokens, got 240 of one and 216 of the other"):
+        cka_matrix(bert(), [{"input_ids": batch["input_ids"]}], other=Shorter())
+
 
 def test_rccc_is_first_against_last():
     matrix = torch.tensor([[1.0, 0.8, 0.3], [0.8, 1.0, 0.9], [0.3, 0.9, 1.0]])

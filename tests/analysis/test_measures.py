@@ -138,6 +138,7 @@ def test_never_fails(measure):
         assert similarity(constant, y, measure) == 0.0
         assert streamed(measure, y, constant, splits=31) == 0.0
     assert similarity(torch.zeros(300, 3), torch.zeros(300, 3), measure) == 0.0
+    assert similarity(y, y[:, :0], measure) == 0.0
     assert similarity(x, x, measure) == pytest.approx(1.0, abs=1e-12)
     if measure != "unbiased_cka":
         assert similarity(x[:2], y[:2], measure) == pytest.approx(1.0, abs=1e-9)
