@@ -5,6 +5,7 @@ import os
 from rich.console import Console
 
 from fastkd.app.display import Display
+from fastkd.app.errors import RunFailed
 from fastkd.app.loop import stopping_at_once
 from fastkd.app.models import be_quiet
 from fastkd.app.saving import check_directory
@@ -18,6 +19,7 @@ def run(settings: StudySettings, console: Console) -> None:
 
     Raises:
         InputError: something in the study can't be used; raised before anything is trained.
+        RunFailed: a process died, and the report is without its runs.
     """
     study = read(settings)
     number, together = work.leave_launcher()
@@ -33,7 +35,7 @@ def run(settings: StudySettings, console: Console) -> None:
             f"{len(study.seeds)} seeds, {study.budget} each"
         )
         runs = settings.runs or settings.out
-        work.run_all(study, runs, 1 if together > 1 else settings.jobs, display)
+        whole = work.run_all(study, runs, 1 if together > 1 else settings.jobs, display)
         if number:  # the first of a launcher's processes writes the report
             return
         if together > 1:
@@ -42,3 +44,5 @@ def run(settings: StudySettings, console: Console) -> None:
         for summary in summaries:
             display.say(f"{summary.task}: {report.told(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")
+    if not whole:
+        raise RunFailed("a process died; the same command trains the runs that it left")

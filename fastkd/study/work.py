@@ -106,12 +106,12 @@ def finish(study: Study, out: Path, display: Display) -> None:
         work(study, out, display)
 
 
-def run_all(study: Study, out: Path, workers: int, display: Display) -> None:
-    """Train everything that isn't there yet, in so many processes."""
+def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
+    """Train everything that isn't there yet, in so many processes; False if one of them died."""
     (out / "runs").mkdir(parents=True, exist_ok=True)
     if workers == 1:
         work(study, out, display)
-        return
+        return True
     context = multiprocessing.get_context("spawn")
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
     started = [
@@ -128,9 +128,7 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> None:
                 seen.add(path)
                 display.say(path.stem)
         time.sleep(0.2)
-    for worker in started:
-        if worker.exitcode:
-            display.say(f"a process ended with code {worker.exitcode}; its runs are left")
+    return not any(worker.exitcode for worker in started)
 
 
 def _worker(study: Study, out: Path, threads: int) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,6 +304,18 @@ def test_a_run_whose_file_was_cut_off_is_made_again(root, finished):
     cut.write_text(cut.read_text()[:100])
     study(write(root), out)
     assert runs(out) == whole
+
+
+def test_a_process_that_dies_is_not_passed_over(root, finished, monkeypatch):
+    out = shutil.copytree(finished[1], root / "out")
+    next((out / "runs").glob("*.json")).unlink()
+    dead = SimpleNamespace(exitcode=-9, start=bool, is_alive=bool)
+    context = SimpleNamespace(Process=lambda **_: dead)
+    monkeypatch.setattr(work.multiprocessing, "get_context", lambda _: context)
+    words = ["study", str(write(root)), "--out", str(out), "--jobs", "2"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and "a process died; the same command" in result.stderr
+    assert "1 runs are not there yet" in (out / "report.md").read_text()
 
 
 def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatch):
