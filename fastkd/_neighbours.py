@@ -145,7 +145,7 @@ class _Search:
         q, t = self.student.to(self.dtype), self.teacher.to(self.dtype)
         t_norm = torch.linalg.vector_norm(t, dim=1)
         largest = float(torch.linalg.vector_norm(q, dim=1).max() + t_norm.max())
-        if not largest**2 < torch.finfo(self.dtype).max / 4:
+        if not largest < math.sqrt(torch.finfo(self.dtype).max) / 2:
             return None
         same = self.same(slice(0, len(q)), slice(0, len(t)))
         d = _scores(t_norm.square_(), q, t).masked_fill_(~same, torch.inf)

@@ -217,16 +217,10 @@ def _of_layers(factors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ..
 
 
 class _Product(torch.autograd.Function):
-    """a @ b in the dtype of a, that autocast leaves alone in the backward too.
-
-    The gradient of b is not rounded to a half type of a: for a Cayley matrix mostly its symmetric
-    part would be, of which nothing reaches the matrix that is trained.
-    """
+    """a @ b that autocast leaves alone in the backward too."""
 
     @staticmethod
     def forward(ctx, a, b):
-        ctx.of_b = b.dtype
-        b = b.to(a.dtype)
         ctx.save_for_backward(a, b)
         with autocast_off(a):
             return a @ b
@@ -237,10 +231,7 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         with autocast_off(grad):
             da = grad @ b.mT if ctx.needs_input_grad[0] else None
-            db = None
-            if ctx.needs_input_grad[1]:
-                wide = torch.promote_types(a.dtype, ctx.of_b)
-                db = (a.mT.to(wide) @ grad.to(wide)).to(ctx.of_b)
+            db = a.mT @ grad if ctx.needs_input_grad[1] else None
         return da, db
 
 
@@ -369,7 +360,11 @@ class OrthogonalProjection(nn.Module):
         if self.orthogonal and _is_few(rows, self.raw):
             (projected,) = _project_rows([rows], [self])
         else:
-            projected = _Product.apply(rows, self.weight)
+            # Not in a half type, as a Cayley matrix would not survive its rounding: most of its
+            # gradient is symmetric, of which nothing reaches the matrix that is trained.
+            weight = self.weight
+            dtype = torch.promote_types(x.dtype, weight.dtype)
+            projected = _Product.apply(rows.to(dtype), weight.to(dtype))
         projected = projected.to(x.dtype)
         return projected if x.dim() == 2 else projected.reshape(*x.shape[:-1], self.out_dim)
 

@@ -334,6 +334,14 @@ def test_rows_of_all_scales_in_one_bank(backend):
             assert_accurate(g, e, torch.float32)
 
 
+def test_squares_beyond_float64_choose_the_nearest():
+    student = torch.tensor([[1e200], [-1e200]], dtype=torch.float64)
+    teacher = torch.tensor([[-1.5e200], [1e200], [-1e200]], dtype=torch.float64)
+    labels = torch.zeros(2, dtype=torch.long), torch.zeros(3, dtype=torch.long)
+    losses = knn_feature_loss(student, teacher, *labels, reduction="none")
+    assert losses.tolist() == [0, 0]
+
+
 @pytest.mark.usefixtures("searches")
 def test_zero_and_constant_features(backend):
     labels = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])

@@ -1,5 +1,6 @@
 """Dual projection, in the tests that go through every loss."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from fastkd._dispatch import BACKENDS
 from fastkd.projection import REDUCTIONS
 from tests import oracles
 from tests.calls import ALL_TYPES, BOTH, Call, Calls, given, learns, mask_of, numbers
-from tests.draw import Case, Draw, module_case
+from tests.draw import ROUNDINGS, Case, Draw, module_case
 from tests.subject import D_S, D_T, Subject, of_module
 
 
@@ -82,7 +83,15 @@ def random_projection(draw: Draw) -> Case:
         return projected(x, list(parameters.values()), orthogonal, D_out)
 
     x = draw.features(draw.size(zero=True), draw.size(), D_in)
-    return Case(module, oracle, {"x": x}, module=module, like="x", slope=lambda x: x.norm(dim=-1))
+    return Case(
+        module,
+        oracle,
+        {"x": x},
+        module=module,
+        like="x",
+        slope=lambda x: x.norm(dim=-1),
+        roundings=ROUNDINGS * layers,  # which multiply rounded rows
+    )
 
 
 def random_dual_projection(draw: Draw) -> Case:
@@ -105,7 +114,8 @@ def random_dual_projection(draw: Draw) -> Case:
         loss = 0.3 * to_t.sum() / D_t + 0.7 * to_s.sum() / D_s
         return loss / real.sum().clamp_min(1)
 
-    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    return dataclasses.replace(case, roundings=ROUNDINGS * module.student_projection.layers)
 
 
 def calls() -> Calls:
