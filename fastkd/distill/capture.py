@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.layers import reads_last_token
+from fastkd.analysis.layers import in_eval_mode, reads_last_token
 
 
 class Wanted(NamedTuple):
@@ -122,6 +122,7 @@ class Backbone(Model):
             hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
         )
         self._hooks_reach = not self.compiled
+        self._last_is_state = False
         self._replaced: list[Tensor] = []  # embeddings of the run that goes on
         #: Kinds of packed inputs whose documents are known not to see each other.
         self.known_apart: set[tuple[Any, ...]] = set()
@@ -179,6 +180,9 @@ class Backbone(Model):
 
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches; raises for inputs that it doesn't know."""
+        return self.model(**self._given(batch))
+
+    def _given(self, batch: dict[str, Any]) -> dict[str, Any]:
         inputs = self.readable(batch)
         self.check_inputs(inputs)
         for cache in ("use_cache", "use_mems"):
@@ -186,7 +190,7 @@ class Backbone(Model):
                 inputs.setdefault(cache, False)
         if "return_dict" in self._known:
             inputs["return_dict"] = True
-        return self.model(**inputs)
+        return inputs
 
     def check_inputs(self, inputs: Iterable[str]) -> None:
         """Raise unless the model knows the inputs of these names."""
@@ -238,8 +242,12 @@ class Backbone(Model):
         if not wanted:
             return self.run(inputs), {}
         self._check_checkpointing()
+        if self.compiled:
+            self._check_last_state(inputs)
         # Keeps every layer, and works wherever transformers itself can give them.
-        output = self.run({**inputs, "output_hidden_states": True})
+        last: set[int] = set() if self.compiled else {self.num_layers}
+        with capture(self, last) as kept:
+            output = self.run({**inputs, "output_hidden_states": True})
         states = getattr(output, "hidden_states", None)
         if states is None or len(states) != self.num_layers + 1:
             raise ValueError(
@@ -247,7 +255,25 @@ class Backbone(Model):
                 f"its {self.num_layers} layers"
             )
         output.hidden_states = None
-        return output, {layer: states[layer] for layer in wanted}
+        # Vision models end their list before the final norm.
+        found = {**dict(enumerate(states)), **kept}
+        return output, {layer: found[layer] for layer in wanted}
+
+    def _check_last_state(self, inputs: dict[str, Any]) -> None:
+        """Raise unless the last of the hidden states is what the head reads; tried out once."""
+        if self._last_is_state or torch.compiler.is_compiling():
+            return
+        with torch.no_grad(), in_eval_mode(self.inner), capture(self, {self.num_layers}) as kept:
+            given = self._given({**inputs, "output_hidden_states": True})
+            output = self.inner._call_impl(**given)  # not the compiled one
+        torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
+        states = getattr(output, "hidden_states", None)
+        if states and not states[-1].allclose(kept[self.num_layers], equal_nan=True):
+            raise ValueError(
+                f"{self._name} ({self.class_name}) is compiled, and what its head reads is not "
+                "among its hidden states; pass it uncompiled, or compile the Distiller"
+            )
+        self._last_is_state = True
 
     def _check_checkpointing(self) -> None:
         """Raise where what is kept inside the blocks would have no gradient."""

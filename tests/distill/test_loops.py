@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, IntraClassKNN, student_from_teacher
+from fastkd.distill.capture import Backbone, Wanted
 from tests.distill.models import batch, classifier, pair
 from tests.distill.support import data_of, model_of
 
@@ -108,6 +109,20 @@ def test_one_compiled_student_serves_two_methods():
         torch.testing.assert_close(out.loss, twin.loss)
     with pytest.raises(ValueError, match="set perturb=False"):
         Distiller(teacher, compiled, LRCBERT(perturb=True))(**data)
+
+
+def test_the_last_layer_is_what_the_head_reads():
+    """Vision models end their list of hidden states before the final norm."""
+    teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
+    backbone, without_hooks = Backbone(teacher), Backbone(teacher)
+    without_hooks._hooks_reach = False
+    inputs, wanted = {"pixel_values": data["pixel_values"]}, Wanted((2, 3))
+    expected = backbone.observe(inputs, wanted)[1].hidden
+    torch.testing.assert_close(without_hooks.observe(inputs, wanted)[1].hidden, expected)
+    compiled = torch.compile(teacher, backend="eager")
+    student = student_from_teacher(teacher, [1, 3])
+    with pytest.raises(ValueError, match=r"teacher \(ViTFor\w+\) is compiled.* its head reads"):
+        Distiller(compiled, student, FCD())(**data)
 
 
 def test_a_teacher_with_adapters_has_to_be_merged_first():
