@@ -108,7 +108,6 @@ class Watcher(TrainerCallback):
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
         self.stopping = False
-        self.terms: dict[str, float] = {}
         self.track = display.track(title)
         self.started = 0.0
         self.evaluated_at = -1
@@ -145,7 +144,6 @@ class Watcher(TrainerCallback):
         losses = {k: v for k, v in (logs or {}).items() if k not in NOT_A_LOSS}
         if "train_runtime" in losses or "loss" not in losses:
             return
-        self.terms = losses
         if not math.isfinite(losses["loss"]):
             raise TrainingFailed(
                 f"the loss became {losses['loss']} by step {state.global_step} "
@@ -160,6 +158,9 @@ class Watcher(TrainerCallback):
         ends_epoch = state.global_step % self.steps_in_epoch == 0
         every = self.watch.checkpoints.every if self.watch.checkpoints else None
         due = every and state.global_step % every == 0
+        # An evaluation tells the losses of all steps before it, and so must one after resuming.
+        control.should_log |= bool(due or self.signum or ends_epoch)
+        control.should_log |= state.global_step == state.max_steps
         if (due or self.signum) and not ends_epoch:
             control.should_save = True
             self.stopping = self.signum is not None
@@ -190,7 +191,7 @@ class Watcher(TrainerCallback):
             "step": state.global_step,
             "epoch": round(state.epoch or 0.0, 6),
             "scores": self.watch.evaluate(),
-            "losses": dict(self.terms),
+            "losses": losses_of(state.log_history),
             "seconds": began - self.started,
         }
         main = entry["scores"][self.watch.main]
@@ -218,6 +219,22 @@ class Watcher(TrainerCallback):
 def history_of(log: list[dict]) -> list[dict]:
     """The evaluations in a trainer's log, oldest first."""
     return [entry["evaluation"] for entry in log if "evaluation" in entry]
+
+
+def losses_of(log: list[dict]) -> dict[str, float]:
+    """Means over the steps since the last evaluation of what a trainer's log holds."""
+    totals: dict[str, tuple[float, int]] = {}
+    last = 0
+    for entry in log:
+        if "evaluation" in entry:
+            totals = {}
+        elif "loss" in entry:
+            steps, last = entry["step"] - last, entry["step"]
+            for name, value in entry.items():
+                if name not in NOT_A_LOSS:
+                    total, count = totals.get(name, (0.0, 0))
+                    totals[name] = total + steps * value, count + steps
+    return {name: total / count for name, (total, count) in totals.items()}
 
 
 def train(

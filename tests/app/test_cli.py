@@ -485,10 +485,14 @@ def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path, case):
 
 def test_trainer_args_reach_the_trainer(distill, tmp_path):
     file = tmp_path / "args.yaml"
-    file.write_text("gradient_accumulation_steps: 2\nlr_scheduler_type: constant\n")
+    file.write_text(
+        "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
+    )
     distill(trainer_args=file, epochs=2, checkpoint_every=2)
     # 40 rows in batches of 8, two batches a step
-    assert [entry["step"] for entry in report_of(tmp_path / "out")["history"]] == [3, 6]
+    history = report_of(tmp_path / "out")["history"]
+    assert [entry["step"] for entry in history] == [3, 6]
+    assert all(entry["losses"]["loss"] > 0 for entry in history)
     assert (
         report_of(tmp_path / "out")["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
     )
@@ -734,6 +738,7 @@ def test_resuming_gives_the_uninterrupted_result(
     assert resumed["student"] == whole["student"]
     for a, b in zip(resumed["history"], whole["history"], strict=True):
         assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
+        assert a["losses"] == pytest.approx(b["losses"])
 
 
 def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):

@@ -181,6 +181,10 @@ def test_progress_for_programs(folder, report):
     assert {"task", "soft"} <= set(steps[0]["losses"])
     scores = [e["scores"] for e in events if e["event"] == "evaluation" and "soft" in e["title"]]
     assert scores == [entry["scores"] for entry in report["history"]]
+    # An evaluation's losses are the means over the epoch before it, not its last steps'.
+    for epoch, entry in enumerate(report["history"]):
+        losses = [e["losses"]["soft"] for e in steps if 8 * epoch < e["step"] <= 8 * (epoch + 1)]
+        assert len(losses) == 8 and entry["losses"]["soft"] == pytest.approx(sum(losses) / 8)
     assert events[-1]["event"] == "complete" and events[-1]["student"] == report["student"]
     logs = folder / "out" / "logs"
     assert list((logs / "student").glob("events*")) and list((logs / "teacher").glob("events*"))
