@@ -1,6 +1,6 @@
 """Random calls of every public function and Module against the oracles of `tests/losses`.
 
-    python -m tests.fuzz --seconds 600          # as `make fuzz`; --only knn, --seed 7 for one call
+    python -m tests.fuzz --seconds 600          # as `make fuzz`; --only knn --seed 7: from there on
 
 Each case is drawn from its seed alone: sizes 0, 1, primes and powers of two, all dtypes, both
 backends, masks with NaN behind them, strided and repeated features, huge, tiny, constant and
@@ -294,8 +294,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
+    parser.add_argument("--seed", type=int, default=0, help="the first; others follow")
     parser.add_argument("--only", choices=FUNCTIONS)
     options = parser.parse_args()
     deadline, count, failures = time.monotonic() + options.seconds, 0, 0
