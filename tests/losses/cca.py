@@ -20,13 +20,14 @@ def correlation(student, teacher, mask, ridge, top_k) -> Tensor:
         return student.sum() * 0
     s, t = s - s.mean(0), t - t.mean(0)
     spread = len(s) - 1
-    # The singular values are the same with any root of the covariances: here Cholesky's.
-    C_s, C_t = (
-        torch.linalg.cholesky(x.mT @ x / spread + r * torch.eye(x.shape[1], dtype=x.dtype))
-        for x, r in ((s, ridge[0]), (t, ridge[1]))
-    )
-    half = torch.linalg.solve_triangular(C_t, t.mT @ s / spread, upper=False)
-    whitened = torch.linalg.solve_triangular(C_s, half.mT, upper=False)
+    # The singular values are the same with any root of the covariances: here Cholesky's, from the
+    # rows themselves, since a covariance has twice the digits to lose.
+    white = []
+    for x, r in ((s, ridge[0]), (t, ridge[1])):
+        x = x / spread**0.5
+        root = torch.linalg.qr(torch.cat((x, r**0.5 * torch.eye(x.shape[1]).to(x)))).R.mT
+        white.append(torch.linalg.solve_triangular(root, x.mT, upper=False))
+    whitened = white[0] @ white[1].mT
     return -torch.linalg.svdvals(whitened)[:top_k].sum()
 
 
