@@ -6,9 +6,11 @@ The command line (`command`), the check of the values (`check`) and what is save
 
 import ast
 import dataclasses
+import enum
 import functools
 import inspect
 import math
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -186,3 +188,17 @@ def _literal(text: str) -> Any:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
     return list(value) if isinstance(value, tuple) else value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value from a YAML or TOML file is of this type."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in typing.get_args(kind))
+    kind = typing.get_origin(kind) or kind
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return isinstance(value, str)
+    return not isinstance(kind, type) or isinstance(value, kind)

@@ -1,7 +1,5 @@
 """--trainer-args: what transformers.TrainingArguments offers beyond fastkd's own options."""
 
-import enum
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
+from fastkd.app.options import fits
 
 # Fields that options of ours set, and these options.
 OURS = {
@@ -80,7 +79,7 @@ def read(path: Path | None) -> dict[str, Any]:
             )
         if name not in known:
             raise InputError(f"{option}: {name} is settled by fastkd itself; leave it out")
-        if not _fits(value, kinds[name]):
+        if not fits(value, kinds[name]):
             kind = getattr(kinds[name], "__name__", kinds[name])
             raise InputError(f"{option}: {name} must be {kind}, got {value!r}")
     _try(option, arguments, found)
@@ -113,17 +112,3 @@ def _try(option: str, arguments: Any, found: Mapping[str, Any]) -> None:
         )
     except (TypeError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise InputError(f"{option}: {error}") from error
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from YAML is of this type."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(kind))
-    kind = typing.get_origin(kind) or kind
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return isinstance(value, str)
-    return not isinstance(kind, type) or isinstance(value, kind)

@@ -22,12 +22,14 @@ import itertools
 import math
 import os
 import re
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fastkd._extras import require
 from fastkd.app.errors import InputError, nearest
+from fastkd.app.options import fits
 from fastkd.app.plan import PRECISIONS
 from fastkd.app.settings import Source
 from fastkd.app.tasks import TASKS
@@ -115,6 +117,8 @@ class Study:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Study)}
+PATHS = ("train", "evals", "unlabelled", "test")
+DEVICES = ("auto", "cpu", "cuda")
 OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps", "teacher_learning_rate")
 
 
@@ -124,17 +128,17 @@ def read(settings: StudySettings) -> Study:
     Raises:
         InputError: anything in it that can't be used, by its name.
     """
-    spec = dict(_file(settings.spec)) if settings.spec is not None else {}
+    spec = {} if settings.spec is None else {**_file(settings.spec)}
     folder = Path() if settings.spec is None else settings.spec.parent
     given = ("seeds", "teacher", "steps", "seconds", "device")
     spec.update({k: v for k in given if (v := getattr(settings, k)) not in (None, "auto")})
-    if settings.seconds is not None:
+    if settings.seconds is not None and settings.steps is None:
         spec["steps"] = None
-    elif settings.steps is not None:
+    elif settings.steps is not None and settings.seconds is None:
         spec["seconds"] = None
     if settings.methods is not None:
         spec["methods"] = {name.strip(): {} for name in settings.methods.split(",")}
-    methods = dict(spec.setdefault("methods", {name: {} for name in NAMES}))
+    methods = {**_table("methods", spec.get("methods") or {name: {} for name in NAMES})}
     for flag, values in settings.options.items():
         method, dot, name = flag.partition(".")
         if not dot or method not in methods:
@@ -159,21 +163,53 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
         if name not in known:
             raise InputError(f"a study has no field {name!r}; {nearest(name, known)}")
     values = {k: v for k, v in spec.items() if k in FIELDS and k not in ("tasks", "seeds")}
+    _check_types("", values, Study)
     if spec.get("seconds") is not None:
-        values["steps"] = None
-    if not spec.get("tasks"):
+        values["steps"] = spec.get("steps")
+    tasks = _table("tasks", spec.get("tasks") or {})
+    if not tasks:
         raise InputError(
             "a study needs a data set: [tasks.NAME] in the file, or --tasks NAME=FILES"
         )
+    methods = _table("methods", spec.get("methods") or {name: {} for name in NAMES})
     seeds = spec.get("seeds", 4)
+    if not fits(seeds, int | list):
+        raise InputError(f"seeds must be their number or a list, got {seeds!r}")
     study = Study(
-        tasks=tuple(_task(name, table, folder) for name, table in spec["tasks"].items()),
-        variants=tuple(_variants(spec.get("methods") or {name: {} for name in NAMES})),
+        tasks=tuple(_task(name, table, folder) for name, table in tasks.items()),
+        variants=tuple(_variants(methods)),
         seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
         **values,
     )
     _check(study)
     return study
+
+
+def _table(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
+    """A table of tables, or one sentence."""
+    if not isinstance(found, Mapping):
+        raise InputError(f"{name} must be a table, got {found!r:.40}")
+    for key, entry in found.items():
+        if not isinstance(entry, Mapping):
+            raise InputError(f"{name}.{key} must be a table, got {entry!r:.40}")
+    return found
+
+
+def _check_types(where: str, values: Mapping[str, Any], cls: Any) -> None:
+    """Raise for the first of ``values`` that is no value of its field of ``cls``."""
+    kinds = typing.get_type_hints(cls)
+    for name, value in values.items():
+        if not fits(value, kinds[name]):
+            kind = getattr(kinds[name], "__name__", kinds[name])
+            raise InputError(f"{where}{name} must be {kind}, got {value!r:.40}")
+
+
+def _check_positive(where: str, values: Any, *names: str) -> None:
+    """Raise for the first of these fields that is 0 or less."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{where}{name} must be a number above 0, got {value!r}")
 
 
 def _check(study: Study) -> None:
@@ -192,14 +228,28 @@ def _check(study: Study) -> None:
         raise InputError(f"student {study.student!r}; {nearest(study.student, STUDENTS)}")
     if study.precision not in PRECISIONS:
         raise InputError(f"precision {study.precision!r}; {nearest(study.precision, PRECISIONS)}")
-    for name in ("steps", "seconds", "batch_size", "learning_rate", "evaluations"):
-        value = getattr(study, name)
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-            raise InputError(f"{name} must be a number above 0, got {value!r}")
+    if study.device not in DEVICES:
+        raise InputError(f"device {study.device!r}; {nearest(study.device, DEVICES)}")
+    if study.paper is not None:
+        for name, kind in (("title", str), ("columns", list), ("rows", Mapping)):
+            if not isinstance(study.paper.get(name), kind):
+                raise InputError("paper must have a title, a list columns and a table rows")
+    _check_positive(
+        "", study, "steps", "seconds", "batch_size", "learning_rate", "evaluations",
+        "student_layers",
+    )  # fmt: skip
     if study.baseline not in names and study.baseline != "labels":
         raise InputError(f"baseline {study.baseline!r}: {nearest(study.baseline, names)}")
     for task in study.tasks:
-        if task.source is not None and task.source.metric == "mse":
+        place = f"tasks.{task.name}: "
+        _check_positive(place, task, "labelled", "teacher_steps", "teacher_learning_rate")
+        if task.max_length < 4 or min(task.rows) < 1:
+            raise InputError(f"{place}max_length must be at least 4, rows at least 1 and 1")
+        if task.source is None:
+            continue
+        if task.labelled is not None and task.source.unlabelled is not None:
+            raise InputError(f"{place}labelled and unlabelled exclude each other")
+        if task.source.metric == "mse":
             raise InputError(f"tasks.{task.name}: a study compares by a score where more is better")
     for variant in study.variants:
         layers = variant.options.get("layers")
@@ -216,12 +266,19 @@ def _file(path: Path) -> Mapping[str, Any]:
         raise InputError(f"{path}: no such file")
     try:
         if path.suffix in (".yaml", ".yml"):
-            return require("yaml", "train").safe_load(path.read_text())
+            yaml: Any = require("yaml", "train")
+            try:
+                found = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+            except yaml.YAMLError as error:
+                raise ValueError(" ".join(str(error).split())) from None
+            if not isinstance(found, Mapping):
+                raise ValueError("it holds no names and values")
+            return found
         try:
             toml: Any = require("tomllib", "train")
         except ModuleNotFoundError:  # Python 3.10
             toml = require("tomli", "train")
-        return toml.loads(path.read_text())
+        return toml.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise InputError(f"{path} can't be read: {error}") from None
 
@@ -255,9 +312,19 @@ def _word(value: Any) -> str:
 def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
     own = {k: v for k, v in table.items() if k in OWN_TASK_FIELDS}
     rest = {("evals" if k == "eval" else k): v for k, v in table.items() if k not in own}
-    if "rows" in own:
-        own["rows"] = tuple(own["rows"])
-    if rest.pop("docstrings", False):
+    where = f"tasks.{name}: "
+    rows = own.pop("rows", None)
+    if rows is not None:
+        if not (isinstance(rows, list) and len(rows) == 2 and all(fits(x, int) for x in rows)):
+            raise InputError(f"{where}rows must be two whole numbers, got {rows!r:.40}")
+        own["rows"] = tuple(rows)
+    _check_types(where, {k: v for k, v in own.items() if k != "rows"}, TaskSpec)
+    docstrings = rest.pop("docstrings", False)
+    if not isinstance(docstrings, bool):
+        raise InputError(f"{where}docstrings must be true, got {docstrings!r:.40}")
+    if docstrings:
+        if rest:
+            raise InputError(f"{where}docstrings and {min(rest)} exclude each other")
         source = None
     else:
         own.pop("rows", None)
@@ -265,9 +332,12 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         for field in rest:
             if field not in known:
                 raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
-        for field in ("train", "evals", "unlabelled", "test"):
-            if field in rest:
-                rest[field] = folder / Path(os.path.expandvars(rest[field])).expanduser()
+        paths = {field: rest.pop(field) for field in PATHS if field in rest}
+        _check_types(where, rest, Source)
+        for field, given in paths.items():
+            if not isinstance(given, str):
+                raise InputError(f"{where}{field} must be a path, got {given!r:.40}")
+            rest[field] = folder / Path(os.path.expandvars(given)).expanduser()
         source = Source(**rest)
     if re.search(r"[^\w.-]", name):
         raise InputError(f"tasks.{name}: letters, digits and -_. only")

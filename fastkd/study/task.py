@@ -26,8 +26,8 @@ from fastkd.app import data
 from fastkd.app.data import Corpus
 from fastkd.app.display import Display
 from fastkd.app.docstrings import load_docstrings
-from fastkd.app.errors import TrainingFailed
-from fastkd.app.models import count
+from fastkd.app.errors import InputError, TrainingFailed
+from fastkd.app.models import count, let_pad, load
 from fastkd.app.output import corpus_fingerprints
 from fastkd.app.packaged import teacher_path
 from fastkd.app.plan import Plan, choose_device
@@ -158,9 +158,8 @@ class TaskWork:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(self.name)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer = load("--teacher", self.name, AutoTokenizer, False)
+        let_pad(tokenizer, "--teacher", self.name)
         return tokenizer
 
     @property
@@ -191,7 +190,7 @@ class TaskWork:
 
     def _pretrained(self, attention: str) -> PreTrainedModel:
         """The model that the teacher was, with a fresh head."""
-        model = _from(self.name, attention, self.corpus.num_labels).to(self.device)
+        model = _from(self.name, attention, self.corpus.num_labels).to(self.device).float()
         names = self.corpus.names
         model.config.problem_type = "regression" if names is None else "single_label_classification"
         if names is not None:
@@ -202,14 +201,14 @@ class TaskWork:
         return model
 
     def _finetune(self) -> None:
-        names = self.corpus.names
+        names, tokenizer = self.corpus.names, self.tokenizer
         set_seed(TEACHER_SEED)
         model = self._pretrained("sdpa")
         plan = dataclasses.replace(
             self._plan(self.task.teacher_steps, TEACHER_SEED),
             learning_rate=self.task.teacher_learning_rate,
         )
-        run = Answering(self.corpus, self.tokenizer, model, plan, self.task.max_length, silent())
+        run = Answering(self.corpus, tokenizer, model, plan, self.task.max_length, silent())
         history = run.finetune(plan, every=self.task.teacher_steps)
         report = {
             "scores": history[-1]["scores"],
@@ -221,7 +220,7 @@ class TaskWork:
             "parameters": count(model),
             "metrics": list(self.corpus.metrics),
         }
-        save_model(self.folder, model, self.tokenizer, report)
+        save_model(self.folder, model, tokenizer, report)
 
     def _plan(self, steps: int, seed: int) -> Plan:
         study = self.study
@@ -252,7 +251,10 @@ class TaskWork:
         if layers == SELECT:
             return self.selected
         depth = self.teacher.config.num_hidden_layers
-        return resolve_layers(layers, depth, min(depth, self.study.student_layers))
+        wanted = self.study.student_layers
+        if wanted > depth:
+            raise InputError(f"student_layers {wanted}: the teacher has only {depth} layers")
+        return resolve_layers(layers, depth, wanted)
 
     def _method(self, variant: Variant) -> Method:
         options = dict(variant.options)
@@ -268,9 +270,14 @@ class TaskWork:
         teacher = source = self.eager_teacher if eager else self.teacher
         if self.study.student == "pretrained":
             source = self._pretrained("eager" if eager else "sdpa")
-        student = student_from_teacher(source, self._layers(variant.teacher_layers))
-        kept: Any = self.cache if cached and self._can_cache(variant) else teacher
-        return Distiller(kept, cast(PreTrainedModel, student), method)
+        try:
+            student = student_from_teacher(source, self._layers(variant.teacher_layers))
+            kept: Any = self.cache if cached and self._can_cache(variant) else teacher
+            return Distiller(kept, cast(PreTrainedModel, student), method)
+        except InputError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{variant.name} on {self.task.name}: {error}") from error
 
     def _can_cache(self, variant: Variant) -> bool:
         return self.study.cache and variant.method not in ("tinybert", "labels")

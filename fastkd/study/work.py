@@ -112,6 +112,8 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
     if workers == 1:
         work(study, out, display)
         return True
+    # What can't be used is said once, here.
+    jobs(study, out, {task.name: TaskWork(study, task, out) for task in study.tasks})
     context = multiprocessing.get_context("spawn")
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
     started = [

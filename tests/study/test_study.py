@@ -267,12 +267,60 @@ def test_mistakes_are_named_before_anything_runs(root, methods, message):
         ("seeds = 0", "seeds"),
         ("seeds = [0, 1, 0]", "none twice"),
         ("seeds = [-1]", "whole numbers"),
+        ("seeds = true", "their number or a list"),
+        ("steps = 2.5", "steps must be int"),
+        ("seconds = 3", "as steps or as seconds"),
+        ("batch_size = 2.5", "batch_size must be int"),
+        ("student_layers = 0", "student_layers must be a number above 0"),
+        ("student_layers = 9", "student_layers 9: the teacher has only 4 layers"),
+        ('device = "gpu"', "device 'gpu'; known: auto, cpu, cuda"),
+        ('cache = "no"', "cache must be bool"),
+        ('paper = {title = "x"}', "paper must have a title"),
+        ("methods = 5", "methods must be a table"),
+        ("tasks = 5", "tasks must be a table"),
+        ('teacher = "/nowhere"', "--teacher /nowhere: no such directory"),
     ],
 )
 def test_mistakes_in_fields_are_named(root, line, message):
-    shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != line.split(" ")[0])
+    name = line.split(" ")[0]
+    shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
+    shared = shared[: shared.find("[tasks")] if name in ("methods", "tasks") else shared
     with pytest.raises(InputError, match=message):
-        study(write(root, shared=line + "\n" + shared), root / "out")
+        methods = "" if name == "methods" else FEW
+        study(write(root, methods, line + "\n" + shared), root / "out")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("teacher_steps = 0", "tasks.one: teacher_steps must be a number above 0"),
+        ("teacher_learning_rate = nan", "teacher_learning_rate must be a number above 0"),
+        ('labelled = "x"', "labelled must be int"),
+        ("max_length = 3", "max_length must be at least 4"),
+        ("docstrings = 5", "docstrings must be true"),
+        ("docstrings = true", "docstrings and eval"),
+        ("rows = 5", "rows must be two whole numbers"),
+        ("train = 5", "train must be a path"),
+        ('max_train_rows = "x"', "max_train_rows must be int"),
+        ('unlabelled = "train.tsv"', "labelled and unlabelled exclude each other"),
+    ],
+)
+def test_mistakes_in_a_data_set_are_named(root, line, message):
+    name = line.split(" ")[0]
+    shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
+    with pytest.raises(InputError, match=message):
+        study(write(root, shared=f"{shared}\n{line}\n"), root / "out")
+
+
+def test_mistakes_of_yaml_and_of_rows_met_first_by_other_processes(root):
+    path = root / "spec.yaml"
+    for text in ("tasks: [1", "- 1"):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"spec\.yaml can't be read"):
+            study(path, root / "out")
+    (root / "dev.tsv").unlink()
+    with pytest.raises(InputError, match=r"dev\.tsv: no such file"):
+        study(write(root), root / "out", jobs=2)
 
 
 def test_a_score_where_less_is_better_is_refused(root):
