@@ -23,7 +23,7 @@ from fastkd.distill.documents import Documents, check_apart, find_documents
 from fastkd.distill.method import Method, Term, weighted
 from fastkd.distill.several import Several, Teachers
 from fastkd.distill.spans import Spans
-from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, pooled_rows
+from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, countable, pooled_rows
 from fastkd.distributed import Ranks, ranks_of
 
 if TYPE_CHECKING:
@@ -250,9 +250,9 @@ class Distiller(nn.Module):
                 class or answer −100, or the number NaN; either leaves out one of several labels.
                 Question answering takes ``start_positions`` and ``end_positions`` instead.
             num_items: for heads with one prediction per token and gradient accumulation: how
-                many labelled positions an accumulation step holds on average. The sum is divided
-                by it instead of this batch's own count, so the gradient doesn't depend on how
-                the samples were split.
+                many labelled positions (`count_items`) a batch of an accumulation step holds on
+                average. The sum is divided by it instead of this batch's own count, so the
+                gradient doesn't depend on how the samples were split.
             segments: (B, N) numbers of the documents in packed rows. By default they come from
                 ``seq_idx``, ``cu_seq_lens_q`` or ``position_ids`` that start again, as
                 transformers' DataCollatorWithFlattening gives them.
@@ -285,6 +285,21 @@ class Distiller(nn.Module):
         shift = self._unit_gradient(total, embeddings, part)
         with self._moved_embeddings(shift):
             return DistillerOutput(*run_student())
+
+    def count_items(self, batch: dict[str, Any]) -> Tensor:
+        """How many labelled positions of a batch count, of which ``num_items`` are the average.
+
+        Those that `forward` compares: a next word's, not of padding or another document.
+
+        Args:
+            batch: arguments as in `forward`, ``labels`` (B, N) among them.
+        """
+        rest = {name: x for name, x in batch.items() if name not in ("labels", "segments")}
+        labels, own = batch["labels"], split_inputs(rest)[0]
+        part = self._read(own, labels, None, batch.get("segments"))
+        valid = torch.ones_like(labels, dtype=torch.bool) if part.mask is None else part.mask
+        counted, _ = countable(labels, valid, part.owner, self._student_backbone.causal)
+        return counted.sum()
 
     def accumulate(
         self, batches: Iterable[dict[str, Any]], model: nn.Module | None = None
@@ -451,7 +466,6 @@ class Distiller(nn.Module):
         return part.spans.pool(outputs, 0, backbone, part.feature_mask)
 
     def _step(self, part: "Part", student: Outputs, teacher: Outputs, items: Items) -> Step:
-        documents = part.documents
         return Step(
             student,
             teacher,
@@ -461,7 +475,7 @@ class Distiller(nn.Module):
             part.labels,
             part.num_items,
             token_mask=part.mask,
-            owner=documents.owner if documents is not None and documents.packed else None,
+            owner=part.owner,
             ranks=items.ranks,
             items=items,
         ).among_ranks()
@@ -547,6 +561,12 @@ class Part:
     def feature_mask(self) -> Tensor | None:
         """Which tokens of features are real, each document in a row of its own."""
         return self.mask if self.documents is None else self.documents.mask
+
+    @property
+    def owner(self) -> Tensor | None:
+        """The document of each token, where rows are packed with several."""
+        documents = self.documents
+        return documents.owner if documents is not None and documents.packed else None
 
     def unpacked_spans(self, spans: Tensor) -> Tensor:
         """Spans of the tokens of features."""

@@ -486,16 +486,7 @@ class Step:
         valid = self.token_mask
         if valid is None:
             valid = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        if self.student_model.causal:
-            valid = valid[:, 1:] & valid[:, :-1]
-            labels = None if labels is None else labels[:, 1:]
-            if self.owner is not None:
-                valid = valid & (self.owner[:, 1:] == self.owner[:, :-1])
-        if labels is None:
-            return valid, None
-        # Padding on the left stands before the first token, and must not learn to say it.
-        labels = labels.masked_fill(~valid, IGNORED)
-        return labels != IGNORED, labels
+        return countable(labels, valid, self.owner, self.student_model.causal)
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model
@@ -524,6 +515,26 @@ class Step:
                 "label term to 0"
             )
         return self.labels
+
+
+def countable(
+    labels: Tensor | None, valid: Tensor, owner: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Which predictions for tokens count (B, N), and the labels that they are about.
+
+    ``valid`` are the real tokens, ``owner`` their documents where rows are packed. A ``causal``
+    head's last position is about no token: (B, N − 1).
+    """
+    if causal:
+        valid = valid[:, 1:] & valid[:, :-1]
+        labels = None if labels is None else labels[:, 1:]
+        if owner is not None:
+            valid = valid & (owner[:, 1:] == owner[:, :-1])
+    if labels is None:
+        return valid, None
+    # Padding on the left stands before the first token, and must not learn to say it.
+    labels = labels.masked_fill(~valid, IGNORED)
+    return labels != IGNORED, labels
 
 
 def _check_labels(labels: Tensor, logits: Tensor) -> None:

@@ -136,7 +136,7 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """The distiller's loss in training, the student's own in evaluation."""
         if model is self.distiller.student:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs)
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
         loss_scale = 1.0
         if num_items_in_batch is not None:
@@ -151,6 +151,18 @@ class DistillationTrainer(Trainer):
             self._logged[name] = total + value, count + 1
         loss = loss_scale * output.loss
         return (loss, output) if return_outputs else loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """See ``transformers.Trainer``; of the labels those are counted that the loss compares."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if items is not None:
+            items = torch.stack([self.distiller.count_items(batch) for batch in batches]).sum()
+            items = items.to(device)
+            if self.args.average_tokens_across_devices and self.args.world_size > 1:
+                items = self.accelerator.gather(items).sum()
+        return batches, items
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -286,12 +286,8 @@ class _Step:
 
     def accumulated(self) -> Gradients:
         parts: list[dict[str, Any]] = list(self._equal_parts())
-        labels = self.batch.get("labels")
-        if self.distiller.counts_positions and labels is not None:
-            if "attention_mask" in self.batch:
-                labels = labels.masked_fill(self.batch["attention_mask"] == 0, IGNORED)
-            causal = self.distiller._student_backbone.causal
-            items = int(((labels[:, 1:] if causal else labels) != IGNORED).sum())
+        if self.distiller.counts_positions and "labels" in self.batch:
+            items = int(self.distiller.count_items(self.batch))
             parts = [{**part, "num_items": items / len(parts)} for part in parts]
         return self.gradients(self.distiller, parts, 1 / len(parts))
 

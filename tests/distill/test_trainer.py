@@ -195,15 +195,20 @@ def test_columns_that_the_loss_reads_are_kept(kind, tmp_path):
 
 
 def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
-    """Rows with very unequal numbers of labelled positions, accumulated or in one batch."""
+    """Rows with very unequal numbers of labelled positions, accumulated or in one batch; and the
+    loss is the Distiller's own, also where a first word or padding has a label."""
     torch.manual_seed(0)
     teacher = model(t.GPT2LMHeadModel, "gpt2")
     ids = torch.randint(5, 60, (8, 12))
     data = []
     for i, row in enumerate(ids):
         labels = row.clone()
-        labels[: i + 2] = -100
-        data.append({"input_ids": row, "attention_mask": torch.ones_like(row), "labels": labels})
+        labels[:i] = -100
+        mask = (torch.arange(12) < 12 - i % 3).long()
+        data.append({"input_ids": row, "attention_mask": mask, "labels": labels})
+    together = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+
+    losses = []
 
     def weights(batch_size, steps):
         torch.manual_seed(0)
@@ -211,8 +216,14 @@ def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
             tmp_path, SoftTargets(), data, teacher, save_strategy="no", max_steps=1,
             per_device_train_batch_size=batch_size, gradient_accumulation_steps=steps,
             learning_rate=0.1, optim="sgd", max_grad_norm=0, lr_scheduler_type="constant",
+            per_device_eval_batch_size=8,
         )  # fmt: skip
         set_dropout(run.distiller.student)
+        student = run.distiller.student.eval()
+        with torch.no_grad():
+            own = student(**together).loss.item()
+            assert run.evaluate()["eval_loss"] == pytest.approx(own, rel=1e-5)
+            losses.append(run.distiller(**together).loss)
         run.train()
         (log,) = [entry for entry in run.state.log_history if "loss" in entry]
         return torch.cat([p.detach().flatten() for p in run.distiller.student.parameters()]), log
@@ -220,6 +231,7 @@ def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
     (whole, log), (split, split_log) = weights(8, 1), weights(2, 4)
     torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
     assert split_log["loss"] == pytest.approx(log["loss"], rel=1e-4)
+    assert log["loss"] == pytest.approx(losses[0].item(), rel=1e-5)
 
 
 def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
