@@ -90,18 +90,18 @@ def resampled(
     """
     if metric not in COUNTED:
         return None
-    answers = np.asarray(labels)
-    draws = np.random.default_rng(seed)
-    counts = draws.multinomial(len(answers), np.full(len(answers), 1 / len(answers)), RESAMPLES)
+    # Rows with the same answers everywhere are drawn together: they count alike.
+    rows = np.column_stack([labels, *students, *others])  # (n, 1 + 2 seeds)
+    kinds, sizes = np.unique(rows, axis=0, return_counts=True)
+    counts = np.random.default_rng(seed).multinomial(len(rows), sizes / len(rows), RESAMPLES)
 
-    def scores(predictions: Sequence[int]) -> np.ndarray:
-        cells = np.zeros((len(answers), classes * classes))
-        cells[np.arange(len(answers)), answers * classes + np.asarray(predictions)] = 1
+    def scores(run: int) -> np.ndarray:
+        cells = np.zeros((len(kinds), classes * classes))
+        cells[np.arange(len(kinds)), kinds[:, 0] * classes + kinds[:, run]] = 1
         return of_confusion(metric, (counts @ cells).reshape(-1, classes, classes))
 
-    differences = sum(scores(a) - scores(b) for a, b in zip(students, others, strict=True)) / len(
-        students
-    )
+    seeds = len(students)
+    differences = sum(scores(i) - scores(i + seeds) for i in range(1, 1 + seeds)) / seeds
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(differences, [tail, 1 - tail])
     return float(low), float(high)

@@ -167,6 +167,11 @@ def test_rows_that_could_be_others():
     one = [predictions(0.8, seed) for seed in range(3)]
     low, high = resampled("accuracy", LABELS, one, [predictions(0.7, s) for s in range(3)])
     assert 0 < low < 0.1 < high < 0.2
+    gains = np.mean([np.equal(a, LABELS) for a in one], 0) - np.mean(
+        [np.equal(predictions(0.7, s), LABELS) for s in range(3)], 0
+    )
+    drawn = np.random.default_rng(5).choice(gains, (2000, 1000)).mean(1)  # row by row
+    assert (low, high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.003)
     assert resampled("accuracy", LABELS, one, one) == (0.0, 0.0)
     assert resampled("mse", [0.5], [[0.5]], [[0.5]]) is None
 
