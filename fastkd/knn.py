@@ -140,7 +140,7 @@ def knn_feature_loss(
         raise ValueError(
             f"student and teacher must have as many features per row, got shapes "
             f"{tuple(student.shape)} and {tuple(teacher.shape)}; project one to the other's size "
-            "(IntraClassKNNLoss has a projector)"
+            "(IntraClassKNNLoss(student_dim=..., teacher_dim=...) has a projector)"
         )
     check_labels("student_labels", student_labels, size, student.device)
     if teacher_labels is not None:
