@@ -61,10 +61,13 @@ class TwoTokenizers:
         options: for both, such as ``truncation=True, max_length=128``.
 
     Raises:
-        ValueError: a tokenizer that knows no offsets, or has no padding token.
+        ValueError: a tokenizer that knows no offsets, or has no padding token; texts that are lists
+            of words, in each of which offsets begin anew.
     """
 
     def __init__(self, student: Any, teacher: Any, **options: Any) -> None:
+        if options.get("is_split_into_words"):
+            raise ValueError("is_split_into_words hides where words stand in their text; join them")
         for name, tokenizer in (("student", student), ("teacher", teacher)):
             if not getattr(tokenizer, "is_fast", False):
                 raise ValueError(f"the {name}'s tokenizer knows no offsets; load the fast one")
@@ -78,9 +81,14 @@ class TwoTokenizers:
     def __call__(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        student, student_offsets = self._encode(self.student, texts, pairs)
-        teacher, teacher_offsets = self._encode(self.teacher, texts, pairs)
-        spans = align_spans(student_offsets, teacher_offsets)
+        student, *student_offsets = self._encode(self.student, texts, pairs)
+        teacher, *teacher_offsets = self._encode(self.teacher, texts, pairs)
+        # Text by text: where both are cut off, the first one's rest isn't part of the second.
+        first, second = map(align_spans, student_offsets, teacher_offsets)
+        count = torch.cat(first, 1).amax(1, keepdim=True) + 1
+        spans = [
+            torch.where(x >= 0, x + count, before) for before, x in zip(first, second, strict=True)
+        ]
         return {
             **student,
             **{f"teacher_{name}": x for name, x in teacher.items()},
@@ -90,7 +98,8 @@ class TwoTokenizers:
 
     def _encode(
         self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Inputs, and the offsets (B, N, 2) of the first and of the second texts' tokens."""
         encoded = tokenizer(
             list(texts),
             None if pairs is None else list(pairs),
@@ -100,11 +109,11 @@ class TwoTokenizers:
             **self.options,
         )
         offsets = encoded.pop("offset_mapping")
-        for row, text in enumerate(texts):
-            sequence = torch.tensor([-1 if i is None else i for i in encoded.sequence_ids(row)])
-            offsets[row, sequence < 0] = 0  # some give special tokens the text around them
-            offsets[row, sequence == 1] += len(text) + 1  # the second text stands behind the first
-        return dict(encoded), offsets
+        ids = [
+            [-1 if i is None else i for i in encoded.sequence_ids(row)] for row in range(len(texts))
+        ]
+        sequence = torch.tensor(ids)[..., None]  # −1 where some tokenizers give the text around
+        return dict(encoded), offsets * (sequence == 0), offsets * (sequence == 1)
 
 
 @dataclass

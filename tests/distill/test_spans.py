@@ -103,6 +103,25 @@ def test_pairs_of_texts():
         assert found == [{0, 1, 2, 3}, {0, 1, 2, 3}]
 
 
+def test_pairs_whose_first_text_is_cut_off():
+    """What one side alone has read of the first text isn't part of the second."""
+
+    def tokenizer(*words):
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]
+        return t.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+
+    two = tokenizer("aa", "##aa", "x", "y"), tokenizer("aaaa", "x", "y")
+    tokenizers = TwoTokenizers(*two, truncation="only_first", max_length=7)
+    batch = tokenizers(["aaaa aaaa aaaa", "aaaa"], ["x y", "y"])
+    assert batch["student_spans"].tolist() == [[-1, 0, 0, -1, 1, 2, -1], [-1, 0, 0, -1, 1, -1, -1]]
+    assert batch["teacher_spans"].tolist() == [
+        [-1, 0, -1, -1, 1, 2, -1],
+        [-1, 0, -1, 1, -1, -1, -1],
+    ]
+    with pytest.raises(ValueError, match="is_split_into_words hides where words stand"):
+        TwoTokenizers(*two, is_split_into_words=True)
+
+
 def by_hand(distiller, batch, layers, side):
     """Sentence token and means over spans, with loops."""
     model = distiller.student if side == "student" else distiller.teacher
