@@ -148,6 +148,8 @@ class TaskWork:
                 "teacher": self.study.teacher,
                 "files": _files_fingerprint(Path(self.name)),
                 "rows": corpus_fingerprints(self.corpus),
+                "classes": self.corpus.names,
+                "metrics": self.corpus.metrics,
                 "steps": self.task.teacher_steps,
                 "learning_rate": self.task.teacher_learning_rate,
                 "batch_size": self.study.batch_size,

@@ -346,6 +346,13 @@ def test_other_weights_are_another_teacher(root, tiny):
     assert key() != before
 
 
+def test_another_score_is_another_study(root, finished):
+    out = shutil.copytree(finished[1], root / "out")
+    study(write(root, shared=SHARED + 'metric = "mcc"\n'), out, methods="labels", seeds=1)
+    (row,) = csv.DictReader((out / "summary.csv").open())
+    assert row["metric"] == "mcc" and row["seeds"] == "1"
+
+
 def test_a_run_whose_file_was_cut_off_is_made_again(root, finished):
     out = shutil.copytree(finished[1], root / "out")
     whole, cut = runs(out), next((out / "runs").glob("*.json"))
