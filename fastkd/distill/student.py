@@ -51,6 +51,13 @@ def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "
         blocks = _shorten_shared(config, chosen)
     else:
         blocks = [i - 1 for i in chosen]
+        by_number = getattr(config, "scale_attn_by_inverse_layer_idx", False)
+        if by_number and blocks != list(range(len(blocks))):
+            raise ValueError(
+                f"{type(backbone.inner).__name__} scales attention by the number of the layer "
+                f"(scale_attn_by_inverse_layer_idx), which changes in layers {chosen}; keep the "
+                "first ones"
+            )
         _shorten(config, chosen)
     student: Any = type(backbone.inner)(config)
     weights = _select(backbone.inner.state_dict(), backbone.blocks_name, blocks)

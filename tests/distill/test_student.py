@@ -128,6 +128,10 @@ def test_wrong_teachers_and_layers_are_named():
         student_from_teacher(t.T5ForConditionalGeneration(config), [1])
     with pytest.raises(ValueError, match="keep layer 1"):  # only its first block has no norm
         student_from_teacher(t.ModernBertModel(SUPPORTED["modernbert"]), [2, 3])
+    scaled = classifier("gpt2", scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ValueError, match="attention by the number of the layer"):
+        student_from_teacher(scaled, [2, 4])
+    assert student_from_teacher(scaled, [1, 2]).config.num_hidden_layers == 2
     uneven = t.BertModel(t.BertConfig(**BERT, num_hidden_layers=2))
     uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)
     uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)
