@@ -337,11 +337,12 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
 
     Runs of a budget in seconds differ in their steps: they are laid over each other.
     """
+    order = [variant.name for variant in study.variants]
     figure = new_figure(2.5 + 4.2 * len(summaries), 4.5)
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
         ax.axhline(summary.teacher_score, color="black", linewidth=1, label="teacher")
-        for i, row in enumerate(summary.rows):
+        for row in summary.rows:
             runs = [
                 run["history"]
                 for (task, variant, _), run in found.items()
@@ -355,11 +356,13 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
                 for share, run in zip(shares, runs, strict=True)
             ]
             at = np.multiply(shares[0], study.steps or 1)
-            style = "-" if i < 10 else "--"
-            ax.plot(at, np.mean(scores, 0), style, marker=".", label=row.variant)
+            i = order.index(row.variant)
+            look = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--", "marker": "."}
+            ax.plot(at, np.mean(scores, 0), label=row.variant, **look)
         ax.set_xlabel("step" if study.steps else "share of the steps")
         ax.set_title(f"{summary.task}: {summary.metric}", fontsize=9)
         ax.tick_params(labelsize=8)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right upper", fontsize=7)
+    drawn = {line.get_label(): line for ax in axes for line in ax.lines}
+    drawn = {name: drawn[name] for name in ("teacher", *order) if name in drawn}
+    figure.legend(drawn.values(), drawn, loc="outside right upper", fontsize=7)
     return _png(figure)

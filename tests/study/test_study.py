@@ -1,6 +1,7 @@
 """`fastkd study` on a tiny teacher: its file, its runs, kills, and its report."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import shutil
@@ -395,6 +396,30 @@ def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatc
     for line in lines:
         assert list(line.get_xdata()) == pytest.approx([0.4, 0.8, 1.0])
         assert list(line.get_ydata()) == pytest.approx([(0.4 + 0.5) / 2, 0.8, 1.0])
+
+
+def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
+    """Also where another one's runs are not there yet."""
+    found = spec.read(StudySettings(spec=write(root)))
+    found = dataclasses.replace(
+        found, tasks=(found.tasks[0], dataclasses.replace(found.tasks[0], name="two"))
+    )
+    teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
+    known = work.results(spec.read(StudySettings(spec=write(root))), finished[1])
+    results = {("two", *rest): run for (_, *rest), run in known.items()}
+    left_out = found.variants[1].name
+    results |= {key: run for key, run in known.items() if key[1] != left_out}
+    summaries = report.summarize(found, results, {"one": teacher, "two": teacher})
+    monkeypatch.setattr(report, "_png", lambda figure: figure)
+    figure = report._curves(found, summaries, results)
+    (legend,) = figure.legends
+    colours = {
+        text.get_text(): line.get_color()
+        for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True)
+    }
+    assert set(colours) == {"teacher", *(variant.name for variant in found.variants)}
+    for ax in figure.axes:
+        assert all(colours[line.get_label()] == line.get_color() for line in ax.lines)
 
 
 def test_the_papers_values_by_name(root):
