@@ -61,6 +61,8 @@ class Corpus:
     numbered: bool = True
     test: Rows | None = None
     unlabelled: Rows | None = None
+    #: The class whose F1 is a score, where there are two: the data's second.
+    positive: int = 1
 
     def place(self, index: int) -> tuple[str, int]:
         """Source and number of a row to train on, the unlabelled ones behind the others."""
@@ -182,7 +184,7 @@ def read_hub(
 
 
 def _as_number(label: Any) -> float | None:
-    if isinstance(label, bool) or label is None:
+    if isinstance(label, bool) or label is None or "_" in str(label):  # Python reads 1_0 as 10
         return None
     try:
         number = float(label)
@@ -448,7 +450,7 @@ def describe(corpus: Corpus) -> Iterator[str]:
             yield f"{len(names)} classes"
         alike: dict[str, str] = {}
         for name in names:
-            other = alike.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
+            other = alike.setdefault(meaning(unicodedata.normalize("NFKC", name)), name)
             if other != name:
                 yield f"warning: classes {other!r} and {name!r} look alike"
         rare = [i for i in range(len(names)) if train[i] < 2 or not evals[i]]
@@ -456,6 +458,8 @@ def describe(corpus: Corpus) -> Iterator[str]:
             yield f"warning: class {names[i]!r} has {_how_rare(corpus, i, train[i])}"
         if len(rare) > MOST_CLASSES_SHOWN:
             yield f"warning: {len(rare) - MOST_CLASSES_SHOWN} more classes are as rare"
+        if len(names) == 2 and "f1" in corpus.metrics:
+            yield f"f1 is that of class {names[corpus.positive]!r}"
     if corpus.unlabelled is not None:
         yield f"{len(corpus.unlabelled)} rows without labels"
     scored = [("evaluation", [*corpus.evals.values()])]

@@ -228,6 +228,7 @@ def in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
         evals={k: renumber(rows) for k, rows in corpus.evals.items()},
         test=corpus.test and renumber(corpus.test),
         names=names,
+        positive=int(new[corpus.positive]),
     )
 
 

@@ -72,13 +72,15 @@ class Output:
 
     def _read_marker(self) -> dict[str, Any] | None:
         """The marker of an unfinished run, if there is one."""
-        if not self.work.exists():
+        link = self.work.is_symlink()
+        if not (link or self.work.exists()):
             return None
         path = self.work / MARKER
         marker = _run_of(self.work)
         half = f".{MARKER}.new"  # the run was killed as it began
-        others = [entry for entry in self.work.iterdir() if entry.name != half]
-        if marker is None and not path.exists() and others:
+        folder = self.work.is_dir() and not link
+        others = [entry for entry in self.work.iterdir() if entry.name != half] if folder else []
+        if not folder or (marker is None and not path.exists() and others):
             raise InputError(
                 f"--out {self.path}: {self.work} is not fastkd's; give another --out, or move it"
             )

@@ -232,6 +232,12 @@ class Encoder:
 
     def __call__(self, rows: Rows) -> Encoded:
         data = rows.data
+        added = self.tokenizer.num_special_tokens_to_add(pair=rows.paired)
+        if added >= self.max_length:
+            raise InputError(
+                f"--max-length {self.max_length} leaves no room for words: the tokenizer adds "
+                f"{added} tokens to {'a pair' if rows.paired else 'a text'}"
+            )
         name = fingerprint(f"{word}\0".encode() for word in (data._fingerprint, *self.words))
 
         def encode(batch: dict[str, list]) -> dict[str, list]:

@@ -118,7 +118,8 @@ class Run:
         """Every metric of ``model`` on every set of rows, by default those to evaluate on."""
         scores = {}
         for suffix, rows in (self.eval_rows if sets is None else sets).items():
-            found = evaluate(self.corpus.metrics, *predict(model, rows, self.collate, self.plan))
+            answers = predict(model, rows, self.collate, self.plan)
+            found = evaluate(self.corpus.metrics, *answers, self.corpus.positive)
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
 
@@ -379,6 +380,7 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
         "layers": student.config.num_hidden_layers,
         "teacher_layers": _made_of(settings, run, selected),
         "labels": run.corpus.names,
+        "f1_of": run.corpus.positive,
         "teacher": teacher_scores,
     }
     watch = _watch(settings, out, run, out.student, student, report)
@@ -415,6 +417,8 @@ def _teacher_scores(run: Run, out: Output) -> dict[str, float]:
     if run.teacher_model is not None:
         return run.score(run.teacher_model)
     same = run.cached["fingerprints"].get(EVAL_ROWS) == out.identity["fingerprints"][EVAL_ROWS]
+    for name in ("max_length", "precision"):
+        same = same and run.cached["settings"].get(name) == getattr(out.settings, name)
     return run.cached["teacher"] if same else {}
 
 

@@ -75,7 +75,12 @@ def _backup(target: Path) -> Path:
 
 
 def _discard(directory: Path) -> None:
-    """Remove a replaced directory of ours; files that somebody else put there stay, in sight."""
+    """Remove a replaced directory of ours; files that somebody else put there stay, in sight.
+
+    Of a symbolic link the link alone goes.
+    """
+    if directory.is_symlink():
+        directory.unlink()
     if not directory.exists():
         return
     remove_own(directory)

@@ -53,8 +53,13 @@ def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def evaluate(metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The named scores of ``logits`` (rows, classes), or (rows, 1) for regression."""
+def evaluate(
+    metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
+) -> dict[str, float]:
+    """The named scores of ``logits`` (rows, classes), or (rows, 1) for regression.
+
+    F1 is that of class ``positive`` of two, or the mean over more.
+    """
     scorers = require("sklearn.metrics", "train")
     stats = require("scipy.stats", "train")
     if not np.isfinite(logits).all():
@@ -71,7 +76,11 @@ def evaluate(metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray) -> 
         "accuracy": lambda: (predictions == labels).mean(),
         "mcc": lambda: scorers.matthews_corrcoef(labels, predictions),
         "f1": lambda: scorers.f1_score(
-            labels, predictions, average="binary" if classes == 2 else "macro", zero_division=0.0
+            labels,
+            predictions,
+            average="binary" if classes == 2 else "macro",
+            pos_label=positive if classes == 2 else 1,
+            zero_division=0.0,
         ),
         "pearson": lambda: correlation(stats.pearsonr),
         "spearman": lambda: correlation(stats.spearmanr),

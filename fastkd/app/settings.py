@@ -220,6 +220,14 @@ class Settings(Pairing):
             raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other")
+        if self.log_json is not None:
+            log = self.log_json.absolute()
+            read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
+            if log in [path.absolute() for path in read if path is not None]:
+                raise InputError(f"--log-json {self.log_json} is a file that the run reads")
+            for name in ("student", "teacher", "unfinished"):
+                if log.is_relative_to((self.out / name).absolute()):
+                    raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
 
     def _check_teacher(self) -> None:
         if self.teacher_cache is None:

@@ -42,13 +42,16 @@ class Use:
             raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
         self.settings = settings
         #: What --max-length and the columns were, if fastkd has trained it.
-        self.trained = _training_of(settings.model)
+        local = Path(settings.model).expanduser()
+        self.trained = _training_of(local)
         device = choose_device(settings.device, settings.precision)
         self.plan = Plan(
             batch_size=settings.batch_size, precision=settings.precision, device=device
         )
         self.model, self.tokenizer = load_classifier(settings.model, settings.trust_remote_code)
         self.names = class_names(self.model.config)
+        #: The class whose F1 was a score in its training.
+        self.positive = 0 if (read_marker(local) or {}).get("f1_of") == 0 else 1
         torch.nn.Module.to(self.model, device).eval()
 
     def read(self, labelled: bool) -> Rows:
@@ -102,9 +105,9 @@ class Use:
         return found
 
 
-def _training_of(model: str) -> dict[str, Any]:
+def _training_of(model: Path) -> dict[str, Any]:
     """Length and columns of the training of a model, as far as its marker can be read."""
-    settings = (read_marker(Path(model).expanduser()) or {}).get("settings")
+    settings = (read_marker(model) or {}).get("settings")
     if not isinstance(settings, dict):
         return {}
     found = {name: x for name in (*COLUMNS, "data") if isinstance(x := settings.get(name), str)}
@@ -175,7 +178,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
         metrics = tuple(dict.fromkeys((settings.metric, *metrics)))
     rows = use.read(labelled=True)
     rows = to_reals(rows) if use.names is None else to_classes(rows, use.names)
-    scores = score(metrics, *use.logits(rows))
+    scores = score(metrics, *use.logits(rows), use.positive)
     say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
         found = {"rows": len(rows), **scores}

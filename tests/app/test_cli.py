@@ -272,6 +272,23 @@ def test_a_head_that_names_the_classes_gives_their_order(distill, tmp_path):
     assert "other training rows" in distill("--resume", expect=2, **options)
 
 
+def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
+    """It was of the head's second class, whichever that is."""
+    names = {0: "POSITIVE", 1: "NEGATIVE"}
+    head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
+    rows = write_tsv(tmp_path / "rows.tsv", 33, label=lambda y: ("neg", "pos")[y])
+    output = distill(teacher=head, train=rows, eval=rows, metric="f1")
+    assert "f1 is that of class 'pos'" in output
+    student = tmp_path / "out" / "student"
+    lines = run("predict", model=student, data=rows).splitlines()[1:]
+    answers = [line.split("\t")[0] == "pos" for line in lines]
+    truth = [line.endswith("pos") for line in rows.read_text().splitlines()[1:]]
+    hits = sum(a and t for a, t in zip(answers, truth, strict=True))
+    expected = 2 * hits / (sum(answers) + sum(truth))
+    assert report_of(tmp_path / "out")["student"]["f1"] == pytest.approx(expected)
+    assert f"f1 {expected:.4g}" in run("evaluate", model=student, data=rows, metric="f1")
+
+
 def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path):
     """bfloat16 loses steps as small as those of distillation, without a word."""
     head = make_teacher(tmp_path / "head")
@@ -553,6 +570,25 @@ def test_a_marker_of_something_else(distill, tmp_path, where):
     (folder / MARKER).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
     saving.remove_own(folder)
     assert (tmp_path / "mine").exists() and not folder.exists()
+
+
+def test_links_and_logs_among_the_results(distill, files, tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    for place in (files[0], out / "student" / "log", out / "unfinished" / "log"):
+        assert "--log-json" in distill(log_json=place, expect=2)
+    out.mkdir()
+    (out / "unfinished").symlink_to(mine)
+    assert "unfinished is not fastkd's" in distill(expect=2)
+    (out / "unfinished").unlink()
+    (out / "unfinished").write_text("")
+    assert "unfinished is not fastkd's" in distill("--overwrite", expect=2)
+    # What a link leads to is not replaced, nor removed.
+    shutil.copytree(make_teacher(tmp_path / "model"), mine)
+    saving.seal(mine, {})
+    (out / "student").symlink_to(mine)
+    saving.replace_directory(out / "student", lambda directory: {})
+    assert visible(out) == ["student", "unfinished"] and not (out / "student").is_symlink()
+    assert damage(mine) is None
 
 
 def test_bad_rows_are_named_before_any_work(distill, tmp_path):

@@ -127,6 +127,9 @@ def test_labels_become_ids(tmp_path):
     assert names("0.5", "1.5", labels="classes") == ["0.5", "1.5"]
     assert names("nan", "inf", "inf", labels="classes") == ["inf", "nan"]
 
+    assert names("1_0", "0.5", labels="classes") == ["0.5", "1_0"]
+    with pytest.raises(InputError, match="'1_0' is not a number"):
+        names("1_0", "0.5")
     assert names("2", "1", "01") == ["01", "1", "2"]  # in the same order in every process
 
 
@@ -152,6 +155,11 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
     text = "text\tlabel\n" + "".join(f"x\tname {i}\n" for i in range(900))
     lines = [*describe(load(Source(**files(tmp_path, text))))]
+    alike = "text\tlabel\n" + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2
+    lines += describe(load(Source(**files(tmp_path, alike), labels="classes")))
+    for pair in ("'1' and '1.0'", "'Not this' and 'not_this'"):
+        assert any(f"classes {pair} look alike" in line for line in lines)
+    lines = lines[:-4]
     assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
 
 

@@ -7,9 +7,14 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import RobertaProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
     XLNetConfig,
@@ -351,6 +356,22 @@ def test_positions_that_begin_behind_the_padding(folder, tmp_path):
     words = {"model": model, "data": data}
     assert "the model reads at most 19" in run("predict", max_length=20, expect=2, **words)
     assert run("predict", **words) == run("predict", max_length=19, **words)
+
+
+def test_a_length_that_leaves_no_room_for_words(folder, tmp_path):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    vocab = {word: i for i, word in enumerate(["<pad>", "<unk>", "<s>", "</s>", "good", "film"])}
+    words = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = RobertaProcessing(("</s>", 3), ("<s>", 2))
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(model)
+    data = tmp_path / "pairs.tsv"
+    data.write_text("text\tsecond\ngood film\tgood\n")
+    options = {"model": model, "data": data, "text_pair_column": "second"}
+    error = run("predict", max_length=4, expect=2, **options)
+    assert "--max-length 4 leaves no room for words: the tokenizer adds 4 tokens to a" in error
+    run("predict", max_length=5, **options)
 
 
 def test_a_model_without_a_longest_text(folder, tmp_path):
