@@ -52,6 +52,10 @@ def blocks(each: bool) -> dict[str, int]:
 # Rows and features of a tile where rows are only read: 16 elements a thread.
 ROW_BLOCKS = {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4}
 
+# The same where few programs add up many rows: each has fewer features, and more rows at a time.
+LONG_SUM_BLOCKS = {"BLOCK_R": 64, "BLOCK_D": 32, "num_warps": 4}
+PROGRAMS = 132  # fewer leave processors of a large GPU idle
+
 # Samples, rows and features of a tile of who counts times directions: 8 elements a thread.
 LABELLED_BLOCKS = {"BLOCK_I": 16, "BLOCK_R": 16, "BLOCK_D": 64, "num_warps": 4}
 
@@ -144,7 +148,7 @@ def cos_nce_sum_kernel(
     p = group % P
     first_row = (group // P) * R
     d = (tl.program_id(0) % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     count = tl.zeros((BLOCK_R,), tl.float32)
     last = tl.minimum((split + 1) * rows_per_split, R)
     for first in range(split * rows_per_split, last, BLOCK_R):
@@ -158,10 +162,10 @@ def cos_nce_sum_kernel(
         ).to(tl.float32)
         inverse_at = layer * groups * R + row * P + p
         inverse = tl.load(inverse_ptr + inverse_at, mask=inside, other=0.0)
-        total += tl.sum(x * inverse[:, None], axis=0)
+        total += x * inverse[:, None]
         count += inside.to(tl.float32)
     out = (split * tl.num_programs(1) + layer) * groups + group
-    tl.store(sum_ptr + out * D + d, total, mask=d < D)
+    tl.store(sum_ptr + out * D + d, tl.sum(total, axis=0), mask=d < D)
     if tl.program_id(0) % blocks_d == 0:
         tl.store(count_ptr + out, tl.sum(count, axis=0))
 
@@ -590,8 +594,11 @@ def _direction_sums(
     arguments = (*arguments, cdiv(rows, splits))
     flags = {"SLOTS": slots(layers), "HAS_MASK": mask is not None}
     if labels is None or row_labels is None:
-        tiles = groups * cdiv(D, ROW_BLOCKS["BLOCK_D"])
-        cos_nce_sum_kernel[(tiles, layers, splits)](*arguments, groups, **flags, **ROW_BLOCKS)
+        config = ROW_BLOCKS
+        if rows >= 256 and groups * cdiv(D, config["BLOCK_D"]) * layers * splits < PROGRAMS:
+            config = LONG_SUM_BLOCKS
+        tiles = groups * cdiv(D, config["BLOCK_D"])
+        cos_nce_sum_kernel[(tiles, layers, splits)](*arguments, groups, **flags, **config)
     else:
         B, real = labels.shape[0], labels.is_floating_point() or row_labels.is_floating_point()
         tiles = cdiv(B, LABELLED_BLOCKS["BLOCK_I"]) * cdiv(D, LABELLED_BLOCKS["BLOCK_D"])

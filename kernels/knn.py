@@ -43,6 +43,8 @@ SPARE = 7
 
 # Stands for a score that overflows; inf stands for no candidate.
 FAR = tl.constexpr(3e38)
+# Parts of the features whose products are read in one step.
+SPLITS_AT_ONCE = tl.constexpr(16)
 # No row of a bank.
 LAST = tl.constexpr(2**31 - 1)
 
@@ -273,12 +275,14 @@ def knn_search_kernel(
         if FROM_PRODUCTS:
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             squares = tl.zeros((BLOCK_M,), tl.float32)
-            for split in range(0, product_splits):
-                offsets = (split * N + i[:, None]) * M + j[None, :]
-                product += tl.load(
-                    product_ptr + offsets, mask=s_mask[:, None] & t_mask[None, :], other=0.0
-                )
-                squares += tl.load(squares_ptr + split * M + j, mask=t_mask, other=0.0)
+            for first_split in range(0, product_splits, SPLITS_AT_ONCE):
+                split = first_split + tl.arange(0, SPLITS_AT_ONCE)
+                there = (split < product_splits)[:, None] & t_mask[None, :]
+                offsets = (split[:, None, None] * N + i[None, :, None]) * M + j[None, None, :]
+                inside = there[:, None, :] & s_mask[None, :, None]
+                product += tl.sum(tl.load(product_ptr + offsets, mask=inside, other=0.0), axis=0)
+                part = tl.load(squares_ptr + split[:, None] * M + j[None, :], mask=there, other=0.0)
+                squares += tl.sum(part, axis=0)
         else:
             t_row = _rows(t_order_ptr, j, t_mask, SORTED)
             product, squares = _product(
@@ -426,7 +430,7 @@ def knn_settle_kernel(
     total, kth = _choose(distance, chosen, nearest_ptr, row, k)
 
     # The proof of `fastkd._neighbours`; what overflows proves nothing.
-    square = _squared_norm(s_ptr, D, BLOCK_D)
+    square = _squared_norm(s_ptr, D, KEEP * BLOCK_D)
     norm = tl.sqrt(square.to(tl.float32))
     reach = norm + tl.sqrt(kth.to(tl.float32))
     size = reach * (2 * norm + reach)
@@ -562,7 +566,7 @@ def knn_forward(
         score_rounding(features, product_splits, student.element_size()),
         1 / D,
         SORTED=is_sorted,
-        **settle_blocks(k, is_aligned(*sizes)),
+        **settle_blocks(k, is_aligned(*sizes), from_products),
     )
     return loss, factor, nearest
 
@@ -679,16 +683,18 @@ def norm_blocks(itemsize: int) -> dict[str, int]:
     return {"BLOCK_M": 8, "BLOCK_D": 256 * 2 // itemsize, "num_warps": 4}
 
 
-def settle_blocks(k: int, aligned: bool) -> dict[str, int]:
+def settle_blocks(k: int, aligned: bool, is_long: bool) -> dict[str, int]:
     """Candidates merged at a time, and features of a tile: 8 or 16 differences a thread.
 
-    In float64 each is two registers, more where each has an address; these sizes spill none. For 64
-    candidates the assembler takes 56 or 128 registers and keeps one value in memory, but none where
-    it is told a bound.
+    In float64 each is two registers, more where each has an address; these sizes spill none. Beyond
+    8 candidates the assembler takes 56 to 128 registers and keeps a few values in memory, but none
+    where it is told a bound. Few and long rows take four times the warps.
     """
-    tile = 2048 if aligned and keep(k) == 8 else 1024
-    bound = {"maxnreg": 168} if keep(k) == 64 else {}
-    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": 4, **bound}
+    tile, warps = 2048 if aligned and keep(k) == 8 else 1024, 4
+    if is_long:
+        tile, warps = 4 * tile, 4 * warps
+    bound = {"maxnreg": 128 if is_long else 168} if keep(k) > 8 else {}
+    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": warps, **bound}
 
 
 def _backward_shapes(student, teacher, nearest, factor, dloss):
