@@ -239,6 +239,8 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
         to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)
     to_teacher = (whiten_t(left) * share.sqrt()) @ directions.mT  # (batch, Dt, Ds)
     ds = (b @ to_teacher.masked_fill_(bad, torch.nan)).baddbmm_(a, to_student, alpha=-1)
+    if dtype == torch.float32:  # it adds up to 0, but for what rounding left of large means
+        ds -= ds.sum(-2, keepdim=True) * (share / (1 + share))
     return corr, ds
 
 

@@ -14,7 +14,14 @@ from fastkd import _cca_solver, _extension, cca
 from fastkd._cca_solver import Options, Plan, polar
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 
-from .compare import DTYPES, assert_accurate, count_graphs, every_two_meet, relative_error
+from .compare import (
+    DTYPES,
+    assert_accurate,
+    assert_matches_reference,
+    count_graphs,
+    every_two_meet,
+    relative_error,
+)
 from .losses.cca import correlation
 
 TRITON_FUNCTION = "cca_loss"
@@ -289,6 +296,17 @@ def test_gradcheck(dims, ridge, backend):
             (student,),
             fast_mode=True,
         )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_large_means_cost_float32_no_digits(masked):
+    student, teacher = torch.randn(40, 3), torch.randn(40, 4)
+    student += 0.3 * teacher[:, :3] + 1e4
+    mask = torch.arange(40) < 30 if masked else None
+    upstream = torch.randn(())
+    assert_matches_reference(
+        cca_loss, cca_loss_ref, "torch", student, teacher, mask, upstream=upstream
+    )
 
 
 @pytest.mark.parametrize("rows, columns", [(16, 16), (20, 7), (7, 20), (1, 1)])
