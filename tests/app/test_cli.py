@@ -90,11 +90,11 @@ def interrupted(distill, monkeypatch):
 
 
 @pytest.fixture
-def begun(request, tmp_path_factory, tmp_path):
-    """A copy of what every case of a test begins with, made for the first of them."""
+def begun(request, files, tmp_path):
+    """A copy of what every case of a test begins with, made for the first of them on the files."""
 
     def call(name, make):
-        kept = tmp_path_factory.getbasetemp() / request.node.originalname / name
+        kept = files[0].parent / request.node.originalname / name
         if not kept.exists():
             make(kept)
         shutil.copytree(kept, tmp_path / name)
