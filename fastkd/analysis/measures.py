@@ -1,5 +1,6 @@
 """How alike two layers are: a number from what `Moments` keep of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -65,9 +66,16 @@ def similarity(
     check_shape("y", y, (len(x), y.shape[1]), "a row for each of x's")
     check_measures([measure], variance)
     moments = moments_for([measure], variance)
-    moments.update([x.detach().cpu(), y.detach().cpu()])
+    moments.update([_near_one(x), _near_one(y)])
     check_moments(moments, [measure], ("x", "y"))
     return matrix(moments, measure, [0], [1], variance)[0, 0]
+
+
+def _near_one(x: Tensor) -> Tensor:
+    """Features times a power of two, by which their fourth powers stay within float64."""
+    x = x.detach().cpu().double()
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    return x / 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else x
 
 
 def check_measures(measures: Sequence[str], variance: float) -> None:

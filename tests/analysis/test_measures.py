@@ -139,6 +139,8 @@ def test_never_fails(measure):
         assert streamed(measure, y, constant, splits=31) == 0.0
     assert similarity(torch.zeros(300, 3), torch.zeros(300, 3), measure) == 0.0
     assert similarity(y, y[:, :0], measure) == 0.0
+    for size in (2.0**600, 2.0**-600):
+        assert similarity(size * x, y, measure) == similarity(x, y, measure)
     assert similarity(x, x, measure) == pytest.approx(1.0, abs=1e-12)
     if measure != "unbiased_cka":
         assert similarity(x[:2], y[:2], measure) == pytest.approx(1.0, abs=1e-9)
