@@ -14,7 +14,9 @@ process of its own:
 """
 
 import inspect
+import math
 import pkgutil
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -253,7 +255,9 @@ class LRCBERT(_Soft):
 
     Args:
         alpha, beta, gamma: weights of the second stage; searched in {1, 2, 3, 4} in the paper.
-        temperature: τ of eqs. 4-5; no factor τ² (eq. 4).
+        temperature: τ of eqs. 4-5; no factor τ² (eq. 4). Eq. 5 leaves the right one of V classes
+            1/(1 + (V−1)·exp(−1/τ)): 0.71 of two, 0.02 of 150 and next to nothing of a vocabulary
+            or of the positions of an answer, which want a smaller τ or ``gamma=0``.
         first_stage: share of the training, 0.8 in the paper; 0 turns the stages off (Table 4).
         perturb: gradient perturbation on or off (Fig. 5); on in the paper.
         layers: φ, as in `FCD`.
@@ -293,6 +297,16 @@ class LRCBERT(_Soft):
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool="tokens")
+        one_of = student.problem in (None, "single_label_classification")
+        classes = (one_of and student.output_size) or 1
+        share = 1 / (1 + (classes - 1) * math.exp(-1 / self.temperature))
+        if self.gamma and share < 0.1:
+            warnings.warn(
+                f"LRCBERT softens labels by temperature={self.temperature} (eq. 5), which leaves "
+                f"the right one of {classes} classes {share:.1g} of the target; a smaller "
+                "temperature leaves more, gamma=0 takes labels out",
+                stacklevel=4,
+            )
 
     def weights(self, progress: float) -> dict[str, float]:
         if progress < self.first_stage:

@@ -36,7 +36,7 @@ from tests.distill.models import (
     step,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT follows a schedule")
+pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
 
 
 def make(name="fcd", family="bert", teacher_layers=4, **options):
@@ -132,6 +132,10 @@ def test_state_dict_holds_student_and_method_without_the_teacher(tmp_path):
     assert all(torch.equal(v, teacher[k]) for k, v in other.teacher.state_dict().items())
     with pytest.raises(RuntimeError, match="classifier"):
         other.load_state_dict({k: v for k, v in state.items() if k != "student.classifier.bias"})
+
+    distiller.method.teacher = torch.nn.Linear(2, 2)  # not the teacher
+    with pytest.raises(RuntimeError, match=r"method\.teacher\.bias"):
+        distiller.load_state_dict(state)
 
     distiller.student.save_pretrained(tmp_path)
     again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)

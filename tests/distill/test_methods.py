@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,17 @@ def test_lrc_bert_is_equations_1_to_6_in_two_stages(family, progress):
         expected = contrast + kl(z_t, z_s, 1.1) + 3 * hard
         torch.testing.assert_close(out.terms["task"], hard)
     torch.testing.assert_close(out.loss, expected)
+
+
+def test_lrc_bert_says_that_many_classes_leave_little_of_the_label():
+    teacher, student = (classifier("bert", layers, num_labels=150) for layers in (4, 2))
+    with pytest.warns(UserWarning, match="the right one of 150 classes 0.02 of the target"):
+        Distiller(teacher, student, distill.LRCBERT())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Distiller(teacher, student, distill.LRCBERT(temperature=0.2))
+        Distiller(teacher, student, distill.LRCBERT(gamma=0.0))
+        Distiller(*pair("bert"), distill.LRCBERT())
 
 
 def test_lrc_bert_regression_uses_mse_for_both():
