@@ -40,7 +40,11 @@ def saveable(x: Tensor) -> Tensor:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply(*arguments)``, in which under torch.compile too a tensor may come twice."""
+    """``function.apply(*arguments)``, in which under torch.compile too a tensor may come twice.
+
+    A constant that is a float stands as a literal in what the function calls: the compiler takes a
+    module's floats for inputs where all is dynamic, and then fails at a second call.
+    """
     if torch.compiler.is_compiling():
         given: list[Any] = []
         for argument in arguments:

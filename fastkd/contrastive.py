@@ -47,9 +47,6 @@ POOLS = get_args(Pool)
 # Elements of one block of samples: 2 MB in fp32, so that what is made of a block stays in cache.
 BLOCK_ELEMENTS = 2**19
 
-# Norms outside are computed again from scaled vectors: their squares may leave fp32's range.
-SMALLEST_NORM, LARGEST_NORM = 1e-15, 1e15
-
 
 def cos_nce_loss_ref(
     student: Tensor,
@@ -523,7 +520,8 @@ class _Blocks:
         if real is not None:
             x = torch.where(real[..., None], x, 0)
         norm = torch.linalg.vector_norm(x, dim=-1)
-        usual = (norm > SMALLEST_NORM) & (norm < LARGEST_NORM)
+        # Others are computed again from scaled vectors: their squares may leave fp32's range.
+        usual = (norm > 1e-15) & (norm < 1e15)
         if real is not None:
             usual |= ~real
         if self.readable and bool(usual.all()):

@@ -11,9 +11,6 @@ from fastkd import _extension
 from fastkd._checks import check_floating, check_number
 from fastkd._numerics import autocast_off, once_differentiable, working_dtype
 
-# An eigenvalue below this many roundings of the largest one counts as zero: float32 covariances of
-# low rank have up to four, and a condition number of 1e6 is still regular.
-ZERO_EIGENVALUE = 8.0
 # Largest n that the extension takes on the CPU: beyond it LAPACK is faster on one core.
 EXTENSION_LARGEST = 96
 # Largest n whose gradient is multiplied in float32: a product's rounding grows with √n.
@@ -152,8 +149,12 @@ def _root_values(values: Tensor, inverse: bool, ridge: float, dtype: torch.dtype
 
 
 def _nonzero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which ascending eigenvalues (*, n) stand above the rounding of a matrix in ``dtype``."""
-    return ~(values <= ZERO_EIGENVALUE * torch.finfo(dtype).eps * values[..., -1:])
+    """Which ascending eigenvalues (*, n) stand above the rounding of a matrix in ``dtype``.
+
+    Below eight roundings of the largest one counts as zero: float32 covariances of low rank have
+    up to four, and a condition number of 1e6 is still regular.
+    """
+    return ~(values <= 8 * torch.finfo(dtype).eps * values[..., -1:])
 
 
 class _MatrixRoot(torch.autograd.Function):

@@ -162,9 +162,11 @@ class _RowsTimesCayley(torch.autograd.Function):
     stacked and unstacked in here, where that leaves autograd nothing to keep or to run.
     """
 
+    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
     @staticmethod
-    def forward(ctx, inverse, count, *sides):
-        # ``count`` sides' rows (R, in_dim), then their matrices (L, n, n); inverses as `_stacked`
+    def forward(ctx, count, *tensors):
+        # Inverses as `_stacked`; ``count`` sides' rows (R, in_dim), then their matrices (L, n, n)
+        inverse, *sides = tensors
         rows, raw = sides[:count], sides[count:]
         n = raw[0].shape[-1]
         x = _stacked(rows, n)  # (S, R, n), or (R, n) of one side
@@ -400,7 +402,7 @@ def _project_rows(rows: list[Tensor], projections: list[OrthogonalProjection]) -
     raw = [projection.raw.to(dtype) for projection in projections]
     sides = [side.to(dtype) for side in rows]
     inverse = _refined_inverse(projections, raw)
-    projected = apply(_RowsTimesCayley, inverse, len(sides), *sides, *raw)
+    projected = apply(_RowsTimesCayley, len(sides), inverse, *sides, *raw)
     whole = [projected] if len(sides) == 1 else projected
     return [_cut(side, p.out_dim) for side, p in zip(whole, projections, strict=True)]
 

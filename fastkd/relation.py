@@ -43,11 +43,6 @@ DISTANCE = get_args(Distance)
 # torch.compile, nor in the kernels: one graph serves all these sizes.
 SIZES_OF_ONE_GRAPH = 128
 
-# torch.nn.functional.normalize divides by max(‖x‖, this).
-SMALLEST_NORM = 1e-12
-# torch.nn.functional.layer_norm adds this to the variance.
-LAYER_NORM_EPS = 1e-5
-
 
 def relation_loss_ref(
     student: Tensor,
@@ -501,8 +496,10 @@ class _Relations(torch.autograd.Function):
     is known: float16 would lose what a loss scale is there to save.
     """
 
+    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
     @staticmethod
-    def forward(ctx, options, mask, *features):
+    def forward(ctx, options, *tensors):
+        mask, *features = tensors
         layers = len(features) // 2
         students, teachers = features[:layers], features[layers:]
         needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
@@ -534,9 +531,10 @@ class _TritonRelations(torch.autograd.Function):
     """The same for ℓ2-normalised rows and Pearson's correlation, of layers alike."""
 
     @staticmethod
-    def forward(ctx, options, mask, *features):
+    def forward(ctx, options, *tensors):
         from fastkd.kernels import relation as kernels
 
+        mask, *features = tensors
         layers = len(features) // 2
         students, teachers = list(features[:layers]), list(features[layers:])
         ctx.needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
@@ -661,20 +659,22 @@ class _Centred:
         self.normalized = normalize in ("l2", "layer_norm")
         self.size: int | Tensor = 1
         if normalize == "l2":
+            smallest = 1e-12  # torch.nn.functional.normalize divides by max(‖x‖, this)
             norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
-            self.short = norm < SMALLEST_NORM  # of any length
+            self.short = norm < smallest  # of any length
             self.slack = self.short.to(x.dtype)
             # NaN where the norm overflows: 1/inf would pass the row off as zero.
-            self.scale = 1 / norm.clamp_min(SMALLEST_NORM) + (norm - norm)  # (G, N)
+            self.scale = 1 / norm.clamp_min(smallest) + (norm - norm)  # (G, N)
         elif normalize == "layer_norm":
+            eps = 1e-5  # torch.nn.functional.layer_norm adds this to the variance
             self.size = x.shape[-1]
             columns = max(x.shape[-1], 1)
             x = x - x.sum(-1, keepdim=True) / columns
             x = x - x.sum(-1, keepdim=True) / columns  # what rounding left of a large mean
             variance = x.square().sum(-1) / columns
             self.short = torch.zeros_like(variance, dtype=torch.bool)
-            self.slack = LAYER_NORM_EPS / (variance + LAYER_NORM_EPS)
-            self.scale = (variance + LAYER_NORM_EPS).rsqrt() + (variance - variance)
+            self.slack = eps / (variance + eps)
+            self.scale = (variance + eps).rsqrt() + (variance - variance)
         else:
             self.scale = x.new_ones(x.shape[:2])
         self.x, self.mask = x, mask

@@ -35,9 +35,6 @@ DIVERGENCES = get_args(Divergence)
 Reduction = Literal["batchmean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
 
-# Teacher probability that the head of adaptive_kl may hold (Wu et al. 2024, μ).
-HEAD_MASS = 0.5
-
 # Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
 # enough that threads do not wait for each other after every small operation.
 CHUNK = 1 << 21
@@ -77,7 +74,7 @@ def soft_target_loss_ref(
         gap = (p_t - p_s).detach().abs()
         ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
         mass = _mass(ranked)
-        in_head = mass <= HEAD_MASS * mass[..., -1:]
+        in_head = mass <= mass[..., -1:] / 2  # μ = ½ (Wu et al. 2024)
         in_head[..., 0] = True
         gap = gap.gather(-1, order)
         g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
@@ -439,7 +436,7 @@ def _head_share(p_s: Tensor, p_t: Tensor) -> Tensor:
     total = gap.sum(-1)
     ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
     mass = _mass(ranked)
-    in_head = mass <= HEAD_MASS * mass[:, -1:]
+    in_head = mass <= mass[:, -1:] / 2  # teacher probability that the head may hold, μ = ½
     in_head[:, 0] = True
     head = gap.gather(-1, order).masked_fill_(~in_head, 0).sum(-1)
     return torch.where(total > 0, head / total, 0.5)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fastkd
 from tests.compare import TOLERANCE, counted, relative_error
 from tests.interpreter import MARKS
 from tests.losses import subjects
@@ -156,6 +157,29 @@ def test_compile(loss):
         assert relative_error(value, wanted[0]) <= 1e-5
         assert relative_error(gradient, wanted[1]) <= 1e-5
     assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
+
+
+def test_losses_twice_in_a_dynamic_graph():
+    names = "relation_loss over tokens", "cos_nce_loss"
+    losses = [s for s in subjects("torch") if s.name in names]
+
+    def step(student, teacher):
+        return sum(loss(x, teacher) for loss in losses for x in (student, student.sin()))
+
+    student, teacher = features()
+    compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(student, teacher), step(student, teacher))
+
+
+def test_compile_without_gradients():
+    projection = fastkd.OrthogonalProjection(D_S, D_T)
+
+    def step(student, teacher):
+        return fastkd.relation_loss(student, teacher) + projection(student[0]).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*features()), step(*features()))
 
 
 @every_loss
