@@ -415,8 +415,10 @@ def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Mo
         for path, module in block.named_modules():
             named.setdefault(path.rpartition(".")[2], module)  # cross-attention comes second
         for names in SEPARATE:
-            if all(name in named for name in names):
-                return [named[name] for name in names], None
+            found = [named[name] for name in names if name in named]
+            # SqueezeBERT's convolutions have tokens behind features.
+            if len(found) == 3 and not isinstance(found[0], nn.Conv1d):
+                return found, None
         # Without it GPTBigCode holds those of one head together.
         if getattr(backbone.config, "multi_query", True):
             for name in FUSED:

@@ -5,9 +5,10 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve
-from fastkd.distill.capture import Backbone, capture_qkv
+from fastkd.distill.capture import Backbone, Wanted, capture_qkv
 from tests.distill.models import CONFIGS, batch, eager, pair, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
+from tests.distill.support import model_of
 from tests.distill.test_distiller import assert_same_step, decoders, documents, packed, padded
 
 WITH_QKV = ["bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"]
@@ -109,6 +110,9 @@ def test_attention_maps_need_eager_attention():
 def test_blocks_that_hide_their_projections_are_named():
     with pytest.raises(ValueError, match="AlbertForSequenceClassification doesn't show"):
         Distiller(*eager_pair("albert"), HiddenAndAttention())(**batch())
+    squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
+    with pytest.raises(ValueError, match="SqueezeBertModel doesn't show"):
+        squeezed.observe({"input_ids": batch()["input_ids"]}, Wanted(qkv=(1,)))
 
 
 def test_methods_are_found_by_name():
