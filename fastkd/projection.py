@@ -312,7 +312,7 @@ class OrthogonalProjection(nn.Module):
             self.raw.zero_()
         else:
             for matrix in self.matrices:
-                nn.init.eye_(matrix)
+                matrix.zero_().fill_diagonal_(1)
         self._make_room()
 
     def _apply(self, fn, recurse=True):
