@@ -13,8 +13,12 @@ from tests.draw import REGULAR, Case, Draw, by_norm, poisoned
 from tests.subject import Subject, of_module
 
 
-def correlation(student, teacher, mask, ridge, top_k) -> Tensor:
-    """MC3KD, eqs. 4-7, of one item: −Σ of the singular values of the whitened cross-covariance."""
+def correlation(student, teacher, mask, ridge, top_k, covariance=False) -> Tensor:
+    """MC3KD, eqs. 4-7, of one item: −Σ of the singular values of the whitened cross-covariance.
+
+    ``covariance``: the cross-covariance may be rounded by its terms, as it is in float64; a small
+    ridge makes much of that. Of float32 features it has digits to spare.
+    """
     s, t = student[mask], teacher[mask]
     if len(s) < 2:
         return student.sum() * 0
@@ -22,12 +26,18 @@ def correlation(student, teacher, mask, ridge, top_k) -> Tensor:
     spread = len(s) - 1
     # The singular values are the same with any root of the covariances: here Cholesky's, from the
     # rows themselves, since a covariance has twice the digits to lose.
-    white = []
+    white, roots = [], []
     for x, r in ((s, ridge[0]), (t, ridge[1])):
         x = x / spread**0.5
         root = torch.linalg.qr(torch.cat((x, r**0.5 * torch.eye(x.shape[1]).to(x)))).R.mT
         white.append(torch.linalg.solve_triangular(root, x.mT, upper=False))
+        roots.append(root.detach())
     whitened = white[0] @ white[1].mT
+    if covariance:
+        size = (s.abs().mT @ t.abs()).detach() / spread
+        rounding = oracles.rounded(size, *size.shape) - size
+        rounding = torch.linalg.solve_triangular(roots[0], rounding, upper=False)
+        whitened = whitened + torch.linalg.solve_triangular(roots[1], rounding.mT, upper=False).mT
     return -torch.linalg.svdvals(whitened)[:top_k].sum()
 
 
@@ -46,7 +56,10 @@ def random_cca(draw: Draw) -> Case:
 
     def oracle(student: Tensor, teacher: Tensor) -> Tensor:
         losses = torch.stack(
-            [correlation(*item, pair, top_k) for item in zip(student, teacher, mask, strict=True)]
+            [
+                correlation(*item, pair, top_k, covariance=draw.dtype == torch.float64)
+                for item in zip(student, teacher, mask, strict=True)
+            ]
         )
         return {"none": losses, "sum": losses.sum(), "mean": losses.mean()}[reduction]
 
@@ -79,7 +92,14 @@ def random_cca_module(draw: Draw) -> Case:
     def oracle(**x: Tensor) -> Tensor:
         real = mask.flatten() if pool == "tokens" else mask.any(1)
         losses = [
-            correlation(observed(x[s]), observed(x[t]), real, pair, None)
+            correlation(
+                observed(x[s]),
+                observed(x[t]),
+                real,
+                pair,
+                None,
+                covariance=draw.dtype == torch.float64,
+            )
             for s, t in zip(students, teachers, strict=True)
         ]
         return torch.stack(losses).mean()
