@@ -265,6 +265,11 @@ class Distiller(nn.Module):
                 piece of text that each token belongs to, −1 for none, from `TwoTokenizers` or
                 `align_spans`: spans stand in the tokens' place.
         """
+        if getattr(self, "_is_replica", False):
+            raise ValueError(
+                "DataParallel runs copies of the models, into which a Distiller doesn't see; start "
+                "a process for each GPU (torchrun, DistributedDataParallel)"
+            )
         if _share is not None:
             whole, index = _share
             loss, terms, step = whole.share(index)

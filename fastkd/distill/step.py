@@ -343,15 +343,11 @@ class Step:
             # A head with targets of its own: its mean is taken for one over samples.
             rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
             return self.mean(self.student.loss * rows, rows)
-        return self._hard_loss(method, smoothing=0.0)
+        return self._hard_loss(method)
 
     def softened_task_loss(self, method: str, temperature: float) -> Tensor:
         """−softmax(y/τ)·log softmax(z_S), y the one-hot label (LRC-BERT, eq. 5)."""
-        # softmax(y/τ) is q/(1 + (V−1)q) off the label, q = e^{−1/τ}: a smoothed one-hot.
-        logits = self._logits_of(self.student, "student", "task")
-        V = (logits if isinstance(logits, Tensor) else logits[0]).shape[-1]
-        q = math.exp(-1 / temperature)
-        return self._hard_loss(method, smoothing=V * q / (1 + (V - 1) * q))
+        return self._hard_loss(method, spread=math.exp(-1 / temperature))
 
     def soft_loss(self, temperature: float, divergence: Divergence, scale_by_t2: bool) -> Tensor:
         """Divergence between softened output distributions, or MSE for regression.
@@ -395,7 +391,8 @@ class Step:
             parts.append(self._mean_of_rows(total, valid, student.shape[:-1].numel()))
         return _average(parts)
 
-    def _hard_loss(self, method: str, smoothing: float) -> Tensor:
+    def _hard_loss(self, method: str, spread: float = 0.0) -> Tensor:
+        """Of labels; what isn't the label has ``spread`` of its weight in the target."""
         logits = self._logits_of(self.student, "student", "task")
         labels = self._needed_labels(method)
         if isinstance(logits, tuple) or isinstance(labels, tuple):
@@ -408,10 +405,8 @@ class Step:
             ends = [x.flatten() for x in labels]
             # As transformers does it: a position beyond the text doesn't count.
             ends = [y.clamp(0, N).masked_fill((y >= N) | (y == IGNORED), IGNORED) for y in ends]
-            parts = [
-                self._cross_entropy(z, y, smoothing) for z, y in zip(logits, ends, strict=True)
-            ]
-            return _average(parts)
+            term = self._softened_place if spread else self._cross_entropy
+            return _average([term(z, y, spread) for z, y in zip(logits, ends, strict=True)])
         if self.regression:
             if labels.numel() != logits.numel():
                 raise _misfit(labels, logits)
@@ -428,10 +423,24 @@ class Step:
                 upcast(logits), targets, known.to(targets.dtype), reduction="sum"
             )
             return self.mean(total, known.sum())
-        return self._cross_entropy(logits, labels, smoothing)
+        return self._cross_entropy(logits, labels, spread)
 
-    def _cross_entropy(self, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def _softened_place(self, logits: Tensor, places: Tensor, spread: float) -> Tensor:
+        """Cross-entropy of an answer's end (B,), whose softened target leaves padding out."""
+        _check_labels(places, logits)
+        mask = self.token_mask
+        mask = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
+        log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
+        place = places.clamp(min=0)[:, None]
+        known = (places != IGNORED) & mask.gather(1, place).squeeze(1)
+        at_place = log_p.gather(1, place).squeeze(1)
+        others = torch.where(mask, log_p, 0).sum(-1) - at_place
+        losses = -(at_place + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
+        return self.mean(torch.where(known, losses, 0).sum(), known.sum())
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor, spread: float) -> Tensor:
         _check_labels(labels, logits)
+        V = logits.shape[-1]
         valid, targets = self._counted(logits, labels)
         assert targets is not None
         if valid is not None and self.student_model.causal:
@@ -441,7 +450,7 @@ class Step:
             targets.flatten(),
             ignore_index=IGNORED,
             reduction="sum",
-            label_smoothing=smoothing,
+            label_smoothing=V * spread / (1 + (V - 1) * spread),
         )
         counted = targets != IGNORED
         return self._mean_of_rows(total, counted if valid is not None else None, counted.sum())

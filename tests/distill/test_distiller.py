@@ -466,6 +466,16 @@ def test_question_answering_compares_starts_and_ends():
         )
     lrc = Distiller(teacher, student, LRCBERT(perturb=True)).train()
     lrc(**data).loss.backward()
+    means = []  # eq. 5, over what is there
+    for end in ("start", "end"):
+        losses = []
+        for b, z in enumerate(getattr(out_of(student, data), f"{end}_logits")):
+            place = data[f"{end}_positions"][b]
+            if place < 10 and mask[b, place]:
+                target = (F.one_hot(place, 10)[mask[b]] / 1.1).softmax(-1)
+                losses.append(-(target * z[mask[b]].log_softmax(-1)).sum())
+        means.append(torch.stack(losses).mean())
+    torch.testing.assert_close(lrc.eval()(**data).terms["task"], torch.stack(means).mean())
 
 
 @pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd"])

@@ -58,6 +58,8 @@ def test_a_model_that_was_replaced_is_named(name):
     setattr(distiller, name, classifier("bert", len(distiller._student_backbone.blocks)))
     with pytest.raises(ValueError, match=f"the {name} was replaced .* make a new Distiller"):
         distiller(**batch())
+    with pytest.raises(ValueError, match="DataParallel runs copies of the models"):
+        distiller._replicate_for_data_parallel()(**batch())
 
 
 def test_inputs_that_no_model_takes_are_refused():
