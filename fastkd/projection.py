@@ -681,13 +681,25 @@ class DualProjectionLoss(nn.Module):
     def _project(self, h_s: Tensor, h_t: Tensor) -> tuple[Tensor, Tensor]:
         """H_s P_s (B, Dt) and H_t P_t (B, Ds), eqs. 6 and 8."""
         sides = [self.student_projection, self.teacher_projection]
-        if sides[0].orthogonal and _is_few(h_s, sides[0].raw):
+        # Where FSDP has sharded them by themselves, hooks bring the matrices that a call needs.
+        hooked = any(_has_hooks(side) for side in sides)
+        if sides[0].orthogonal and _is_few(h_s, sides[0].raw) and not hooked:
             projected_s, projected_t = _project_rows([h_s, h_t], sides)
             return projected_s.to(h_s.dtype), projected_t.to(h_t.dtype)
         return sides[0](h_s), sides[1](h_t)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, reduction={self.reduction!r}"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to be there when it is called."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
 
 
 def _check_features(name: str, x: Tensor, dim: int) -> None:

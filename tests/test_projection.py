@@ -600,6 +600,16 @@ def test_dual_loss_equals_the_equations(sizes, layers, is_orthogonal, samples):
     )
 
 
+def test_dual_loss_calls_projections_that_have_hooks():
+    """As FSDP's, without which a projection that is sharded by itself has no whole matrices."""
+    module, seen = DualProjectionLoss(4, 6), []
+    student, teacher = torch.randn(3, 4), torch.randn(3, 6)
+    expected = module(student, teacher)
+    module.teacher_projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    torch.testing.assert_close(module(student, teacher), expected)
+    assert len(seen) == 1
+
+
 def test_dual_loss_reductions():
     student, teacher = torch.randn(5, 4).double(), torch.randn(5, 6).double()
     losses = {}
