@@ -17,6 +17,11 @@ from fastkd.distributed import Group, ranks_of
 __all__ = ["FeatureQueue"]
 
 
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether numbers of ``narrow`` are numbers of ``wide`` too."""
+    return torch.promote_types(wide, narrow) == wide
+
+
 class FeatureQueue(nn.Module):
     """The last ``size`` rows of features with their labels: a bank larger than a batch.
 
@@ -109,6 +114,16 @@ class FeatureQueue(nn.Module):
         labels = self._labels
         return super()._apply(convert, recurse)
 
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        labels = state_dict.get(f"{prefix}_labels")
+        if labels is not None and not _holds(self._labels.dtype, labels.dtype):
+            errors = arguments[-1]
+            errors.append(
+                f"{prefix}_labels are {labels.dtype}, which the bank's {self._labels.dtype} would "
+                f"round; make it with label_dtype={labels.dtype}"
+            )
+
     @property
     def features(self) -> Tensor:
         return self._features[: self.size]
@@ -129,9 +144,7 @@ class FeatureQueue(nn.Module):
         if labels is None:
             labels = self._labels.new_zeros(rows)
         check_labels("labels", labels, rows, features.device)
-        if labels.is_floating_point() and (
-            torch.promote_types(labels.dtype, self._labels.dtype) != self._labels.dtype
-        ):
+        if labels.is_floating_point() and not _holds(self._labels.dtype, labels.dtype):
             raise TypeError(
                 f"labels are {labels.dtype} but the bank's are {self._labels.dtype}; "
                 f"make it with label_dtype={labels.dtype}"

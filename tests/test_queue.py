@@ -129,6 +129,8 @@ def test_labels_that_the_bank_would_round():
     queue.enqueue(torch.zeros(1, 1), torch.tensor([torch.nan]))
     with pytest.raises(TypeError, match=r"label_dtype=torch\.float64"):
         queue.enqueue(torch.zeros(1, 1), torch.tensor([0.1], dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"_labels are torch\.float32, which the bank's"):
+        FeatureQueue(3, 1).load_state_dict(queue.state_dict())
     with pytest.raises(ValueError, match=r"labels must fit into the bank's torch\.int8"):
         FeatureQueue(3, 1, label_dtype=torch.int8).enqueue(torch.zeros(1, 1), torch.tensor([300]))
 
