@@ -457,7 +457,7 @@ class _CosNCE(torch.autograd.Function):
         with autocast_off(student):
             blocks = _Blocks(student, mask)
             rows = (negatives, negatives_labels, negatives_mask)
-            rows = (teacher, labels, mask) if negatives is None else rows
+            rows = (teacher, None, mask) if negatives is None else rows
             total, own, count = _negatives(blocks, labels, *rows)
             # Of a batch without labels S holds each sample's own teacher too.
             own_too = negatives is None and labels is None
@@ -544,13 +544,14 @@ def _negatives(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """S of every position and the number of its negatives, of rows (K, P, D) or (B, K, P, D).
 
+    ``labels`` without labels of the rows are of both, which are then the same samples.
+
     Returns the sums (..., P, D), each sample's place among them (B,) or None where all share one,
     and the numbers (B, P) or (P,).
     """
     *groups, K, positions, features = rows.shape
     own = segments = None
-    if rows_labels is not None:
-        assert labels is not None
+    if labels is not None:
         own, segments, classes = _segments(labels, rows_labels, blocks.readable)
         groups = [classes]
     elif groups:
@@ -572,14 +573,14 @@ def _negatives(
     return _sum_of_others(total), own, count[own]
 
 
-def _segments(labels: Tensor, others: Tensor, readable: bool) -> tuple[Tensor, Tensor, int]:
+def _segments(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Tensor, Tensor, int]:
     """Classes of the samples (B,) and of the rows with labels ``others`` (K,), and how many.
 
-    Rows of a label that no sample has are one more class.
+    Rows of a label that no sample has are one more class. None: the rows are the samples.
     """
     own = label_segments(labels)
     classes = int(own.max()) + 1 if readable and own.numel() else labels.shape[0]
-    if others is labels:
+    if others is None:
         return own, own, classes
     among_all = label_segments(torch.cat(comparable(labels, others)))
     place = torch.full_like(among_all, classes).scatter_(0, among_all[: len(own)], own)

@@ -456,7 +456,7 @@ def cos_nce(
         norms = _inverse_norms((negatives,), row_mask)
         rows = (negatives, row_mask, norms)
     else:
-        row_labels, rows = labels, (teachers, mask, inverse[layers:])
+        rows = (teachers, mask, inverse[layers:])
     total, count = _direction_sums(*rows, B if each else 1, labels, row_labels)
     each = each or labels is not None
     total = total.view(layers, B, P, D) if each else total
@@ -581,6 +581,7 @@ def _direction_sums(
     """Σ x/‖x‖ over rows (runs·R, P, D), and how many: (layers, runs·P, D) and (layers, runs·P).
 
     With ``labels`` (B,) B sums, each over the rows (R, P, D) of other labels, in place of the runs.
+    Rows without labels of their own are then the samples themselves.
     """
     rows, P, D = tensors[0].shape
     rows //= runs
@@ -593,19 +594,19 @@ def _direction_sums(
     arguments = (padded(tensors), mask, inverse, total, count, rows, P, D, *strides)
     arguments = (*arguments, cdiv(rows, splits))
     flags = {"SLOTS": slots(layers), "HAS_MASK": mask is not None}
-    if labels is None or row_labels is None:
+    if labels is None:
         config = ROW_BLOCKS
         if rows >= 256 and groups * cdiv(D, config["BLOCK_D"]) * layers * splits < PROGRAMS:
             config = LONG_SUM_BLOCKS
         tiles = groups * cdiv(D, config["BLOCK_D"])
         cos_nce_sum_kernel[(tiles, layers, splits)](*arguments, groups, **flags, **config)
     else:
-        B, real = labels.shape[0], labels.is_floating_point() or row_labels.is_floating_point()
+        given = [labels] if row_labels is None else [labels, row_labels]
+        B, real = labels.shape[0], any(x.is_floating_point() for x in given)
         tiles = cdiv(B, LABELLED_BLOCKS["BLOCK_I"]) * cdiv(D, LABELLED_BLOCKS["BLOCK_D"])
-        others = 0 if row_labels is labels else B
-        compared = _comparable(labels, real), _comparable(row_labels, real, others)
+        compared = [_comparable(x, real, place) for x, place in zip(given, (0, B), strict=False)]
         cos_nce_labelled_sum_kernel[(P * tiles, layers, splits)](
-            *arguments, *compared, B, **flags, **LABELLED_BLOCKS
+            *arguments, compared[0], compared[-1], B, **flags, **LABELLED_BLOCKS
         )
     return (total, count) if splits == 1 else (total.sum(0), count.sum(0))
 

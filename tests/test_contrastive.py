@@ -448,18 +448,20 @@ def test_a_bank_of_the_batch_is_the_batch(backend):
         assert_accurate(actual[1], expected[1], torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["batch", "shared", "each"])
+@pytest.mark.parametrize("kind", ["batch", "shared", "each", "same"])
 def test_label_that_is_nan_is_like_no_other(backend, kind):
     student, teacher = features(5, 2, 6, dtype=torch.float32)
     nan = torch.nan
     labels, bank = torch.tensor([nan, 0.0, nan, 0.0, 1.5]), torch.tensor([nan, nan, 0.0, 1.5])
     # The same with numbers that no other has.
     plain, plain_bank = torch.tensor([7, 0.0, 8, 0.0, 1.5]), torch.tensor([11, 12, 0.0, 1.5])
+    if kind == "same":  # one tensor for both: a bank's row of a number is not the sample's own
+        bank, plain_bank = labels, torch.tensor([11, 0.0, 12, 0.0, 1.5])
     named, as_named = {"labels": labels}, {"labels": plain}
     if kind != "batch":
-        lead = (4,) if kind == "shared" else (5, 4)
+        lead = (5, 4) if kind == "each" else bank.shape
         given = {"negatives": torch.randn(*lead, 2, 6)}
-        named |= given | {"negatives_labels": bank.expand(lead)}
+        named |= given | {"negatives_labels": bank if kind == "same" else bank.expand(lead)}
         as_named |= given | {"negatives_labels": plain_bank.expand(lead)}
     assert_matches_reference(cos_nce_loss, cos_nce_loss_ref, backend, student, teacher, **named)
     found, wanted = (
