@@ -42,9 +42,9 @@ class Steadfast:
         if not self._gone:
             try:
                 return self._stream.write(text)
-            except UnicodeEncodeError as error:
-                known = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
-                return self.write(known)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding  # that of the error may be "charmap", any of many
+                return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
             except (OSError, ValueError) as error:
                 self._lose(error)
         return len(text)

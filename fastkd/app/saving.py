@@ -1,8 +1,8 @@
 """Directories that are all or nothing, sealed with what they hold, and a lock on an output.
 
 A directory of ours carries `MARKER`, written last: a JSON object whose "files" gives the SHA-256 of
-every other file. It tells a complete directory from a cut-off one, a damaged file from a sound one,
-and our files, the only ones ever deleted, from anybody else's.
+every other file, or null if it came later. It tells a complete directory from a cut-off one, a
+damaged file from a sound one, and our files, the only ones ever deleted, from anybody else's.
 """
 
 import contextlib
@@ -135,10 +135,13 @@ def reseal(directory: Path, content: dict[str, Any]) -> None:
 
 
 def enlist(path: Path) -> None:
-    """List a new file in the marker of its directory, with which it then goes, if that is ours."""
+    """List a new file in the marker of its directory, with which it then goes, if that is ours.
+
+    Without a digest: nothing is damaged if it is moved or changed.
+    """
     marker = read_marker(path.parent)
     if marker is not None and isinstance(marker.get("files"), dict):
-        files = {**marker["files"], path.name: _digest(path)}
+        files = {**marker["files"], path.name: None}
         write_json(path.parent / MARKER, {**marker, "files": files})
 
 
@@ -149,6 +152,8 @@ def damage(directory: Path) -> str | None:
         there = (directory / MARKER).exists()
         return f"{MARKER} is damaged" if there else f"it has no {MARKER}, so it was cut off"
     for name, digest in marker["files"].items():
+        if digest is None:  # see `enlist`
+            continue
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
@@ -163,7 +168,7 @@ def foreign(directory: Path) -> list[str]:
     return [name for name in _files(directory) if name not in listed]
 
 
-def _listed(directory: Path) -> dict[str, str]:
+def _listed(directory: Path) -> dict[str, str | None]:
     """What the marker of ``directory`` lists in it, as far as it can be read."""
     files = (read_marker(directory) or {}).get("files")
     if not isinstance(files, dict):

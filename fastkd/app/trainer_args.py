@@ -101,8 +101,8 @@ def _try(option: str, arguments: Any, found: Mapping[str, Any]) -> None:
         kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
         if kind.__module__.startswith(("torch.", "transformers.")):  # others want groups of weights
             kind([torch.zeros(1)], **options)
-        if "torch_compile_backend" in found:
-            accelerate.DynamoBackend(found["torch_compile_backend"].upper())
+        if (backend := found.get("torch_compile_backend")) is not None:
+            accelerate.DynamoBackend(backend.upper())
         transformers.get_scheduler(
             args.lr_scheduler_type,
             torch.optim.SGD([torch.zeros(1)]),

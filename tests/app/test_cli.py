@@ -504,6 +504,7 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path):
     file = tmp_path / "args.yaml"
     file.write_text(
         "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
+        "torch_compile_backend: null\n"
     )
     distill(trainer_args=file, epochs=2, checkpoint_every=2)
     # 40 rows in batches of 8, two batches a step

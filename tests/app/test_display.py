@@ -98,8 +98,9 @@ def test_an_output_that_is_lost_is_told(monkeypatch):
         say(console, "labels")
 
 
-def test_an_output_that_knows_few_letters(monkeypatch):
-    stream = Stream(encoding="ascii")
+@pytest.mark.parametrize("encoding", ["ascii", "koi8-r"])
+def test_an_output_that_knows_few_letters(monkeypatch, encoding):
+    stream = Stream(encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     with new_console() as console:
         say(console, "größer")
