@@ -49,12 +49,9 @@ class MicroBatch:
     """One part: its inputs, its teacher's outputs, the random state its student ran under."""
 
     def __init__(self, distiller: "Distiller", batch: dict[str, Any]) -> None:
-        # The numbers of items of all parts are known here: num_items has nothing to say.
-        options = {"labels": None, "segments": None, "num_items": None, **batch}
-        labels, segments = options.pop("labels"), options.pop("segments")
-        del options["num_items"]
         self.distiller = distiller
-        self.inputs = distiller._part(options, labels, None, segments)
+        # The numbers of items of all parts are known here: num_items has nothing to say.
+        self.inputs = distiller._part_of(batch)
         self.teacher: Outputs | None = None
         self.shift: Tensor | None = None
         self.random: list[Tensor] | None = None

@@ -288,13 +288,7 @@ def write_cache(
     writer: _Writer | None = None
     known: set[bytes] = set()
     for batch in batches:
-        labels, segments = batch.get("labels"), batch.get("segments")
-        inputs = {
-            name: value
-            for name, value in batch.items()
-            if name not in ("labels", "segments", "num_items")
-        }
-        part = distiller._part(inputs, labels, None, segments)
+        part = distiller._part_of(batch)
         if part.teacher is not None:
             raise ValueError(
                 "the teacher has inputs of its own (teacher_...), and a cache knows samples by the "

@@ -196,8 +196,7 @@ class Distiller(nn.Module):
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
         """What a `TeacherCache` knows the samples of a batch by: ``key in cache``."""
-        part = self._part({k: v for k, v in batch.items() if k != "labels"}, None, None, None)
-        return sample_keys(part)[0]
+        return sample_keys(self._part_of(batch))[0]
 
     @property  # type: ignore[override]
     def training(self) -> bool:
@@ -366,6 +365,12 @@ class Distiller(nn.Module):
                 part.spans = Spans.of(*(side.unpacked_spans(x) for side, x in sides))
         self._check_apart(part)
         return part
+
+    def _part_of(self, batch: Mapping[str, Any]) -> "Part":
+        """Of arguments as in `forward`, without ``num_items``."""
+        options = {"labels": None, "segments": None, **batch}
+        options.pop("num_items", None)
+        return self._part(options, options.pop("labels"), None, options.pop("segments"))
 
     def _read(
         self,

@@ -128,6 +128,16 @@ def test_samples_are_known_by_all_that_the_teacher_reads(tmp_path):
         Distiller(teacher, student, SoftTargets()).cache_teacher([own], tmp_path / "own")
 
 
+@pytest.mark.parametrize("how", ["position_ids", "segments"])
+def test_keys_are_those_of_arguments_as_in_forward(how):
+    """Numbers of documents and of labels are no part of what the teacher reads."""
+    distiller = Distiller(*decoders(), method_of("fcd"))
+    texts = documents()
+    expected = distiller.sample_keys(padded(texts))
+    data = {**packed(texts, how), "num_items": torch.tensor(7.0)}
+    assert distiller.sample_keys(data) == expected
+
+
 def test_samples_come_in_any_order_batch_and_padding(tmp_path):
     teacher, student = decoders()
     texts = documents()
