@@ -27,12 +27,16 @@ from fastkd._numerics import (
     once_differentiable,
     saveable,
     upcast,
+    values_readable,
     working_dtype,
     zero_padding,
 )
 
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = get_args(Reduction)
+
+# Rows with a mean of so many deviations are centred twice: the rounding of the mean counts there.
+LARGE_MEAN = 1e3
 
 
 def cayley_ref(skew: Tensor) -> Tensor:
@@ -530,11 +534,21 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     Not by torch's layer_norm, whose variance is wrong by the rounding of a mean far above it.
     """
-    centred = upcast(x) - upcast(x).mean(-1, keepdim=True)
-    squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
-    rstd = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
-    rstd.masked_fill_(rstd == 0, torch.nan)  # 1/inf would pass the row off as constant
+    x = upcast(x)
+    mean = x.mean(-1, keepdim=True)
+    centred = x - mean
+    rstd = _reciprocal_deviation(centred, eps)
+    if not values_readable(x) or bool(((mean * rstd).abs() > LARGE_MEAN).any()):
+        centred -= centred.mean(-1, keepdim=True)  # what rounding left of the mean
+        rstd = _reciprocal_deviation(centred, eps)
     return centred.mul_(rstd), rstd
+
+
+def _reciprocal_deviation(centred: Tensor, eps: float) -> Tensor:
+    """1/√(var + eps) of rows of mean 0."""
+    squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
+    rstd = squares.div_(centred.shape[-1]).add_(eps).rsqrt_()
+    return rstd.masked_fill_(rstd == 0, torch.nan)  # 1/inf would pass the row off as constant
 
 
 def _row_gradient(

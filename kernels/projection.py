@@ -22,6 +22,8 @@ from fastkd.kernels.launch import cdiv, next_power_of_2, operator
 # Variances outside are computed again from scaled rows.
 SMALLEST_VARIANCE = tl.constexpr(1e-25)
 LARGEST_VARIANCE = tl.constexpr(1e25)
+# Of means that are so many deviations the rounding counts.
+LARGE_MEAN = tl.constexpr(1e3)
 
 # Both gradients come from one launch up to here; beyond, their rows together would spill registers.
 MOST_COLUMNS_OF_BOTH = 8192
@@ -49,13 +51,16 @@ def _normalise(x, inside, D, eps):
     var = tl.sum(centred * centred, axis=1) / D + eps
     rstd = tl.where(var == 0.0, 0.0, 1.0 / tl.sqrt(var))
     unusual = (var < SMALLEST_VARIANCE) | (var > LARGEST_VARIANCE)
+    unusual = unusual | (tl.abs(mean) * rstd > LARGE_MEAN)
+    rest = tl.zeros_like(mean)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
-        peak = tl.max(tl.abs(centred), axis=1)
+        rest = tl.sum(centred, axis=1) / D  # what rounding left of the mean
+        peak = tl.max(tl.where(inside, tl.abs(centred - rest[:, None]), 0.0), axis=1)
         scale = tl.where(unusual & (peak > 0.0), 1.0 / peak, 1.0)
-        scaled = centred * scale[:, None]
+        scaled = tl.where(inside, (centred - rest[:, None]) * scale[:, None], 0.0)
         var = tl.sum(scaled * scaled, axis=1) / D + eps * scale * scale
         rstd = tl.where(var == 0.0, 0.0, scale / tl.sqrt(var))
-    return centred * rstd[:, None], mean, rstd
+    return tl.where(inside, (centred - rest[:, None]) * rstd[:, None], 0.0), mean, rstd
 
 
 @triton.jit(do_not_specialize=["R"])

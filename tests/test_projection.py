@@ -218,6 +218,20 @@ def test_half_precision_leaves_the_parameters_in_float32(dtype, rows):
     assert module.double().raw.dtype == torch.float64
 
 
+@pytest.mark.parametrize("value", [1000.1, 1e6])
+def test_layer_norm_mse_of_large_means_and_constants(backend, device, value):
+    x, y = torch.randn(2, 5, 9, device=device)
+    x[:3], y[2:4] = value, -value
+    x[3] = value + torch.arange(9, device=device) % 2
+    x, y = x.requires_grad_(), y.requires_grad_()
+    for eps in (1e-5, 1e-8):
+        loss = layer_norm_mse(x, y, eps=eps, backend=backend)
+        exact = layer_norm_mse_ref(x.double(), y.double(), eps)
+        assert_accurate(loss, exact, torch.float32)
+        constant = layer_norm_mse(x[:3], y[:3].detach(), eps=eps, backend=backend)
+        assert torch.autograd.grad(constant, x)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [2, 50])
 @pytest.mark.parametrize("orthogonal", [True, False])
