@@ -5,7 +5,9 @@ with the tokenizer, and `MARKER`, written last: settings, scores and sizes of th
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ def write(settings: CacheSettings, console: Console) -> None:
         processes.join(settings.device)
         stack.enter_context(processes.in_first(locked(out)))
         display = stack.enter_context(Display(console))
+        processes.by_first(lambda: _remove_partial(out))
         with processes.agreed():
             if not (out / ABOUT).exists() and any(p.name != LOCK for p in out.iterdir()):
                 raise InputError(
@@ -71,6 +74,13 @@ def write(settings: CacheSettings, console: Console) -> None:
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
+
+
+def _remove_partial(out: Path) -> None:
+    """Remove the files that a killed process was writing, by the names they have until then."""
+    for path in out.iterdir():
+        if re.fullmatch(r"\.[0-9a-f]{32}", path.name):
+            path.unlink()
 
 
 def load(settings: Pairing, batch_size: int, display: Display) -> Run:

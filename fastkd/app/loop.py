@@ -18,6 +18,7 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -154,13 +155,14 @@ class Watcher(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
         self.heed_signals()
-        # At the end of an epoch the checkpoint comes after the evaluation, see on_epoch_end.
+        # At the end of an epoch, a last half one too, the checkpoint comes after the evaluation,
+        # see on_epoch_end.
         ends_epoch = state.global_step % self.steps_in_epoch == 0
+        ends_epoch |= state.global_step == state.max_steps
         every = self.watch.checkpoints.every if self.watch.checkpoints else None
         due = every and state.global_step % every == 0
         # An evaluation tells the losses of all steps before it, and so must one after resuming.
         control.should_log |= bool(due or self.signum or ends_epoch)
-        control.should_log |= state.global_step == state.max_steps
         if (due or self.signum) and not ends_epoch:
             control.should_save = True
             self.stopping = self.signum is not None
@@ -273,11 +275,25 @@ def train(
         if checkpoints and checkpoints.resume:
             last = processes.by_first(functools.partial(checkpoints.newest, display.say))
         set_seed((plan.seed + processes.rank()) % 2**32)  # dropout isn't the same in all processes
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        ended = _ended(last)
+        if ended is None:
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
+        else:
+            trainer.state = ended
+            trainer._load_from_checkpoint(str(last))
         watcher.heed_signals()
         if watcher.signum is not None:  # it came with the last step
             raise watcher.stopped(trainer.state.global_step)
     return history_of(trainer.state.log_history)
+
+
+def _ended(checkpoint: Path | None) -> TrainerState | None:
+    """What a checkpoint after the last step says; Trainer would go on in a half epoch."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    history = history_of(state.log_history)
+    return state if history and history[-1]["step"] >= state.max_steps else None
 
 
 def _arguments(plan: Plan, watch: Watch, folder: Path, steps: int) -> TrainingArguments:

@@ -42,6 +42,22 @@ def call(folder):
     return call
 
 
+def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_path, monkeypatch):
+    """A folder with nothing else in it was held to be somebody else's."""
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "cache"
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("fastkd.distill.cache.os.replace", killed)
+            call("cache", out, expect=130)
+        assert len([path for path in out.iterdir() if path.name.startswith(".")]) == 1
+    call("cache", out)
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
 @pytest.mark.parametrize("method", ["fcd", "lrkd", "mc3kd", "soft_targets"])
 def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method):
     more = {"method": method, "test": folder / "dev.tsv"}
