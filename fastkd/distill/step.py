@@ -509,7 +509,7 @@ class Step:
         if (
             isinstance(logits, Tensor)
             and logits.dim() != 3
-            and size not in (None, logits.shape[-1])
+            and size not in (None, logits.shape[-1] if logits.dim() > 1 else 1)
         ):
             raise ValueError(
                 f"the {term} term needs logits of {size} labels, last of their dimensions, but "

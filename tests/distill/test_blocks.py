@@ -124,6 +124,27 @@ def test_numbers_of_padded_tokens_count_nowhere():
     torch.testing.assert_close(out.terms, expected.terms)
 
 
+class Number(nn.Sequential):
+    """One number a sample, (B,)."""
+
+    def forward(self, input):
+        return super().forward(input).mean(1).squeeze(-1)
+
+
+def test_a_number_a_sample_needs_no_dimension_of_its_own():
+    def side(head):
+        blocks = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        model = Number(nn.Embedding(50, 16), blocks, nn.Linear(16, head))
+        return Blocks(model, "1", hidden_size=16, output_size=head, regression=True)
+
+    ids, labels = torch.randint(50, (4, 9)), torch.randn(4)
+    distiller = Distiller(side(1), side(1), method_by_name("soft_targets"))
+    student, teacher = (x.model(ids).double() for x in (distiller.student, distiller.teacher))
+    terms = distiller(input=ids, labels=labels).terms
+    torch.testing.assert_close(terms["task"].double(), (student - labels).square().mean())
+    torch.testing.assert_close(terms["soft"].double(), (student - teacher).square().mean())
+
+
 class Words(nn.Module):
     """Knows nothing of padding, and predicts something for each token."""
 
