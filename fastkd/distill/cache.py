@@ -245,7 +245,8 @@ def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
         raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
     tokens, documents = ids.flatten(0, -2), part.documents
     mask = part.mask if documents is None else documents.mask
-    mask = torch.ones(tokens.shape, dtype=torch.bool) if mask is None else mask.cpu()
+    whole = torch.ones(tokens.shape, dtype=torch.bool, device="cpu")
+    mask = whole if mask is None else mask.cpu()
     digests = [hashlib.blake2b(digest_size=16) for _ in mask]
     others = {n: x for n, x in part.teacher_inputs.items() if isinstance(x, Tensor)}
     for name in ["input_ids", *sorted(others.keys() - {"input_ids", *PLACES})]:

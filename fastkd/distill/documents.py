@@ -61,9 +61,10 @@ def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: D
     these names: other tokens in a document must leave the one behind it as it is.
     """
     kind = (*sorted(inputs), len(documents.owner) == 1)
+    if kind in model.known_apart or torch.compiler.is_compiling():
+        return
     # Sharded models run in all processes or none, and another's batch may hold nothing packed.
-    sharded = any(hasattr(p, "device_mesh") for p in model.inner.parameters())
-    if kind in model.known_apart or sharded or torch.compiler.is_compiling():
+    if any(hasattr(p, "device_mesh") for p in model.inner.parameters()):
         return
     tokens = "input_ids" if isinstance(inputs.get("input_ids"), Tensor) else "inputs_embeds"
     numbers = {n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}

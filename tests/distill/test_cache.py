@@ -136,6 +136,9 @@ def test_keys_are_those_of_arguments_as_in_forward(how):
     expected = distiller.sample_keys(padded(texts))
     data = {**packed(texts, how), "num_items": torch.tensor(7.0)}
     assert distiller.sample_keys(data) == expected
+    ids = padded(texts[:1])["input_ids"]
+    with torch.device("meta"):  # where new tensors would be
+        assert distiller.sample_keys({"input_ids": ids}) == expected[:1]
 
 
 def test_samples_come_in_any_order_batch_and_padding(tmp_path):
