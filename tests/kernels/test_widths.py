@@ -11,9 +11,12 @@ from bench.compile_report import not_interpreted
 # Where a thread's share of a tile is no run of 16 bytes at an address known to be aligned, and why
 # it stays so: the line's beginning, by kernel.
 ALLOWED = {
-    # Rows of the bank in the order of their labels lie anywhere, as do candidates.
-    "knn_search_kernel": ("return tl.load(order_ptr + position",),
-    # Rows of M numbers, few and in the cache; M is not specialised, for few compiled forms.
+    # Rows of the bank in the order of their labels lie anywhere, as do candidates. Products are
+    # rows of M numbers, few and in the cache; M is not specialised, for few compiled forms.
+    "knn_search_kernel": (
+        "return tl.load(order_ptr + position",
+        "product += tl.sum(tl.load(product_ptr",
+    ),
     "knn_product_kernel": ("tl.store(product_ptr + offsets",),
     # One number a row, added up by one program; the number of rows is not specialised.
     "cos_nce_reduce_kernel": ("total += tl.load(partial_ptr", "counted += tl.load(counted_ptr"),
