@@ -8,6 +8,7 @@ have helpers from a launcher, or on other machines that share the directory.
 import multiprocessing
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from fastkd._extras import require
 from fastkd.app import processes
 from fastkd.app.display import Display
+from fastkd.app.errors import InputError, RunFailed
 from fastkd.app.models import be_quiet
 from fastkd.app.saving import read_json, write_json
 from fastkd.study.spec import Study, TaskSpec, Variant
@@ -135,7 +137,10 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
 
 def _worker(study: Study, out: Path, threads: int) -> None:
     torch.set_num_threads(threads)
-    work(study, out, silent())
+    try:
+        work(study, out, silent())
+    except (InputError, RunFailed) as error:  # one sentence here too
+        sys.exit(f"Error: {error}")
 
 
 def work(study: Study, out: Path, display: Display) -> None:

@@ -374,6 +374,14 @@ def test_a_process_that_dies_is_not_passed_over(root, finished, monkeypatch):
     assert "1 runs are not there yet" in (out / "report.md").read_text()
 
 
+def test_what_stops_another_process_is_one_sentence(root, finished):
+    out = shutil.copytree(finished[1], root / "out")
+    shared = SHARED.replace("student_layers = 2", "student_layers = 9")
+    found = spec.read(StudySettings(spec=write(root, shared=shared)))
+    with pytest.raises(SystemExit, match="Error: student_layers 9: the teacher has only 4 layers"):
+        work._worker(found, out, torch.get_num_threads())
+
+
 def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatch):
     """A budget in seconds gives each run its own number: none is left out of the picture."""
     found = spec.read(StudySettings(spec=write(root), seconds=1.0))
