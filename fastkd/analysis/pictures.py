@@ -101,8 +101,8 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
 def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
     """Pearson's ρ (FCD, eq. 6) of the two relation maps of a sentence, by normalisation.
 
-    That is 1 - `fastkd.relation_loss` of this sample with ``eps=0``, so that it doesn't depend on
-    the size of the features; 0 for a constant map, NaN for a token alone, which has no relation.
+    That is 1 - `fastkd.relation_loss` of this sample with ``eps=0``, as softmax's relations may be
+    no larger than its default; 0 for a constant map, NaN for a token alone, which has no relation.
 
     Args:
         student: (N, Ds).
