@@ -383,8 +383,12 @@ class Distiller(nn.Module):
         shape = _batch_shape(batch, mask)
         documents = find_documents(shape, mask, batch, segments)
         if documents is not None and documents.packed and not self._has_blocks:
-            # With a mask transformers takes each row for one document. Nothing real sees padding.
+            # With a mask transformers takes each row for one document. Nothing real sees padding:
+            # no position goes on from the greatest.
             batch = {name: x for name, x in batch.items() if name != "attention_mask"}
+            positions = batch.get("position_ids")
+            if mask is not None and isinstance(positions, Tensor) and positions.shape == mask.shape:
+                batch["position_ids"] = positions.masked_fill(~mask, positions.max())
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
         if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
             targets = batch["start_positions"], batch["end_positions"]

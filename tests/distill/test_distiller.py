@@ -603,6 +603,23 @@ def test_packed_rows_may_be_padded(name):
     assert_same_step(distiller, data, expected)
 
 
+def test_padding_on_the_left_of_packed_rows_is_not_seen():
+    """Also where its positions go on into those of the first document."""
+    distiller = ready(*decoders(), "soft_targets")
+    texts = documents((5, 3))
+    expected = step(distiller, padded(texts))
+    data = {name: F.pad(x, (3, 0)) for name, x in packed(texts).items()}
+    data["labels"][:, :3] = -100
+    data["attention_mask"] = (torch.arange(11) >= 3)[None]
+    for shift, before in ((0, [0, 0, 0]), (0, [1, 1, 1]), (1, [0, 0, 0]), (3, [0, 1, 2])):
+        given = data["position_ids"].clone()
+        given[:, 3:8] = torch.arange(5) + shift
+        given[:, :3] = torch.tensor(before)
+        # Angles of other positions are rounded otherwise, to float32.
+        data["position_ids"] = given
+        assert_same_step(distiller, data, expected, tolerance=1e-7 if shift else 1e-12)
+
+
 def opt(layers):
     sizes = {"hidden_size": 16, "ffn_dim": 32, "num_attention_heads": 2, "word_embed_proj_dim": 16}
     config = t.OPTConfig(**SMALL, **sizes, num_hidden_layers=layers, init_std=0.2)
