@@ -66,12 +66,12 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         who: " | ".join(_score(sets[kind].get(who, {}).get(name)) for kind, name in columns)
         for who in ("teacher", "student")
     }
-    seconds, size, names = report["seconds_a_batch"], report["bytes"], report["labels"]
+    seconds, size, names = report["seconds_a_batch"], report["parameters"], report["labels"]
     text = TEXT.format(
         data=data.to_yaml(),
         title=f"{settings['method']} student of {Path(teacher).name}",
         layers=report["layers"],
-        parameters=report["parameters"]["student"],
+        parameters=size["student"],
         version=report["fastkd"],
         made=_made(settings["method"]),
         teacher=teacher,

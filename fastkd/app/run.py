@@ -501,7 +501,7 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     say(
         console,
         f"the student is {faster}"
-        f"{report['bytes']['teacher'] / report['bytes']['student']:.1f} times smaller\n"
+        f"{report['parameters']['teacher'] / report['parameters']['student']:.1f} times smaller\n"
         f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",

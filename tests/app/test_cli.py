@@ -296,7 +296,8 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path)
     head = make_teacher(tmp_path / "head")
     model = AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
     model.save_pretrained(head)
-    distill(teacher=head)
+    output, sizes = distill(teacher=head), report_of(tmp_path / "out")["parameters"]
+    assert f"{sizes['teacher'] / sizes['student']:.1f} times smaller" in output  # not in bytes
     distill(teacher=head, student=head, finetune_teacher=0.2, out=tmp_path / "tuned")
     for model in ("out/student", "tuned/student", "tuned/teacher"):
         weights = load_file(tmp_path / model / "model.safetensors").values()
