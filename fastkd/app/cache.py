@@ -51,15 +51,16 @@ def write(settings: CacheSettings, console: Console) -> None:
         processes.join(settings.device)
         stack.enter_context(processes.in_first(locked(out)))
         display = stack.enter_context(Display(console))
-        processes.by_first(lambda: _remove_partial(out))
         with processes.agreed():
-            if not (out / ABOUT).exists() and any(p.name != LOCK for p in out.iterdir()):
+            others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]
+            if others and not (out / ABOUT).exists():
                 raise InputError(
                     f"--out {out} holds something else than a cache; give another --out"
                 )
             run = load(settings, settings.batch_size, display)
             selected = select(settings, run)
             distiller = assemble(settings, run, selected).to(run.device)
+        processes.by_first(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
         distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
         scores = run.score(run.teacher)
@@ -76,11 +77,14 @@ def write(settings: CacheSettings, console: Console) -> None:
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
 
 
+def _is_partial(path: Path) -> bool:
+    """Whether a killed process was writing this file, by the name that it has until then."""
+    return re.fullmatch(r"\.[0-9a-f]{32}", path.name) is not None
+
+
 def _remove_partial(out: Path) -> None:
-    """Remove the files that a killed process was writing, by the names they have until then."""
-    for path in out.iterdir():
-        if re.fullmatch(r"\.[0-9a-f]{32}", path.name):
-            path.unlink()
+    for path in filter(_is_partial, out.iterdir()):
+        path.unlink()
 
 
 def load(settings: Pairing, batch_size: int, display: Display) -> Run:

@@ -54,6 +54,12 @@ def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_p
             patch.setattr("fastkd.distill.cache.os.replace", killed)
             call("cache", out, expect=130)
         assert len([path for path in out.iterdir() if path.name.startswith(".")]) == 1
+    mine = tmp_path / "mine" / f".{'0' * 32}"
+    mine.parent.mkdir()
+    (mine.parent / "notes").write_text("")
+    mine.write_text("")
+    call("cache", mine.parent, expect=2)
+    assert mine.exists()  # among files of somebody else
     call("cache", out)
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
