@@ -228,12 +228,13 @@ class IntraClass:
             )
         mask, labels = mask.bool().cpu(), labels.cpu()
         there = mask.any(1) & (labels != IGNORED)
-        rows, positions = [], torch.arange(mask.shape[1]) if last else torch.tensor(1)
+        rows: list[Tensor] = []
+        positions = torch.arange(mask.shape[1], device=mask.device) if last else 1
         token = (mask * positions).argmax(1)
         for x in hidden:
             x = x.cpu().double()
             if self.pool == "cls":
-                pooled = x[torch.arange(len(x)), token]
+                pooled = x[torch.arange(len(x), device=x.device), token]
             else:
                 pooled = x.masked_fill(~mask[..., None], 0).sum(1)  # of the mean's direction
             rows.append(nn.functional.normalize(pooled, dim=1))

@@ -114,7 +114,7 @@ def matrix(
     variance: float = 0.99,
 ) -> Tensor:
     """The measure between each of the layers ``rows`` and each of ``columns``; on the CPU."""
-    found = torch.empty(len(rows), len(columns), dtype=torch.float64)
+    found = torch.empty(len(rows), len(columns), dtype=torch.float64, device="cpu")
     value = _VALUES[measure]
     done: dict[tuple[int, int], Tensor] = {}
     for a, i in enumerate(rows):
@@ -131,9 +131,9 @@ def correlation(moments: Moments, i: int, j: int, variance: float) -> Tensor:
     """SVCCA: the mean correlation of the leading directions."""
     kept = moments.directions(i).leading(variance), moments.directions(j).leading(variance)
     if min(kept) == 0:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     if i == j:
-        return torch.ones((), dtype=torch.float64)
+        return torch.ones((), dtype=torch.float64, device="cpu")
     return torch.linalg.svdvals(moments.overlap(i, j, kept)).clamp(0, 1).mean()
 
 

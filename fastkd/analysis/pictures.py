@@ -224,7 +224,7 @@ def plot_relations(
             f"got {tuple(student_features.shape)} and {tuple(teacher_features.shape)}"
         )
     if mask is None:
-        mask = torch.ones(student.shape[:2], dtype=torch.bool)
+        mask = torch.ones(student.shape[:2], dtype=torch.bool, device="cpu")
     else:
         check_shape("mask", mask, student_features.shape[:-1], "the tokens of student_features")
         mask = mask.detach().cpu().bool().reshape(student.shape[:2])
@@ -235,7 +235,7 @@ def plot_relations(
         s, t = (functional.normalize(x[real], dim=-1) for x in (s, t))
         maps = (s @ s.T, t @ t.T)
         if not len(s):
-            maps = (torch.zeros(1, 1, dtype=torch.float64),) * 2
+            maps = (torch.zeros(1, 1, dtype=torch.float64, device="cpu"),) * 2
         low = min(float(m.min()) for m in maps)
         rho = _correlation(*maps)
         for ax, name, values in zip(axes[row], ("student", "teacher"), maps, strict=True):

@@ -38,7 +38,7 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
     sides = [student_offsets.cpu(), teacher_offsets.cpu()]
     for name, x in zip(("student_offsets", "teacher_offsets"), sides, strict=True):
         check_shape(name, x, (len(sides[0]), x.shape[1], 2), "(B, tokens, 2) of the same texts")
-    spans = [torch.full(x.shape[:2], -1) for x in sides]
+    spans = [torch.full(x.shape[:2], -1, device=x.device) for x in sides]
     for row in range(len(sides[0])):
         ends = [x[row, :, 1] for x in sides]
         text = [x[row, :, 1] > x[row, :, 0] for x in sides]

@@ -212,6 +212,23 @@ def test_modes_and_gradients_are_left_alone():
     assert [m.training for m in model.modules()] == before
 
 
+def test_another_default_device_changes_nothing():
+    model, batch = bert(), padded_batch()
+    batch["labels"] = torch.arange(24) % 3
+
+    def found():
+        return [
+            layer_similarity(model, [batch], ["cka"])["cka"],
+            layer_intra_class_similarity(model, [batch]),
+            layer_intra_class_similarity(model, [batch], pool="mean"),
+        ]
+
+    expected = found()
+    with torch.device("meta"):
+        for got, value in zip(found(), expected, strict=True):
+            assert torch.equal(got, value)
+
+
 def test_decoder_without_mask_and_rank_deficient():
     torch.manual_seed(0)
     model = model_of(GPT2Model, "gpt2", 2)
