@@ -100,8 +100,9 @@ def test_a_cache_is_enough(call, folder, tmp_path):
     student = make_teacher(tmp_path / "student", layers=3)
     call(
         "distill", tmp_path / "other", teacher_cache=tmp_path / "cache", student=student,
-        max_train_rows=20,
+        max_train_rows=20, max_length=20,
     )  # fmt: skip
+    assert report["teacher"] and not report_of(tmp_path / "other")["teacher"]  # scored otherwise
     assert "already complete" in call(
         "distill", tmp_path / "out", "--resume", teacher_cache=tmp_path / "cache"
     )
