@@ -61,7 +61,8 @@ class Once(typer.core.TyperCommand):  # type: ignore[misc]
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option in given:
-            if not option.multiple and given.count(option) > 1:
+            twice = not option.multiple and given.count(option) > 1
+            if twice and not ctx.resilient_parsing:  # as when a shell completes a word
                 raise InputError(f"{option.opts[0]} is given twice")
         return super().parse_args(ctx, args)
 

@@ -25,6 +25,7 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
 )
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import fastkd
@@ -554,6 +555,8 @@ def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
 
 def test_no_option_is_forgotten(distill, files, tmp_path):
     assert "--eval is given twice" in distill("--eval", files[1], expect=2)
+    typed = get_command(app).commands["distill"]
+    assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
     hub = {"train": None, "eval": None, "task": "sst2"}
     assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
