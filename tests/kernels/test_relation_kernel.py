@@ -22,9 +22,9 @@ def results(loss, students, teachers, mask=None):
     return [value.detach(), *torch.autograd.grad(value, students)]
 
 
-def assert_alike(actual, expected):
+def assert_alike(actual, expected, allowed=1e-5):
     for a, b in zip(actual, expected, strict=True):
-        assert relative_error(a, b) < 1e-5
+        assert relative_error(a, b) < allowed
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -63,7 +63,9 @@ def test_rows_of_many_features(device, D, masked):
     teacher = torch.randn(2, 5, 7, device=device)
     mask = torch.tensor([[1, 1, 1, 0, 1], [0, 1, 1, 0, 1]], device=device) if masked else None
     found = [results(FCDLoss(backend=b), [student], [teacher], mask) for b in ("triton", "torch")]
-    assert_alike(*found)
+    # Tensor cores cut what a step of 16 features adds to a product, and don't round it: D/16 such
+    # errors go in one direction.
+    assert_alike(*found, allowed=max(1e-5, D / 16 * 2.0**-22))
 
 
 def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monkeypatch):
