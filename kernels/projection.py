@@ -54,7 +54,8 @@ def _normalise(x, inside, D, eps):
     unusual = unusual | (tl.abs(mean) * rstd > LARGE_MEAN)
     rest = tl.zeros_like(mean)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
-        rest = tl.sum(centred, axis=1) / D  # what rounding left of the mean
+        # What rounding left of the mean; other rows of the block stay as they are.
+        rest = tl.where(unusual, tl.sum(centred, axis=1) / D, 0.0)
         peak = tl.max(tl.where(inside, tl.abs(centred - rest[:, None]), 0.0), axis=1)
         scale = tl.where(unusual & (peak > 0.0), 1.0 / peak, 1.0)
         scaled = tl.where(inside, (centred - rest[:, None]) * scale[:, None], 0.0)
