@@ -396,10 +396,8 @@ class Distiller(nn.Module):
 
     @property
     def _has_blocks(self) -> bool:
-        return any(isinstance(model, Blocks) for model in (self.student, *self._teachers()))
-
-    def _teachers(self) -> list[nn.Module]:
-        return [teacher for teacher, _, _ in self._sides()]
+        models = self.student, *(teacher for teacher, _, _ in self._sides())
+        return any(isinstance(model, Blocks) for model in models)
 
     def _check_apart(self, part: "Part") -> None:
         """Raise where a model would read the documents of packed rows as one."""

@@ -9,9 +9,8 @@ from torch import Tensor
 from fastkd.analysis.layers import in_eval_mode
 from fastkd.distill.capture import Backbone, Wanted
 
-SAME = (
-    1e-2  # of a norm: rounding is below, even in bfloat16, and what a document tells another above
-)
+# Of a norm: rounding is below, even in bfloat16, and what a document tells another above.
+SAME = 1e-2
 
 
 class MixedDocuments(ValueError):
