@@ -36,11 +36,11 @@ tests: $(VENV)/installed
 
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test
-	$(BIN)/python -m bench.compile_report --prove
+	$(BIN)/python -m tools.compile_report --prove
 
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed
-	$(BIN)/python -m tests.matrix $(VERSION) $(ARGS)
+	$(BIN)/python -m tools.versions $(VERSION) $(ARGS)
 
 # Random calls against oracles in float64, for as long as asked.
 SECONDS ?= 600
@@ -59,7 +59,7 @@ bench: $(VENV)/peers
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
 # ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.
 gpu-check:
-	$(PYTHON) -m bench.gpu_check $(ARGS)
+	$(PYTHON) -m tools.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info fastkd/*.so

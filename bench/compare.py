@@ -1,4 +1,4 @@
-"""Flag what got worse between two result files: ``python -m bench.compare A.json B.json``.
+"""Flag what got worse between two result files: ``python -m fastkd.bench.compare A.json B.json``.
 
 Only fastkd's own providers are judged; peers and torch.compile are other people's code. Times are
 compared as ratios to the reference of the same round, so a slower machine does not count. What a
@@ -111,7 +111,7 @@ def _pulled_in(run: Sequence[float], limit: float) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what got worse; the exit status is 1 if anything did, 2 if that can't be said."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fastkd.bench.compare", description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     options = parser.parse_args(arguments)

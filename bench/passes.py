@@ -2,8 +2,8 @@
 
 Where memory lies and on which core a thread runs is decided once a process, so the rounds of one
 process agree with each other better than two runs of the same code do. `run_pass` starts
-``python -m bench.passes``, which reads its job from the standard input and answers each case with
-a line of JSON.
+``python -m fastkd.bench.passes``, which reads its job from the standard input and answers each
+case with a line of JSON.
 """
 
 import contextlib

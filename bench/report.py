@@ -1,7 +1,7 @@
-"""Result files to pages: ``python -m bench.report`` writes docs/benchmarks.md and its pictures.
+"""Result files to pages: ``python -m fastkd.bench.report`` writes docs/benchmarks.md and pictures.
 
-``python -m bench.report --readme`` fills README.md between its two marker comments. Nothing on
-those pages is typed by hand.
+``python -m fastkd.bench.report --readme`` fills README.md between its two marker comments. Nothing
+on those pages is typed by hand.
 """
 
 import argparse
@@ -35,10 +35,11 @@ loss, whose time alone compares. On CUDA each sample starts from an idle GPU wit
 so launch costs count; *launches* are device kernels, on the CPU dispatched tensor operations.
 
 What the kernels should take on a GPU, from their compiled code, is in
-[estimates.md](estimates.md): `fastkd bench --estimate --device h200`, predicted and not measured.
+[estimates.md](estimates.md): `python -m tools.estimate --device h200`, predicted and not measured.
 
 Make your own: `make bench`, or `fastkd bench` where fastkd is installed; then
-`python -m bench.report`. `python -m bench.compare A.json B.json` says what of fastkd got worse.
+`python -m fastkd.bench.report`. `python -m fastkd.bench.compare A.json B.json` says what of fastkd
+got worse.
 """
 COLUMNS = (
     "case", "provider", "forward", "backward", "both", "±",
@@ -250,7 +251,7 @@ def _steps_sentence(row: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page, or fill the README."""
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fastkd.bench.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
     parser.add_argument("--readme", action="store_true", help="fill README.md instead")

@@ -7,22 +7,19 @@ fastkd's own providers again. The file is complete and valid after every case of
 import json
 import math
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastkd import _machine
 from fastkd._checks import check_choice
 
 from . import machine, suite, table
 from .harness import FORMAT, Case, add_pass, measure, one_line, row_of
 from .passes import code_digest, run_pass, timed_again
-
-ESTIMATES = Path(__file__).resolve().parents[1] / "build" / "estimates"
 
 # A GPU's times scatter less, and its hours cost more.
 PASSES = {"cpu": 5, "cuda": 3}
@@ -62,32 +59,6 @@ def run(
     return results
 
 
-def estimate(device: str, sets: str, only: str) -> int:
-    """``python -m bench.estimate``, in a process of its own: it replaces the GPU's driver."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "tests" / "dry_cuda.py").exists():
-        raise WrongChoice("--estimate needs fastkd's repository: it starts what the tests start")
-    command = [sys.executable, "-m", "bench.estimate", "--device", device]
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = [f"--set={sets}", f"--only={only}"]
-    return subprocess.run([*command, *options], cwd=root, env=environment).returncode
-
-
-def keep_estimates(name: str, rows: list[dict[str, Any]]) -> None:
-    """Put predictions for the GPU ``name`` where `predicted` finds them, beside earlier ones."""
-    milliseconds = predicted(name) | {row["key"]: row["predicted_ms"] for row in rows}
-    _write(ESTIMATES / f"{name}.json", {"code": code_digest(), "predicted_ms": milliseconds})
-
-
-def predicted(gpu: str) -> dict[str, float]:
-    """Milliseconds by case, if they were estimated for this GPU from this code."""
-    for file in ESTIMATES.glob("*.json"):
-        kept = json.loads(file.read_text())
-        if file.stem in gpu.lower() and kept["code"] == code_digest():
-            return kept["predicted_ms"]
-    return {}
-
-
 def _choose(
     sets: Sequence[str], only: Sequence[str], device: str | None
 ) -> tuple[torch.device, list[Case]]:
@@ -121,6 +92,7 @@ def run_cases(
     seconds: float = 1.5,
     passes: int | None = None,
     budget: float = math.inf,
+    predicted: Mapping[str, float] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """Measure ``cases`` into ``path``; see `run`. With one pass they need not be the suite's.
@@ -131,13 +103,14 @@ def run_cases(
         seconds: timing budget of one case, all passes together.
         passes: how often every case is timed; None means `PASSES` of the device.
         budget: seconds after which no case is begun; the rest is listed in the result as "left".
+        predicted: milliseconds by case, shown beside what is measured.
     """
     end = clock() + budget
     cases = list(cases)
     passes = passes or PASSES[device.type]
     results: dict[str, Any] = {
         "format": FORMAT,
-        **machine.describe(device, commit),
+        **_machine.describe(device, commit),
         "code": code_digest(),
         "passes": passes,
     }
@@ -153,7 +126,6 @@ def run_cases(
     )
     print(f"copy {limits['copy_bytes_per_s'] / 1e9:.3g} GB/s, matrix {', '.join(rates)}")
     results["rows"] = []
-    estimates = predicted(results["machine"].get("gpu", "none"))
     for number, case in enumerate(cases, start=1):
         start = time.perf_counter()
         row = kept.get(case.key)
@@ -165,21 +137,21 @@ def run_cases(
             row["floor_ms"] = machine.floor_ms(
                 limits, row["bytes_moved"], row["operations"], row["dtype"]
             )
-            if case.key in estimates:
-                row["predicted_ms"] = estimates[case.key]
+            if predicted and case.key in predicted:
+                row["predicted_ms"] = predicted[case.key]
             row["seconds"] = time.perf_counter() - start
             if passes == 1 or not timed_again(row):
                 del row["passes"]
         results["rows"].append(row)
-        _write(path, results)
+        write(path, results)
         print(f"\n[{number}/{len(cases)}] " + "\n".join(table.row_lines(row)), flush=True)
     if left := results.get("left"):
-        _write(path, results)
+        write(path, results)
         print(f"\n{len(left)} cases are left, for want of time: {', '.join(left)}")
     for number in range(2, passes + 1):
         if clock() >= end:
             results.setdefault("left", []).append(f"pass {number}")
-            _write(path, results)
+            write(path, results)
             break
         _later_pass(number, results, device, path, seconds / passes)
     return results
@@ -198,7 +170,7 @@ def _later_pass(
         add_pass(row, times)
         if number == results["passes"]:
             del row["passes"]
-        _write(path, results)
+        write(path, results)
         print(".", end="", flush=True)
     print(f" {time.perf_counter() - start:.0f} s", end="", flush=True)
 
@@ -229,10 +201,10 @@ def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _result_path(out: str | Path | None, device: torch.device) -> Path:
     path = Path("runs/bench") if out is None else Path(out)
-    return path if path.suffix == ".json" else path / f"{machine.slug(device)}.json"
+    return path if path.suffix == ".json" else path / f"{_machine.slug(device)}.json"
 
 
-def _write(path: Path, results: dict[str, Any]) -> None:
+def write(path: Path, results: dict[str, Any]) -> None:
     """Replace the file in one step: an interruption leaves the last complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".json.part")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.compile_report import covering
+from tools.compile_report import covering
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

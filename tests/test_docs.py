@@ -23,12 +23,12 @@ RUN_BY = {
     "fastkd doctor": "app/test_doctor.py::test_all_backends_that_run_are_right",
     "pip install torch": "test_install.py::test_without_torch",
     "pip install --no-build-isolation .": "test_install.py::test_pip_install",
-    "pip install --no-deps torch": "matrix/__main__.py::environment",
-    "python -m tests.matrix.cuda_stubs": "matrix/__main__.py::environment",
+    "pip install --no-deps torch": "../tools/versions/__main__.py::environment",
+    "python -m tools.versions.cuda_stubs": "../tools/versions/__main__.py::environment",
     ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_masks",
     ".venv/bin/python -m tests.fuzz": "test_fuzz.py::test_random_calls_agree_with_the_oracles",
-    ".venv/bin/python -m bench.compile_report": "kernels/test_compile.py::test_compiles_without_",
-    "python -m bench.estimate": "bench/test_estimate.py::test_a_case_without_a_gpu",
+    ".venv/bin/python -m tools.compile_report": "kernels/test_compile.py::test_compiles_without_",
+    "python -m tools.estimate": "tools/test_estimate.py::test_a_case_without_a_gpu",
     ".venv/bin/fastkd bench ": "bench/test_suite.py::test_sets_and_losses",
 }
 

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 import fastkd
-from bench.compile_report import walked
 from fastkd._losses import LOSSES
-from tests.dry_cuda import PLANTED
-from tests.losses import FILES
+from tools import calls
+from tools.compile_report import walked
+from tools.dry_cuda import PLANTED
 
 # References are PyTorch's own operations.
 PUBLIC = [
@@ -22,7 +22,7 @@ PUBLIC = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py looks at the real thing")
-@pytest.mark.parametrize("loss", FILES)
+@pytest.mark.parametrize("loss", calls.FILES)
 def test_calls_neither_wait_nor_mix_devices(loss):
     report = walked(loss)
     assert set(report["planted"]) == set(PLANTED), "a planted mistake was not found"
@@ -33,8 +33,8 @@ def test_calls_neither_wait_nor_mix_devices(loss):
 def listed():
     """Options of every call, by function or Module."""
     options: dict[str, list[dict]] = {}
-    for file in FILES.values():
-        for call in file.calls():
+    for loss in calls.FILES:
+        for call in calls.of(loss):
             options.setdefault(call.of.__name__, []).append(call.options)
     return options
 
@@ -42,7 +42,7 @@ def listed():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_call_is_listed(listed, name):
     """And every fixed word of its options."""
-    assert name in listed, f"tests/losses has no call of {name}"
+    assert name in listed, f"tools/calls has no call of {name}"
     public = getattr(fastkd, name)
     function = public.__init__ if inspect.isclass(public) else public
     words = typing.get_type_hints(function)
@@ -53,7 +53,7 @@ def test_every_public_call_is_listed(listed, name):
             missing = set(typing.get_args(kind)) - used
             if option == "backend" and not has_kernels:
                 missing -= {"triton"}
-            assert not missing, f"tests/losses has no call of {name} with {option}={missing}"
+            assert not missing, f"tools/calls has no call of {name} with {option}={missing}"
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -64,4 +64,4 @@ def test_every_tensor_is_given(loss):
         kinds = typing.get_type_hints(public.forward if inspect.isclass(public) else public)
         tensors = {argument for argument, kind in kinds.items() if "Tensor" in str(kind)}
         missing = tensors - {"return", *given[name]}
-        assert not missing, f"tests/losses has no call of {name} with {missing}"
+        assert not missing, f"tools/calls has no call of {name} with {missing}"

@@ -6,7 +6,8 @@ The cases are the benchmark's: toy sizes for every loss, title and dtype, and th
 import pytest
 import torch
 
-from fastkd.bench import gpu_check, harness
+from fastkd.bench import harness
+from tools import gpu_check
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
-FLOORS = ("kernels", "", "analysis", "distill", "bench", "app")
+FLOORS = ("kernels", "", "analysis", "distill", "bench", "app", "tools", "tests")
 # Packages beside another on its floor.
 BESIDE = {"study": "app"}
-FOLDERS = {floor: ROOT / "fastkd" / floor for floor in (*FLOORS, *BESIDE)}
+FOLDERS = {floor: ROOT / "fastkd" / floor for floor in (*FLOORS[:-2], *BESIDE)}
 # What kernels need of the floor above: it imports none of them.
 KERNELS_NEED = {"fastkd._dispatch"}
 MOST_LINES = 60
@@ -19,11 +19,16 @@ MOST_PARAMETERS = 12
 
 
 def sources() -> dict[str, Path]:
+    """Every module by the one name it is imported by."""
     found = {}
     for floor, folder in FOLDERS.items():
         for path in sorted(folder.glob("*.py")):
             name = ".".join(("fastkd", *filter(None, (floor, path.stem.replace("__init__", "")))))
             found[name] = path
+    for folder in FLOORS[-2:]:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
     return found
 
 
@@ -34,12 +39,14 @@ def floor(module: str) -> int:
     if module == "fastkd.__main__":
         return FLOORS.index("app")
     parts = module.split(".")
+    if parts[0] in FLOORS[-2:]:
+        return FLOORS.index(parts[0])
     name = BESIDE.get(parts[1], parts[1]) if len(parts) > 1 else ""
     return FLOORS.index(name if name in FLOORS else "")
 
 
 def imported(module: str) -> Iterator[str]:
-    """Modules of fastkd that run when ``module`` does, wherever its imports stand."""
+    """Modules that run when ``module`` does, wherever its imports stand."""
     path = SOURCES[module]
     tree = ast.parse(path.read_text())
     types_only = {
@@ -97,15 +104,33 @@ def test_imports_form_no_circle():
     assert not left, f"these import each other, or depend on some that do: {circle}"
 
 
+@pytest.mark.parametrize("module", SOURCES)
+def test_no_module_has_two_names(module):
+    """bench/ and kernels/ are the package's; imported by the folder they would exist twice."""
+    tree = ast.parse(SOURCES[module].read_text())
+    named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
+             for alias in node.names}  # fmt: skip
+    named |= {node.module or "" for node in ast.walk(tree)
+              if isinstance(node, ast.ImportFrom) and not node.level}  # fmt: skip
+    assert not {name for name in named if name.partition(".")[0] in ("bench", "kernels")}
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
 
-@pytest.mark.parametrize("module", [module for module in SOURCES if floor(module)])
+HELD = [
+    module
+    for module in SOURCES
+    if 0 < floor(module) < FLOORS.index("tests") and not module.startswith("tools.calls")
+]
+
+
+@pytest.mark.parametrize("module", HELD)
 def test_functions_are_short(module):
-    """Kernels may be longer, and their launchers take what they launch."""
+    """Kernels may be longer, and their launchers take what they launch; calls are tables."""
     for function in functions(SOURCES[module]):
         first, *rest = function.body
         if ast.get_docstring(function):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from tests.matrix.__main__ import copy_source
+from tools.versions.__main__ import copy_source
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import fastkd
-from bench import suite
 from fastkd import functional
 from fastkd._losses import LOSSES
+from fastkd.bench import suite
 from tests.losses import FILES, subjects
+from tools import calls
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
@@ -50,7 +51,7 @@ class TestRow:
     def test_it_has_tests(self, loss):
         assert (ROOT / f"tests/test_{loss.name}.py").exists()
         assert loss.name in FILES, f"there is no tests/losses/{loss.name}.py"
-        assert list(FILES[loss.name].calls()), f"tests/losses/{loss.name}.py has no calls"
+        assert list(calls.of(loss.name)), f"tools/calls/{loss.name}.py has no calls"
         if loss.kernels:
             file = ROOT / f"tests/kernels/test_{loss.name}_kernel.py"
             assert file.exists(), f"there is no {file.name}"

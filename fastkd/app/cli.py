@@ -256,8 +256,6 @@ def bench(settings: BenchSettings, console: Console) -> None:
 
     out = settings.out
     try:
-        if settings.estimate:
-            raise typer.Exit(runner.estimate(settings.device, settings.set, settings.only))
         if settings.plot is not None:
             require("matplotlib", "train")
             check_directory("--plot", settings.plot)

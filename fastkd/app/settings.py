@@ -280,11 +280,8 @@ class BenchSettings(Checked):
     only: str = option("", "Losses, separated by commas; all if empty.")
     device: str = option(
         "auto",
-        "auto, cpu or cuda; with --estimate h100, h200 or a100.",
-        choices=("auto", "cpu", "cuda", "h100", "h200", "a100"),
-    )
-    estimate: bool = option(
-        False, "Predict the times on a GPU from compiled code, and measure nothing."
+        "auto, cpu or cuda.",
+        choices=("auto", "cpu", "cuda"),
     )
     out: Path = option(Path("runs/bench"), "Result file, or a directory for <machine>.json.")
     plot: Path | None = option(None, "Directory for pictures.")
@@ -293,11 +290,6 @@ class BenchSettings(Checked):
         None, "How often every case is timed; by device if not given.", least=1
     )
     resume: bool = option(False, "Continue an interrupted run.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.estimate == (self.device in ("auto", "cpu", "cuda")):
-            raise InputError("--estimate and --device h100, h200 or a100 go together")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 import fastkd
+from fastkd import _machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
 from fastkd.app.run import Run
-from fastkd.bench import machine
 
 SHOWN_ROWS = 256
 
@@ -35,7 +35,7 @@ def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
 @functools.cache
 def machine_of(device: str) -> dict[str, Any]:
     return {
-        **machine.describe(torch.device(device)),
+        **_machine.describe(torch.device(device)),
         "fastkd": fastkd.__version__,
     }
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fastkd
-from fastkd.bench import gpu_check, harness, passes, runner, suite
+from fastkd.bench import harness, passes, runner, suite
+from tools import gpu_check
 
 CPU = torch.device("cpu")
 

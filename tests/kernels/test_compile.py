@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from bench.compile_report import PROVEN, Form, choices, covering, modules, not_interpreted
+from tools.compile_report import PROVEN, Form, choices, covering, modules, not_interpreted
 
 
 def test_compiles_without_spills():
     """Any two choices that meet in a form, on one architecture; every form of every one is
     compiled by ``make test-all``, after which kernels/proven.json knows the modules' states.
     """
-    report = not_interpreted("bench.compile_report", "--unproven", "--json", "--arch", "90")
+    report = not_interpreted("tools.compile_report", "--unproven", "--json", "--arch", "90")
     rows = json.loads(report)
     known = {row["module"].rpartition(".")[2] for row in rows} | json.loads(
         PROVEN.read_text()

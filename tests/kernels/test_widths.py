@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from bench.compile_report import not_interpreted
+from tools.compile_report import not_interpreted
 
 # Where a thread's share of a tile is no run of 16 bytes at an address known to be aligned, and why
 # it stays so: the line's beginning, by kernel.
@@ -27,7 +27,7 @@ ALLOWED = {
 
 
 def test_accesses_are_wide():
-    found = json.loads(not_interpreted("tests.kernels.widths"))
+    found = json.loads(not_interpreted("tools.widths"))
     unaligned = found.pop("unaligned")
     assert any("tl.load(row_ptr" in line for line in unaligned), "narrow accesses are not seen"
     assert len(found) > 15

@@ -1,9 +1,9 @@
 """What a loss adds to the tests that go through every loss: a file each, named as its row.
 
 ``<loss>.py`` has the oracle, written from the paper (`tests.oracles` has what they share);
-``RANDOM``, random calls against it, by name (`tests.draw`); ``calls()``, those that are walked
-without a GPU (`tests.calls`); and ``subjects(backend)``, if it has losses of (B, N, D) features
-(`tests.subject`). tests/test_losses.py names a row without a file, and what a file lacks.
+``RANDOM``, random calls against it, by name (`tests.draw`); and ``subjects(backend)``, if it has
+losses of (B, N, D) features (`tests.subject`). tests/test_losses.py names a row without a file,
+and what a file lacks.
 """
 
 import importlib

@@ -1,6 +1,5 @@
 """Canonical correlation, in the tests that go through every loss."""
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -8,7 +7,6 @@ from torch import Tensor
 
 import fastkd
 from tests import oracles
-from tests.calls import ALL_TYPES, Call, Calls, given, learns, numbers
 from tests.draw import REGULAR, Case, Draw, by_norm, poisoned
 from tests.subject import Subject, of_module
 
@@ -129,50 +127,6 @@ def random_correlations(draw: Draw) -> str | None:
     wanted = -correlation(x.double(), y.double(), mask, pair, None)
     error = (found.double().sum() - wanted).abs().item()
     return f"the sum is {error:.3g} off" if error > 1e-5 * max(1, len(found)) else None
-
-
-def calls() -> Calls:
-    for (m, D), ridge, top_k, dtype in itertools.product(
-        [(32, 768), (64, 64), (512, 768), (4096, 768)],
-        (1e-2, (1e-6, 1e-4), (0.0, 1e-4), 0.0),
-        (None, 4),
-        ALL_TYPES,
-    ):
-        yield Call(
-            fastkd.cca_loss,
-            {
-                "student": learns(3, m, D, dtype=dtype),
-                "teacher": given(3, m, 2 * D, dtype=dtype),
-                "mask": numbers(3, m),
-            },
-            {"ridge": ridge, "top_k": top_k},
-        )
-    for reduction, backend in itertools.product(("sum", "mean", "none"), ("auto", "torch")):
-        yield Call(
-            fastkd.cca_loss,
-            {"student": learns(3, 64, 8), "teacher": given(3, 64, 16)},
-            {"reduction": reduction, "backend": backend},
-        )
-    for m, D, dtype in itertools.product((32, 200, 4096), (8, 768), ALL_TYPES):
-        yield Call(
-            fastkd.canonical_correlations,
-            {
-                "x": given(2, m, D, dtype=dtype),
-                "y": given(2, m, 16, dtype=dtype),
-                "mask": numbers(2, m),
-            },
-            {},
-        )
-    for pool in ("tokens", "cls", "mean"):
-        yield Call(
-            fastkd.CCALoss,
-            {
-                "student": [learns(80, 16, 48), learns(80, 16, 32)],
-                "teacher": [given(80, 16, 64)] * 2,
-                "mask": numbers(80, 16),
-            },
-            {"pool": pool},
-        )
 
 
 RANDOM = {"cca": random_cca, "cca_module": random_cca_module, "correlations": random_correlations}

@@ -1,13 +1,10 @@
 """Roots of symmetric matrices, in the tests that go through every loss."""
 
-import itertools
-
 import torch
 from torch import Tensor
 
 import fastkd
 from tests import oracles
-from tests.calls import ALL_TYPES, Call, Calls, learns
 from tests.draw import ROUNDINGS, Case, Draw
 
 
@@ -52,13 +49,6 @@ def random_roots(draw: Draw) -> Case:
         {"a": draw.laid_out(a)},
         roundings=ROUNDINGS if double else 0.1,
     )
-
-
-def calls() -> Calls:
-    for n, dtype, root in itertools.product(
-        (1, 16, 96, 97, 768), ALL_TYPES, (fastkd.sqrtm, fastkd.inv_sqrtm)
-    ):
-        yield Call(root, {"a": learns(5, n, n, dtype=dtype)}, {})
 
 
 RANDOM = {"roots": random_roots}

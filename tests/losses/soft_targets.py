@@ -1,17 +1,13 @@
 """Soft targets, in the tests that go through every loss."""
 
 import functools
-import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import fastkd
-from fastkd._dispatch import BACKENDS
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
-from tests.calls import ALL_TYPES, BOTH, Call, Calls, Made, given, learns, mask_of, numbers
 from tests.draw import SIZES, Case, Draw
 from tests.subject import D_S, D_T, Subject, of_module
 
@@ -171,50 +167,6 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         masked=("student_hidden", "teacher_hidden"),
         slope=lambda x: x.new_full(x.shape[:-1], float(largest)),
     )
-
-
-def logits(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Made]:
-    return {
-        "student_logits": learns(*shape, dtype=dtype),
-        "teacher_logits": given(*shape, dtype=dtype),
-    }
-
-
-def heads(*leading: int, V: int, student=learns, dtype: torch.dtype) -> dict[str, Made]:
-    return {
-        "student_hidden": student(*leading, 48, dtype=dtype),
-        "student_weight": student(V, 48, dtype=dtype),
-        "teacher_hidden": given(*leading, 64, dtype=dtype),
-        "teacher_weight": given(V, 64, dtype=dtype),
-    }
-
-
-def calls() -> Calls:
-    kinds = (torch.int8, torch.int64, *ALL_TYPES)
-    denominators = [7, 2.5, *(numbers(dtype=kind) for kind in kinds)]
-    choices: list[tuple[str, Any]] = [(reduction, None) for reduction in REDUCTIONS]
-    choices += [("batchmean", number) for number in denominators]
-    for divergence, dtype, masked, V, (reduction, number) in itertools.product(
-        DIVERGENCES, ALL_TYPES, BOTH, (1, 50, 1024, 1025, 1040, 30522, 152_064), choices
-    ):
-        if number is not None and V not in (1024, 1025):
-            continue
-        options = {"divergence": divergence, "reduction": reduction}
-        extras = mask_of(2, 3, masked=masked) | {"denominator": number}
-        yield Call(fastkd.soft_target_loss, logits(2, 3, V, dtype=dtype) | extras, options)
-        if not isinstance(number, Made):
-            inputs = heads(2, 3, V=V, dtype=dtype) | extras
-            yield Call(fastkd.linear_soft_target_loss, inputs, options)
-    for divergence, reduction, backend in itertools.product(DIVERGENCES, REDUCTIONS, BACKENDS):
-        options = {"divergence": divergence, "reduction": reduction, "backend": backend}
-        for of in (fastkd.SoftTargetLoss, fastkd.soft_target_loss):
-            yield Call(of, logits(6, 50), options)
-        inputs = heads(3, V=50, student=given, dtype=torch.float32)
-        yield Call(fastkd.linear_soft_target_loss, inputs, options)
-    extras = {"mask": numbers(6), "denominator": numbers()}
-    yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})
-    for divergence in ("forward_kl", "adaptive_kl"):
-        yield Call(fastkd.soft_target_loss, logits(2**15, 152_064), {"divergence": divergence})
 
 
 RANDOM = {"soft_targets": random_soft_targets, "linear_soft_targets": random_linear_soft_targets}

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from tests import dry_cuda
+from fastkd.bench.harness import Case
 
+from . import dry_cuda
 from .compile_report import Form
-from .harness import Case
 from .machine_code import Launch, Tensor
 
 PREFERRED = ("fastkd triton", "fastkd torch", "fastkd")

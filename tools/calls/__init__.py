@@ -1,12 +1,14 @@
-"""The public calls that are walked without a GPU: for waits (`dry_cuda`), for what they compile.
+"""The public calls that are walked without a GPU: for waits, for what they compile.
 
 Every public function and Module, every fixed word of every option and every choice inside a
 launcher (dtype, size, alignment, mask, number of layers) has a call in `calls` of the loss's file
-in tests/losses; tests/test_dry_cuda.py names a word that has none. Inputs are described, and made
+here; tests/test_dry_cuda.py names a word that has none. Inputs are described, and made
 when a call runs, on the device that stands for a GPU.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +99,13 @@ class Call(NamedTuple):
 
 
 Calls = Iterator[Call]
+
+FILES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+
+
+def of(loss: str) -> Calls:
+    """Those of a loss."""
+    return importlib.import_module(f"tools.calls.{loss}").calls()
 
 
 def _summary(x: Any) -> Any:

@@ -12,7 +12,7 @@ from packaging.version import Version
 from setuptools.config.pyprojecttoml import read_configuration
 
 from fastkd._versions import TESTED
-from tests.matrix import table
+from tools.versions import table
 
 ROOT = Path(__file__).parents[2]
 ROWS = table.read()
@@ -24,7 +24,7 @@ def minor(version: str) -> str:
 
 
 def test_the_page_is_made_from_the_results():
-    assert table.PAGE.read_text() == table.page(), "python -m tests.matrix.table writes it"
+    assert table.PAGE.read_text() == table.page(), "python -m tools.versions.table writes it"
 
 
 def test_oldest_and_newest_ran_one_wheel():

@@ -1,8 +1,8 @@
 """Predict the benchmark's cases on a GPU that is not there: *predicted, not measured*.
 
-``python -m bench.estimate [--device h100|h200|a100] [--set ...] [--only ...]`` prints a line for
-each case; ``--page FILE`` writes docs/estimates.md. ``fastkd bench`` on that GPU prints them
-beside what it measures. It runs the cases on tensors without data (tests/dry_cuda.py) and
+``python -m tools.estimate [--device h100|h200|a100] [--set ...] [--only ...]`` prints a line for
+each case; ``--page FILE`` writes docs/estimates.md. ``make gpu-check`` on that GPU prints them
+beside what it measures. It runs the cases on tensors without data (tools/dry_cuda.py) and
 compiles what they start, so it needs the repository and Triton, and no GPU. `prediction` has the
 arithmetic.
 """
@@ -14,10 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import suite
-from .prediction import GPUS, LATENCY, LAUNCH, REACHED, SCHEDULERS, Gpu, predict
-from .runner import keep_estimates, split
+from fastkd.bench import suite
+from fastkd.bench.passes import code_digest
+from fastkd.bench.runner import split, write
 
+from .prediction import GPUS, LATENCY, LAUNCH, REACHED, SCHEDULERS, Gpu, predict
+
+KEPT = Path(__file__).resolve().parents[1] / "build" / "estimates"
 SHOWN = "soft_targets/forward KL/rows8192 V152064/bfloat16"  # whose arithmetic stands in full
 
 
@@ -164,11 +167,13 @@ def _head(gpu: Gpu) -> str:
     return f"""\
 # Estimates: predicted, not measured
 
+This page goes when a GPU has measured: what is measured stands in [benchmarks.md](benchmarks.md).
+
 No number here comes from a clock. They are computed from compiled kernels, for an
 {gpu.name.upper()} without one at hand, and written by
 
 ```sh
-python -m bench.estimate --device {gpu.name} --page docs/estimates.md
+python -m tools.estimate --device {gpu.name} --page docs/estimates.md
 ```
 
 fastkd's own provider of every GPU case of the benchmarks runs, forward and backward, on tensors
@@ -262,9 +267,24 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def keep(name: str, rows: list[dict[str, Any]]) -> None:
+    """Put predictions for the GPU ``name`` where `kept` finds them, beside earlier ones."""
+    milliseconds = kept(name) | {row["key"]: row["predicted_ms"] for row in rows}
+    write(KEPT / f"{name}.json", {"code": code_digest(), "predicted_ms": milliseconds})
+
+
+def kept(gpu: str) -> dict[str, float]:
+    """Milliseconds by case, if they were estimated for this GPU from this code."""
+    for file in KEPT.glob("*.json"):
+        found = json.loads(file.read_text())
+        if file.stem in gpu.lower() and found["code"] == code_digest():
+            return found["predicted_ms"]
+    return {}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """``python -m bench.estimate``."""
-    parser = argparse.ArgumentParser(prog="python -m bench.estimate", description=__doc__)
+    """``python -m tools.estimate``."""
+    parser = argparse.ArgumentParser(prog="python -m tools.estimate", description=__doc__)
     parser.add_argument("--device", choices=tuple(GPUS), default="h200")
     parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(suite.SETS)}")
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(suite.LOSSES)}")
@@ -281,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     for prediction in predict(gpu, cases):
         rows.append(prediction.row())
         print(json.dumps(rows[-1]) if options.json else line(rows[-1]), flush=True)
-    keep_estimates(gpu.name, rows)
+    keep(gpu.name, rows)
     if options.page:
         options.page.write_text(page(gpu, rows))
     return 0

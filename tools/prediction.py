@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .harness import Case
+from fastkd.bench.harness import Case
+
 from .machine_code import Assumed, Launch, Site, Tensor, compiled, executed, work
 
 

@@ -10,7 +10,9 @@ import time
 import pytest
 import torch
 
-from fastkd.bench import gpu_check, machine, runner, suite
+from fastkd import _machine
+from fastkd.bench import machine, runner, suite
+from tools import gpu_check
 
 
 class Clock:
@@ -117,7 +119,7 @@ def test_every_test_is_noted_and_none_runs_twice(tmp_path):
     lines = tmp_path / "lines.jsonl"
     environment = os.environ | {"FASTKD_RESULT_LINES": str(lines)}
     environment["PYTHONPATH"] = os.getcwd()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.result_lines", "test_some.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.result_lines", "test_some.py"]
     first, second = (
         subprocess.run([*command, *extra], cwd=tmp_path, env=environment, capture_output=True)
         for extra in (["-n", "2"], [])
@@ -159,5 +161,5 @@ def test_a_machine_without_git_or_an_installed_package_is_described(monkeypatch)
     def missing(*arguments, **others):
         raise FileNotFoundError("git")
 
-    monkeypatch.setattr(machine.subprocess, "run", missing)
-    assert machine.describe(torch.device("cpu"))["commit"].startswith("fastkd ")
+    monkeypatch.setattr(_machine.subprocess, "run", missing)
+    assert _machine.describe(torch.device("cpu"))["commit"].startswith("fastkd ")

@@ -19,7 +19,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from tests.matrix import cuda_stubs, table
+from tools.versions import cuda_stubs, table
 
 ROOT = Path(__file__).parents[2]
 CUDA = re.compile(r"(cuda|nvidia)-", re.IGNORECASE)
@@ -28,7 +28,7 @@ LEFT_OUT = {
     "tests/test_install.py": "builds wheels of its own",
     "tests/test_house.py": "reads the sources, not the package",
     "tests/test_docs.py": "reads the checkout, not the package",
-    "tests/matrix": "is about this",
+    "tests/tools": "is about this",
     "tests/bench": "benchmarks are run in the development environment",
     "tests/kernels/test_compile.py": "GPU code: compiled and proven with one Triton",
     "tests/test_dry_cuda.py": "a mocked driver, made for one Triton",
@@ -165,7 +165,7 @@ def main() -> None:
         shutil.rmtree(place / "fastkd")
         for version in options.version:
             python = environment(version, options.transformers, options.python, wheel)
-            others += ["-p", "tests.matrix.spread", f"--most={options.most}"]
+            others += ["-p", "tools.versions.spread", f"--most={options.most}"]
             line, status = run_core(python, place, [*options.tests, *others], options.jobs)
             outcome = versions(python) | {"parameters": options.most} | table.counts(line)
             print(outcome)

@@ -26,9 +26,11 @@ from pathlib import Path
 
 import torch
 
-from . import harness, runner, suite
-from .harness import Case, Provider
-from .passes import PassFailed
+from fastkd.bench import harness, runner, suite
+from fastkd.bench.harness import Case, Provider
+from fastkd.bench.passes import PassFailed
+
+from . import estimate
 
 ROOT = Path(__file__).resolve().parent.parent
 PARITY = (
@@ -66,7 +68,7 @@ def tests(job: Job) -> bool:
     results = job.out / "tests.jsonl"
     if not job.options.resume:
         results.unlink(missing_ok=True)
-    arguments = ["-m", "pytest", *PARITY, "-k", WITHOUT, "-p", "bench.result_lines"]
+    arguments = ["-m", "pytest", *PARITY, "-k", WITHOUT, "-p", "tools.result_lines"]
     if job.options.workers > 1:
         arguments += ["-n", str(job.options.workers)]
     environment = {"FASTKD_RESULT_LINES": str(results), "OMP_NUM_THREADS": "1"}
@@ -80,7 +82,7 @@ def graphs(job: Job) -> bool:
     if not known:
         results.unlink(missing_ok=True)
     names = list(pairs())
-    command = [sys.executable, "-m", "bench.gpu_check", "--capture"]
+    command = [sys.executable, "-m", "tools.gpu_check", "--capture"]
     left = [name for name in names if known.get(name) != ""]
     answers = ask_children(command, left, job.seconds, min(job.options.workers, 4), GRAPH_SECONDS)
     failed = 0
@@ -97,7 +99,7 @@ def graphs(job: Job) -> bool:
 
 def bits(job: Job) -> bool:
     """Values and gradients of two processes, bit by bit."""
-    arguments = [sys.executable, "-m", "bench.gpu_check", "--digest", "full"]
+    arguments = [sys.executable, "-m", "tools.gpu_check", "--digest", "full"]
     outputs = []
     for _ in range(2):
         try:
@@ -128,6 +130,7 @@ def bench(job: Job) -> bool:
             seconds=job.options.seconds,
             passes=job.options.passes,
             budget=job.seconds,
+            predicted=estimate.kept(torch.cuda.get_device_name()),
         )
     except PassFailed as error:
         print(error)
@@ -146,7 +149,7 @@ def sanitizer(job: Job) -> bool:
     # The caching allocator hides accesses beyond a tensor's end.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     memcheck = (tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
-    own = (sys.executable, "-m", "bench.gpu_check", "--digest", "toy")
+    own = (sys.executable, "-m", "tools.gpu_check", "--digest", "toy")
     return command(job, *memcheck, *own, environment=environment)
 
 
@@ -341,7 +344,7 @@ def digests(size: str, device: torch.device) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the stages and print what passed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STAGES)}")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"), help="folder of results")

@@ -1,8 +1,8 @@
 """Compile every Triton kernel ahead of time, without a GPU, and say what it takes.
 
-``python -m bench.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
-``kernels/``, all by default. What is compiled are the forms that the calls of tests/losses start,
-recorded on a GPU that is not there (tests/dry_cuda.py): with ``--every`` each of them, else enough
+``python -m tools.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
+``kernels/``, all by default. What is compiled are the forms that `tools.calls` start,
+recorded on a GPU that is not there (tools/dry_cuda.py): with ``--every`` each of them, else enough
 that any two choices (types, flags, blocks, alignment) that meet in one of a kernel's forms meet in
 a compiled one. The exit status is 1 where a form spills registers, wants more shared memory than
 the architecture has, or has matrix products and doesn't use the tensor cores; with ``--json`` the
@@ -140,7 +140,7 @@ def recorded(loss: str) -> list[Form]:
 
 
 def walked(loss: str) -> dict[str, Any]:
-    """What `tests.dry_cuda` finds out about a loss: problems of its calls, and their forms."""
+    """What `tools.dry_cuda` finds out about a loss: problems of its calls, and their forms."""
     from filelock import FileLock
 
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -153,9 +153,9 @@ def walked(loss: str) -> dict[str, Any]:
 
 def _walk(loss: str) -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return not_interpreted("tests.dry_cuda", loss).splitlines()[-1]
+        return not_interpreted("tools.dry_cuda", loss).splitlines()[-1]
     _ask_for_keys()
-    return json.dumps(importlib.import_module("tests.dry_cuda").report(loss))
+    return json.dumps(importlib.import_module("tools.dry_cuda").report(loss))
 
 
 def not_interpreted(module: str, *arguments: str) -> str:
@@ -171,8 +171,8 @@ def not_interpreted(module: str, *arguments: str) -> str:
 @functools.cache
 def _sources_key() -> str:
     summary = hashlib.sha256(_versions().encode())
-    patterns = ("fastkd/*.py", "fastkd/*.so", "kernels/*.py", "tests/losses/*.py")
-    for pattern in (*patterns, "tests/calls.py", "tests/dry_cuda.py", "bench/compile_report.py"):
+    patterns = ("fastkd/*.py", "fastkd/*.so", "kernels/*.py", "tools/calls/*.py")
+    for pattern in (*patterns, "tools/dry_cuda.py", "tools/compile_report.py"):
         for path in sorted(ROOT.glob(pattern)):
             summary.update(path.read_bytes())
     return summary.hexdigest()[:16]
@@ -363,7 +363,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     known = ",".join(map(str, SHARED_MEMORY))
-    parser = argparse.ArgumentParser(prog="python -m bench.compile_report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
     parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
     parser.add_argument("--every", action="store_true", help="every form, not a covering set")

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from bench.compile_report import not_interpreted
-from bench.machine_code import Assumed, Loop, Site, executed, machine_code, work
-from bench.prediction import (
+from tools.compile_report import not_interpreted
+from tools.machine_code import Assumed, Loop, Site, executed, machine_code, work
+from tools.prediction import (
     GPUS,
     Kernel,
     issue_seconds,
@@ -128,7 +128,7 @@ def test_a_kernel_takes_its_longest_limit():
 
 def test_products_and_factors_of_pytorch_are_counted():
     pytest.importorskip("triton")
-    from bench.recording import Recorder, _Operations
+    from tools.recording import Recorder, _Operations
 
     recorder = Recorder(90)
     a = torch.eye(6).expand(2, 6, 6).clone()
@@ -143,7 +143,7 @@ def test_products_and_factors_of_pytorch_are_counted():
 def test_a_case_without_a_gpu():
     pytest.importorskip("triton")
     options = ["--device", "h100", "--json", "--set", "bert", "--only", "attention"]
-    row = json.loads(not_interpreted("bench.estimate", *options).splitlines()[0])
+    row = json.loads(not_interpreted("tools.estimate", *options).splitlines()[0])
     assert row["key"] == "attention/maps/B32 H12 N128/bfloat16" and row["problem"] is None
     names = [kernel["name"] for kernel in row["kernels"]]
     assert "attention_forward_kernel" in names and "attention_backward_kernel" in names
@@ -153,31 +153,15 @@ def test_a_case_without_a_gpu():
     assert forward["detail"]["bytes"] >= 2 * 32 * 12 * 128**2 * 2
 
 
-def test_the_command_asks_for_a_gpu_by_name(monkeypatch):
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
-
-    from fastkd.app.cli import app
-    from fastkd.bench import runner
-
-    asked = []
-    monkeypatch.setattr(runner, "estimate", lambda *given: asked.append(given) or 0)
-    estimate = ["bench", "--estimate", "--set", "bert"]
-    assert CliRunner().invoke(app, [*estimate, "--device", "a100"]).exit_code == 0
-    assert asked == [("a100", "bert", "")]
-    for wrong in (estimate, ["bench", "--device", "h100"]):
-        assert "go together" in CliRunner().invoke(app, wrong).stderr
-    assert len(asked) == 1
-
-
 def test_what_was_predicted_stands_beside_what_is_measured(monkeypatch, tmp_path):
-    from bench import runner, table
+    from fastkd.bench import table
+    from tools import estimate
 
-    monkeypatch.setattr(runner, "ESTIMATES", tmp_path)
-    runner.keep_estimates("h200", [{"key": "knn/bank", "predicted_ms": 1.5}])
-    assert runner.predicted("NVIDIA H200") == {"knn/bank": 1.5}
-    assert runner.predicted("NVIDIA H100 80GB HBM3") == runner.predicted("none") == {}
+    monkeypatch.setattr(estimate, "KEPT", tmp_path)
+    estimate.keep("h200", [{"key": "knn/bank", "predicted_ms": 1.5}])
+    assert estimate.kept("NVIDIA H200") == {"knn/bank": 1.5}
+    assert estimate.kept("NVIDIA H100 80GB HBM3") == estimate.kept("none") == {}
     row = {"loss": "knn", "title": "bank", "sizes": {"N": 32}, "dtype": "float32"}
     assert table.title(row | {"predicted_ms": 1.5}).endswith("float32, predicted 1.5 ms)")
-    monkeypatch.setattr(runner, "code_digest", lambda: "other code")
-    assert runner.predicted("NVIDIA H200") == {}
+    monkeypatch.setattr(estimate, "code_digest", lambda: "other code")
+    assert estimate.kept("NVIDIA H200") == {}

@@ -1,4 +1,4 @@
-"""``python -m tests.kernels.widths``: accesses of the benchmarks' kernels that could be wider.
+"""``python -m tools.widths``: accesses of the benchmarks' kernels that could be wider.
 
 As JSON, for every kernel that the sets `SETS` start: the lines of the source whose loads or stores
 take less than 16 bytes at a time, though each thread has that much of the tile. Those of rows that
@@ -10,10 +10,10 @@ import linecache
 import math
 import re
 
-from bench import suite
-from bench.compile_report import ROOT, Form
-from bench.machine_code import BITS, Launch, compiled, source_lines
-from bench.recording import Recorder
+from fastkd.bench import suite
+from tools.compile_report import ROOT, Form
+from tools.machine_code import BITS, Launch, compiled, source_lines
+from tools.recording import Recorder
 
 SETS = ("bert", "vocab", "bank")
 

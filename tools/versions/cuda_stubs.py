@@ -1,6 +1,6 @@
 """Let a CUDA build of torch be imported without a GPU and without its gigabytes of CUDA packages.
 
-    python -m tests.matrix.cuda_stubs path/to/site-packages/torch
+    python -m tools.versions.cuda_stubs path/to/site-packages/torch
 
 For every shared library that torch's own need and that is not there, an empty one is compiled
 beside them, with the symbols they ask for by name and version, as functions that return 0: torch

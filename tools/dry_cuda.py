@@ -2,7 +2,7 @@
 
 Everything runs but the arithmetic: checks, the choice of backend, forward and backward of the
 autograd functions, every launch of a kernel up to where Triton would compile it.
-``python -m tests.dry_cuda LOSS`` prints, as JSON, what went wrong in each of the loss's `calls`,
+``python -m tools.dry_cuda LOSS`` prints, as JSON, what went wrong in each of the loss's `calls`,
 and the forms of kernels that they start. Two things would go wrong: a tensor on another device, and
 waiting for the GPU, which a value read by the host, a copy to or from the CPU, or a solver that
 looks at errors does.
@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bench.compile_report import SHARED_MEMORY, Form
 from fastkd import _extension
-from tests.calls import Call, learns
-from tests.losses import FILES
+from tools import calls
+from tools.calls import Call, learns
+from tools.compile_report import SHARED_MEMORY, Form
 
 # Operations that wait for the device, as PyTorch's documentation of them says.
 WAITING = {
@@ -284,7 +284,7 @@ def report(loss: str) -> dict[str, Any]:
     """Planted mistakes that are found, and what there is to say of a loss's calls."""
     with Device().running():
         found = [name for name, call in PLANTED.items() if problem(call, learns(3, 3).tensor())]
-    return {"planted": found, **walk(FILES[loss].calls())}
+    return {"planted": found, **walk(calls.of(loss))}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""The calls of fastkd/contrastive.py; see `tools.calls`."""
+
+import itertools
+from typing import Any
+
+import torch
+
+import fastkd
+from tools.calls import (
+    ALL_TYPES,
+    BOTH,
+    LAYERS,
+    MANY_LAYERS,
+    Call,
+    Calls,
+    given,
+    learns,
+    mask_of,
+    numbers,
+)
+
+
+def calls() -> Calls:
+    labels: list[torch.dtype | None] = [None, torch.int64, torch.float32, torch.bool, torch.float64]
+    for dtype, kind, shape, masked, D in itertools.product(
+        ALL_TYPES, labels, (None, (5, 3), (6, 5, 3)), BOTH, (8, 16)
+    ):
+        options: dict[str, Any] = {"labels": numbers(6, dtype=kind)} if kind else {}
+        if shape:
+            options["negatives"] = given(*shape, D, dtype=dtype)
+            if masked == (D == 16):  # both sides masked or neither, else one of them
+                kind_of_mask = torch.bool if masked else torch.int64
+                options["negatives_mask"] = numbers(*shape, dtype=kind_of_mask)
+            if kind:
+                options["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
+        options |= mask_of(6, 3, masked=masked)
+        for reduction in ("mean", "sum", "none"):
+            yield Call(
+                fastkd.cos_nce_loss,
+                {
+                    "student": learns(6, 3, D, dtype=dtype),
+                    "teacher": given(6, 3, D, dtype=dtype),
+                    **options,
+                },
+                {"reduction": reduction},
+            )
+        for layers in (*LAYERS, MANY_LAYERS) if D == 16 and masked else LAYERS:
+            if shape:
+                options["negatives"] = [given(*shape, D, dtype=dtype)] * layers
+            yield Call(
+                fastkd.CosNCELoss,
+                {
+                    "student": [learns(6, 3, 48, dtype=dtype)] * layers,
+                    "teacher": [given(6, 3, D, dtype=dtype)] * layers,
+                    **options,
+                },
+                {"student_dim": 48, "teacher_dim": D},
+                dtype=dtype,
+            )
+    for pool, reduction, backend in itertools.product(
+        ("tokens", "cls", "mean"), ("mean", "sum"), ("auto", "torch", "triton")
+    ):
+        yield Call(
+            fastkd.CosNCELoss,
+            {"student": [learns(4, 16, 48)] * 3, "teacher": [given(4, 16, 64)] * 3},
+            {"student_dim": 48, "teacher_dim": 64, "pool": pool, "reduction": reduction}
+            | {"backend": backend},
+        )
+    for labelled, shape in itertools.product(
+        BOTH, ((2, 48), (1, 48), (33, 1, 768), (2**17, 32, 768), (64, 2**20, 64))
+    ):
+        for backend in ("torch", "triton") if len(shape) == 2 else ("auto",):
+            yield Call(
+                fastkd.cos_nce_loss,
+                {
+                    "student": learns(*shape),
+                    "teacher": given(*shape),
+                    "labels": numbers(shape[0]) if labelled else None,
+                },
+                {"backend": backend},
+            )
