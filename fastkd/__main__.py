@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line, or say what is missing for it."""
     try:
-        from fastkd.app.cli import app
+        from fastkd.cli.main import app
     except ModuleNotFoundError as error:
         from fastkd._extras import how_to_get
 

@@ -13,14 +13,14 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from fastkd._extras import how_to_get
-from fastkd.app.cli import app
-from fastkd.app.errors import RunFailed
+from fastkd.cli.main import app
+from fastkd.train.errors import RunFailed
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Which test runs what can't be stopped before its work: the beginning of a command, and where.
 RUN_BY = {
-    "fastkd doctor": "app/test_doctor.py::test_all_backends_that_run_are_right",
+    "fastkd doctor": "cli/test_doctor.py::test_all_backends_that_run_are_right",
     "pip install torch": "test_install.py::test_without_torch",
     "pip install --no-build-isolation .": "test_install.py::test_pip_install",
     "pip install --no-deps torch": "../tools/versions/__main__.py::environment",
@@ -78,9 +78,9 @@ def started(words, monkeypatch):
         raise RunFailed("reached the work")
 
     for place in (
-        "app.run.distill", "app.demo.run_demo", "app.use.evaluate", "app.use.predict",
-        "app.export.export", "app.analyze.run", "app.cache.write", "app.check.verify",
-        "bench.runner.run", "study.command.run",
+        "train.run.distill", "cli.demo.run_demo", "cli.use.evaluate", "cli.use.predict",
+        "cli.export.export", "cli.analyze.run", "cli.cache.write", "cli.verify.verify",
+        "bench.runner.run", "cli.study.run",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)
     return CliRunner().invoke(app, words).stderr
@@ -110,7 +110,7 @@ def test_the_first_command_needs_no_network(monkeypatch):
     shell = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=shell)
     assert done.stdout.splitlines()[-1].strip().endswith("fastkd demo")
-    assert "HF_HUB_OFFLINE" in (ROOT / "fastkd" / "app" / "demo.py").read_text()
+    assert "HF_HUB_OFFLINE" in (ROOT / "fastkd" / "cli" / "demo.py").read_text()
     assert os.environ["HF_HUB_OFFLINE"] == "1"  # and so it is in the tests of the demo
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.launched import Launch
+from tests.cli.launched import Launch
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # What an example needs besides fastkd[train].

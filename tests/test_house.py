@@ -8,10 +8,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
-FLOORS = ("kernels", "", "analysis", "distill", "bench", "app", "tools", "tests")
-# Packages beside another on its floor.
-BESIDE = {"study": "app"}
-FOLDERS = {floor: ROOT / "fastkd" / floor for floor in (*FLOORS[:-2], *BESIDE)}
+FLOORS = (
+    "kernels", "", "analysis", "distill", "train", "study", "bench", "cli", "tools", "tests",
+)  # fmt: skip
+FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS[:-2]}
 # What kernels need of the floor above: it imports none of them.
 KERNELS_NEED = {"fastkd._dispatch"}
 MOST_LINES = 60
@@ -37,11 +37,11 @@ SOURCES = sources()
 
 def floor(module: str) -> int:
     if module == "fastkd.__main__":
-        return FLOORS.index("app")
+        return FLOORS.index("cli")
     parts = module.split(".")
     if parts[0] in FLOORS[-2:]:
         return FLOORS.index(parts[0])
-    name = BESIDE.get(parts[1], parts[1]) if len(parts) > 1 else ""
+    name = parts[1] if len(parts) > 1 else ""
     return FLOORS.index(name if name in FLOORS else "")
 
 
@@ -113,6 +113,13 @@ def test_no_module_has_two_names(module):
     named |= {node.module or "" for node in ast.walk(tree)
               if isinstance(node, ast.ImportFrom) and not node.level}  # fmt: skip
     assert not {name for name in named if name.partition(".")[0] in ("bench", "kernels")}
+
+
+def test_the_command_line_stays_in_cli():
+    for module, path in SOURCES.items():
+        imports = [line for line in path.read_text().splitlines() if "import" in line]
+        if floor(module) < FLOORS.index("cli"):
+            assert not any("typer" in line for line in imports), f"{module} imports typer"
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

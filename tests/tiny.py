@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 from typer.testing import CliRunner
 
-from fastkd.app.cli import app
+from fastkd.cli.main import app
 
 WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
 

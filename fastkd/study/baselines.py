@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd._numerics import upcast
-from fastkd.app.models import make_method
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
 from fastkd.distill.step import Step
+from fastkd.train.models import make_method
 
 
 class PKD(SoftTargets):

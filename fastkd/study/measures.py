@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import fastkd
 from fastkd import _machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
-from fastkd.app.run import Run
+from fastkd.train.run import Run
 
 SHOWN_ROWS = 256
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from fastkd._extras import require
 from fastkd.analysis.pictures import new_figure
-from fastkd.app.saving import MARKER, read_json, write_file
 from fastkd.study.spec import Study
 from fastkd.study.statistics import (
     ABOVE,
@@ -28,6 +27,7 @@ from fastkd.study.statistics import (
 )
 from fastkd.study.task import TaskWork
 from fastkd.study.work import jobs, results
+from fastkd.train.saving import MARKER, read_json, write_file
 
 jinja2: Any = require("jinja2", "train")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastkd.app.options import option, run_option, training_option
-from fastkd.app.settings import Checked, device
+from fastkd.train.options import option, run_option, training_option
+from fastkd.train.settings import Checked, device
 
 what_option = functools.partial(option, panel="What is compared")
 

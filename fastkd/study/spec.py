@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._extras import require
-from fastkd.app.errors import InputError, nearest
-from fastkd.app.options import fits
-from fastkd.app.plan import PRECISIONS
-from fastkd.app.settings import Source
-from fastkd.app.tasks import TASKS
 from fastkd.distill.layers import SCHEMES
 from fastkd.study.baselines import NAMES, build
 from fastkd.study.settings import StudySettings
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.options import fits
+from fastkd.train.plan import PRECISIONS
+from fastkd.train.settings import Source
+from fastkd.train.tasks import TASKS
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")

@@ -22,19 +22,6 @@ from transformers import (
 )
 
 from fastkd._extras import require
-from fastkd.app import data
-from fastkd.app.data import Corpus
-from fastkd.app.display import Display
-from fastkd.app.docstrings import load_docstrings
-from fastkd.app.errors import InputError, TrainingFailed
-from fastkd.app.models import count, let_pad, load
-from fastkd.app.output import corpus_fingerprints
-from fastkd.app.packaged import teacher_path
-from fastkd.app.plan import Plan, choose_device
-from fastkd.app.rows import file_fingerprint, fingerprint
-from fastkd.app.run import Run, save_model
-from fastkd.app.saving import damage
-from fastkd.app.score import evaluate, predict
 from fastkd.distill.cache import TeacherCache, wanted_of
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.distiller import Distiller
@@ -45,6 +32,19 @@ from fastkd.distill.student import student_from_teacher
 from fastkd.study.baselines import build
 from fastkd.study.measures import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant
+from fastkd.train import data
+from fastkd.train.data import Corpus
+from fastkd.train.display import Display
+from fastkd.train.docstrings import load_docstrings
+from fastkd.train.errors import InputError, TrainingFailed
+from fastkd.train.models import count, let_pad, load
+from fastkd.train.output import corpus_fingerprints
+from fastkd.train.packaged import teacher_path
+from fastkd.train.plan import Plan, choose_device
+from fastkd.train.rows import file_fingerprint, fingerprint
+from fastkd.train.run import Run, save_model
+from fastkd.train.saving import damage
+from fastkd.train.score import evaluate, predict
 
 filelock: Any = require("filelock", "train")
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkd._extras import require
-from fastkd.app import processes
-from fastkd.app.display import Display
-from fastkd.app.errors import InputError, RunFailed
-from fastkd.app.models import be_quiet
-from fastkd.app.saving import read_json, write_json
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.task import TaskWork, key_of, silent
+from fastkd.train import processes
+from fastkd.train.display import Display
+from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.models import be_quiet
+from fastkd.train.saving import read_json, write_json
 
 filelock: Any = require("filelock", "train")
 

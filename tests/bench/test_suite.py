@@ -73,7 +73,7 @@ def test_what_goes_wrong_is_one_sentence(monkeypatch, tmp_path):
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    from fastkd.app.cli import app
+    from fastkd.cli.main import app
 
     command = ["bench", "--out", str(tmp_path), "--only"]
     result = CliRunner().invoke(app, [*command, "relations"])

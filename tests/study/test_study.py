@@ -15,18 +15,19 @@ import torch
 from transformers import AutoModel
 from typer.testing import CliRunner
 
-from fastkd.app.cli import app
-from fastkd.app.data import UNLABELLED
-from fastkd.app.display import new_console
-from fastkd.app.errors import InputError
-from fastkd.app.run import Run
-from fastkd.app.saving import read_json
+from fastkd.cli import study as command
+from fastkd.cli.main import app
 from fastkd.distill import METHODS
-from fastkd.study import command, report, spec, work
+from fastkd.study import report, spec, work
 from fastkd.study.baselines import BASELINES
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
-from tests.app.test_cli import stop_at, terminate
+from fastkd.train.data import UNLABELLED
+from fastkd.train.display import new_console
+from fastkd.train.errors import InputError
+from fastkd.train.run import Run
+from fastkd.train.saving import read_json
+from tests.cli.test_cli import stop_at, terminate
 from tests.distill.processes import CONTEXT
 from tests.tiny import make_teacher, write_tsv
 

@@ -1,0 +1,328 @@
+"""What `fastkd analyze` does: how alike layers are, of a model or of teacher and student.
+
+In --out: layers.json, everything; layers.csv, the similarities one by one; a picture for each
+measure; relations.png, how each model relates the tokens of one sentence.
+"""
+
+import contextlib
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from fastkd.analysis.layers import IntraClass, Pool, check_layers, gathered, rccc, stream
+from fastkd.analysis.measures import Measure, matrix, moments_for
+from fastkd.analysis.pictures import (
+    new_figure,
+    plot_layer_similarity,
+    plot_sentence,
+    relation_agreement,
+)
+from fastkd.cli.settings import AnalyzeSettings
+from fastkd.distill.student import student_from_teacher
+from fastkd.distributed import world_size
+from fastkd.train import processes
+from fastkd.train.data import file_columns, is_regression, read_file, read_hub
+from fastkd.train.display import say
+from fastkd.train.errors import InputError
+from fastkd.train.files import text_lines
+from fastkd.train.models import be_quiet, check_length, let_pad, load
+from fastkd.train.plan import choose_device
+from fastkd.train.rows import Rows
+from fastkd.train.saving import locked, read_marker, saving, write_file, write_json
+from fastkd.train.score import accepted
+from fastkd.train.tasks import GLUE, TASKS
+
+TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
+SAID = {"model": "model", "before": "student before", "student": "student"}
+
+
+def run(settings: AnalyzeSettings, console: Console) -> None:
+    """Run `fastkd analyze`; several processes share the rows."""
+    be_quiet()
+    with contextlib.ExitStack() as stack:
+        processes.join(settings.device)
+        stack.enter_context(processes.in_first(locked(settings.out)))
+        with processes.agreed():
+            device = choose_device(settings.device, "fp32")
+            texts, *more = read(settings)
+            models, tokenizer = load_models(settings, device)
+        kept = slice(settings.rows)
+        pairs, labels = (None if x is None else x[kept] for x in more)
+        batches = batches_of(
+            tokenizer, texts[kept], pairs, settings.batch_size, settings.max_length, labels
+        )
+        report = analyze(settings, models, batches)
+        if processes.first():
+            sentence = settings.sentence or texts[0]
+            with saving(settings.out):
+                write(settings.out, report, list(models))
+                draw_sentence(settings, report, models, tokenizer, sentence)
+            say(console, table(report))
+            pictures = ", ".join(f"{name}.png" for name in ("relations", *report["measures"]))
+            say(console, f"{settings.out}/layers.json, layers.csv, {pictures}")
+
+
+def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
+    """Texts, second texts and class numbers; None where there are none."""
+    if settings.text is not None:
+        return read_lines(settings.text), None, None
+    task = None if settings.task is None else TASKS[settings.task]
+    if settings.data is not None:
+        rows = read_file(settings.data, file_columns(settings, task, settings.data), "--data")
+        regression = is_regression(rows)
+    else:
+        assert task is not None
+        rows, _ = read_hub(GLUE, str(settings.task), task.eval_splits[0], task.hub, "--task")
+        regression = task.regression
+    return rows.texts, rows.pairs, None if regression else _classes(rows)
+
+
+def _classes(rows: Rows) -> list[int]:
+    known: dict[str, int] = {}
+    return [known.setdefault(label, len(known)) for (label,) in rows.columns("label")]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that hold anything."""
+    if not path.exists():
+        raise InputError(f"--text {path}: no such file")
+    return [line.strip() for _, line in text_lines(path, "--text") if line.strip()]
+
+
+def load_models(
+    settings: AnalyzeSettings, device: torch.device
+) -> tuple[dict[str, torch.nn.Module], Any]:
+    """The models by the names they have in the report, and the tokenizer of all."""
+    model, tokenizer = load_model(settings.model, device, settings.trust_remote_code)
+    models = {"model": model}
+    if settings.student is not None:
+        for name, path in (("before", settings.before), ("student", settings.student)):
+            if path is not None:
+                remote = settings.trust_remote_code
+                models[name] = load(f"--{name}", path, AutoModel, remote).to(device)
+            elif (began := _began(settings.student)) is not None:
+                try:
+                    models[name] = student_from_teacher(model, began)
+                except (TypeError, ValueError) as error:
+                    raise InputError(f"--student was made of another --model: {error}") from error
+    for name, found in models.items():
+        check_length(settings.max_length, tokenizer, found, SAID[name])
+        if getattr(found.config, "num_hidden_layers", 1) < 1:
+            raise InputError(f"--{name} {getattr(settings, name)}: it has no layers to compare")
+        if found.config.vocab_size != model.config.vocab_size:
+            raise InputError(
+                f"--{name} {getattr(settings, name)}: its vocabulary has "
+                f"{found.config.vocab_size} tokens, the model's {model.config.vocab_size}; both "
+                "must read the same tokens"
+            )
+    return models, tokenizer
+
+
+def _began(student: str) -> list[int] | None:
+    """The teacher layers that `fastkd distill` made the student of."""
+    return (read_marker(Path(student).expanduser()) or {}).get("teacher_layers")
+
+
+def load_model(name: str, device: torch.device, remote_code: bool = False) -> tuple[Any, Any]:
+    """Model and tokenizer from a path or hub name."""
+    tokenizer = load("--model", name, AutoTokenizer, remote_code)
+    model = load("--model", name, AutoModel, remote_code)
+    let_pad(tokenizer, "--model", name)
+    return model.to(device), tokenizer
+
+
+def batches_of(
+    tokenizer: Any,
+    texts: list[str],
+    pairs: list[str] | None = None,
+    batch_size: int = 32,
+    max_length: int = 128,
+    labels: list[int] | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """This process's padded batches; texts of like length together, which changes no result."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    starts = range(0, len(order), batch_size)
+    for start in starts[processes.rank() :: world_size()]:
+        chosen = order[start : start + batch_size]
+        second = [pairs[i] for i in chosen] if pairs is not None else None
+        batch = tokenizer(
+            [texts[i] for i in chosen],
+            second,
+            truncation=True,
+            max_length=max_length,
+            padding=True,
+            return_tensors="pt",
+        )
+        if labels is not None:
+            batch["labels"] = torch.tensor([labels[i] for i in chosen])
+        yield batch
+
+
+def analyze(
+    settings: AnalyzeSettings,
+    models: dict[str, torch.nn.Module],
+    batches: Iterator[dict[str, Tensor]],
+) -> dict[str, Any]:
+    """All similarities from one pass: what layers.json holds, but for the sentence."""
+    measures = cast(list[Measure], list(dict.fromkeys(settings.measures.split(","))))
+    wanted = list(dict.fromkeys(["svcca", *measures]))  # from which RCCC and C_T(l) come
+    classes = [IntraClass(cast(Pool, settings.pool)) for _ in models]
+    moments = moments_for(wanted, settings.variance)
+    with processes.agreed(), _about(settings):
+        moments, counts = stream(list(models.values()), batches, moments, classes)
+    moments, counts = gathered(moments, counts, classes)
+    with _about(settings):
+        check_layers(moments, counts, wanted, [SAID[name] for name in models])
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    layers = {
+        name: range(end - count, end) for name, end, count in zip(models, ends, counts, strict=True)
+    }
+
+    def found(rows: str, columns: str) -> dict[str, list[list[float]]]:
+        parts = (layers[rows], layers[columns])
+        return {m: matrix(moments, m, *parts, settings.variance).tolist() for m in wanted}
+
+    def about(name: str, seen: IntraClass) -> dict[str, Any]:
+        own = found(name, name)
+        svcca = torch.tensor(own["svcca"], dtype=torch.float64)
+        return {
+            "rccc": rccc(svcca),
+            "adjacent_cca": svcca.diagonal(1).tolist(),
+            **({"intra_class_similarity": seen.value().tolist()} if seen.counts else {}),
+            **{m: own[m] for m in measures},
+        }
+
+    report = {
+        "model": settings.model,
+        "tokens": moments.count,
+        "measures": measures,
+        "variance": settings.variance,
+    }
+    for name, seen in zip(models, classes, strict=True):
+        if name == "model":
+            report |= about(name, seen)
+            continue
+        across = found("model", name)
+        report[name] = {
+            "name": getattr(settings, name) or f"layers of {settings.model}",
+            **about(name, seen),
+            "to_model": {m: across[m] for m in measures},
+        }
+    return report
+
+
+@contextlib.contextmanager
+def _about(settings: AnalyzeSettings) -> Iterator[None]:
+    """What is wrong with the models' outputs is one sentence."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"--model {settings.model}: {error}") from error
+
+
+def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:
+    """layers.csv and the pictures of the similarities."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["measure", "model", "layer", "other_model", "other_layer", "value"])
+    for measure in report["measures"]:
+        panels = list(_panels(report, names, measure))
+        for a, b, values in panels:
+            for i, row in enumerate(values):
+                rows.writerows([measure, a, i, b, j, value] for j, value in enumerate(row))
+        _draw(out / f"{measure}.png", measure, panels, report)
+    write_file(out / "layers.csv", text.getvalue())
+
+
+def _panels(
+    report: dict[str, Any], names: Sequence[str], measure: str
+) -> Iterator[tuple[str, str, list[list[float]]]]:
+    """(rows' model, columns' model, matrix): each alone, then against the model."""
+    for name in names:
+        yield name, name, (report if name == "model" else report[name])[measure]
+    for name in names:
+        if name != "model":
+            yield "model", name, report[name]["to_model"][measure]
+
+
+def _draw(path: Path, measure: str, panels: list, report: dict[str, Any]) -> None:
+    title = TITLES.get(measure, "unbiased CKA")
+    if len(panels) == 1:
+        values = torch.tensor(panels[0][2])
+        plot_layer_similarity(values, path, title=f"{title} {report['model']}".strip())
+        return
+    # Each alone above, and below against the model.
+    columns = (len(panels) + 1) // 2
+    side = max(3.6, 0.42 * max(len(values) for *_, values in panels) + 1.6)
+    figure = new_figure(columns * (side + 0.9), 2 * side)
+    alone, against = figure.subplots(2, columns, squeeze=False)
+    against[0].set_axis_off()
+    for ax, (a, b, values) in zip((*alone, *against[1:]), panels, strict=True):
+        names = (f"layer of the {SAID[a]}", f"layer of the {SAID[b]}")
+        plot_layer_similarity(torch.tensor(values), ax=ax, title=title, names=names)
+    figure.savefig(path, dpi=130)
+
+
+def draw_sentence(
+    settings: AnalyzeSettings,
+    report: dict[str, Any],
+    models: dict[str, torch.nn.Module],
+    tokenizer: Any,
+    sentence: str,
+) -> None:
+    """relations.png; and how far each student's relations agree with the model's."""
+    batch = tokenizer(
+        sentence, truncation=True, max_length=settings.max_length, return_tensors="pt"
+    )
+    features = {}
+    for name, model in models.items():
+        inputs = {key: x.to(next(model.parameters()).device) for key, x in batch.items()}
+        with torch.no_grad():
+            output = model.eval()(**accepted(model, inputs), output_hidden_states=True)
+        features[name] = output.hidden_states[-1][0]
+    tokens = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
+    report["sentence"] = {"text": sentence, "tokens": tokens}
+    for name, x in features.items():
+        if name != "model":
+            agreement = relation_agreement(x, features["model"])
+            known = len(tokens) > 1  # JSON has no NaN
+            report[name]["relations"] = {k: rho if known else None for k, rho in agreement.items()}
+    shown = {SAID[name]: x for name, x in features.items()}
+    plot_sentence(shown, tokens, settings.out / "relations.png")
+    write_json(settings.out / "layers.json", report)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Each layer's correlation with the one before it, RCCC, and the students beside the model."""
+    lines = [f"{report['tokens']} tokens", "layer  correlation with the layer before"]
+    lines += [f"{i:5}  {value:.4f}" for i, value in enumerate(report["adjacent_cca"], start=1)]
+    lines.append(f"RCCC (embeddings and last layer): {report['rccc']:.4f}")
+    students = {name: report[name] for name in ("before", "student") if name in report}
+    rows = {"RCCC": [report["rccc"], *(x["rccc"] for x in students.values())]}
+    if "intra_class_similarity" in report:
+        last = [x["intra_class_similarity"][-1] for x in (report, *students.values())]
+        rows["intra-class similarity, last layer"] = last
+        if not students:
+            lines.append(f"intra-class similarity, last layer: {last[0]:.4f}")
+    if not students:
+        return "\n".join(lines)
+    for measure in report["measures"]:
+        last = [x["to_model"][measure][-1][-1] for x in students.values()]
+        rows[f"{measure} with the model, last layers"] = [None, *last]
+    for kind in next(iter(students.values()))["relations"]:
+        agreement = [x["relations"][kind] for x in students.values()]
+        rows[f"ρ of the sentence's relations, {kind}"] = [None, *agreement]
+    width = max(map(len, rows))
+    heads = (SAID[name] for name in ("model", *students))
+    lines += ["", " " * width + "".join(f"{head:>16}" for head in heads)]
+    for name, values in rows.items():
+        cells = ("" if value is None else f"{value:.4f}" for value in values)
+        lines.append(f"{name:{width}}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""`fastkd cache`: what a teacher says of every training row, kept for `--teacher-cache`.
+
+The directory holds the cache of `fastkd.distill.TeacherCache`; beside it the student as it begins,
+with the tokenizer, and `MARKER`, written last: settings, scores and sizes of the teacher.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fastkd.cli.settings import CacheSettings
+from fastkd.distill.cache import ABOUT, TeacherCache
+from fastkd.distill.distiller import Distiller
+from fastkd.distributed import world_size
+from fastkd.train import data, processes
+from fastkd.train.display import Display
+from fastkd.train.errors import InputError
+from fastkd.train.loop import stopping_at_once
+from fastkd.train.models import (
+    STUDENT,
+    be_quiet,
+    count,
+    load_teacher,
+    load_tokenizer,
+    make_method,
+    num_bytes,
+)
+from fastkd.train.options import as_json
+from fastkd.train.output import corpus_fingerprints
+from fastkd.train.plan import Plan, autocast, choose_device
+from fastkd.train.run import Run, assemble, select
+from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
+from fastkd.train.settings import Pairing
+
+
+def write(settings: CacheSettings, console: Console) -> None:
+    """Run `fastkd cache`, in any number of processes; one that was cut off goes on.
+
+    Raises:
+        InputError: something given can't be used, or the directory holds another cache.
+    """
+    be_quiet()
+    out = settings.out
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopping_at_once())
+        processes.join(settings.device)
+        stack.enter_context(processes.in_first(locked(out)))
+        display = stack.enter_context(Display(console))
+        with processes.agreed():
+            others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]
+            if others and not (out / ABOUT).exists():
+                raise InputError(
+                    f"--out {out} holds something else than a cache; give another --out"
+                )
+            run = load(settings, settings.batch_size, display)
+            selected = select(settings, run)
+            distiller = assemble(settings, run, selected).to(run.device)
+        processes.by_first(lambda: _remove_partial(out))
+        # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
+        distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
+        scores = run.score(run.teacher)
+        own = _batches(run, settings.batch_size, processes.rank(), world_size())
+        with processes.agreed(), saving(out), autocast(run.plan):
+            try:
+                if len(run.all_rows) > processes.rank() * settings.batch_size:
+                    distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
+            except ValueError as error:  # another teacher's
+                raise InputError(f"--out {error}") from error
+        processes.by_first(lambda: _complete(settings, run, distiller, scores, selected))
+        cache = TeacherCache(out)
+        used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
+
+
+def _is_partial(path: Path) -> bool:
+    """Whether a killed process was writing this file, by the name that it has until then."""
+    return re.fullmatch(r"\.[0-9a-f]{32}", path.name) is not None
+
+
+def _remove_partial(out: Path) -> None:
+    for path in filter(_is_partial, out.iterdir()):
+        path.unlink()
+
+
+def load(settings: Pairing, batch_size: int, display: Display) -> Run:
+    """Rows and teacher."""
+    device = choose_device(settings.device, settings.precision)
+    plan = Plan(
+        batch_size=batch_size * world_size(),
+        precision=settings.precision,
+        device=device,
+        seed=settings.seed,
+    )
+    make_method(settings.method, settings.options, settings.preset)
+    corpus = data.load(settings)
+    tokenizer = load_tokenizer(settings)
+    teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer)
+    nn.Module.to(teacher, device)
+    return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
+
+
+def _batches(
+    run: Run, size: int, rank: int, ranks: int, most: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """This process's batches of the training rows, of like lengths."""
+    rows = run.all_rows
+    order = torch.as_tensor(rows.lengths).argsort(stable=True).tolist()
+    for number, start in enumerate(range(rank * size, len(order), ranks * size)):
+        if number == most:
+            return
+        batch = run.collate(rows.__getitems__(order[start : start + size]))
+        yield {name: x.to(run.device) for name, x in batch.items()}
+
+
+def _complete(
+    settings: CacheSettings,
+    run: Run,
+    distiller: Distiller,
+    scores: dict[str, float],
+    selected: list[int] | None,
+) -> None:
+    student: Any = distiller.student
+    with saving(settings.out):
+        student.save_pretrained(settings.out / STUDENT)
+        run.tokenizer.save_pretrained(settings.out / STUDENT)
+        report = {
+            "settings": as_json(settings),
+            "fingerprints": corpus_fingerprints(run.corpus),
+            "teacher": scores,
+            "parameters": count(run.teacher),
+            "bytes": num_bytes(run.teacher),
+            "selected": selected,
+            "samples": len(TeacherCache(settings.out)),
+        }
+        write_json(settings.out / MARKER, report)

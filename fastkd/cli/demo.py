@@ -1,0 +1,278 @@
+"""`fastkd demo`: a real teacher, real text, every method, no network.
+
+A packaged sentence encoder learns to tell from a docstring which area of Python's library it comes
+from. Then 3-layer students learn the same, each by another method, with the same budget and few
+labels: most docstrings come without one, and only the teacher knows more about them. It is a small
+study (`fastkd.study`), with a picture, and the best student to take home.
+"""
+
+import dataclasses
+import os
+import time
+from typing import Any, cast
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import fastkd
+from fastkd.analysis import plot_relations
+from fastkd.analysis.pictures import new_figure
+from fastkd.cli.settings import DemoSettings
+from fastkd.distill.methods import METHODS
+from fastkd.study.spec import Study, TaskSpec, Variant
+from fastkd.study.statistics import LEVEL, Difference, summarize
+from fastkd.study.task import TaskWork, silent
+from fastkd.study.work import finish, leave_launcher, results, run_all
+from fastkd.train.display import Display, say
+from fastkd.train.errors import InputError
+from fastkd.train.loop import stopping_at_once
+from fastkd.train.models import be_quiet
+from fastkd.train.packaged import teacher_path
+from fastkd.train.run import save_model
+from fastkd.train.saving import MARKER, locked, read_json, read_marker, write_json
+
+LABELS_ONLY = "labels"
+TITLES = {
+    LABELS_ONLY: "labels only",
+    "soft_targets": "soft targets",
+    "fcd": "FCD",
+    "knn": "intra-class KNN",
+    "lrc_bert": "LRC-BERT",
+    "mc3kd": "MC3KD",
+    "lrkd": "LRKD",
+}
+MOST_PROCESSES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much the demo does; the default is made for two CPU cores and five minutes."""
+
+    train_rows: int = 300  # of each area
+    eval_rows: int = 60
+    labelled: int = 24
+    seeds: int = 3
+    teacher_steps: int = 140
+    student_steps: int = 40
+    batch_size: int = 32
+    max_length: int = 20
+    student_layers: int = 3
+    timing_rounds: int = 9
+
+
+FAST = Size(
+    train_rows=8,
+    eval_rows=4,
+    labelled=8,
+    seeds=2,
+    teacher_steps=2,
+    student_steps=2,
+    batch_size=4,
+    max_length=12,
+    timing_rounds=1,
+)
+
+
+def make_study(size: Size, seed: int, device: str) -> Study:
+    """The demo as a study."""
+    task = TaskSpec(
+        "docstrings",
+        None,
+        rows=(size.train_rows, size.eval_rows),
+        labelled=size.labelled,
+        max_length=size.max_length,
+        teacher_steps=size.teacher_steps,
+        teacher_learning_rate=3e-4,
+    )
+    return Study(
+        tasks=(task,),
+        variants=tuple(Variant(name, name, {}) for name in METHODS),
+        seeds=tuple(range(seed, seed + size.seeds)),
+        student_layers=size.student_layers,
+        steps=size.student_steps,
+        evaluations=1,
+        batch_size=size.batch_size,
+        device=device,
+    )
+
+
+def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
+    """Run `fastkd demo`; returns what demo.json holds."""
+    began = time.perf_counter()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    be_quiet()
+    teacher = teacher_path()
+    size = FAST if settings.fast else Size()
+    if settings.steps is not None:
+        size = dataclasses.replace(size, student_steps=settings.steps)
+    study = make_study(size, settings.seed, settings.device)
+    out, work = settings.out, TaskWork(study, study.tasks[0], settings.out / "runs")
+    theirs = read_marker(out / "student") or {}
+    if (out / "student").exists() and "students" not in theirs:
+        raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
+    number, together = leave_launcher()
+    if number:  # a launcher's other processes help the first
+        run_all(study, work.out, 1, silent())
+        return {}
+    with stopping_at_once(), locked(out), Display(console) as display:
+        display.say(f"teacher: {teacher.parent.name}, device {work.device}, seed {settings.seed}")
+        display.say("reading the docstrings of Python's standard library ...")
+        corpus = work.corpus
+        names = cast(list[str], corpus.names)
+        display.say(
+            f"{len(corpus.train)} docstrings to train on, {size.labelled} of them with a label for "
+            f"the students, {len(corpus.evals[''])} held out; "
+            f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
+        )
+        display.say(f"teacher: {size.teacher_steps} steps of {size.batch_size} docstrings")
+        work.make_teacher()
+        display.say(
+            f"students: {len(study.variants)} methods, {size.seeds} seeds, {study.budget} each"
+        )
+        cores = min(MOST_PROCESSES, os.cpu_count() or 1)
+        alone = settings.fast or together > 1 or work.device.type == "cuda"
+        run_all(study, work.out, 1 if alone else cores, display)
+        finish(study, work.out, display)
+        report = {**_report(study, size, work), "processes": together}
+        display.say("training the best student once more, to keep it ...")
+        _keep_best(report, study, work, size)
+        report["seconds"] = time.perf_counter() - began
+        write_json(out / "demo.json", report)
+        _draw(report, out / "students.png")
+    _show(report, settings, console)
+    return report
+
+
+def _report(study: Study, size: Size, work: TaskWork) -> dict[str, Any]:
+    """What demo.json holds, from the files of the runs."""
+    teacher = read_json(work.folder / MARKER)
+    found = results(study, work.out)
+    (summary,) = summarize(study, found, {work.task.name: teacher})
+    rows = {row.variant: row for row in summary.rows}
+    first = {name: found[work.task.name, name, study.seeds[0]] for name in rows}
+    return {
+        "fastkd": fastkd.__version__,
+        "torch": torch.__version__,
+        "device": str(work.device),
+        "threads": torch.get_num_threads(),
+        "seeds": list(study.seeds),
+        "size": dataclasses.asdict(size),
+        "areas": work.corpus.names,
+        "rows": teacher["rows"],
+        "teacher": {k: teacher[k] for k in ("scores", "parameters", "seconds")},
+        "students": {
+            name: {
+                "accuracy": row.mean,
+                "spread": row.spread,
+                "difference": row.difference and dataclasses.asdict(row.difference),
+                "recovered": row.recovered and dataclasses.asdict(row.recovered),
+                "verdict": row.verdict,
+                "seconds": row.seconds,
+                "parameters": first[name]["parameters"],
+                "failed": row.failed,
+            }
+            for name, row in rows.items()
+        },
+        "best": max((row for row in summary.rows if row.seeds), key=lambda row: row.mean).variant,
+    }
+
+
+def _keep_best(report: dict[str, Any], study: Study, work: TaskWork, size: Size) -> None:
+    """Train the best student again, the same bits; save it, time it, draw what it sees."""
+    out = work.out.parent
+    variant = next(v for v in study.variants if v.name == report["best"])
+    trained = work.distil(variant, study.seeds[0])
+    run, student = trained.run, trained.student
+    seconds = run.seconds_a_batch(student, size.timing_rounds)
+    report["speedup"] = seconds["teacher"] / seconds["student"]
+    save_model(out / "student", student, work.tokenizer, report)
+    held_out = run.eval_rows[""]
+    batch = run.collate([held_out[int(held_out.lengths.argmax())]])
+    inputs = {k: v.to(work.device) for k, v in batch.items() if k != "labels"}
+
+    def features(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
+
+    pair = features(student), features(work.teacher)
+    plot_relations(*pair, inputs["attention_mask"], out / "relations.png")
+
+
+def _draw(report: dict[str, Any], path: Any) -> None:
+    """The way from labels only to the teacher, and how far each method gets."""
+    students = report["students"]
+    names = sorted(students, key=lambda name: students[name]["accuracy"])
+    base = students[LABELS_ONLY]["accuracy"]
+    teacher = report["teacher"]["scores"]["accuracy"]
+    figure = new_figure(8, 4)
+    ax = figure.subplots()
+    for i, name in enumerate(names):
+        row = students[name]
+        colour = "#1a7f37" if _ahead(row) else "#9aa0a6"
+        ax.barh(i, 100 * row["accuracy"], color=colour, height=0.6)
+        if row["difference"]:
+            ends = [100 * (base + row["difference"][k]) for k in ("low", "high")]
+            ax.plot(ends, [i, i], color="black", linewidth=1.2)
+        share = row["recovered"]
+        text = f"{100 * row['accuracy']:.1f}"
+        ax.text(1, i, text, va="center", color="white", fontsize=9)
+        if share:
+            ax.text(100 * teacher + 0.8, i, f"{share['mean']:.0%} of the gap", va="center")
+    ax.axvline(100 * base, color="black", linestyle=":", linewidth=1)
+    ax.axvline(100 * teacher, color="black", linewidth=1.5)
+    ax.text(100 * teacher, len(names) - 0.4, f"teacher {100 * teacher:.1f}", ha="center")
+    ax.set_yticks(range(len(names)), [TITLES[name] for name in names])
+    ax.set_xlim(0, 100 * teacher + 14)
+    ax.set_xlabel("accuracy on held-out docstrings, %")
+    size = report["size"]
+    ax.set_title(
+        f"{size['student_layers']}-layer students with {size['labelled']} labels among "
+        f"{report['rows']['train']} docstrings, {len(report['seeds'])} seeds",
+        pad=18,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def _show(report: dict[str, Any], settings: DemoSettings, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("", "accuracy", "points gained", "gap recovered", "seconds"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    teacher = report["teacher"]
+    rows = [["teacher", f"{teacher['scores']['accuracy']:.3f}", "", "100%"]]
+    seconds = [teacher["seconds"]]
+    for name, row in report["students"].items():
+        score = f"{row['accuracy']:.3f} ± {row['spread']:.3f}"
+        gained = _interval(row["difference"], "+.1f", 100)
+        rows.append([TITLES[name], score, gained, _interval(row["recovered"], ".0f", 100, "%")])
+        seconds.append(row["seconds"])
+    for cells, taken in zip(rows, seconds, strict=True):
+        table.add_row(*cells, f"{taken:.0f}")
+    console.print(table)
+    smaller = report["students"][report["best"]]["parameters"] / teacher["parameters"]
+    ahead = [TITLES[name] for name, row in report["students"].items() if _ahead(row)]
+    out = settings.out
+    pictures = ", ".join(sorted(path.name for path in out.glob("*.png")))
+    for line in (
+        f"a student has {smaller:.0%} of the teacher's parameters and answers "
+        f"{report['speedup']:.1f} times as fast",
+        f"ahead of labels only, with a {LEVEL:.0%} interval over {len(report['seeds'])} seeds "
+        f"above 0: {', '.join(ahead) or 'none'}",
+        f"{report['seconds']:.0f} s in all; best student {TITLES[report['best']]}, saved in "
+        f"{out / 'student'}; pictures in {out}: {pictures}",
+    ):
+        say(console, line)
+
+
+def _ahead(row: dict[str, Any]) -> bool:
+    return row["difference"] is not None and row["difference"]["low"] > 0
+
+
+def _interval(value: dict[str, float] | None, form: str, scale: float, unit: str = "") -> str:
+    if value is None:
+        return ""
+    d = Difference(**value)
+    low, high = (format(scale * x, form) for x in (d.low, d.high))
+    return f"{scale * d.mean:{form}}{unit} [{low}, {high}]"

@@ -1,0 +1,100 @@
+"""`fastkd export`: a classifier as ONNX, checked against the model it was made from."""
+
+import contextlib
+import inspect
+import io
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fastkd._extras import require
+from fastkd.cli.settings import ExportSettings
+from fastkd.cli.use import OnnxModel
+from fastkd.train.display import say
+from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.models import be_quiet, load_classifier, longest
+from fastkd.train.saving import check_new_file, enlist, saving, write_file
+
+SAMPLES = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
+# Far above what another order of sums costs in float32, far below what a wrong graph gives.
+TOLERANCE = 1e-3
+
+
+class _Logits(nn.Module):
+    """Positional tensors in, logits out: what a graph can be."""
+
+    def __init__(self, model: nn.Module, names: list[str]):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, inputs, strict=True))).logits
+
+
+def export(settings: ExportSettings, console: Console) -> float:
+    """Write the ONNX file; the largest relative difference between the two models' outputs."""
+    for module in ("onnx", "onnxscript", "onnxruntime"):
+        require(module, "onnx")
+    be_quiet()
+    local = Path(settings.model).expanduser()
+    out = settings.out or (local if local.is_dir() else Path()) / "model.onnx"
+    check_new_file(out, settings.overwrite)
+    model, tokenizer = load_classifier(settings.model, settings.trust_remote_code)
+    short = {"truncation": True, "max_length": longest(tokenizer, model), "return_tensors": "pt"}
+    batches = [dict(tokenizer(texts, padding=True, **short)) for texts in SAMPLES]
+    known = inspect.signature(model.forward).parameters
+    batches = [{k: v for k, v in batch.items() if k in known} for batch in batches]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        _write(model.float().eval(), batches[0], path)
+        difference = max(_difference(model, path, batch) for batch in batches)
+        if not difference <= TOLERANCE:
+            raise RunFailed(
+                f"--model {settings.model}: its ONNX form gives other outputs "
+                f"(relative difference {difference:.1e}), so it is not kept"
+            )
+        with saving(out):
+            write_file(out, path.read_bytes())
+            enlist(out)
+    say(console, f"{out}: outputs agree with ONNX Runtime's to {difference:.0e}")
+    return difference
+
+
+def _write(model: nn.Module, batch: dict[str, Tensor], path: Path) -> None:
+    names = list(batch)
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with quiet[0], quiet[1], warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                _Logits(model, names),
+                tuple(batch.values()),
+                str(path),
+                input_names=names,
+                output_names=["logits"],
+                dynamic_shapes=(tuple(free for _ in names),),
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter's own types, with pages of text
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise InputError(f"--model: {type(model).__name__} can't be exported ({reason})") from error
+    finally:
+        logging.disable(before)
+
+
+def _difference(model: nn.Module, path: Path, batch: dict[str, Any]) -> float:
+    with torch.no_grad():
+        expected = model(**batch).logits.double()
+    actual = OnnxModel(path)(**batch).logits.double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))

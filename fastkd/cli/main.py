@@ -1,0 +1,306 @@
+"""The `fastkd` command. Each command imports what it needs when it runs."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+from rich.console import Console
+
+import fastkd
+from fastkd._extras import MissingExtra, require
+from fastkd.cli.options import command
+from fastkd.cli.settings import (
+    AnalyzeSettings,
+    BenchSettings,
+    CacheSettings,
+    DemoSettings,
+    EvaluateSettings,
+    ExportSettings,
+    UseSettings,
+    VerifySettings,
+)
+from fastkd.study.settings import StudySettings
+from fastkd.train import processes
+from fastkd.train.display import new_console
+from fastkd.train.errors import InputError, Interrupted, RunFailed
+from fastkd.train.settings import Settings
+
+typer: Any = require("typer", "train")
+require("typer.core", "train")
+
+TRAINING = ("transformers", "accelerate", "safetensors", "sklearn", "scipy")
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
+
+
+# How a command that was stopped goes on with what it has saved.
+GOES_ON = {
+    "distill": ", --resume continues the run",
+    "bench": ", --resume continues the run",
+    "study": ", the same command goes on",
+    "demo": ", the same command goes on",
+    "cache": ", the same command goes on",
+}
+
+
+class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
+    """Commands whose mistakes are one sentence on stderr."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
+        with one_sentence():
+            return super().make_context(info_name, args or ["--help"], *rest, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_sentence(lambda: GOES_ON.get(ctx.invoked_subcommand, "")):
+            return super().invoke(ctx)
+
+
+class Once(typer.core.TyperCommand):  # type: ignore[misc]
+    """A command that refuses an option given twice, of which one would be forgotten."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            twice = not option.multiple and given.count(option) > 1
+            if twice and not ctx.resilient_parsing:  # as when a shell completes a word
+                raise InputError(f"{option.opts[0]} is given twice")
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="fastkd",
+    cls=Sentences,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastkd {fastkd.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Distil language models into smaller ones with the losses of six papers."""
+
+
+@contextlib.contextmanager
+def one_sentence(goes_on: Callable[[], str] = str) -> Iterator[None]:
+    """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's.
+
+    ``goes_on`` ends the sentence about a command that was stopped.
+    """
+    try:
+        yield
+    except UsageError as error:
+        _fail(error.format_message(), 2)
+    except InputError as error:
+        _fail(str(error), 2)
+    except Interrupted as error:
+        _fail(str(error), error.code)
+    except (RunFailed, MissingExtra) as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt as error:
+        message = f"stopped; what was saved before is intact{goes_on()}"
+        _fail(message, getattr(error, "code", 130))
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
+    except Exception as error:
+        if not processes.launched() or isinstance(error, (typer.Exit, typer.Abort)):
+            raise
+        if processes.is_loss_of_others(error):
+            _fail(f"another process of this run has ended{goes_on()}", 1)
+        if not processes.first_to_fail():
+            raise typer.Exit(1) from None
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    """End with a sentence, told by one process."""
+    if processes.first_to_fail():
+        typer.echo(f"Error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def _command(cls: Any, needs: Sequence[str] = TRAINING, *, alone: bool = False) -> Callable:
+    """A command whose options are ``cls``, of ``function(settings, console)``.
+
+    What it ``needs`` is looked for before an hour of training has passed. One that several
+    processes would only repeat is done by the first ``alone``.
+    """
+
+    def decorate(function: Callable[[Any, Console], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(settings: Any) -> None:
+            if alone and not processes.first():
+                return
+            for module in needs:
+                require(module, "train")
+            with new_console() as console:
+                function(settings, console)
+
+        return app.command(cls=Once)(command(cls)(run))
+
+    return decorate
+
+
+@_command(Settings)
+def distill(settings: Settings, console: Console) -> None:
+    """Distil a teacher into a smaller student.
+
+    For example, on a GLUE task from the hub:
+
+        fastkd distill --teacher bert-base-uncased --finetune-teacher 3 --task sst2 --method fcd
+
+    or on local files:
+
+        fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
+    """
+    from fastkd.train import run
+
+    run.show(run.distill(settings, console), settings.out, console)
+
+
+@_command(EvaluateSettings, alone=True)
+def evaluate(settings: EvaluateSettings, console: Console) -> None:
+    """Score a model on labelled rows.
+
+    For example:
+
+        fastkd evaluate --model runs/distill/student --data dev.tsv
+    """
+    from fastkd.cli import use
+
+    use.evaluate(settings, console)
+
+
+@_command(UseSettings, alone=True)
+def predict(settings: UseSettings, console: Console) -> None:
+    """Label rows with a model: class and probability, or a number.
+
+    For example:
+
+        fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
+    """
+    from fastkd.cli import use
+
+    use.predict(settings, console)
+
+
+@_command(ExportSettings, alone=True)
+def export(settings: ExportSettings, console: Console) -> None:
+    """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
+    from fastkd.cli.export import export
+
+    export(settings, console)
+
+
+@_command(CacheSettings)
+def cache(settings: CacheSettings, console: Console) -> None:
+    """Keep what a fine-tuned teacher says of every training row, for runs without it.
+
+    For example:
+
+        fastkd cache --teacher ./teacher --train train.tsv --eval dev.tsv --out runs/cache
+
+        fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
+    """
+    from fastkd.cli.cache import write
+
+    write(settings, console)
+
+
+@_command(VerifySettings, alone=True)
+def verify(settings: VerifySettings, console: Console) -> None:
+    """Take one step in every way that should be the same, and tell how far the gradients differ.
+
+    Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
+    your teacher, student, method and rows, in float64, without dropout.
+    """
+    from fastkd.cli.verify import verify
+
+    if not verify(settings, console):
+        raise typer.Exit(1)
+
+
+@_command(DemoSettings, (*TRAINING, "matplotlib"))
+def demo(settings: DemoSettings, console: Console) -> None:
+    """Distil a real teacher with every method, offline, in a few minutes."""
+    from fastkd.cli.demo import run_demo
+
+    run_demo(settings, console)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which backends run and why not, and check them."""
+    from fastkd.cli.doctor import examine
+
+    with new_console() as console:
+        if not examine(console):
+            raise typer.Exit(1)
+
+
+@_command(BenchSettings, (), alone=True)
+def bench(settings: BenchSettings, console: Console) -> None:
+    """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
+    from fastkd.bench import passes, runner
+    from fastkd.train.saving import check_directory, locked
+
+    out = settings.out
+    try:
+        if settings.plot is not None:
+            require("matplotlib", "train")
+            check_directory("--plot", settings.plot)
+        with locked(out.parent if out.suffix == ".json" else out):
+            runner.run(
+                runner.split(settings.set),
+                runner.split(settings.only),
+                None if settings.device == "auto" else settings.device,
+                out,
+                settings.plot,
+                resume=settings.resume,
+                seconds=settings.seconds,
+                passes=settings.passes,
+            )
+    except runner.WrongChoice as error:
+        raise InputError(str(error)) from error
+    except passes.PassFailed as error:
+        raise RunFailed(str(error)) from error
+
+
+@_command(StudySettings, (*TRAINING, "matplotlib"))
+def study(settings: StudySettings, console: Console) -> None:
+    """Compare methods with one budget over several seeds, and say what exceeds noise.
+
+    For example, from a file, or from options; the same command goes on after a stop:
+
+        fastkd study SPEC.toml --out runs/study --jobs 4
+
+        fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
+    """
+    from fastkd.cli.study import run
+
+    run(settings, console)
+
+
+@_command(AnalyzeSettings, ("transformers", "matplotlib"))
+def analyze(settings: AnalyzeSettings, console: Console) -> None:
+    """How alike the layers of a model are, or of teacher and student, as numbers and pictures.
+
+    For example:
+
+        fastkd analyze --model bert-base-uncased --task rte --measures svcca,pwcca
+
+        fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
+    """
+    from fastkd.cli.analyze import run
+
+    run(settings, console)

@@ -1,0 +1,157 @@
+"""The options of every command but `fastkd distill`, whose are the run's own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from fastkd.analysis.measures import MEASURES
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.options import data_option, given, option, run_option
+from fastkd.train.settings import (
+    Checked,
+    ColumnOptions,
+    Pairing,
+    device,
+    precision,
+    remote_code,
+    seed,
+)
+from fastkd.train.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings(Pairing):
+    """The options of `fastkd cache`."""
+
+    out: Path = run_option(Path("runs/teacher-cache"), "Directory of the cache.")
+    batch_size: int = run_option(32, "Rows at a time.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings(Pairing):
+    """The options of `fastkd verify`."""
+
+    finetune_teacher: ClassVar[float] = 1.0  # a head that is still random will do
+
+    rows: int = run_option(8, "Rows of the step.", least=2)
+    ranks: int = run_option(2, "Processes to share it (Linux only); 0: none.", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(Checked):
+    """The options of `fastkd demo`."""
+
+    out: Path = option(Path("runs/demo"), "Directory for the table and the pictures.")
+    steps: int | None = option(None, "Training steps of every student.", least=1)
+    seed: int = seed()
+    device: str = device()
+    fast: bool = option(False, "A few steps on a few rows, as a check.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(Checked):
+    """The options of `fastkd bench`."""
+
+    set: str = option("", "Size sets, separated by commas; by device if empty.")
+    only: str = option("", "Losses, separated by commas; all if empty.")
+    device: str = option(
+        "auto",
+        "auto, cpu or cuda.",
+        choices=("auto", "cpu", "cuda"),
+    )
+    out: Path = option(Path("runs/bench"), "Result file, or a directory for <machine>.json.")
+    plot: Path | None = option(None, "Directory for pictures.")
+    seconds: float = option(1.5, "Timing budget of one case.", above=0)
+    passes: int | None = option(
+        None, "How often every case is timed; by device if not given.", least=1
+    )
+    resume: bool = option(False, "Continue an interrupted run.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeSettings(ColumnOptions):
+    """The options of `fastkd analyze`."""
+
+    model: str = option(..., "Model, a teacher for instance: a directory or a hub name.")
+    student: str | None = option(None, "A student to compare with it.")
+    before: str | None = option(
+        None, "The student before distillation, if `fastkd distill` didn't make it of --model."
+    )
+    text: Path | None = data_option(None, "Text file, one text a line.")
+    data: Path | None = data_option(None, "Labelled rows: .tsv, .csv, .jsonl, ...")
+    task: str | None = data_option(
+        None, "GLUE task: its validation split, or the columns of --data.", choices=tuple(TASKS)
+    )
+    rows: int | None = data_option(None, "Use only the first rows.", least=1)
+    sentence: str | None = data_option(
+        None, "Sentence whose relation maps are drawn, instead of the first text."
+    )
+    measures: str = option(
+        "svcca,cka", f"Which of {', '.join(MEASURES)}; separated by commas.", metavar="NAME,NAME"
+    )
+    variance: float = option(0.99, "Share of the variance SVCCA keeps.", above=0, most=1)
+    pool: str = option(
+        "cls",
+        "What stands for a row in the intra-class similarity: the token that a head reads, or the "
+        "mean of all.",
+        choices=("cls", "mean"),
+    )
+    out: Path = option(Path("runs/analyze"), "Directory for the numbers and pictures.")
+    batch_size: int = option(32, "Texts in a batch.", least=1)
+    max_length: int = option(128, "Longest text, in tokens.", least=4)
+    device: str = device()
+    trust_remote_code: bool = remote_code()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.text is None) == (self.task is None and self.data is None):
+            raise InputError("give one of --text FILE, --data FILE and --task NAME")
+        if self.data is None:
+            columns = given(self, "text_column", "text_pair_column", "label_column", "no_header")
+            if columns:
+                raise InputError(f"{columns[0]} is about --data FILE")
+        if self.sentence is not None and not self.sentence.strip():
+            raise InputError("--sentence holds no text")
+        if self.before is not None and self.student is None:
+            raise InputError("--before needs --student")
+        for name in self.measures.split(","):
+            if name not in MEASURES:
+                raise InputError(f"--measures {name!r}: {nearest(name, MEASURES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseSettings(ColumnOptions):
+    """The options of `fastkd predict`, and most of `fastkd evaluate`."""
+
+    model: str = option(..., "Model: a student's directory, or a hub name.")
+    data: Path = option(..., "Rows: .tsv, .csv, .jsonl, .json, .parquet, also .gz; or .txt.")
+    onnx: Path | None = option(None, "Run this ONNX export of the model.")
+    task: str | None = option(None, "GLUE task: the columns of its files.", choices=tuple(TASKS))
+    batch_size: int = option(32, "Rows at a time.", least=1)
+    max_length: int | None = option(None, "Longest text, in tokens; as it was trained.", least=4)
+    precision: str = precision()
+    device: str = device()
+    trust_remote_code: bool = remote_code()
+    out: Path | None = option(None, "File for the result: .json, .jsonl or .tsv.")
+    overwrite: bool = option(False, "Replace the file in --out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSettings(UseSettings):
+    """The options of `fastkd evaluate`."""
+
+    metric: str | None = option(
+        None,
+        "Score to compute as well.",
+        choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Checked):
+    """The options of `fastkd export`."""
+
+    model: str = option(..., "Model: a student's directory, or a hub name.")
+    out: Path | None = option(None, "The ONNX file; model.onnx beside the model.")
+    overwrite: bool = option(False, "Replace the file in --out.")
+    trust_remote_code: bool = remote_code()

@@ -1,0 +1,48 @@
+"""`fastkd study`, from its options to its report."""
+
+import os
+
+from rich.console import Console
+
+from fastkd.study import report, work
+from fastkd.study.settings import StudySettings
+from fastkd.study.spec import read
+from fastkd.train.display import Display
+from fastkd.train.errors import RunFailed
+from fastkd.train.loop import stopping_at_once
+from fastkd.train.models import be_quiet
+from fastkd.train.saving import check_directory
+
+
+def run(settings: StudySettings, console: Console) -> None:
+    """Train what isn't there yet, then write the report of all that is.
+
+    Raises:
+        InputError: something in the study can't be used; raised before anything is trained.
+        RunFailed: a process died, and the report is without its runs.
+    """
+    study = read(settings)
+    number, together = work.leave_launcher()
+    be_quiet()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_directory("--out", settings.out)
+    if settings.runs is not None:
+        check_directory("--runs", settings.runs)
+    with stopping_at_once(), Display(console) as display:
+        count = len(study.tasks) * len(study.variants) * len(study.seeds)
+        display.say(
+            f"{count} runs: {len(study.tasks)} data sets, {len(study.variants)} variants, "
+            f"{len(study.seeds)} seeds, {study.budget} each"
+        )
+        runs = settings.runs or settings.out
+        whole = work.run_all(study, runs, 1 if together > 1 else settings.jobs, display)
+        if number:  # the first of a launcher's processes writes the report
+            return
+        if together > 1:
+            work.finish(study, runs, display)
+        summaries = report.write(study, runs, settings.out)
+        for summary in summaries:
+            display.say(f"{summary.task}: {report.told(summary)}")
+        display.say(f"report: {settings.out / 'report.html'}")
+    if not whole:
+        raise RunFailed("a process died; the same command trains the runs that it left")

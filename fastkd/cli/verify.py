@@ -1,0 +1,39 @@
+"""`fastkd verify`: one step of the user's own distillation, taken in every way that promises it."""
+
+import dataclasses
+
+from rich.console import Console
+
+from fastkd.cli.cache import load
+from fastkd.cli.settings import VerifySettings
+from fastkd.distill import verify as checks
+from fastkd.train.display import Display
+from fastkd.train.errors import RunFailed
+from fastkd.train.loop import stopping_at_once
+from fastkd.train.models import be_quiet
+from fastkd.train.run import assemble, select
+
+
+def verify(settings: VerifySettings, console: Console) -> bool:
+    """Run `fastkd verify`; whether nothing differs that shouldn't.
+
+    Raises:
+        InputError: something given can't be used.
+    """
+    be_quiet()
+    with stopping_at_once(), Display(console) as display:
+        few = dataclasses.replace(settings, max_train_rows=settings.rows)
+        run = load(few, settings.rows, display)
+        distiller = assemble(settings, run, select(settings, run)).to(run.device)
+        rows = run.train_rows
+        batch = run.collate(rows.__getitems__(list(range(len(rows)))))
+        inputs = {name: x.to(run.device) for name, x in batch.items()}
+        display.say(f"{len(rows)} rows, device {run.device}, float64, without dropout")
+        try:
+            distiller.prepare([inputs])
+            found = checks.verify(distiller, inputs, ranks=settings.ranks)
+        except (RuntimeError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()
+            raise RunFailed(f"the step can't be checked: {reason[-1]}") from error
+        display.say(checks.table(found))
+    return all(check.ok for check in found)

@@ -1,0 +1,1 @@
+"""The training library behind the command: data, models, the loop, saving and resuming."""

@@ -1,0 +1,201 @@
+"""Progress for people (bars on a terminal, lines in a file) and for programs (JSON lines)."""
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from fastkd.train import processes
+from fastkd.train.errors import InputError, RunFailed
+
+# Seconds between two lines of a log file.
+LINE_EVERY = 10.0
+
+
+class Steadfast:
+    """A stream whose reader may go away (`| head`, a closed terminal): the work goes on.
+
+    What it can't spell is spelled out; what else keeps it from writing `finish` tells in the end.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._gone = stream is None  # closed before Python began
+        self._error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding  # that of the error may be "charmap", any of many
+                return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            except (OSError, ValueError) as error:
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._lose(error)
+
+    def finish(self) -> None:
+        """Raise if something was not written though somebody may read it, on a full disk say."""
+        self.flush()
+        if self._error is not None:
+            raise RunFailed(f"the output can't be written: {self._error.strerror}")
+
+    def _lose(self, error: Exception) -> None:
+        """Nobody reads any more; what Python still holds goes nowhere when it ends."""
+        self._gone = True
+        if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):
+            self._error = error
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def new_console() -> Iterator[Console]:
+    """Standard output, which may be closed at any time; only the first process has one.
+
+    Raises:
+        RunFailed: in the end, something could not be written.
+    """
+    stream: Any = Steadfast(sys.stdout)
+    yield Console(file=stream, quiet=not processes.first())
+    stream.finish()
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text`` as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Display:
+    """What a run says: lines, progress with the named loss terms, events for programs."""
+
+    def __init__(self, console: Console, log_json: Path | None = None):
+        self.console = console
+        self.progress = Progress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn(
+                "{task.fields[terms]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            console=console,
+            transient=True,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._log = None
+        if log_json is not None:
+            try:
+                log_json.parent.mkdir(parents=True, exist_ok=True)
+                self._log = log_json.open("a", encoding="utf-8")
+            except OSError as error:
+                reason = error.strerror
+                raise InputError(f"--log-json {log_json}: can't be written ({reason})") from None
+
+    def __enter__(self) -> "Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+        if self._log is not None:
+            self._log.close()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bars if there are any."""
+        say(self.progress.console, line)
+
+    def event(self, name: str, **values: Any) -> None:
+        """A line of JSON for --log-json."""
+        if self._log is not None:
+            line = json.dumps({"event": name, "time": round(time.time(), 3), **values})
+            try:
+                self._log.write(line + "\n")
+                self._log.flush()
+            except OSError as error:
+                self._log = None
+                self.say(f"--log-json: {error.strerror}; the run goes on without it")
+
+    def track(self, title: str) -> "Track":
+        """Progress of one training."""
+        return Track(self, title)
+
+
+class Track:
+    """One training's bar; in a log file a line every few seconds."""
+
+    def __init__(self, display: Display, title: str):
+        self.display, self.title = display, title
+        self.task = display.progress.add_task(title, total=None, terms="")
+        self.started = self.told = time.perf_counter()
+        self.first = self.total = 0
+
+    def start(self, step: int, total: int) -> None:
+        """Training begins at ``step`` of ``total``."""
+        self.started = self.told = time.perf_counter()
+        self.first, self.total = step, total
+        self.display.progress.update(self.task, total=total, completed=step)
+
+    def advance(self, step: int) -> None:
+        """Step number ``step`` is done."""
+        self.display.progress.update(self.task, completed=step)
+
+    def losses(self, step: int, losses: Mapping[str, float]) -> None:
+        """The losses at ``step``, as means since the last time."""
+        now = time.perf_counter()
+        rate = (step - self.first) / max(now - self.started, 1e-9)
+        left = (self.total - step) / rate if rate else 0.0
+        self.display.event(
+            "step",
+            title=self.title,
+            step=step,
+            steps=self.total,
+            losses=dict(losses),
+            steps_per_second=round(rate, 4),
+            seconds_left=round(left, 1),
+        )
+        terms = format_scores(losses)
+        self.display.progress.update(self.task, terms=terms)
+        if not self.display.console.is_terminal and now - self.told >= LINE_EVERY:
+            self.told = now
+            minutes, seconds = divmod(round(left), 60)
+            self.display.say(
+                f"{self.title}  step {step}/{self.total}  {terms}  {rate:.3g} steps/s  "
+                f"{minutes}:{seconds:02} left"
+            )
+
+    def stop(self) -> None:
+        """The training is over."""
+        self.display.progress.remove_task(self.task)
+
+
+def format_scores(values: Mapping[str, float]) -> str:
+    """`name 0.123` for every value."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,0 +1,150 @@
+"""The rows of every training step, the same ones however many processes share them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import Trainer
+
+from fastkd.distill.trainer import DistillationTrainer
+from fastkd.train import processes
+from fastkd.train.saving import saving
+
+_Trainer: Any = Trainer
+
+# Where a batch says how much its mean counts in the mean over the processes' batches.
+SHARE = "share_of_step"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process's rows of a step.
+
+    ``share`` is their number over the mean number of a process: the mean over the processes of
+    share · mean is the mean over the step's rows. A process without rows reads one with share 0.
+    """
+
+    rows: list[int]
+    share: float
+
+
+class Steps(Sampler[Part]):
+    """The parts of one process in an epoch, in an order that only seed and epoch decide."""
+
+    def __init__(self, rows: int, rows_a_step: int, seed: int, rank: int = 0, ranks: int = 1):
+        self.rows, self.rows_a_step, self.seed = rows, rows_a_step, seed
+        self.rank, self.ranks = rank, ranks
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.rows_a_step)
+
+    def __iter__(self) -> Iterator[Part]:
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
+        for start in range(0, self.rows, self.rows_a_step):
+            step = order[start : start + self.rows_a_step]
+            own = np.array_split(step, self.ranks)[self.rank]
+            share = len(own) * self.ranks / len(step)
+            yield Part((own if len(own) else step[:1]).tolist(), share)
+
+
+class _Batches(Dataset):
+    """Parts as batches of model inputs."""
+
+    def __init__(self, examples: Any, collate: Callable, may_be_empty: bool):
+        self.examples, self.collate, self.may_be_empty = examples, collate, may_be_empty
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitems__(self, part: Part) -> dict[str, Any]:
+        batch = dict(self.collate(self.examples.__getitems__(part.rows)))
+        if self.may_be_empty:  # the loss gathers the rows and weighs them itself
+            return batch if part.share else {name: x[:0] for name, x in batch.items()}
+        return {**batch, SHARE: part.share}
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Feed(_Trainer):
+    """Trainer over the rows of `Steps`, every one once an epoch, whatever the processes' number."""
+
+    steps: Steps
+    gather = False
+
+    def feed(self, rows_a_step: int) -> None:
+        """Say how many rows all processes read in a step."""
+        args = self.args
+        self.steps = Steps(
+            len(self.train_dataset), rows_a_step, args.seed, args.process_index, args.world_size
+        )
+
+    def loader(self, steps: Steps) -> DataLoader:
+        """Batches of these steps."""
+        args = self.args
+        return DataLoader(
+            _Batches(self.train_dataset, self.data_collator, self.gather),
+            batch_sampler=steps,  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """See ``transformers.Trainer.get_train_dataloader``."""
+        return self.loader(self.steps)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """One that can't be written, by whichever process, is one sentence."""
+        with processes.agreed(), saving(Path(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The mean over this process's rows, times their share."""
+        inputs = dict(inputs)
+        share = inputs.pop(SHARE, 1.0)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss if share == 1.0 else loss * share
+
+
+class TeacherTrainer(Feed):
+    """Fine-tuning on the labels."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Classifiers average over their rows; what counts items beforehand is about tokens.
+        self.model_accepts_loss_kwargs = False
+
+
+class StudentTrainer(Feed, DistillationTrainer):
+    """Distillation."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.gather = self.distiller.gather
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """See `DistillationTrainer.train`; a method is prepared alike in all processes."""
+        if not self.distiller.method.prepared and not resume_from_checkpoint:
+            whole = Steps(self.steps.rows, self.steps.rows_a_step, self.steps.seed)
+            with torch.random.fork_rng():
+                self.distiller.prepare(self._bare(whole))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _bare(self, steps: Steps) -> Iterator[dict[str, Any]]:
+        for number, batch in enumerate(self.loader(steps)):
+            if number == self.prepare_batches:
+                return
+            batch.pop(SHARE, None)
+            yield batch

@@ -1,0 +1,374 @@
+"""One training inside transformers.Trainer: evaluation, best model, checkpoints, signals."""
+
+import contextlib
+import functools
+import math
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations import get_available_reporting_integrations
+
+from fastkd.train import processes
+from fastkd.train.display import Display, format_scores
+from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
+from fastkd.train.feed import Feed
+from fastkd.train.plan import Plan
+from fastkd.train.rows import Encoded
+from fastkd.train.saving import MARKER, damage, read_json, saving, seal
+
+# What Trainer logs beside the losses.
+NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
+KEPT_CHECKPOINTS = 2
+SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and when a training is saved so that it can be continued.
+
+    ``identity`` is written into every checkpoint; only those that carry it are continued.
+    """
+
+    directory: Path
+    identity: dict[str, Any]
+    every: int | None = None
+    resume: bool = False
+
+    def newest(self, say: Callable[[str], None]) -> Path | None:
+        """The newest sound checkpoint of this run; the damaged ones are named, and removed."""
+        for path in self._all():
+            why = damage(path)
+            if why is None and read_json(path / MARKER).get("run") != self.identity["run"]:
+                why = "it belongs to another run"
+            if why is None:
+                return path
+            say(f"{path} can't be used: {why}; going back to the one before it")
+            shutil.rmtree(path)
+        return None
+
+    def seal(self, step: int) -> None:
+        """Complete the checkpoint at ``step``, and let the oldest ones go."""
+        with saving(self.directory):
+            seal(self.directory / f"checkpoint-{step}", self.identity)
+        for old in self._all()[KEPT_CHECKPOINTS:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _all(self) -> list[Path]:
+        found = [(p.name.partition("-")[2], p) for p in self.directory.glob("checkpoint-*")]
+        steps = [(int(step), path) for step, path in found if step.isdecimal()]
+        return [path for _, path in sorted(steps, reverse=True)]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What happens around the steps of a training.
+
+    ``evaluate()`` gives scores, of which ``main`` tells the best model; ``keep(entry, history)``
+    is called when an evaluation is the best yet. Without ``every`` steps, each epoch is evaluated.
+    """
+
+    evaluate: Callable[[], dict[str, float]]
+    main: str
+    keep: Callable[[dict[str, Any], list[dict]], None] | None = None
+    every: int | None = None
+    checkpoints: Checkpoints | None = None
+    trackers: tuple[str, ...] = ()
+    logs: Path | None = None
+
+    def better(self, new: float, old: float) -> bool:
+        return new < old if self.main.startswith("mse") else new > old
+
+
+class Watcher(TrainerCallback):
+    """Shows progress, evaluates, keeps the best model, seals checkpoints, stops on a signal.
+
+    The history of evaluations lives in the trainer's own log, so that a resumed run knows it.
+    """
+
+    trainer: Feed
+
+    def __init__(self, watch: Watch, display: Display, title: str, steps_in_epoch: int):
+        self.watch, self.display, self.title = watch, display, title
+        self.steps_in_epoch = steps_in_epoch
+        self.received: int | None = None  # by this process
+        self.signum: int | None = None  # by any
+        self.stopping = False
+        self.track = display.track(title)
+        self.started = 0.0
+        self.evaluated_at = -1
+
+    def ask_to_stop(self, signum: int, frame: object) -> None:
+        """The first signal asks for a checkpoint and a stop; a second stops at once."""
+        if self.received is not None:
+            raise Stopped(signum)
+        self.received = signum
+        again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
+        self.display.say(f"stopping after this step{again}")
+
+    def heed_signals(self) -> None:
+        """Take a signal that reached any process as one to all, which stop at the same step."""
+        self.signum = processes.largest(self.received or 0) or None
+
+    def stopped(self, step: int) -> BaseException:
+        """What a heeded signal raises after ``step``: only with checkpoints is that saved."""
+        assert self.signum is not None
+        if self.watch.checkpoints is None:
+            return Stopped(self.signum)
+        return Interrupted(step, self.signum)
+
+    def on_epoch_begin(self, args, state, control, **_):
+        # A resumed epoch goes on in its own order.
+        self.trainer.steps.epoch = state.global_step // self.steps_in_epoch
+
+    def on_train_begin(self, args, state, control, **_):
+        self.track.start(state.global_step, state.max_steps)
+        past = history_of(state.log_history)
+        self.started = time.perf_counter() - (past[-1]["seconds"] if past else 0.0)
+
+    def on_log(self, args, state, control, logs=None, **_):
+        losses = {k: v for k, v in (logs or {}).items() if k not in NOT_A_LOSS}
+        if "train_runtime" in losses or "loss" not in losses:
+            return
+        if not math.isfinite(losses["loss"]):
+            raise TrainingFailed(
+                f"the loss became {losses['loss']} by step {state.global_step} "
+                f"({format_scores(losses)}); try a lower learning rate or --precision fp32"
+            )
+        self.track.losses(state.global_step, losses)
+
+    def on_step_end(self, args, state, control, **_):
+        self.track.advance(state.global_step)
+        self.heed_signals()
+        # At the end of an epoch, a last half one too, the checkpoint comes after the evaluation,
+        # see on_epoch_end.
+        ends_epoch = state.global_step % self.steps_in_epoch == 0
+        ends_epoch |= state.global_step == state.max_steps
+        every = self.watch.checkpoints.every if self.watch.checkpoints else None
+        due = every and state.global_step % every == 0
+        # An evaluation tells the losses of all steps before it, and so must one after resuming.
+        control.should_log |= bool(due or self.signum or ends_epoch)
+        if (due or self.signum) and not ends_epoch:
+            control.should_save = True
+            self.stopping = self.signum is not None
+        if self.watch.every and state.global_step % self.watch.every == 0:
+            self._evaluate(state)
+
+    def on_epoch_end(self, args, state, control, **_):
+        if not self.watch.every or state.global_step == state.max_steps:
+            self._evaluate(state)
+        self.heed_signals()
+        self.stopping = self.signum is not None
+
+    def on_save(self, args, state, control, **_):
+        if self.watch.checkpoints is not None:
+            complete = functools.partial(self.watch.checkpoints.seal, state.global_step)
+            processes.by_first(complete)
+        self.display.event("checkpoint", title=self.title, step=state.global_step)
+        if self.stopping and self.signum is not None:
+            raise self.stopped(state.global_step)
+
+    def _evaluate(self, state):
+        if self.evaluated_at == state.global_step:
+            return
+        self.evaluated_at = state.global_step
+        began = time.perf_counter()
+        past = history_of(state.log_history)
+        entry = {
+            "step": state.global_step,
+            "epoch": round(state.epoch or 0.0, 6),
+            "scores": self.watch.evaluate(),
+            "losses": losses_of(state.log_history),
+            "seconds": began - self.started,
+        }
+        main = entry["scores"][self.watch.main]
+        if math.isnan(main):
+            raise TrainingFailed(
+                f"the model's outputs are not finite after step {state.global_step}; "
+                "try a lower learning rate or --precision fp32"
+            )
+        entry["best"] = all(self.watch.better(main, old["scores"][self.watch.main]) for old in past)
+        if self.watch.keep is not None and entry["best"]:
+            self.watch.keep(entry, [*past, entry])
+        # Seconds are those of training alone.
+        self.started += time.perf_counter() - began
+        # Logged only once the model is kept: what a checkpoint calls the best is on the disk.
+        state.log_history.append({"evaluation": entry})
+        self.display.event("evaluation", title=self.title, **entry)
+        when = f"step {state.global_step}" if self.watch.every else f"epoch {entry['epoch']:g}"
+        mark = "  (best so far)" if entry["best"] and self.watch.keep else ""
+        self.display.say(
+            f"{self.title}  {when}:  {format_scores(entry['scores'])}"
+            f"  [{format_scores(entry['losses'])}]{mark}"
+        )
+
+
+def history_of(log: list[dict]) -> list[dict]:
+    """The evaluations in a trainer's log, oldest first."""
+    return [entry["evaluation"] for entry in log if "evaluation" in entry]
+
+
+def losses_of(log: list[dict]) -> dict[str, float]:
+    """Means over the steps since the last evaluation of what a trainer's log holds."""
+    totals: dict[str, tuple[float, int]] = {}
+    last = 0
+    for entry in log:
+        if "evaluation" in entry:
+            totals = {}
+        elif "loss" in entry:
+            steps, last = entry["step"] - last, entry["step"]
+            for name, value in entry.items():
+                if name not in NOT_A_LOSS:
+                    total, count = totals.get(name, (0.0, 0))
+                    totals[name] = total + steps * value, count + steps
+    return {name: total / count for name, (total, count) in totals.items()}
+
+
+def train(
+    make_trainer: Callable[..., Feed],
+    examples: Encoded,
+    collate: Callable,
+    plan: Plan,
+    display: Display,
+    title: str,
+    watch: Watch,
+) -> list[dict]:
+    """Train what ``make_trainer`` trains and return its evaluations.
+
+    With checkpoints the run can be cut off at any time and continued to the same result.
+    """
+    watcher = Watcher(watch, display, title, plan.steps(len(examples))[1])
+    checkpoints = watch.checkpoints
+    with contextlib.ExitStack() as stack:
+        stack.callback(watcher.track.stop)
+        if checkpoints is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            folder = checkpoints.directory
+            stack.enter_context(_signals(watcher.ask_to_stop))
+        stack.enter_context(_logging_to(watch.logs))
+        watcher.trainer = trainer = make_trainer(
+            args=_arguments(plan, watch, folder, plan.steps(len(examples))[0]),
+            train_dataset=examples,
+            data_collator=collate,
+            callbacks=[watcher],
+        )
+        trainer.feed(plan.batch_size)
+        for chatty in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(chatty)
+        last = None
+        if checkpoints and checkpoints.resume:
+            last = processes.by_first(functools.partial(checkpoints.newest, display.say))
+        set_seed((plan.seed + processes.rank()) % 2**32)  # dropout isn't the same in all processes
+        ended = _ended(last)
+        if ended is None:
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
+        else:
+            trainer.state = ended
+            trainer._load_from_checkpoint(str(last))
+        watcher.heed_signals()
+        if watcher.signum is not None:  # it came with the last step
+            raise watcher.stopped(trainer.state.global_step)
+    return history_of(trainer.state.log_history)
+
+
+def _ended(checkpoint: Path | None) -> TrainerState | None:
+    """What a checkpoint after the last step says; Trainer would go on in a half epoch."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    history = history_of(state.log_history)
+    return state if history and history[-1]["step"] >= state.max_steps else None
+
+
+def _arguments(plan: Plan, watch: Watch, folder: Path, steps: int) -> TrainingArguments:
+    own: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": plan.epochs,
+        "max_steps": plan.max_steps,
+        "per_device_train_batch_size": plan.own_rows,
+        "learning_rate": plan.learning_rate,
+        "weight_decay": plan.weight_decay,
+        "warmup_steps": round(plan.warmup * steps),
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "use_cpu": plan.device.type == "cpu",
+        "seed": plan.seed,
+        "save_strategy": "epoch" if watch.checkpoints else "no",
+        "logging_steps": max(1, min(10, steps // 50)),
+        # A NaN is reported, not smoothed over.
+        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "report_to": list(watch.trackers) or "none",
+        "dataloader_pin_memory": plan.device.type == "cuda",
+    }
+    arguments = TrainingArguments(**{**own, **plan.trainer})
+    # One process, one device: replicas of Trainer's DataParallel would each see part of a batch.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
+
+
+def check_trackers(names: str | None) -> None:
+    """Raise unless transformers can report to all of ``names``, separated by commas."""
+    known = get_available_reporting_integrations()
+    for name in filter(None, (names or "").split(",")):
+        if name not in known:
+            have = f"installed: {', '.join(known)}" if known else "none is installed"
+            raise InputError(f"--report-to {name}: not a tracker that is installed; {have}")
+
+
+@contextlib.contextmanager
+def _logging_to(logs: Path | None) -> Iterator[None]:
+    """TensorBoard's files lie there, not among the checkpoints, unless the user says otherwise."""
+    name = "TENSORBOARD_LOGGING_DIR"
+    if logs is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = str(logs)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def _signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Let ``handler`` have the signals; one that is ignored (nohup) stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    heeded = [n for n, old in before.items() if old is not signal.SIG_IGN]
+    for number in heeded:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
+
+
+def stopping_at_once() -> contextlib.AbstractContextManager[None]:
+    """Outside training a signal ends the command in an orderly way."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise Stopped(signum)
+
+    return _signals(stop)

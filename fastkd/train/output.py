@@ -1,0 +1,262 @@
+"""The directory of --out: one run at a time, nothing replaced before its successor is complete.
+
+student/      the best student, complete
+teacher/      the fine-tuned teacher (with --finetune-teacher)
+unfinished/   a run in progress: its marker says which, --resume continues it
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkd.distributed import world_size
+from fastkd.train import processes, trainer_args
+from fastkd.train.data import Corpus
+from fastkd.train.errors import InputError
+from fastkd.train.options import as_json
+from fastkd.train.rows import Rows, fingerprint
+from fastkd.train.saving import (
+    MARKER,
+    damage,
+    foreign,
+    free_bytes,
+    move_directory,
+    read_marker,
+    recover_directory,
+    remove_tree,
+    saving,
+    write_json,
+)
+from fastkd.train.settings import Settings
+
+RESULTS = ("student", "teacher")
+EVAL_ROWS = "evaluation rows"
+
+
+class Output:
+    """What --out holds, and what may be done with it; only to be used under `saving.locked`.
+
+    The first process makes it, and sends it to the others.
+
+    Raises:
+        InputError: it holds what neither --resume continues nor --overwrite may replace.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings, self.path = settings, settings.out
+        self.work = self.path / "unfinished"
+        self.student, self.teacher = self.work / "student", self.work / "teacher"
+        self._heal()
+        self.marker = self._read_marker()
+        if settings.resume:
+            self._check_settings()
+        else:
+            self._refuse_or_clear()
+        complete = None if self.marker else _run_of(self.path / "student")
+        #: The report of the complete run that --resume finds, if there is nothing to continue.
+        self.done: dict[str, Any] | None = complete if settings.resume else None
+
+    def _heal(self) -> None:
+        """Finish what a killed run was doing with its directories."""
+        for name in RESULTS:
+            for parent in (self.path, self.work):
+                recover_directory(parent / name)
+        marker, result = _run_of(self.work), _run_of(self.path / "student")
+        if marker and result and result["run"] == marker["run"] and not self.student.exists():
+            self.finish()
+
+    def _read_marker(self) -> dict[str, Any] | None:
+        """The marker of an unfinished run, if there is one."""
+        link = self.work.is_symlink()
+        if not (link or self.work.exists()):
+            return None
+        path = self.work / MARKER
+        marker = _run_of(self.work)
+        half = f".{MARKER}.new"  # the run was killed as it began
+        folder = self.work.is_dir() and not link
+        others = [entry for entry in self.work.iterdir() if entry.name != half] if folder else []
+        if not folder or (marker is None and not path.exists() and others):
+            raise InputError(
+                f"--out {self.path}: {self.work} is not fastkd's; give another --out, or move it"
+            )
+        if self.settings.resume and marker is None and path.exists():
+            raise InputError(
+                f"--resume: {path} is damaged, so nothing tells what the run was; "
+                "pass --overwrite to start again"
+            )
+        return marker if marker is not None or not path.exists() else {"settings": {}, "run": ""}
+
+    def _check_settings(self) -> None:
+        """Raise unless the run to resume, or the complete one, was started with these options."""
+        before = self.marker or _run_of(self.path / "student")
+        if before is None and (self.path / "student").exists():
+            raise InputError(
+                f"--resume: {self.path / 'student'} has no readable {MARKER} of a run; "
+                "move it away, or give another --out"
+            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self.settings)}
+        defaults["trainer_args"] = {}
+        if before is None:
+            return
+        for name, value in self._described().items():
+            then = before["settings"].get(name, defaults.get(name))
+            if then != value:
+                raise InputError(
+                    f"--resume: the run in {self.path} was started with {name} = {then!r}, "
+                    f"now it is {value!r}; give the same options, or another --out"
+                )
+        why = None if self.marker else damage(self.path / "student")
+        if why:
+            raise InputError(
+                f"--resume: the run in {self.path} is complete but its student is damaged ({why}); "
+                "pass --overwrite to train it again"
+            )
+
+    def _described(self) -> dict[str, Any]:
+        """The settings, with what the file of --trainer-args says."""
+        arguments = trainer_args.read(self.settings.trainer_args)
+        return {**as_json(self.settings), "trainer_args": arguments}
+
+    def _refuse_or_clear(self) -> None:
+        """Without --resume: refuse what would be lost, or with --overwrite clear the way."""
+        overwrite = self.settings.overwrite
+        if self.marker is not None and not overwrite:
+            raise InputError(
+                f"--out {self.path} holds an unfinished run; pass --resume to continue it, "
+                "--overwrite to start again, or another --out"
+            )
+        for name in RESULTS:
+            directory = self.path / name
+            if not directory.exists():
+                continue
+            if not overwrite:
+                raise InputError(
+                    f"--out {self.path} already holds a {name}; pass --resume to continue that "
+                    "run, --overwrite to replace it once a new one is complete, or another --out"
+                )
+            others = foreign(directory)
+            if others:
+                raise InputError(
+                    f"--overwrite: {directory} holds {others[0]}, which fastkd did not write; "
+                    "move it away, or give another --out"
+                )
+        if self.marker is not None:
+            remove_tree(self.work)
+            self.marker = None
+
+    def begin(self, prints: dict[str, str]) -> None:
+        """Start a run with these fingerprints, or check that the one to resume has them.
+
+        All processes call it.
+
+        A fingerprint that can't be taken any more, such as that of a teacher that has since been
+        fine-tuned, is left out of ``prints``.
+        """
+        everywhere = processes.gathered(prints)
+        for number, others in enumerate(everywhere):
+            for name, value in everywhere[0].items():
+                if others[name] != value:
+                    raise InputError(f"process {number} reads other {name} than process 0")
+        before = (self.marker or self.done or {}).get("fingerprints", {})
+        for name, value in prints.items():
+            if before and before.get(name) != value:
+                raise InputError(
+                    f"--resume: the run in {self.path} was started with other {name}; "
+                    "put them back, or give another --out"
+                )
+        if self.marker is None and self.done is None:
+            self.marker = processes.by_first(lambda: self._mark(prints))
+
+    def _mark(self, prints: dict[str, str]) -> dict[str, Any]:
+        marker = {
+            "run": secrets.token_hex(8),
+            "processes": world_size(),
+            "settings": self._described(),
+            "fingerprints": prints,
+        }
+        with saving(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
+            write_json(self.work / MARKER, marker)
+        return marker
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """``make()``, kept for a run that is resumed; all processes call it."""
+        assert self.marker is not None
+        if name not in self.marker:
+            self.marker[name] = make()
+            with saving(self.work):
+                processes.by_first(lambda: write_json(self.work / MARKER, self.identity))
+        return self.marker[name]
+
+    @property
+    def processes(self) -> int:
+        """How many processes the run was started in, each with --batch-size rows of a step."""
+        return world_size() if self.marker is None else self.marker.get("processes", 1)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What every report and checkpoint of this run carries."""
+        assert self.marker is not None
+        return self.marker
+
+    def check_room(self, teacher: int, student: int) -> None:
+        """Raise if the disk can't hold what the run will write; sizes of the models in bytes."""
+        # A model, its successor, and three checkpoints of weights and two moments.
+        needed = 11 * student
+        if self.settings.finetune_teacher:
+            needed = max(11 * teacher, teacher + needed)
+        needed -= sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())
+        free = free_bytes(self.path)
+        if needed > free:
+            raise InputError(
+                f"--out {self.path}: this run writes up to {needed / 2**20:,.0f} MiB, "
+                f"and the disk has {free / 2**20:,.0f} MiB left"
+            )
+
+    def finish(self) -> None:
+        """Put the results in their places, and clear away the rest; may be cut off and repeated."""
+        for name in RESULTS:
+            if (self.work / name).exists():
+                move_directory(self.work / name, self.path / name)
+        remove_tree(self.work)
+
+
+def _run_of(directory: Path) -> dict[str, Any] | None:
+    """What a run of `fastkd distill` says in ``directory``, if it is readable and there."""
+    found = read_marker(directory) or {}
+    kinds = {"run": str, "settings": dict, "fingerprints": dict}
+    return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else None
+
+
+def rows_fingerprint(rows: Rows) -> str:
+    """That of texts and labels, wherever they were read from."""
+    assert rows.labels is not None
+    return fingerprint(
+        repr((*texts, label.item())).encode()
+        for texts, label in zip(rows.both_texts(), rows.labels, strict=True)
+    )
+
+
+def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
+    """Those of all rows, by the name that a message gives them."""
+    evals = (rows_fingerprint(rows).encode() for rows in corpus.evals.values())
+    prints = {
+        "training rows": rows_fingerprint(corpus.train),
+        EVAL_ROWS: fingerprint(evals),
+    }
+    if corpus.test is not None:
+        prints["test rows"] = rows_fingerprint(corpus.test)
+    if corpus.unlabelled is not None:
+        prints["unlabelled rows"] = rows_fingerprint(corpus.unlabelled)
+    return prints
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """That of all weights."""
+    weights = (value.detach().cpu().contiguous() for value in model.state_dict().values())
+    return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)

@@ -1,0 +1,521 @@
+"""The job behind `fastkd distill`: check everything, fine-tune the teacher, train the student.
+
+What lands in the output directory is told in `fastkd.train.output`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
+
+import fastkd
+from fastkd.distill.cache import TeacherCache
+from fastkd.distill.distiller import Distiller
+from fastkd.distributed import world_size
+from fastkd.train import data, processes, trainer_args
+from fastkd.train.card import write_card
+from fastkd.train.data import Corpus
+from fastkd.train.display import Display, format_scores, say
+from fastkd.train.errors import InputError
+from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
+from fastkd.train.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
+from fastkd.train.models import (
+    be_quiet,
+    check_length,
+    count,
+    in_order_of,
+    layers_of,
+    load_cached_teacher,
+    load_teacher,
+    load_tokenizer,
+    make_method,
+    make_student,
+    num_bytes,
+)
+from fastkd.train.output import EVAL_ROWS, Output, corpus_fingerprints, model_fingerprint
+from fastkd.train.plan import Plan, choose_device
+from fastkd.train.rows import Encoded, Encoder, fingerprint
+from fastkd.train.saving import (
+    MARKER,
+    damage,
+    locked,
+    read_json,
+    read_marker,
+    remove_tree,
+    replace_directory,
+    reseal,
+    saving,
+    seal,
+)
+from fastkd.train.score import accepted, evaluate, predict
+from fastkd.train.settings import SELECT, Pairing, Settings
+
+# Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
+SELECTION_ROWS = 2048
+
+
+class Run:
+    """Data, teacher and plan, and the steps of a distillation with them."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: Any,
+        teacher: PreTrainedModel | TeacherCache,
+        plan: Plan,
+        max_length: int,
+        display: Display,
+    ):
+        #: None if only what it said is there.
+        self.teacher_model = None if isinstance(teacher, TeacherCache) else teacher
+        if self.teacher_model is not None:
+            check_length(max_length, tokenizer, self.teacher_model, "teacher")
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.teacher: Any = teacher
+        self.plan, self.display = plan, display
+
+        encoded = Encoder(tokenizer, max_length)
+        self.train_rows = encoded(corpus.train)
+        #: What the student learns from: rows without labels as well.
+        self.all_rows = self.train_rows
+        if corpus.unlabelled is not None:
+            self.all_rows = self.train_rows.followed_by(encoded(corpus.unlabelled))
+        self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
+        self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
+        self.collate = DataCollatorWithPadding(tokenizer)
+
+    #: The report of `fastkd cache`, where its cache is the teacher.
+    cached: Mapping[str, Any] = MappingProxyType({})
+
+    def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
+        """The teacher's size, of which a cache remembers the ``name``."""
+        model = self.teacher_model
+        return {"teacher": self.cached[name] if model is None else measure(model)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+    def score(
+        self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
+    ) -> dict[str, float]:
+        """Every metric of ``model`` on every set of rows, by default those to evaluate on."""
+        scores = {}
+        for suffix, rows in (self.eval_rows if sets is None else sets).items():
+            answers = predict(model, rows, self.collate, self.plan)
+            found = evaluate(self.corpus.metrics, *answers, self.corpus.positive)
+            scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
+        return scores
+
+    def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
+        """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
+        rows = self.eval_rows[""]
+        batch = self.collate([rows[i] for i in range(min(32, len(rows)))])
+        inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
+        models: dict[str, nn.Module] = {"student": student.eval()}
+        if self.teacher_model is not None:
+            models["teacher"] = self.teacher_model.eval()
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(1 + rounds):
+            for name, model in models.items():
+                self._synchronize()
+                start = time.perf_counter()
+                with torch.no_grad():
+                    model(**accepted(model, inputs))
+                self._synchronize()
+                seconds[name].append(time.perf_counter() - start)
+        return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
+        """Train the teacher on the task, in place; ``watch`` are fields of `loop.Watch`."""
+        self.teacher.requires_grad_(True).train()
+        trainer = functools.partial(TeacherTrainer, model=self.teacher)
+        return self._train(trainer, self.teacher, self.train_rows, plan, "teacher", **watch)
+
+    def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
+        """Train the student; ``watch`` are fields of `loop.Watch`."""
+        trainer = functools.partial(StudentTrainer, model=distiller.to(self.device))
+        return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
+
+    def _train(
+        self,
+        make_trainer: Callable[..., Feed],
+        model: nn.Module,
+        rows: Encoded,
+        plan: Plan,
+        title: str,
+        **watch: Any,
+    ) -> list[dict]:
+        return train(
+            make_trainer,
+            rows,
+            self.collate,
+            plan,
+            self.display,
+            title,
+            Watch(lambda: self.score(model), self.corpus.metrics[0], **watch),
+        )
+
+
+def distill(settings: Settings, console: Console) -> dict[str, Any]:
+    """Run `fastkd distill`; returns what fastkd.json holds.
+
+    Raises:
+        InputError: something given can't be used; raised before anything is trained.
+    """
+    started = time.perf_counter()
+    be_quiet()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopping_at_once())
+        processes.join(settings.device)
+        with processes.agreed():
+            plan = _plan(settings)
+            make_method(settings.method, settings.options, settings.preset)
+            check_trackers(settings.report_to)
+        stack.enter_context(processes.in_first(locked(settings.out)))
+        log_json = settings.log_json if processes.first() else None
+        with processes.agreed():
+            display = stack.enter_context(Display(console, log_json))
+        out = processes.by_first(lambda: Output(settings))
+        plan = dataclasses.replace(plan, batch_size=settings.batch_size * out.processes)
+        with processes.agreed():
+            corpus = data.load(settings)
+        for line in data.describe(corpus):
+            display.say(line)
+        if out.done is not None:
+            out.begin(corpus_fingerprints(in_order_of(out.done.get("labels"), corpus)))
+            display.say(f"{settings.out}: this run is already complete")
+            return out.done
+        run = _load(settings, out, corpus, plan, display)
+        if settings.finetune_teacher:
+            _finetune(settings, out, run)
+        report = _distil(settings, out, run)
+        report["seconds"]["total"] = time.perf_counter() - started
+        processes.by_first(lambda: _finish(settings, out, report))
+        display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
+    return report
+
+
+def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:
+    with saving(settings.out):
+        write_card(out.student, report)
+        seal(out.student, report)
+        out.finish()
+
+
+def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display) -> Run:
+    """Everything loaded, checked and fitted together, and the output directory begun."""
+    with processes.agreed():
+        run, prints, sizes = _fit_together(settings, out, corpus, plan, display)
+    processes.by_first(lambda: out.check_room(*sizes))
+    out.begin(prints)
+    counts = ", ".join(f"{number} {name} rows" for name, number in _counts(run).items())
+    display.say(f"{counts}, device {run.device}")
+    if max(world_size(), out.processes) > 1:
+        before = f", as in the {out.processes} that began" if out.processes != world_size() else ""
+        rows = plan.batch_size * plan.batches_a_step
+        display.say(f"{world_size()} processes: {rows} rows a step in all{before}")
+    nn.Module.to(run.teacher, run.device)
+    return run
+
+
+def _fit_together(
+    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+) -> tuple[Run, dict[str, str], tuple[int, int]]:
+    """The run, fingerprints of what it reads, and bytes of teacher and student."""
+    run, prints = _with_teacher(settings, out, corpus, plan, display)
+    prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
+    # A mistake shows now, not after the teacher's fine-tuning.
+    distiller = assemble(settings, run)
+    student = cast(PreTrainedModel, distiller.student)
+    check_length(settings.max_length, run.tokenizer, student, "student")
+    if settings.student is not None:
+        prints["student weights"] = model_fingerprint(student)
+    if run.teacher_model is None:
+        _check_cached(distiller, run)
+    return run, prints, (num_bytes(run.teacher), num_bytes(student))
+
+
+def _check_cached(distiller: Distiller, run: Run) -> None:
+    """Raise unless the cache knows every row to be trained on; the processes share the work."""
+    rows, cache, size = run.all_rows, run.teacher, 256
+    for start in range(processes.rank() * size, len(rows), world_size() * size):
+        batch = run.collate(rows.__getitems__(list(range(start, min(start + size, len(rows))))))
+        for i, key in enumerate(distiller.sample_keys(dict(batch)), start):
+            if key not in cache:
+                source, number = run.corpus.place(i)
+                raise InputError(
+                    f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write it "
+                    "from the same rows with the same --max-length"
+                )
+
+
+def _with_teacher(
+    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+) -> tuple[Run, dict[str, str]]:
+    """The run with its teacher, or what one has said before."""
+    if settings.teacher_cache is not None:
+        cache, about, tokenizer, corpus = load_cached_teacher(settings, corpus)
+        prints = corpus_fingerprints(corpus)
+        prints["teacher cache"] = fingerprint([json.dumps(cache.about).encode()])
+        run = Run(corpus, tokenizer, cache, plan, settings.max_length, display)
+        run.cached = about
+        return run, prints
+    assert settings.teacher is not None
+    tokenizer = load_tokenizer(settings)
+    finetuned = bool(settings.finetune_teacher) and _is_complete(out.teacher)
+    name = str(out.teacher) if finetuned else settings.teacher
+    teacher, corpus = load_teacher(settings, name, corpus, tokenizer)
+    prints = corpus_fingerprints(corpus)
+    if not finetuned:
+        prints["teacher weights"] = model_fingerprint(teacher)
+    return Run(corpus, tokenizer, teacher, plan, settings.max_length, display), prints
+
+
+def _plan(settings: Settings) -> Plan:
+    return Plan(
+        epochs=settings.epochs,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        warmup=settings.warmup,
+        precision=settings.precision,
+        device=choose_device(settings.device, settings.precision),
+        seed=settings.seed,
+        trainer=trainer_args.read(settings.trainer_args),
+    )
+
+
+def select(settings: Pairing, run: Run) -> list[int] | None:
+    """The teacher layers that --teacher-layers select takes, by the first process; else None."""
+    if settings.teacher_layers != SELECT:
+        return None
+    rows, size = run.train_rows, 32
+    order = np.random.default_rng(settings.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
+    parts = (order[start : start + size] for start in range(0, len(order), size))
+    batches = (dict(run.collate(rows.__getitems__(part))) for part in parts)
+    found = processes.by_first(lambda: layers_of(settings, run.teacher, batches))
+    run.display.say(f"teacher layers that differ most: {', '.join(map(str, found))}")
+    return found
+
+
+def assemble(settings: Pairing, run: Run, selected: list[int] | None = None) -> Distiller:
+    """A fresh student and method, the same ones every time.
+
+    Layers that were ``selected``, now or for a cache, make the student, and are what the method
+    compares unless --set says otherwise; before they are, others stand in for them.
+    """
+    selected = selected or run.cached.get("selected")
+    set_seed(settings.seed)
+    # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
+    student = make_student(settings, run.teacher, run.tokenizer, selected).float()
+    method = make_method(settings.method, settings.options, settings.preset, selected)
+    try:
+        return Distiller(run.teacher, student, method, gather=settings.gather)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--method {settings.method} with this student: {error}") from error
+
+
+def _finetune(settings: Settings, out: Output, run: Run) -> None:
+    """Fine-tune the teacher to its best evaluation, saved as OUT/teacher."""
+    if processes.by_first(lambda: _is_complete(out.teacher)):
+        return
+    history = run.finetune(
+        dataclasses.replace(
+            run.plan,
+            epochs=settings.finetune_teacher,
+            learning_rate=settings.teacher_learning_rate,
+        ),
+        **_watch(settings, out, run, out.teacher, run.teacher, {}),
+    )
+    best = type(run.teacher).from_pretrained(out.teacher)
+    run.teacher.load_state_dict(best.state_dict())
+
+    def finish() -> None:
+        report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
+        with saving(out.teacher):
+            reseal(out.teacher, report)
+            remove_tree(out.work / "teacher-checkpoints")
+
+    processes.by_first(finish)
+
+
+def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
+    """Train the student, its best state saved as OUT/student; the report of the whole run."""
+    teacher_scores = _teacher_scores(run, out)
+    if any(map(math.isnan, teacher_scores.values())):
+        raise InputError(f"--teacher {settings.teacher}: its outputs are not finite")
+    run.display.say(f"teacher:  {format_scores(teacher_scores)}")
+    selected = None
+    if settings.teacher_layers == SELECT:
+        selected = out.once("selected", lambda: select(settings, run))
+    distiller = assemble(settings, run, selected)
+    student = cast(PreTrainedModel, distiller.student)
+    report: dict[str, Any] = {
+        "fastkd": fastkd.__version__,
+        "torch": torch.__version__,
+        "rows": _counts(run),
+        "parameters": {**run.size("parameters", count), "student": count(student)},
+        "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
+        "layers": student.config.num_hidden_layers,
+        "teacher_layers": _made_of(settings, run, selected),
+        "labels": run.corpus.names,
+        "f1_of": run.corpus.positive,
+        "teacher": teacher_scores,
+    }
+    watch = _watch(settings, out, run, out.student, student, report)
+    history = run.distil(distiller, settings.method, **watch)
+    run.display.say("scoring and timing the best student ...")
+    best: Any = type(student).from_pretrained(out.student)
+    best.to(run.device)
+    if run.test_rows:
+        both = {"student": best}
+        if run.teacher_model is not None:
+            both["teacher"] = run.teacher_model
+        report["test"] = {name: run.score(model, run.test_rows) for name, model in both.items()}
+    # What the saved student says of itself: that is what people get.
+    return {
+        **read_json(out.student / MARKER),
+        **report,
+        "compared_layers": distiller.method.teacher_layers,
+        "seconds_a_batch": processes.by_first(lambda: run.seconds_a_batch(best)),
+        "complete": True,
+        "history": history,
+        "seconds": {"training": history[-1]["seconds"]},
+    }
+
+
+def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
+    """The teacher layers that the student began as, where it is made of them here."""
+    if settings.student is not None or run.teacher_model is None:
+        return None
+    return selected or layers_of(settings, run.teacher)
+
+
+def _teacher_scores(run: Run, out: Output) -> dict[str, float]:
+    """The teacher's scores; those in a cache if it was scored on the same rows."""
+    if run.teacher_model is not None:
+        return run.score(run.teacher_model)
+    same = run.cached["fingerprints"].get(EVAL_ROWS) == out.identity["fingerprints"][EVAL_ROWS]
+    for name in ("max_length", "precision"):
+        same = same and run.cached["settings"].get(name) == getattr(out.settings, name)
+    return run.cached["teacher"] if same else {}
+
+
+def _counts(run: Run) -> dict[str, int]:
+    """How many rows of each kind there are."""
+    counts = {
+        "train": len(run.train_rows),
+        "eval": sum(map(len, run.eval_rows.values())),
+        "test": sum(map(len, run.test_rows.values())),
+        "unlabelled": len(run.all_rows) - len(run.train_rows),
+    }
+    return {name: number for name, number in counts.items() if number}
+
+
+def _watch(
+    settings: Settings,
+    out: Output,
+    run: Run,
+    target: Path,
+    model: PreTrainedModel,
+    report: dict[str, Any],
+) -> dict[str, Any]:
+    """Keep the best ``model`` under ``target``, and checkpoints beside it."""
+    directory = target.with_name(
+        "checkpoints" if target == out.student else f"{target.name}-checkpoints"
+    )
+
+    def clear_damage() -> None:
+        why = damage(target) if target.exists() else None
+        if why:
+            run.display.say(f"{target} is damaged ({why}); its training starts again")
+            for lost in (target, directory):
+                shutil.rmtree(lost, ignore_errors=True)
+
+    processes.by_first(clear_damage)
+
+    def keep(entry: dict[str, Any], history: list[dict]) -> None:
+        found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
+        full = {**out.identity, **report, **found}
+        processes.by_first(lambda: save_model(target, model, run.tokenizer, full))
+
+    checkpoints = Checkpoints(
+        directory, {"run": out.identity["run"]}, settings.checkpoint_every, settings.resume
+    )
+    trackers = tuple(filter(None, (settings.report_to or "").split(",")))
+    logs = settings.out / "logs" / target.name
+    return {"keep": keep, "checkpoints": checkpoints, "trackers": trackers, "logs": logs}
+
+
+def _is_complete(directory: Path) -> bool:
+    """Whether a finished, sound model of this run lies there."""
+    report = read_marker(directory)
+    return bool(report and report.get("complete")) and damage(directory) is None
+
+
+def show(report: dict[str, Any], out: Path, console: Console) -> None:
+    """Print the end of a run: teacher against best student."""
+    sets = {"": report, "test ": report.get("test", {})}
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("", "parameters", "MiB", "ms a batch"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for prefix, scores in sets.items():
+        for name in scores.get("student", {}):
+            table.add_column(prefix + name, justify="right")
+    for name in ("teacher", "student"):
+        milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
+        scores = (f"{x:.4f}" for found in sets.values() for x in found.get(name, {}).values())
+        table.add_row(
+            name,
+            f"{report['parameters'][name]:,}",
+            f"{report['bytes'][name] / 2**20:.1f}",
+            "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
+            *scores,
+        )
+    console.print(table)
+    seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
+    faster = ""
+    if "teacher" in batch:
+        faster = f"{batch['teacher'] / batch['student']:.1f} times faster and "
+    say(
+        console,
+        f"the student is {faster}"
+        f"{report['parameters']['teacher'] / report['parameters']['student']:.1f} times smaller\n"
+        f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
+        f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
+        f"saved in {out / 'student'}",
+    )
+
+
+def save_model(
+    target: Path, model: PreTrainedModel, tokenizer: Any, report: dict[str, Any]
+) -> None:
+    """Save model, tokenizer and report under ``target``, all or nothing."""
+
+    def write(directory: Path) -> dict[str, Any]:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return report
+
+    replace_directory(target, write)

@@ -1,0 +1,335 @@
+"""Directories that are all or nothing, sealed with what they hold, and a lock on an output.
+
+A directory of ours carries `MARKER`, written last: a JSON object whose "files" gives the SHA-256 of
+every other file, or null if it came later. It tells a complete directory from a cut-off one, a
+damaged file from a sound one, and our files, the only ones ever deleted, from anybody else's.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from fastkd._extras import require
+from fastkd.train.errors import InputError, SaveFailed
+
+filelock: Any = require("filelock", "train")
+
+MARKER = "fastkd.json"
+LOCK = ".fastkd.lock"
+
+
+def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Let ``write`` fill a new directory, seal it with what it returns, put it at ``target``.
+
+    The old ``target`` stays until the new one is complete and on the disk. `recover_directory`
+    heals the one moment at which neither stands under its name.
+    """
+    staging = target.with_name(f".{target.name}.new")
+    with saving(target):
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            staging.mkdir(parents=True)
+            seal(staging, write(staging))
+            move_directory(staging, target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            recover_directory(target)
+            raise
+
+
+def move_directory(source: Path, target: Path) -> None:
+    """Put ``source`` in the place of ``target``, a directory of ours, which goes last."""
+    backup = _backup(target)
+    recover_directory(target)
+    if target.exists():
+        target.rename(backup)
+    source.rename(target)
+    _sync(target.parent)
+    if source.parent != target.parent and source.parent.exists():
+        _sync(source.parent)
+    _discard(backup)
+
+
+def recover_directory(target: Path) -> None:
+    """Undo or finish a replacement of ``target`` that was cut off between its renames."""
+    backup = _backup(target)
+    if not backup.exists():
+        return
+    if target.exists():
+        _discard(backup)
+    else:
+        backup.rename(target)
+
+
+def _backup(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _discard(directory: Path) -> None:
+    """Remove a replaced directory of ours; files that somebody else put there stay, in sight.
+
+    Of a symbolic link the link alone goes.
+    """
+    if directory.is_symlink():
+        directory.unlink()
+    if not directory.exists():
+        return
+    remove_own(directory)
+    if directory.exists():
+        base = directory.with_name(directory.name.removeprefix("."))
+        number, kept = 2, base
+        while kept.exists():
+            number, kept = number + 1, base.with_name(f"{base.name}{number}")
+        directory.rename(kept)
+
+
+def remove_own(directory: Path) -> None:
+    """Delete the files that the marker of ``directory`` lists, then the marker, then what's empty.
+
+    Cut off in the middle, the marker is still there, and the next call goes on.
+    """
+    for name in _listed(directory):
+        (directory / name).unlink(missing_ok=True)
+    if read_marker(directory) is not None:
+        (directory / MARKER).unlink()
+    folders = sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True)
+    for folder in (*folders, directory):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def remove_tree(directory: Path) -> None:
+    """Delete a directory that is wholly ours, its marker last."""
+    if not directory.exists():
+        return
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARKER:
+            path.unlink()
+    (directory / MARKER).unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def seal(directory: Path, content: dict[str, Any]) -> None:
+    """Write the marker of a directory whose files are all there, once they are on the disk."""
+    files = {name: _digest(directory / name) for name in _files(directory)}
+    for folder in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
+        _sync(folder)
+    write_json(directory / MARKER, {**content, "files": files})
+
+
+def reseal(directory: Path, content: dict[str, Any]) -> None:
+    """Replace what the marker says, not what it lists."""
+    files = read_json(directory / MARKER)["files"]
+    write_json(directory / MARKER, {**content, "files": files})
+
+
+def enlist(path: Path) -> None:
+    """List a new file in the marker of its directory, with which it then goes, if that is ours.
+
+    Without a digest: nothing is damaged if it is moved or changed.
+    """
+    marker = read_marker(path.parent)
+    if marker is not None and isinstance(marker.get("files"), dict):
+        files = {**marker["files"], path.name: None}
+        write_json(path.parent / MARKER, {**marker, "files": files})
+
+
+def damage(directory: Path) -> str | None:
+    """What is wrong with a sealed directory: one of its files is missing, or isn't what it was."""
+    marker = read_marker(directory)
+    if marker is None or not isinstance(marker.get("files"), dict):
+        there = (directory / MARKER).exists()
+        return f"{MARKER} is damaged" if there else f"it has no {MARKER}, so it was cut off"
+    for name, digest in marker["files"].items():
+        if digest is None:  # see `enlist`
+            continue
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if _digest(path, sync=False) != digest:
+            return f"{name} is not what was written"
+    return None
+
+
+def foreign(directory: Path) -> list[str]:
+    """Files in ``directory`` that its marker doesn't list."""
+    listed = _listed(directory)
+    return [name for name in _files(directory) if name not in listed]
+
+
+def _listed(directory: Path) -> dict[str, str | None]:
+    """What the marker of ``directory`` lists in it, as far as it can be read."""
+    files = (read_marker(directory) or {}).get("files")
+    if not isinstance(files, dict):
+        return {}
+    paths = {name: Path(name) for name in files}
+    within = [n for n, path in paths.items() if not path.is_absolute() and ".." not in path.parts]
+    return {name: files[name] for name in within}
+
+
+def _files(directory: Path) -> Iterator[str]:
+    """The files in ``directory`` but for the marker, by the names that it lists."""
+    for path in sorted(directory.rglob("*")):
+        if not path.is_dir() and path != directory / MARKER:
+            yield path.relative_to(directory).as_posix()
+
+
+def _digest(path: Path, sync: bool = True) -> str:
+    """SHA-256 of a file; ``sync`` sees to it that it is on the disk."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+        if sync:
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    """See to it that the names in ``directory`` are on the disk, where a system offers that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def saving(target: Path) -> Iterator[None]:
+    """A save that fails is one sentence, whatever torch, safetensors or the system call it."""
+    try:
+        yield
+    except Exception as error:
+        # A tokenizer raises nothing more exact than Exception.
+        told = isinstance(error, OSError | RuntimeError | SafetensorError)
+        if not told and type(error) is not Exception:
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        elif shutil.disk_usage(_existing(target)).free < 2**26 or "os error 28" in reason:
+            reason = os.strerror(errno.ENOSPC)
+        raise SaveFailed(
+            f"{target} can't be saved: {reason}; what was saved before is intact"
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    """The nearest parent of ``path`` that is there."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Room on the disk that ``path`` is or will be on."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def check_new_file(path: Path | None, overwrite: bool) -> None:
+    """Raise if --out, a file, is there and not to be overwritten, or can't be made."""
+    if path is None:
+        return
+    try:
+        if path.exists() and not overwrite:
+            raise InputError(f"--out {path} is there already; pass --overwrite to replace it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path} can't be used: {error.strerror}") from None
+    if path.is_dir():
+        raise InputError(f"--out {path} is a directory")
+
+
+def check_directory(flag: str, path: Path) -> None:
+    """Raise if the directory given with ``flag`` can't be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{flag} {path} can't be used: {reason}") from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON, replacing ``path`` only once it is complete and on the disk."""
+    write_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, replacing ``path`` only once it is complete and on the disk."""
+    staging = path.with_name(f".{path.name}.new")
+    try:
+        with staging.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+        _sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, or None if it is missing or cut off."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_marker(directory: Path) -> dict[str, Any] | None:
+    """What the marker of ``directory`` says, or None if it is missing, cut off or not ours."""
+    found = read_json(directory / MARKER)
+    return found if isinstance(found, dict) else None
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Make ``out`` and hold it; the system gives it back when the process ends, however.
+
+    Directories made for it go again if nothing was put into them.
+
+    Raises:
+        InputError: another process holds it, or it can't be made or written.
+    """
+    path = out / LOCK
+    try:
+        made = [p for p in (out, *out.parents) if not p.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path, blocking=False)
+        lock.acquire()
+    except filelock.Timeout:
+        raise InputError(
+            f"--out {out} is in use by {_holder(path)}; wait for it, or give another --out"
+        ) from None
+    except OSError as error:
+        what = "there is a file of that name" if out.is_file() else error.strerror
+        raise InputError(f"--out {out} can't be used: {what}") from None
+    try:
+        with contextlib.suppress(OSError):
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+        for directory in made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+def _holder(lock: Path) -> str:
+    try:
+        return lock.read_text() or "another process"
+    except OSError:
+        return "another process"

@@ -1,0 +1,89 @@
+"""What a model answers, and how right it is."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastkd._extras import require
+from fastkd.distributed import world_size
+from fastkd.train import processes
+from fastkd.train.plan import Plan, autocast
+from fastkd.train.rows import Encoded
+
+
+def predict(
+    model: nn.Module, examples: Encoded, collate: Callable, plan: Plan
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits (rows, labels) of ``model`` in eval mode, and the labels; draws no random number.
+
+    Several processes share the rows, and all get every answer.
+    """
+    was_training = model.training
+    model.eval()
+    order = np.argsort(examples.lengths, kind="stable").tolist()
+    parts: list[Any] = []
+    size = 2 * plan.own_rows
+    starts = range(0, len(order), size)
+    try:
+        with torch.no_grad(), autocast(plan):
+            for start in starts[processes.rank() :: world_size()]:
+                batch = collate(examples.__getitems__(order[start : start + size]))
+                inputs = {k: v.to(plan.device) for k, v in batch.items() if k != "labels"}
+                parts.append(model(**accepted(model, inputs)).logits.float().cpu().numpy())
+    finally:
+        model.train(was_training)
+    by_rank = processes.gathered(parts)
+    logits = np.concatenate(
+        [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(len(starts))]
+    )
+    back = np.empty_like(logits)
+    back[order] = logits
+    return back, examples.labels
+
+
+def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs`` without what ``model`` has no argument for (DistilBERT takes no segments)."""
+    arguments = inspect.signature(model.forward).parameters
+    if "token_type_ids" in inputs and "token_type_ids" not in arguments:
+        inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+    return inputs
+
+
+def evaluate(
+    metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
+) -> dict[str, float]:
+    """The named scores of ``logits`` (rows, classes), or (rows, 1) for regression.
+
+    F1 is that of class ``positive`` of two, or the mean over more.
+    """
+    scorers = require("sklearn.metrics", "train")
+    stats = require("scipy.stats", "train")
+    if not np.isfinite(logits).all():
+        return dict.fromkeys(metrics, float("nan"))
+    classes = logits.shape[-1]
+    predictions = logits[:, 0] if classes == 1 else logits.argmax(-1)
+
+    def correlation(function: Any) -> float:
+        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        return function(predictions, labels)[0]
+
+    compute = {
+        "accuracy": lambda: (predictions == labels).mean(),
+        "mcc": lambda: scorers.matthews_corrcoef(labels, predictions),
+        "f1": lambda: scorers.f1_score(
+            labels,
+            predictions,
+            average="binary" if classes == 2 else "macro",
+            pos_label=positive if classes == 2 else 1,
+            zero_division=0.0,
+        ),
+        "pearson": lambda: correlation(stats.pearsonr),
+        "spearman": lambda: correlation(stats.spearmanr),
+        "mse": lambda: ((predictions - labels) ** 2).mean(),
+    }
+    return {name: float(compute[name]()) for name in metrics}

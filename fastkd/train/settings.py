@@ -1,0 +1,242 @@
+"""The options of `fastkd distill`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastkd.distill.methods import METHODS
+from fastkd.train.errors import InputError
+from fastkd.train.options import (
+    check,
+    data_option,
+    given,
+    model_option,
+    option,
+    run_option,
+    training_option,
+)
+from fastkd.train.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
+
+# --teacher-layers: chosen from data (MC3KD, Algorithm 1).
+SELECT = "select"
+
+
+def device() -> Any:
+    return training_option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
+
+
+def seed() -> Any:
+    return training_option(0, "Seed of everything random.", least=0, most=2**32 - 1)
+
+
+def precision() -> Any:
+    return training_option("fp32", "fp32, bf16 or fp16.", choices=("fp32", "bf16", "fp16"))
+
+
+def remote_code() -> Any:
+    return option(False, "Run code that comes with a model on the hub.")
+
+
+class Checked:
+    """Options whose bounds are checked as they are made."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOptions(Checked):
+    """Where text and label stand in a file or data set."""
+
+    text_column: str | None = data_option(None, "Column of the text.")
+    text_pair_column: str | None = data_option(None, "Column of the second text.")
+    label_column: str | None = data_option(None, "Column of the label (label).")
+    no_header: bool = data_option(False, "The files have no header; columns are 0, 1, 2, ...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ColumnOptions):
+    """Where the rows come from."""
+
+    task: str | None = data_option(None, f"GLUE task: {', '.join(TASKS)}.", choices=tuple(TASKS))
+    data: str | None = data_option(None, "Data set on the hub.")
+    data_config: str | None = data_option(None, "Configuration of --data.")
+    train_split: str = data_option("train", "Split to train on.")
+    eval_split: str | None = data_option(None, "Split to evaluate on (validation).")
+    train: Path | None = data_option(
+        None, "Training rows: .tsv, .csv, .json, .jsonl, .parquet, also .gz."
+    )
+    evals: Path | None = data_option(
+        None, "Rows to evaluate on; files as in --train.", flag="--eval"
+    )
+    test: Path | None = data_option(
+        None, "Rows scored once, at the end, with the student that --eval chose."
+    )
+    unlabelled: Path | None = data_option(
+        None, "Text without labels to distil on as well; .txt: one a line."
+    )
+    labels: str = data_option(
+        "auto",
+        "What labels are: auto, classes, or numbers (regression).",
+        choices=("auto", "classes", "numbers"),
+    )
+    label_order: str | None = data_option(
+        None,
+        "The data's classes in the order of the teacher's head, where names don't tell.",
+        metavar="NAME,NAME",
+    )
+    metric: str | None = data_option(
+        None,
+        "Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse.",
+        choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
+    )
+    max_train_rows: int | None = data_option(
+        None, "Train on so many rows, drawn at random.", least=2
+    )
+    max_eval_rows: int | None = data_option(
+        None, "Evaluate on so many rows, drawn at random.", least=1
+    )
+    seed: int = seed()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hub = given(self, "data", "data_config", "train_split", "eval_split")
+        files = given(self, "train", "evals")
+        if self.train is None and self.evals is None:
+            if self.no_header:
+                raise InputError("--no-header is about files; give --train and --eval")
+            if self.task is None and self.data is None:
+                raise InputError(
+                    "no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE"
+                )
+        elif hub:
+            raise InputError(
+                f"{files[0]} and {hub[0]} exclude each other: give files or a hub name"
+            )
+        if self.task is not None and self.data is not None:
+            raise InputError("--task and --data exclude each other")
+        if self.data_config is not None and (self.data is None or self.data in TASKS):
+            raise InputError("--data-config belongs to --data, a data set that is no GLUE task")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing(Source):
+    """Teacher, student and method."""
+
+    # Options that only some commands have.
+    finetune_teacher: ClassVar[float] = 0.0
+    teacher_cache: ClassVar[Path | None] = None
+    gather: ClassVar[bool] = False
+
+    teacher: str = option(..., "Teacher: a directory or a hub name.")
+    trust_remote_code: bool = remote_code()
+    tokenizer: str | None = model_option(None, "Tokenizer, if not the teacher's.")
+    student: str | None = model_option(
+        None, "Student: a directory or a hub name, instead of teacher layers."
+    )
+    student_layers: int | None = model_option(
+        None, "How many teacher layers make the student; half of them if not given.", least=1
+    )
+    teacher_layers: str = model_option(
+        "uniform",
+        "Which teacher layers: uniform, top, bottom, numbers such as 2,4,6, or select: those that "
+        "differ most from the one before, which the method then compares as well.",
+    )
+    method: str = option(
+        "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
+    )
+    preset: str = option(
+        "default",
+        "Hyper-parameters to start from: default or paper.",
+        choices=("default", "paper"),
+    )
+    options: Mapping[str, Any] = option(
+        {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
+    )
+    max_length: int = training_option(128, "Longest text, in tokens.", least=4)
+    precision: str = precision()
+    device: str = device()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = given(self, "student_layers", "teacher_layers")
+        if self.student is not None and layers:
+            raise InputError(f"--student and {layers[0]} exclude each other")
+        if self.unlabelled is not None and self.method == "labels":
+            raise InputError("--unlabelled and --method labels exclude each other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Pairing):
+    """The options of `fastkd distill`, by the names they have there."""
+
+    teacher: str | None = option(  # type: ignore[assignment]
+        None, "Teacher: a directory or a hub name."
+    )
+    teacher_cache: Path | None = model_option(  # type: ignore[misc]
+        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR"
+    )
+    out: Path = run_option(Path("runs/distill"), "Directory for the student and its report.")
+    finetune_teacher: float = model_option(  # type: ignore[misc]
+        0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
+    )
+    teacher_learning_rate: float = model_option(
+        5e-5, "Learning rate of --finetune-teacher.", above=0
+    )
+    epochs: float = training_option(3.0, "Epochs of distillation.", above=0)
+    batch_size: int = training_option(32, "Rows in a step of a process.", least=1)
+    learning_rate: float = training_option(5e-5, "Peak learning rate.", above=0)
+    weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
+    warmup: float = training_option(
+        0.1, "Share of the steps that warms up, 0 to 1.", least=0, most=1
+    )
+    gather: bool = training_option(  # type: ignore[misc]
+        False, "Losses that compare samples see those of all processes."
+    )
+    trainer_args: Path | None = training_option(
+        None,
+        "YAML file of further arguments of transformers.TrainingArguments.",
+        metavar="FILE",
+        saved=False,
+    )
+    checkpoint_every: int | None = run_option(
+        None, "Checkpoints within an epoch, too.", metavar="STEPS", least=1
+    )
+    report_to: str | None = run_option(
+        None, "Trackers that get the losses, such as tensorboard; separated by commas."
+    )
+    log_json: Path | None = run_option(
+        None, "File that gets the progress as lines of JSON, for other programs."
+    )
+    resume: bool = run_option(False, "Continue an interrupted run; give the same options.")
+    overwrite: bool = run_option(False, "Replace the student in --out once a new one is complete.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_teacher()
+        if not self.finetune_teacher and given(self, "teacher_learning_rate"):
+            raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
+        if self.resume and self.overwrite:
+            raise InputError("--resume and --overwrite exclude each other")
+        if self.log_json is not None:
+            log = self.log_json.absolute()
+            read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
+            if log in [path.absolute() for path in read if path is not None]:
+                raise InputError(f"--log-json {self.log_json} is a file that the run reads")
+            for name in ("student", "teacher", "unfinished"):
+                if log.is_relative_to((self.out / name).absolute()):
+                    raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
+
+    def _check_teacher(self) -> None:
+        if self.teacher_cache is None:
+            if self.teacher is None:
+                raise InputError("--teacher is missing: a directory or a hub name")
+            return
+        settled = given(
+            self, "teacher", "tokenizer", "student_layers", "teacher_layers", "finetune_teacher"
+        )
+        if settled:
+            raise InputError(
+                f"--teacher-cache and {settled[0]} exclude each other: `fastkd cache` settled that"
+            )

@@ -1,0 +1,167 @@
+"""Functions run by processes of torchrun, and what the tests have them run.
+
+All of them are forks of one process that has imported everything; the launcher is torch's own.
+"""
+
+import functools
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import torch.distributed as dist
+from torch.distributed import run as torchrun
+from typer.testing import CliRunner
+
+from fastkd import __main__ as entry
+from fastkd.cli import demo
+from fastkd.cli.main import app
+from fastkd.distill import Method
+from fastkd.study import task
+from fastkd.train import docstrings, processes
+from tests.distill.processes import CONTEXT
+
+# The launcher looks so seldom that a process learns of another's end before it is stopped itself.
+MONITOR_INTERVAL = "3"
+
+
+class Launch:
+    """``function(*arguments)`` in so many processes of a launcher, which keeps files in ``folder``.
+
+    Without ``ranks`` in one process, which has no launcher.
+    """
+
+    def __init__(self, folder: Path, ranks: int | None, function, *arguments):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        arguments = folder, ranks, function, arguments
+        self.process = CONTEXT.Process(target=_launch, args=arguments)
+        self.process.start()
+
+    def end(self, seconds: float = 240) -> tuple[str, str]:
+        """Output and errors; whatever hangs is ended."""
+        self.process.join(seconds)
+        hangs = self.process.is_alive()
+        if hangs:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
+            self.process.kill()
+        said = tuple((self.folder / name).read_text() for name in ("out", "err"))
+        assert not hangs, said
+        return said
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"{rank}.pid").read_text())
+
+    def wait_for_step(self, log: Path, step: int) -> None:
+        """Until the log of progress says that so many steps are done."""
+        for _ in range(4800):
+            lines = log.read_text().splitlines() if log.exists() else []
+            if any(json.loads(line).get("step", 0) >= step for line in lines):
+                return
+            assert self.process.is_alive(), self.end()
+            time.sleep(0.05)
+        raise AssertionError("no progress")
+
+
+def _launch(folder: Path, ranks: int | None, function, arguments) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if ranks is None:
+        _work(folder, function, arguments)
+        return
+
+    def forking(args):
+        config, *_ = configure(args)
+        config.start_method = "fork"
+        return config, _work, (folder, function, arguments)
+
+    configure = torchrun.config_from_args
+    words = "--nproc-per-node", str(ranks), "--monitor-interval", MONITOR_INTERVAL, "function"
+    with mock.patch.object(torchrun, "config_from_args", forking):
+        torchrun.main(words)
+
+
+def _work(folder: Path, function, arguments) -> None:
+    """A process begins, with the signals that a new one has."""
+    for name in ("SIGTERM", "SIGHUP"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    (folder / f"{processes.rank()}.pid").write_text(str(os.getpid()))
+    gc.freeze()  # accelerate collects garbage once a run
+    try:
+        function(*arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def command(words: list[str]) -> None:
+    """What ``python -m fastkd`` does."""
+    sys.argv[1:] = words
+    entry.main()
+
+
+def packaged(folder: Path, words: list[str]) -> None:
+    """A command whose packaged teacher is FOLDER/teacher, and Python's library FOLDER/library."""
+    demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
+    task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
+    command(words)
+
+
+def commands(folder: Path, lines: dict[str, list[str]]) -> None:
+    """Run command lines by name, one after the other; results in FOLDER/<rank>.json.
+
+    The last of them is the process's own: how it ends is the launcher's to see.
+    """
+    *most, (_, last) = lines.items()
+    results = {}
+    for name, words in most:
+        results[name] = result_of(words)
+        if dist.is_initialized():
+            dist.barrier()
+            if processes.first():
+                dist.distributed_c10d._get_default_store().delete_key("fastkd failed")
+            dist.barrier()
+    (folder / f"{processes.rank()}.json").write_text(json.dumps(results))
+    command(last)
+
+
+def result_of(words: list[str]) -> tuple[int, str, str]:
+    with mock.patch.dict(os.environ):
+        result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+class FailsInTheSecond(Method):
+    """A mistake that one process alone meets."""
+
+    uses_teacher = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        if processes.rank() == 1:
+            raise ValueError("not here")
+
+    def weights(self, progress):
+        return {"task": 1.0}
+
+
+class BreaksInTheSecond(FailsInTheSecond):
+    """A step that goes wrong in one process alone."""
+
+    def __init__(self) -> None:
+        Method.__init__(self)
+        self.steps = 0
+
+    def task(self, step):
+        self.steps += 1
+        if self.steps == 3 and processes.rank() == 1:
+            raise ZeroDivisionError("a bug")
+        return super().task(step)

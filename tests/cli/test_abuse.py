@@ -1,0 +1,418 @@
+"""Malformed options and files, generated: one sentence each, which names option, file or row."""
+
+import dataclasses
+import datetime
+import decimal
+import gzip
+import inspect
+import itertools
+import json
+import os
+import random
+import shutil
+import typing
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from fastkd.cli.main import app
+from fastkd.train.errors import TrainingFailed
+from fastkd.train.options import options_of
+from tests.tiny import make_teacher, words_of, write_tsv
+
+CALLS = {command.callback.__name__: command.callback for command in app.registered_commands}
+COMMANDS = {
+    name: typing.get_type_hints(inspect.unwrap(call))["settings"]
+    for name, call in CALLS.items()
+    if name not in ("doctor", "study")
+}
+BAD_NUMBERS = ("nan", "-inf", "1e999", "-1", "abc", "", "1,5", "0x10", "9" * 400)
+BAD_WORDS = ("", "nonsense", "\x1b[31m", "a" * 5000, "--", "../..", "\N{PILE OF POO}")
+BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none/none.tsv", "")
+# Options whose every value means something, or is only told to be wrong by the hub.
+FREE = {
+    "data", "data_config", "train_split", "eval_split", "label_order", "text_column",
+    "text_pair_column", "label_column", "options", "set", "only", "report_to", "tokenizer",
+    "sentence",
+}  # fmt: skip
+# A path to write may be new; one to read may not.
+WRITTEN = {"out", "log_json", "plot"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("abuse")
+    make_teacher(path / "teacher")
+    write_tsv(path / "train.tsv")
+    write_tsv(path / "dev.tsv", 20, seed=1)
+    (path / "text.txt").write_text("good film\nbad film\n")
+    return path
+
+
+@pytest.fixture
+def invoke(folder, tmp_path, monkeypatch):
+    """The one sentence of a command that must fail; nothing is trained or timed."""
+
+    def trains(*args, **kwargs):
+        raise TrainingFailed("reached the training")
+
+    monkeypatch.setattr("fastkd.train.run.train", trains)
+    monkeypatch.setattr("fastkd.cli.cache._batches", trains)
+    monkeypatch.setattr("fastkd.distill.verify.verify", trains)
+    monkeypatch.setattr("fastkd.bench.runner.run_cases", trains)
+    monkeypatch.chdir(tmp_path)
+    teacher, dev = folder / "teacher", folder / "dev.tsv"
+    out = tmp_path / "out"
+    rows = {
+        "teacher": teacher, "train": folder / "train.tsv", "eval": dev, "max_length": 16,
+        "device": "cpu",
+    }  # fmt: skip
+    usual = {
+        "distill": {**rows, "out": out, "batch_size": 8},
+        "cache": {**rows, "out": out},
+        "verify": rows,
+        "evaluate": {"model": teacher, "data": dev},
+        "predict": {"model": teacher, "data": dev},
+        "export": {"model": teacher, "out": out / "model.onnx"},
+        "demo": {"out": out, "fast": True},
+        "bench": {"out": out, "only": "knn", "set": "cpu"},
+        "analyze": {"model": teacher, "text": folder / "text.txt", "out": out, "max_length": 16},
+    }
+
+    def call(command, *words, **changes):
+        listed = [*words_of(command, **{**usual[command], **changes}), *map(str, words)]
+        result = CliRunner().invoke(app, listed)
+        if result.exit_code not in (0, 1, 2):
+            raise AssertionError(f"{listed}: {result.output}") from result.exception
+        error = result.exception
+        assert error is None or isinstance(error, SystemExit), (listed, repr(error))
+        assert "Traceback" not in result.output
+        if result.exit_code:
+            lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+            assert len(lines) == 1, (listed, result.stderr)
+        return result
+
+    return call
+
+
+def bad_options():
+    """(command, flag, value) that must be refused."""
+    for command, cls in COMMANDS.items():
+        kinds = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            meta, kind = options_of(cls)[field.name], kinds[field.name]
+            choices = meta.choices() if callable(meta.choices) else meta.choices
+            values: tuple[str, ...] = ()
+            if {int, float} & {kind, *typing.get_args(kind)}:
+                values = BAD_NUMBERS
+            elif Path in {kind, *typing.get_args(kind)}:
+                values = BAD_PATHS[:3] if field.name in WRITTEN else BAD_PATHS
+            elif choices or (kind is not bool and field.name not in FREE and field.name != "set"):
+                values = BAD_WORDS
+            for value in values:
+                yield command, meta.flag, value
+
+
+def sample(cases, size, seed=0):
+    """Every flag at least once, and some more."""
+    cases = list(cases)
+    random.Random(seed).shuffle(cases)
+    first = {case[:2]: case for case in cases}
+    rest = [case for case in cases if case not in set(first.values())]
+    return [*first.values(), *rest][: max(size, len(first))]
+
+
+OPTIONS = sample(bad_options(), 200)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_malformed_options(invoke, folder, part):
+    for command, flag, value in OPTIONS[part::4]:
+        value = value.format(file=folder / "dev.tsv", folder=folder) if "{" in value else value
+        result = invoke(command, **{flag.removeprefix("--").replace("-", "_"): value})
+        case = (command, flag, value[:40], result.output[-300:])
+        assert result.exit_code, case
+        assert "reached the training" not in result.stderr, case
+        assert flag in result.stderr or (value and value in result.stderr), case
+
+
+ROWS = [("good film", "1"), ("bad film", "0"), ("fine film", "1"), ("dull film", "0")] * 3
+BROKEN = {
+    "tsv": {
+        "cut": "good film", "wide": "a\tb\tc", "empty label": "good film\t",
+        "empty text": "\t1", "nan": "good film\tnan", "unseen": "good film\t7\t",
+        "latin": "f\xfcr\t1".encode("latin-1"), "quote": 'good "film',
+    },
+    "csv": {
+        "quote": '"good film,1', "cut": "good film", "wide": "a,b,c", "empty": ",1",
+        "after": '"good"film,1', "label": "good film,", "null": "good film,NULL",
+        "latin": "f\xfcr,1".encode("latin-1"), "field": "x" * 200_000 + ",1",
+    },
+    "jsonl": {
+        "cut": '{"text": "a"', "array": '["a", 1]', "number": "5", "null": "null",
+        "no label": '{"text": "a"}', "no text": '{"label": 1}', "text": '{"text": 5, "label": 1}',
+        "list": '{"text": "a", "label": [1]}', "nan": '{"text": "a", "label": NaN}',
+        "object": '{"text": "a", "label": {}}', "deep": "[" * 100_000, "word": "text",
+        "infinite": '{"text": "a", "label": 1e999}', "none": '{"text": null, "label": 1}',
+        "empty": '{"text": " ", "label": 1}', "empty label": '{"text": "a", "label": ""}',
+        "null label": '{"text": "a", "label": null}',
+    },
+}  # fmt: skip
+SEPARATORS = {"tsv": "\t", "csv": ","}
+
+
+def content(kind, broken, place):
+    if kind == "jsonl":
+        lines = [json.dumps({"text": text, "label": label}) for text, label in ROWS]
+    else:
+        separator = SEPARATORS[kind]
+        lines = [separator.join(row) for row in [("text", "label"), *ROWS]]
+    made = [line.encode() for line in lines]
+    made.insert(place, broken if isinstance(broken, bytes) else broken.encode())
+    return b"\n".join(made) + b"\n"
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_malformed_rows_are_named(invoke, tmp_path, kind):
+    for (name, broken), place in itertools.product(BROKEN[kind].items(), (2, 7)):
+        path = tmp_path / f"broken.{kind}"
+        path.write_bytes(content(kind, broken, place))
+        for changes in ({"train": path}, {"eval": path, "train": tmp_path / f"good.{kind}"}):
+            (tmp_path / f"good.{kind}").write_bytes(content(kind, b"", 0).lstrip())
+            result = invoke("distill", **changes)
+            case = (kind, name, place, result.output[-300:])
+            assert result.exit_code == 2, case
+            assert f"broken.{kind}, row {place + 1}: " in result.stderr, case
+
+
+HEAD = b"text\tlabel\n"
+ZIPPED = gzip.compress(HEAD + b"good film\t1\n" * 5000)
+# What else a file may be than what its name says: its name, its bytes, a part of the message.
+OTHER_FILES = [
+    ("mac.tsv", b"text\tlabel\rgood\t1\r", "no rows"),
+    ("utf16.tsv", "text\tlabel\ngood\t1\n".encode("utf-16"), "row 1: not UTF-8"),
+    ("utf16.csv", "text,label\ngood,1\n".encode("utf-16-le"), "which column is the text"),
+    ("latin.json", b'[{"text": "a", "label": 1},\n{"text": "\xfc"}]', "row 2: not UTF-8"),
+    ("nul.jsonl", b'{"text": "a", "label": 1}\n\0\n', "row 2: not JSON"),
+    ("comma.jsonl", b'{"text": "a", "label": 1},\n', "row 1: not JSON"),
+    ("digits.jsonl", b'{"text": "a", "label": ' + b"9" * 5000 + b"}\n", "row 1: not JSON"),
+    ("digits.json", b'[{"text": "a", "label": ' + b"9" * 5000 + b"}]", "row 1: not JSON"),
+    ("half.jsonl", rb'{"text": "\ud800", "label": 1}', "row 1: column 'text' holds half"),
+    ("half.json", rb'[{"text": "a", "label": "\udfff"}]', "row 1: column 'label' holds half"),
+    ("object.json", b'{"data": [{"text": "a", "label": 1}]}', "which column is the text"),
+    ("columns.json", b'{"text": ["a"], "label": [1]}', "row 1: column 'text' is not text"),
+    ("string.json", b'"abc"', "row 1: not a JSON object"),
+    ("null.json", b"null", "row 1: not a JSON object"),
+    ("none.json", b"[]", "no rows"),
+    ("nested.json", b"[[]]", "row 1: not a JSON object"),
+    ("deep.json", b"[" * 100_000, "row 1: not JSON"),
+    ("deep objects.json", b'[{"a":' * 50_000, "row 1: not JSON"),
+    ("two.json", b'[{"text": "a", "label": 1}]\n[]', "row 2: not JSON"),
+    ("cut.json", b'[{"text": "a", "label": 1},\n\n', "row 3: not JSON"),
+    ("zip.csv", b"PK\x03\x04\xff\xfe", "row 1: not UTF-8"),
+    ("names.csv", b",\na,1\n", "row 1: column '' stands there twice"),
+    ("blank.csv", b" , label\na,1\n", "which column is the text"),
+    ("bars.csv", b"text|label\na|1\n", "which column is the text"),
+    ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
+    ("lead.tsv", b"\n\n \ntext\tlabel\na\t1\nb\n", "row 6: 1 columns where row 4 has 2"),
+    ("open.csv", b'text,label\n"a\nb,1\n', "row 2: unexpected end"),
+    ("wide.csv", b"text,label\n" + b"x" * 200_000 + b",1\n", "row 2: field larger"),
+    ("space.tsv", HEAD + "\u3000\t1\n".encode(), "row 2: column 'text' is empty"),
+    ("control.tsv", HEAD + b"a\t\x1b[31m\n", "row 2: label"),
+    ("long.tsv", HEAD + b"a\t" + b"y" * 10**6 + b"\n", "row 2: label"),
+    ("unknown.tsv", HEAD + b"zzz zzz\t1\n" * 8, "the tokenizer knows no word"),
+    ("cut.tsv.gz", ZIPPED[:-9], "can't be read"),
+    ("short.tsv.gz", ZIPPED[:20], "can't be read"),
+    ("sum.tsv.gz", ZIPPED[:-8] + b"\0" * 8, "can't be read"),
+    ("more.tsv.gz", ZIPPED + b"xxx", "can't be read"),
+    ("twice.tsv.gz", gzip.compress(ZIPPED), "row 1: not UTF-8"),
+    ("plain.json.gz", b'[{"text": "a", "label": 1}]', "can't be read"),
+    ("x.parquet", ZIPPED, "can't be read as Parquet"),
+    ("x.parquet.gz", ZIPPED, "can't be read as Parquet"),
+    ("x.tsv.bz2", b"BZh", "unknown kind"),
+    ("x", HEAD, "unknown kind"),
+    (".tsv", HEAD, "unknown kind"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "name"])
+def test_files_that_are_not_what_they_seem(invoke, tmp_path, kind):
+    if kind == "file":
+        for name, content, part in OTHER_FILES:
+            (tmp_path / name).write_bytes(content)
+            result = invoke("evaluate", data=tmp_path / name)
+            assert result.exit_code == 2, (name, result.output)
+            assert name in result.stderr and part in result.stderr, (name, result.stderr)
+        return
+    os.mkfifo(tmp_path / "pipe.tsv")
+    (tmp_path / "loop.tsv").symlink_to("loop.tsv")
+    (tmp_path / "lost.tsv").symlink_to("nowhere")
+    (tmp_path / "folder.tsv").mkdir()
+    for path, part in (
+        ("pipe.tsv", "not a regular file"), ("loop.tsv", "no such file"),
+        ("lost.tsv", "no such file"), ("folder.tsv", "directory"), ("a\tb.tsv", "no such file"),
+        ("\x1b[31m.tsv", "no such file"), ("\udcff.tsv", "no such file"), ("/dev/null", "--data"),
+        ("/proc/self/mem", "unknown kind"),
+    ):  # fmt: skip
+        result = invoke("evaluate", data=tmp_path / path)
+        assert result.exit_code == 2 and part in result.stderr, (path, result.stderr)
+
+
+def parquet_files(folder):
+    """(path, a part of the message): columns of other types, and damage anywhere."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    now = datetime.datetime(2020, 1, 1)
+    columns = {
+        "null": (["a", None], [1, 0], "row 2: column 'text' is not text"),
+        "bytes": ([b"a", b"b"], [1, 0], "row 1: column 'text' is not text"),
+        "lists": ([["a"], ["b"]], [1, 0], "row 1: column 'text' is not text"),
+        "times": (["a", "b"], [now, now], "row 1: label"),
+        "nan": (["a", "b"], [float("nan"), 0.0], "row 1: label"),
+        "structs": (["a", "b"], [{"a": 1}, {"a": 2}], "row 1: label"),
+        "decimals": (["a", "b"], [decimal.Decimal("1.5"), decimal.Decimal(1)], "row 1: label"),
+        "empty": (arrow.array([], arrow.string()), arrow.array([], arrow.int64()), "no rows"),
+    }
+    for name, (text, label, part) in columns.items():
+        path = folder / f"{name}.parquet"
+        parquet.write_table(arrow.table({"text": text, "label": label}), path)
+        yield path, part
+    path = folder / "twice.parquet"
+    table = arrow.Table.from_arrays(
+        [arrow.array(["a"])] * 2 + [arrow.array([1])], ["text"] * 2 + ["label"]
+    )
+    parquet.write_table(table, path)
+    yield path, "column 'text' stands there twice"
+    whole = (folder / "nan.parquet").read_bytes()
+    for end in (4, 8, len(whole) // 2, len(whole) - 8, len(whole) - 1):
+        path = folder / f"cut{end}.parquet"
+        path.write_bytes(whole[:end])
+        yield path, "can't be read as Parquet"
+    for place in range(0, len(whole), len(whole) // 30):
+        path = folder / f"flip{place}.parquet"
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        yield path, path.name
+
+
+def test_parquet_of_other_columns_and_damaged(invoke, tmp_path):
+    for path, part in parquet_files(tmp_path):
+        result = invoke("evaluate", data=path)
+        assert result.exit_code == 2, (path, result.output)  # its labels are NaN where it is read
+        assert path.name in result.stderr and part in result.stderr, (path, result.stderr)
+
+
+CONFIGURATIONS = [
+    {"num_hidden_layers": 0}, {"num_hidden_layers": -1}, {"num_hidden_layers": "x"},
+    {"hidden_size": 15}, {"hidden_size": 32}, {"num_attention_heads": 0}, {"vocab_size": 3},
+    {"vocab_size": 0}, {"vocab_size": "a"}, {"max_position_embeddings": 8}, {"id2label": 5},
+    {"id2label": {"x": "a"}}, {"dtype": "float99"}, {"model_type": "none"}, {"hidden_act": "none"},
+    {"hidden_dropout_prob": 5}, {"pad_token_id": 99999}, {"layer_norm_eps": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("finetune", [0, 1])
+def test_configurations_that_fit_no_weights(invoke, folder, tmp_path, finetune):
+    """With fine-tuning, too: no model begins from random weights where the file has others."""
+    for i, changes in enumerate(CONFIGURATIONS):
+        model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        result = invoke("distill", teacher=model, finetune_teacher=finetune)
+        assert result.exit_code == 2, (changes, result.stderr)
+        assert "--teacher" in result.stderr or "--student-layers" in result.stderr, result.stderr
+        if "num_hidden_layers" not in changes:
+            assert invoke("export", model=model).exit_code == 2, changes
+        assert invoke("analyze", model=model).exit_code in (0, 2)
+
+
+def test_classes_that_a_head_does_not_name(invoke, folder, tmp_path):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["id2label"] = {"0": "a", "5": "b"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert invoke("predict", model=model).exit_code == 0
+    assert "reached the training" in invoke("distill", teacher=model).stderr
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38, None])
+def test_weights_that_give_no_outputs(invoke, folder, tmp_path, value):
+    """NaN, an overflow, or one missing: said of the model, not of the learning rate."""
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "query.weight" in name)
+    weights[name] = weights[name].clone()
+    if value is None:
+        del weights[name]
+    else:
+        weights[name].fill_(value)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    said = "missing" if value is None else "not finite"
+    for command, name in (("distill", "teacher"), ("evaluate", "model"), ("predict", "model")):
+        result = invoke(command, **{name: model})
+        assert result.exit_code in (1, 2), result.output
+        assert f"--{name}" in result.stderr and said in result.stderr
+    if value is None:
+        result = invoke("distill", student=model)
+        assert result.exit_code == 2 and "--student" in result.stderr and said in result.stderr
+
+
+def test_a_tokenizer_without_its_files(invoke, folder, tmp_path):
+    """transformers makes one that knows no word, without a word."""
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    for path in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
+        path.unlink()
+    for command, name in (("distill", "teacher"), ("evaluate", "model")):
+        result = invoke(command, **{name: model})
+        assert result.exit_code == 2 and "tokenizer" in result.stderr, result.output
+
+
+@pytest.mark.parametrize("word", [
+    "alpha", "=1", "alpha=", "alpha=nan", "alpha=inf", "alpha=-1", "alpha=[1]", "alpha=1e999",
+    "alpha={}", "alpha=lambda: 1", "alpha=" + "(" * 500, "layers=9", "layers=[0]", "layers=[9,1]",
+    "layers=1.5", "layers=true", "layers=none", "layers=x", "normalize=5", "normalize=l3",
+    "distance=", "no=1", "\0=1", "task_weight=none", "beta=0x", "beta='", "beta=1_",
+])  # fmt: skip
+def test_malformed_hyperparameters(invoke, word):
+    result = invoke("distill", "--set", word)
+    assert result.exit_code == 2, result.output
+    assert "--set" in result.stderr or "--method fcd" in result.stderr
+
+
+DAMAGES = {
+    "config.json": (b"", b"{", b"[]", b'{"model_type": "bert"}', b'{"model_type": 5}', b"\xff"),
+    "model.safetensors": (b"", b"x", b"\xff" * 100, None),
+    "tokenizer.json": (b"", b"{}", b"[1]", b"\xff"),
+    "tokenizer_config.json": (b"", b"[]", b"{"),
+}
+
+
+@pytest.mark.parametrize("file", DAMAGES)
+def test_damaged_model_files(invoke, folder, tmp_path, file):
+    for i, damage in enumerate(DAMAGES[file]):
+        model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
+        whole = (model / file).read_bytes()
+        (model / file).write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+        for command, name in (("distill", "teacher"), ("evaluate", "model")):
+            result = invoke(command, **{name: model})
+            if result.exit_code:  # some damage to a tokenizer's options is none
+                assert f"--{name}" in result.stderr, (file, damage, result.stderr)
+            else:
+                assert file.startswith("tokenizer"), (file, damage)
+
+
+def test_a_truncated_result_file(invoke, tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text('{"rows": [')
+    from fastkd.bench.runner import WrongChoice, _kept_rows
+
+    with pytest.raises(WrongChoice, match=r"results\.json is damaged"):
+        _kept_rows(path, {})
+
+
+def test_the_number_of_cases():
+    rows = sum(2 * 2 * len(broken) for broken in BROKEN.values())
+    damages = sum(2 * len(found) for found in DAMAGES.values())
+    assert len(OPTIONS) + rows + damages >= 300

@@ -1,0 +1,238 @@
+"""`fastkd analyze` from the command line, on a tiny model saved to disk."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import BertModel, BertTokenizerFast, GPT2Model
+
+from fastkd.analysis import (
+    adjacent_layer_cca,
+    cka_matrix,
+    layer_intra_class_similarity,
+    layer_similarity,
+    layers,
+    svcca_matrix,
+)
+from fastkd.cli import analyze as report
+from fastkd.distill import student_from_teacher
+from fastkd.train.data import read_file
+from fastkd.train.saving import MARKER
+from tests.cli.launched import result_of
+from tests.distill.processes import run_ranks
+from tests.tiny import run
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "of", "words"]
+
+
+def save(path, kind=BertModel, words=WORDS, **config):
+    """A tiny model with its tokenizer."""
+    path.mkdir(exist_ok=True)
+    (path / "vocab.txt").write_text("\n".join(words))
+    torch.manual_seed(0)
+    config = kind.config_class(vocab_size=len(words), **config)
+    model = kind(config)
+    model.save_pretrained(path)
+    BertTokenizerFast(vocab=str(path / "vocab.txt")).save_pretrained(path)
+    return model
+
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    broken = save(path, num_hidden_layers=3, **SIZES)
+    save(path / "student", num_hidden_layers=2, **{**SIZES, "hidden_size": 12})
+    save(path / "other", words=WORDS[:-1], num_hidden_layers=2, **SIZES)
+    save(path / "wrong", num_hidden_layers=2, **SIZES)
+    (path / "student" / MARKER).write_text(json.dumps({"teacher_layers": [1, 3]}))
+    (path / "wrong" / MARKER).write_text(json.dumps({"teacher_layers": [2, 4]}))
+    torch.nn.init.constant_(broken.encoder.layer[0].output.LayerNorm.weight, float("nan"))
+    save(path / "nan", num_hidden_layers=3, **SIZES)
+    broken.save_pretrained(path / "nan")
+    lines = ["a small model", "words", "", "a model of words a model of words", "small small"] * 8
+    lines[0] = "words"
+    (path / "text.txt").write_text("\n".join(lines))
+    rows = [f"{line}\t{('no', 'yes')[len(line) % 2]}" for line in lines if line]
+    (path / "data.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    return path
+
+
+def test_numbers_and_pictures(folder, tmp_path):
+    text, out = folder / "text.txt", tmp_path / "out"
+    output = run("analyze", model=folder, text=text, out=out, batch_size=7)
+    written = json.loads((tmp_path / "out" / "layers.json").read_text())
+    model, tokenizer = report.load_model(str(folder), torch.device("cpu"))
+    texts = report.read_lines(folder / "text.txt")
+    assert len(texts) == 32
+    whole = list(report.batches_of(tokenizer, texts, batch_size=100))
+    for name, expected in (
+        ("svcca", svcca_matrix(model, whole)),
+        ("cka", cka_matrix(model, whole)),
+        ("adjacent_cca", adjacent_layer_cca(model, whole)),
+    ):
+        actual = torch.tensor(written[name], dtype=torch.float64)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert written["tokens"] == int(whole[0]["attention_mask"].sum())
+    assert f"{written['adjacent_cca'][2]:.4f}" in output
+    assert f"{written['rccc']:.4f}" in output
+    for name in ("svcca.png", "cka.png", "relations.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_teacher_student_and_the_student_before(folder, tmp_path):
+    measures = ["svcca", "pwcca"]
+    output = run("analyze", model=folder, student=folder / "student", data=folder / "data.tsv",
+                 measures=",".join(measures), sentence="a small model", out=tmp_path,
+                 batch_size=40)  # fmt: skip
+    written = json.loads((tmp_path / "layers.json").read_text())
+    teacher, tokenizer = report.load_model(str(folder), torch.device("cpu"))
+    student = BertModel.from_pretrained(folder / "student")
+    texts = [line for line in (folder / "text.txt").read_text().splitlines() if line]
+    labels = [len(line) % 2 for line in texts]
+    batches = list(report.batches_of(tokenizer, texts, batch_size=40, labels=labels))
+    for name, model in (("student", student), ("before", student_from_teacher(teacher, [1, 3]))):
+        across = layer_similarity(teacher, batches, measures, other=model)
+        alone = layer_similarity(model, batches, measures)
+        for measure in measures:
+            for found, expected in (
+                (written[name]["to_model"][measure], across[measure]),
+                (written[name][measure], alone[measure]),
+            ):
+                torch.testing.assert_close(torch.tensor(found).double(), expected)
+        intra = layer_intra_class_similarity(model, batches)
+        found = torch.tensor(written[name]["intra_class_similarity"]).double()
+        torch.testing.assert_close(found, intra)
+        assert written[name]["rccc"] == pytest.approx(float(alone["svcca"][0, -1]))
+        assert 0 < written[name]["relations"]["l2"] <= 1
+    assert written["sentence"]["tokens"] == ["[CLS]", "a", "small", "model", "[SEP]"]
+    rows = list(csv.DictReader((tmp_path / "layers.csv").open()))
+    assert len(rows) == 2 * (16 + 9 + 9 + 12 + 12)
+    models = ("model", "before")
+    found = [r for r in rows if (r["model"], r["other_model"]) == models and r["layer"] == "2"]
+    assert [float(r["value"]) for r in found[3:6]] == written["before"]["to_model"]["pwcca"][2]
+    for name in (*measures, "relations"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "student before" in output and "ρ of the sentence's relations" in output
+
+
+def test_a_decoder(folder, tmp_path, monkeypatch):
+    save(tmp_path / "gpt2", GPT2Model, n_embd=16, n_layer=2, n_head=2, n_positions=128)
+    load_model = report.load_model
+
+    def as_decoders_read(*arguments):
+        model, tokenizer = load_model(*arguments)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A $B")
+        return model, tokenizer
+
+    monkeypatch.setattr(report, "load_model", as_decoders_read)
+    gpt2, text, out = tmp_path / "gpt2", folder / "text.txt", tmp_path / "out"
+    run("analyze", model=gpt2, text=text, out=out, before=gpt2, student=gpt2, measures="cca")
+    written = json.loads((tmp_path / "out" / "layers.json").read_text())
+    # The first text is one token, which has no relation.
+    assert set(written["student"]["relations"].values()) == {None}
+    same = torch.tensor(written["student"]["to_model"]["cca"])
+    torch.testing.assert_close(same.diagonal(), torch.ones(3))
+
+
+def command_on_ranks(rank, words):
+    return run("analyze", *words)
+
+
+def test_processes_share_the_rows(folder, tmp_path):
+    words = ["--model", folder, "--student", folder / "student", "--data", folder / "data.tsv",
+             "--batch-size", 5, "--measures", "pwcca", "--device", "cpu"]  # fmt: skip
+    run("analyze", *words, "--out", tmp_path / "one")
+    first, second = run_ranks(command_on_ranks, 2, tmp_path, [*words, "--out", tmp_path / "two"])
+    assert "RCCC" in first and not second
+    one, two = (
+        json.loads((tmp_path / name / "layers.json").read_text()) for name in ("one", "two")
+    )
+
+    for name in ("rccc", "pwcca", "intra_class_similarity", "tokens"):
+        for a, b in ((one, two), (one["student"], two["student"])):
+            if name in a:
+                torch.testing.assert_close(torch.tensor(a[name]), torch.tensor(b[name]))
+    assert one["sentence"] == two["sentence"]
+
+
+def failing_on_the_second(rank, words):
+    def stream(*arguments, **options):
+        if rank == 1:
+            raise ValueError("not here")
+        return layers.stream(*arguments, **options)
+
+    report.stream = stream
+    return result_of(["analyze", *map(str, words)])
+
+
+def test_what_fails_in_one_process_is_said_once_and_ends_all(folder, tmp_path):
+    words = ["--model", folder, "--text", folder / "text.txt", "--device", "cpu", "--batch-size", 5]
+    codes, _, said = zip(*run_ranks(failing_on_the_second, 2, tmp_path, words), strict=True)
+    assert codes == (2, 2)
+    assert "".join(said) == f"Error: --model {folder}: not here\n"
+
+
+MODEL = ("--model", "{folder}")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "{folder}"], "give one of --text FILE, --data FILE and --task NAME"),
+        ([*MODEL, "--data", "{folder}/data.tsv", "--text", "x"], "give one of --text FILE"),
+        ([*MODEL, "--text", "x", "--label-column", "y"], "--label-column is about --data FILE"),
+        ([*MODEL, "--text", "x", "--sentence", " "], "--sentence holds no text"),
+        ([*MODEL, "--text", "x", "--before", "{folder}"], "--before needs --student"),
+        ([*MODEL, "--text", "x", "--measures", "svcca,ckaa"], "'ckaa': known: svcca"),
+        ([*MODEL, "--text", "x", "--pool", "max"], "--pool 'max' is not an option"),
+        (
+            [*MODEL, "--text", "{folder}/text.txt", "--student", "{folder}/other"],
+            "--student {folder}/other: its vocabulary has 9 tokens, the model's 10",
+        ),
+        (
+            [*MODEL, "--text", "{folder}/text.txt", "--student", "{folder}/wrong"],
+            "--student was made of another --model: layers must be increasing numbers from 1 to 3",
+        ),
+        (
+            ["--model", "{folder}/nan", "--text", "{folder}/text.txt"],
+            "--model {folder}/nan: layer 1 of the model gave values that are not finite",
+        ),
+        (
+            [*MODEL, "--text", "{folder}/text.txt", "--rows", "1", "--measures", "unbiased_cka"],
+            "at least four real tokens in the batches are needed, got 3",
+        ),
+        (["--model", "{folder}", "--text", "/no/such.txt"], "/no/such.txt: no such file"),
+        (["--model", "{folder}", "--text", "{folder}"], "--text {folder}: can't be read"),
+        (["--model", "/no/model", "--text", "{folder}/text.txt"], "/no/model: no such directory"),
+        (["--model", "{folder}", "--task", "sst"], "--task 'sst' is not an option"),
+        (["--model", "{folder}", "--text", "{folder}/text.txt", "--variance", "2"], "--variance"),
+    ],
+)
+def test_mistakes_are_one_sentence(folder, arguments, message):
+    error = run("analyze", *(part.format(folder=folder) for part in arguments), expect=2)
+    assert message.format(folder=folder) in error
+
+
+def test_texts_from_a_pipe():
+    read, write = os.pipe()
+    os.write(write, b"one\n\n two\n")
+    os.close(write)
+    assert report.read_lines(Path(f"/dev/fd/{read}")) == ["one", "two"]
+    os.close(read)
+
+
+def test_a_task_from_the_hub(folder, tmp_path, monkeypatch):
+    def hub(name, config, split, columns, option):
+        assert (name, config, split) == ("nyu-mll/glue", "sst2", "validation")
+        return read_file(folder / "data.tsv", columns, option), None
+
+    monkeypatch.setattr(report, "read_hub", hub)
+    output = run("analyze", model=folder, task="sst2", rows=9, out=tmp_path)
+    assert "intra-class similarity, last layer" in output

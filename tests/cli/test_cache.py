@@ -1,0 +1,162 @@
+"""`fastkd cache` and `--teacher-cache`; `fastkd verify`."""
+
+import shutil
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from fastkd.distill.verify import _Step
+from fastkd.train.saving import read_json
+from tests.cli.test_cli import report_of
+from tests.tiny import make_teacher, run, write_tsv
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cache")
+    make_teacher(path / "teacher", **STILL)
+    write_tsv(path / "train.tsv", 45)
+    write_tsv(path / "dev.tsv", 20, seed=1)
+    return path
+
+
+@pytest.fixture
+def call(folder):
+    def call(command, out, *flags, **options):
+        usual = {
+            "train": folder / "train.tsv",
+            "eval": folder / "dev.tsv",
+            "max_length": 16,
+            "device": "cpu",
+        }
+        if command != "verify":
+            usual |= {"out": out, "batch_size": 8}
+        if command == "distill":
+            usual |= {"epochs": 2, "learning_rate": 1e-3}
+        if "teacher_cache" not in options:
+            usual["teacher"] = folder / "teacher"
+        return run(command, *flags, **{**usual, **options})
+
+    return call
+
+
+def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_path, monkeypatch):
+    """A folder with nothing else in it was held to be somebody else's."""
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "cache"
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("fastkd.distill.cache.os.replace", killed)
+            call("cache", out, expect=130)
+        assert len([path for path in out.iterdir() if path.name.startswith(".")]) == 1
+    mine = tmp_path / "mine" / f".{'0' * 32}"
+    mine.parent.mkdir()
+    (mine.parent / "notes").write_text("")
+    mine.write_text("")
+    call("cache", mine.parent, expect=2)
+    assert mine.exists()  # among files of somebody else
+    call("cache", out)
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("method", ["fcd", "lrkd", "mc3kd", "soft_targets"])
+def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method):
+    more = {"method": method, "test": folder / "dev.tsv"}
+    assert "42 different samples" in call("cache", tmp_path / "cache", method=method)
+    call("distill", tmp_path / "live", **more)
+    output = call("distill", tmp_path / "cached", teacher_cache=tmp_path / "cache", **more)
+    live, cached = report_of(tmp_path / "live"), report_of(tmp_path / "cached")
+    for name in ("teacher", "student", "layers", "labels", "parameters", "bytes", "rows"):
+        assert live[name] == cached[name], name
+    assert cached["test"] == {"student": live["test"]["student"]}
+    assert "times smaller" in output and "times faster" not in output
+    a, b = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "student").state_dict()
+        for name in ("live", "cached")
+    )
+    for name, value in a.items():
+        if not name.endswith("key.bias"):  # no gradient but rounding's
+            assert (value - b[name]).abs().max() <= 1e-5, name
+    card = (tmp_path / "cached" / "student" / "README.md").read_text()
+    assert str(tmp_path / "cache") in card and "faster" not in card
+
+
+def test_a_cache_is_enough(call, folder, tmp_path):
+    teacher = shutil.copytree(folder / "teacher", tmp_path / "teacher")
+    call("cache", tmp_path / "cache", teacher=teacher, teacher_layers="1,3,4")
+    assert "42 different samples" in call(
+        "cache", tmp_path / "cache", teacher=teacher, teacher_layers="1,3,4"
+    )
+    shutil.rmtree(teacher)
+    call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
+    report = report_of(tmp_path / "out")
+    assert report["layers"] == 3 and report["parameters"]["teacher"] > 0
+    # Another student that is as deep, and a part of the rows.
+    student = make_teacher(tmp_path / "student", layers=3)
+    call(
+        "distill", tmp_path / "other", teacher_cache=tmp_path / "cache", student=student,
+        max_train_rows=20, max_length=20,
+    )  # fmt: skip
+    assert report["teacher"] and not report_of(tmp_path / "other")["teacher"]  # scored otherwise
+    assert "already complete" in call(
+        "distill", tmp_path / "out", "--resume", teacher_cache=tmp_path / "cache"
+    )
+
+
+def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
+    cache = tmp_path / "cache"
+    call("cache", cache, method="lrkd")
+    out, wrong = tmp_path / "out", {"teacher_cache": cache, "expect": 2}
+    for options, parts in (
+        ({"teacher": folder / "teacher"}, ["--teacher-cache and --teacher exclude each other"]),
+        ({"student_layers": 2}, ["--teacher-cache and --student-layers"]),
+        ({"finetune_teacher": 1}, ["--teacher-cache and --finetune-teacher"]),
+        ({"method": "fcd"}, ["--method fcd", "keeps only [4]"]),
+        (
+            {"method": "lrkd", "train": write_tsv(tmp_path / "new.tsv", 60, seed=9)},
+            [f"--teacher-cache {cache}", "new.tsv, row", "is not in it"],
+        ),
+        ({"method": "lrkd", "max_length": 4}, ["train.tsv, row", "same --max-length"]),
+        ({"method": "lrkd", "teacher_cache": tmp_path}, ["no complete cache there"]),
+    ):
+        error = call("distill", out, **{**wrong, **options})
+        assert all(part in error for part in parts), error
+        assert not out.exists()
+    assert "--teacher is missing" in call("distill", out, teacher=None, expect=2)
+    other = make_teacher(tmp_path / "other", initializer_range=0.3, **STILL)
+    error = call("cache", cache, method="lrkd", teacher=other, expect=2)
+    assert f"--out {cache} was written otherwise (fingerprint: teacher" in error
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    assert "holds something else" in call("cache", tmp_path / "mine", expect=2)
+    bare = make_teacher(tmp_path / "bare", head=False)
+    assert "no classification head" in call("cache", tmp_path / "x", teacher=bare, expect=2)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path):
+    call("cache", tmp_path / "cache", max_train_rows=20)
+    (tmp_path / "cache" / "fastkd.json").unlink()
+    error = call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache", expect=2)
+    assert "no complete cache" in error
+    assert "42 different samples" in call("cache", tmp_path / "cache")
+    assert read_json(tmp_path / "cache" / "fastkd.json")["samples"] == 42
+    call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
+
+
+def test_verify_prints_a_table(call, tmp_path, monkeypatch):
+    # tests/distill/test_verify.py compiles.
+    monkeypatch.setattr(_Step, "compiled", lambda step, backend: step.again())
+    output = call("verify", None, method="soft_targets", rows=4, ranks=0)
+    assert "4 rows, device cpu, float64" in output
+    for name in ("left padding", "cached teacher", "saved and loaded"):
+        assert name in output
+    assert "differs" not in output
+    bare = make_teacher(tmp_path / "bare", head=False, **STILL)
+    assert "by definition" in call("verify", None, teacher=bare, rows=4, ranks=0)
+    assert "--rows" in call("verify", None, rows=1, expect=2)

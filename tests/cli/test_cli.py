@@ -1,0 +1,1025 @@
+"""`fastkd distill` from its command line: every method, bad input, interruptions, resuming."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+)
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import fastkd
+from fastkd._extras import MissingExtra, require
+from fastkd.cli.main import app
+from fastkd.distill import METHODS, Method
+from fastkd.distill.capture import Backbone
+from fastkd.train import loop, options, saving
+from fastkd.train.errors import InputError
+from fastkd.train.saving import (
+    MARKER,
+    damage,
+    read_json,
+    recover_directory,
+    replace_directory,
+)
+from fastkd.train.settings import Settings
+from tests.tiny import make_teacher, run, write_tsv
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_teacher(tmp_path_factory.mktemp("models") / "teacher")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return write_tsv(folder / "train.tsv"), write_tsv(folder / "dev.tsv", 20, seed=1)
+
+
+@pytest.fixture
+def distill(teacher, files, tmp_path):
+    """Run `fastkd distill` on the tiny data; options given here replace the usual ones."""
+
+    def call(*flags, **options):
+        usual = {
+            "teacher": teacher,
+            "train": files[0],
+            "eval": files[1],
+            "out": tmp_path / "out",
+            "epochs": 1,
+            "batch_size": 8,
+            "max_length": 16,
+            "device": "cpu",
+            "learning_rate": 1e-3,
+        }
+        return run("distill", *flags, **{**usual, **options})
+
+    return call
+
+
+@pytest.fixture
+def interrupted(distill, monkeypatch):
+    """A run that ``how()`` ends after training step ``step``."""
+
+    def call(step, how, *flags, expect=130, **options):
+        with monkeypatch.context() as patch:
+            stop_at(patch, step, how)
+            return distill(*flags, expect=expect, **options)
+
+    return call
+
+
+@pytest.fixture
+def begun(request, files, tmp_path):
+    """A copy of what every case of a test begins with, made for the first of them on the files."""
+
+    def call(name, make):
+        kept = files[0].parent / request.node.originalname / name
+        if not kept.exists():
+            make(kept)
+        shutil.copytree(kept, tmp_path / name)
+
+    return call
+
+
+def report_of(out):
+    return json.loads((out / "student" / "fastkd.json").read_text())
+
+
+def weights_of(out):
+    return load_file(out / "student" / "model.safetensors")
+
+
+def visible(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def same_weights(a, b):
+    a, b = weights_of(a), weights_of(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_saves(distill, tmp_path, method):
+    output = distill(method=method, student_layers=2)
+    out = tmp_path / "out"
+    report = report_of(out)
+    assert report["complete"] and report["settings"]["method"] == method
+    assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
+    assert f"{report['student']['accuracy']:.4f}" in output
+    terms = METHODS[method]().weights(1.0)
+    assert set(report["best"]["losses"]) == {"loss", *terms}
+    assert report["seconds"]["total"] >= report["seconds"]["training"] > 0
+
+    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    assert student.config.num_hidden_layers == 2
+    assert student.config.id2label == {0: "0", 1: "1"}
+    assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
+    tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
+    assert len(tokens["input_ids"]) == 4
+    assert [path.name for path in out.iterdir()] == ["student"]
+    card = (out / "student" / "README.md").read_text()
+    made = "on the labels alone" if method == "labels" else f"the method `{method}` from the"
+    assert made in card
+
+
+def test_a_method_of_ones_own(distill, tmp_path):
+    distill(method="tests.cli.test_cli:Halved", set="share=0.25")
+    report = report_of(tmp_path / "out")
+    assert set(report["best"]["losses"]) == {"loss", "task"}
+    assert report["settings"]["options"] == {"share": 0.25}
+    assert "did you mean 'share'" in distill(
+        method="tests.cli.test_cli:Halved", set="shar=1", out=tmp_path / "x", expect=2
+    )
+    for name in ("tests.cli.test_cli:Nothing", "no.such:Method", "tests.cli.test_cli:WORDS"):
+        assert f"method '{name}'" in distill(method=name, out=tmp_path / "x", expect=2)
+
+
+class Halved(Method):
+    """Part of the task loss."""
+
+    uses_teacher = False
+
+    def __init__(self, *, share: float = 0.5) -> None:
+        super().__init__()
+        self.share = share
+
+    def weights(self, progress):
+        return {"task": self.share}
+
+
+def test_saved_student_scores_what_the_report_says(distill, tmp_path, files):
+    distill(epochs=10, learning_rate=5e-3, method="soft_targets", set="alpha=0.0")
+    report = report_of(tmp_path / "out")
+    scores = [entry["scores"]["accuracy"] for entry in report["history"]]
+    assert report["student"]["accuracy"] == max(scores) > 0.8
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "student")
+    rows = [line.split("\t") for line in files[1].read_text().splitlines()[1:]]
+    batch = tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")
+    guesses = model.eval()(**batch).logits.argmax(-1)
+    right = [model.config.id2label[int(g)] == y for g, (_, y) in zip(guesses, rows, strict=True)]
+    assert sum(right) / len(right) == report["student"]["accuracy"]
+
+
+def test_the_same_seed_gives_the_same_student(distill, tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        distill(out=tmp_path / name, seed=seed)
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert not same_weights(tmp_path / "a", tmp_path / "c")
+
+
+def test_options_reach_the_method(distill, tmp_path):
+    distill("--set", "k=3", "--set", "pool=mean", method="knn")
+    assert report_of(tmp_path / "out")["settings"]["options"] == {"k": 3, "pool": "mean"}
+    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
+    assert options.assignments("--set", words) == {
+        "a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]
+    }  # fmt: skip
+
+
+def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
+    bare = make_teacher(tmp_path / "bare", head=False)
+    error = distill(teacher=bare, expect=2)
+    assert "no classification head" in error and "--finetune-teacher" in error
+    distill(teacher=bare, finetune_teacher=8, teacher_learning_rate=5e-3, method="soft_targets")
+    report = report_of(tmp_path / "out")
+    assert report["teacher"]["accuracy"] > 0.9
+    distill(teacher=tmp_path / "out" / "teacher", out=tmp_path / "again")
+    assert report_of(tmp_path / "again")["teacher"] == report["teacher"]
+
+
+def test_regression_and_string_labels(distill, tmp_path):
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    one = make_teacher(tmp_path / "one", labels=1)
+    for method in ("soft_targets", "lrc_bert", "knn"):
+        distill(teacher=one, train=real, eval=real, method=method, out=tmp_path / method)
+        report = report_of(tmp_path / method)
+        assert set(report["student"]) == {"pearson", "spearman"}
+    distill(train=real, eval=real, finetune_teacher=1, metric="mse", out=tmp_path / "mse")
+    history = report_of(tmp_path / "mse")["history"]
+    assert report_of(tmp_path / "mse")["student"]["mse"] == min(h["scores"]["mse"] for h in history)
+
+    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("no", "yes")[y])
+    error = distill(train=named, eval=named, out=tmp_path / "named", expect=2)
+    assert "LABEL_0, LABEL_1, the data no, yes; pass --label-order" in error
+    distill(train=named, eval=named, out=tmp_path / "named", label_order="no,yes")
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "named" / "student")
+    assert student.config.label2id == {"no": 0, "yes": 1}
+
+
+def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
+    """A head named POSITIVE, NEGATIVE was matched to neg, pos by position: swapped."""
+    head = make_teacher(
+        tmp_path / "head",
+        id2label={0: "POSITIVE", 1: "NEGATIVE"},
+        label2id={"POSITIVE": 0, "NEGATIVE": 1},
+    )
+
+    def labels_of(name, *words, **options):
+        named = write_tsv(tmp_path / f"{name}.tsv", label=lambda y: words[y])
+        out = tmp_path / name
+        output = distill(teacher=head, train=named, eval=named, test=named, out=out, **options)
+        if options.get("expect"):
+            return output
+        # The order holds for the test rows as well.
+        report = report_of(out)
+        assert report["test"] == {name: report[name] for name in ("teacher", "student")}
+        return json.loads((out / "student" / "config.json").read_text())["id2label"]
+
+    assert labels_of("short", "neg", "pos") == {"0": "pos", "1": "neg"}
+    assert labels_of("ids", "0", "1") == {"0": "0", "1": "1"}
+    error = labels_of("other", "bad", "good", expect=2)
+    assert "POSITIVE, NEGATIVE, the data bad, good" in error and "--label-order" in error
+    assert labels_of("told", "bad", "good", label_order="good, bad") == {"0": "good", "1": "bad"}
+    error = labels_of("wrong", "bad", "good", label_order="good,evil", expect=2)
+    assert "--label-order good,evil" in error and "bad, good" in error
+    assert labels_of("tuned", "bad", "good", finetune_teacher=1) == {"0": "bad", "1": "good"}
+
+
+@pytest.mark.parametrize("names", [("1", "-1"), ("c", "C")])
+def test_a_head_that_names_the_classes_gives_their_order(distill, tmp_path, names):
+    """1 and -1 meant the same, and were swapped."""
+    ids = {name: i for i, name in enumerate(names)}
+    head = make_teacher(tmp_path / "head", id2label=dict(enumerate(names)), label2id=ids)
+    rows = write_tsv(tmp_path / "rows.tsv", label=lambda y: names[1 - y])
+    options = {"teacher": head, "train": rows, "eval": rows}
+    distill(**options)
+    assert report_of(tmp_path / "out")["labels"] == [*names]
+    # The data have another order, and are the same ones.
+    assert "already complete" in distill("--resume", **options)
+    other = write_tsv(tmp_path / "other.tsv", seed=3, label=lambda y: names[1 - y])
+    rows.write_text(other.read_text())
+    assert "other training rows" in distill("--resume", expect=2, **options)
+
+
+def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
+    """It was of the head's second class, whichever that is."""
+    names = {0: "POSITIVE", 1: "NEGATIVE"}
+    head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
+    rows = write_tsv(tmp_path / "rows.tsv", 33, label=lambda y: ("neg", "pos")[y])
+    options = {"teacher": head, "train": rows, "eval": rows, "metric": "f1"}
+    output = distill(**options, epochs=5, learning_rate=3e-3)
+    assert "f1 is that of class 'pos'" in output
+    student = tmp_path / "out" / "student"
+    lines = run("predict", model=student, data=rows).splitlines()[1:]
+    answers = [line.split("\t")[0] == "pos" for line in lines]
+    truth = [line.endswith("pos") for line in rows.read_text().splitlines()[1:]]
+    hits = sum(a and t for a, t in zip(answers, truth, strict=True))
+    expected = 2 * hits / (sum(answers) + sum(truth))
+    assert report_of(tmp_path / "out")["student"]["f1"] == pytest.approx(expected)
+    assert f"f1 {expected:.4g} " in run("evaluate", model=student, data=rows, metric="f1")
+
+
+def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path):
+    """bfloat16 loses steps as small as those of distillation, without a word."""
+    head = make_teacher(tmp_path / "head")
+    model = AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
+    model.save_pretrained(head)
+    output, sizes = distill(teacher=head), report_of(tmp_path / "out")["parameters"]
+    assert f"{sizes['teacher'] / sizes['student']:.1f} times smaller" in output  # not in bytes
+    distill(teacher=head, student=head, finetune_teacher=0.2, out=tmp_path / "tuned")
+    for model in ("out/student", "tuned/student", "tuned/teacher"):
+        weights = load_file(tmp_path / model / "model.safetensors").values()
+        assert {weight.dtype for weight in weights} == {torch.float32}, model
+
+
+def test_a_left_over_problem_type_does_not_matter(distill, tmp_path):
+    distill()
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    first = tmp_path / "out" / "student"
+    distill(teacher=first, train=real, eval=real, finetune_teacher=1, out=tmp_path / "real")
+    config = json.loads((tmp_path / "real" / "student" / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+    distill(teacher=tmp_path / "real" / "teacher", finetune_teacher=1, out=tmp_path / "again")
+
+
+def test_what_the_rows_hold_is_told(distill, tmp_path, files):
+    odd = tmp_path / "odd.tsv"
+    odd.write_text(files[0].read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
+    odd.write_text(odd.read_text() + "good film\tpso\n")
+    dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
+    output = distill(train=odd, eval=dev, finetune_teacher=0.1)
+    assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in output
+    assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in output
+    assert "40 of the 40 evaluation rows are training rows too" in output
+    odd.write_text(odd.read_text().replace("\tpso", "\tPOS"))
+    output = distill(train=odd, eval=dev, finetune_teacher=0.1, out=tmp_path / "alike")
+    assert "warning: classes 'POS' and 'pos' look alike" in output
+
+
+def test_code_of_a_model_is_not_run_unasked(distill, teacher, tmp_path):
+    own = shutil.copytree(teacher, tmp_path / "own")
+    (own / "code.py").write_text("raise SystemExit('ran')")
+    config = json.loads((own / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.T", None]}
+    config["model_type"] = "unheard_of"
+    (own / "config.json").write_text(json.dumps(config))
+    (own / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": config["auto_map"], "tokenizer_class": "T"})
+    )
+    assert "--trust-remote-code" in distill(teacher=own, expect=2)
+
+
+def test_student_from_a_path(distill, tmp_path):
+    small = make_teacher(tmp_path / "small", layers=1, hidden_size=8)
+    distill(student=small, method="lrkd")
+    assert report_of(tmp_path / "out")["parameters"]["student"] < 3000
+    error = distill(student=small, method="fcd", student_layers=1, expect=2, out=tmp_path / "x")
+    assert "--student" in error and "exclude each other" in error
+    other = make_teacher(tmp_path / "other", vocab_size=99)
+    assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
+
+
+def test_a_decoder_without_padding_token(distill, teacher, tmp_path):
+    gpt2 = shutil.copytree(teacher, tmp_path / "gpt2")
+    config = GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    GPT2ForSequenceClassification(config).save_pretrained(gpt2)
+    distill(teacher=gpt2, method="lrkd")
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
+    assert student.config.num_hidden_layers == 1
+    assert student.config.pad_token_id == 0
+
+
+def family(path, teacher, kind):
+    """A classifier with four unlike layers, and the teacher's tokenizer."""
+    sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = {
+        "bert": BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32),
+        "gpt2": GPT2Config(vocab_size=17, n_embd=16, n_layer=4, n_head=2, n_positions=32),
+        "llama": LlamaConfig(**sizes, intermediate_size=32, pad_token_id=0),
+    }[kind]
+    shutil.copytree(teacher, path)
+    torch.manual_seed(2)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if re.search(r"\.[03]\.", name) and weight.dim() == 2:
+                weight.mul_(40)  # layers 1 and 4 change what comes in
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_selected_layers_make_the_student_and_are_compared(
+    distill, interrupted, teacher, tmp_path, monkeypatch, kind
+):
+    large = family(tmp_path / kind, teacher, kind)
+    options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
+    interrupted(3, terminate, expect=143, **options)
+    # What was chosen is not chosen again.
+    monkeypatch.setattr("fastkd.train.models.select_layers", None)
+    output = distill("--resume", **options)
+    report = report_of(tmp_path / "out")
+    assert report["teacher_layers"] == report["compared_layers"] == [1, 4], output
+    model = AutoModelForSequenceClassification.from_pretrained(large)
+    blocks, student = (
+        Backbone(m, "model").blocks
+        for m in (
+            model,
+            AutoModelForSequenceClassification.from_pretrained(tmp_path / "out/student"),
+        )
+    )
+    for i, block in enumerate(student):
+        for name, weight in block.named_parameters():
+            original = blocks[(0, 3)[i]].get_parameter(name)
+            torch.testing.assert_close(weight, original, rtol=1e-4, atol=1e-4)
+
+
+def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
+    """After the teacher's fine-tuning, from a cache, and with a map that --set names."""
+    large = family(tmp_path / "bert", teacher, "bert")
+    selecting = {"teacher": large, "teacher_layers": "select"}
+    distill(method="mc3kd", finetune_teacher=0.2, out=tmp_path / "tuned", **selecting)
+    report = report_of(tmp_path / "tuned")
+    assert report["teacher_layers"] == report["compared_layers"] == [1, 4]
+    distill(set="layers=top", out=tmp_path / "top", **selecting)
+    report = report_of(tmp_path / "top")
+    assert report["teacher_layers"] == [1, 4] and report["compared_layers"] == [3, 4]
+    cache = tmp_path / "cache"
+    run("cache", out=cache, max_length=16, train=files[0], eval=files[1], **selecting)
+    distill(teacher=None, teacher_cache=cache, out=tmp_path / "cached")
+    assert report_of(tmp_path / "cached")["compared_layers"] == [1, 4]
+    assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
+
+
+def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_path):
+    config = DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
+    distill(student=tmp_path / "student", method="knn")
+    assert report_of(tmp_path / "out")["student"]["accuracy"] >= 0
+
+
+def test_glue_layout_of_cola(distill, tmp_path, files):
+    def convert(path):
+        rows = [line.split("\t") for line in path.read_text().splitlines()[1:]]
+        made = tmp_path / path.name
+        made.write_text("".join(f"src\t{label}\t\t{text}\n" for text, label in rows))
+        return made
+
+    distill(task="cola", train=convert(files[0]), eval=convert(files[1]), precision="bf16")
+    assert set(report_of(tmp_path / "out")["student"]) == {"mcc"}
+
+
+BAD = {
+    "ignored split": ({"train_split": "test"}, ["--train and --train-split exclude each other"]),
+    "ignored eval split": (
+        {"eval_split": "test"},
+        ["--train and --eval-split exclude each other"],
+    ),
+    "ignored data": ({"data": "imdb"}, ["--train and --data exclude each other"]),
+    "ignored config": ({"data_config": "x"}, ["--data-config"]),
+    "ignored layers": (
+        {"student": "./s", "teacher_layers": "top"},
+        ["--student and --teacher-layers"],
+    ),
+    "ignored rate": ({"teacher_learning_rate": 1e-3}, ["needs --finetune-teacher"]),
+    "seed": ({"seed": -1}, ["--seed", "at least 0"]),
+    "large seed": ({"seed": 2**33}, ["--seed", "at most"]),
+    "layers": ({"set": "layers=9"}, ["--method fcd", "layers"]),
+    "layers of mc3kd": ({"method": "mc3kd", "set": "layers=9"}, ["--method mc3kd", "layers"]),
+    "no number": ({"set": "alpha=nan"}, ["alpha"]),
+    "huge number": ({"set": "alpha=1e999"}, ["alpha"]),
+    "no data": ({"train": None, "eval": None}, ["--task", "--train"]),
+    "no file": ({"train": "nope.tsv"}, ["--train nope.tsv", "no such file"]),
+    "method": ({"method": "fdc"}, ["--method", "did you mean 'fcd'"]),
+    "task": ({"task": "sts-b"}, ["--task", "did you mean 'stsb'"]),
+    "option": ({"set": "alhpa=1"}, ["--set alhpa", "did you mean 'alpha'"]),
+    "option form": ({"set": "alpha"}, ["--set", "name=value"]),
+    "option value": ({"set": "alpha=-1"}, ["alpha", "at least 0"]),
+    "option type": ({"set": "alpha=big"}, ["alpha", "number"]),
+    "k": ({"method": "knn", "set": "k=0"}, ["k must be at least 1"]),
+    "teacher path": ({"teacher": "./nowhere"}, ["--teacher ./nowhere", "no such directory"]),
+    "teacher name": ({"teacher": "nowhere"}, ["nowhere", "can't be loaded from the hub"]),
+    "student path": ({"student": "./nowhere"}, ["--student ./nowhere", "no such directory"]),
+    "too many layers": ({"student_layers": 5}, ["Error: --student-layers 5", "only 4"]),
+    "layer number": ({"teacher_layers": "2,9"}, ["--teacher-layers", "1 to 4"]),
+    "layer scheme": (
+        {"teacher_layers": "unifrom"},
+        ["Error: --teacher-layers 'unifrom'", "mean 'uniform'"],
+    ),
+    "layer count": (
+        {"teacher_layers": "1,2,3", "student_layers": 2},
+        ["Error: --teacher-layers names 3", "--student-layers is 2"],
+    ),
+    "method layers": ({"set": "layers=[1]"}, ["--method fcd", "layers"]),
+    "precision": ({"precision": "fp8"}, ["--precision", "fp16"]),
+    "half on the cpu": ({"precision": "fp16"}, ["fp16 needs a CUDA device"]),
+    "device": ({"device": "gpu"}, ["--device 'gpu'"]),
+    "epochs": ({"epochs": 0}, ["--epochs", "greater than 0"]),
+    "batch size": ({"batch_size": 0}, ["--batch-size", "at least 1"]),
+    "max length": ({"max_length": 64}, ["--max-length 64", "at most 32"]),
+    "warmup": ({"warmup": 2}, ["--warmup"]),
+    "column": ({"text_column": "sentense"}, ["'sentense'", "did you mean 'sentence'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path, case):
+    options, expected = BAD[case]
+    error = distill(expect=2, **options)
+    for part in expected:
+        assert part in error, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_trainer_args_reach_the_trainer(distill, tmp_path):
+    file = tmp_path / "args.yaml"
+    file.write_text(
+        "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
+        "torch_compile_backend: null\n"
+    )
+    distill(trainer_args=file, epochs=1.5, checkpoint_every=3)
+    # 40 rows in batches of 8, two batches a step
+    history = report_of(tmp_path / "out")["history"]
+    assert [entry["step"] for entry in history] == [3, 5]
+    assert all(entry["losses"]["loss"] > 0 for entry in history)
+    assert (
+        report_of(tmp_path / "out")["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
+    )
+    file.write_text("max_grad_norm: 0.5\n")
+    error = distill("--resume", trainer_args=file, epochs=1.5, expect=2)
+    assert "started with trainer_args = {'gradient_accumulation_steps': 2" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rate: 1", "learning_rate is what --learning-rate sets"),
+        ("optm: adafactor", "did you mean 'optim'"),
+        ("fsdp: full_shard", "a whole model in each process"),
+        ("eval_steps: 3", "eval_steps is settled by fastkd itself"),
+        ("max_grad_norm: 1e0x", "max_grad_norm must be float, got '1e0x'"),
+        ("max_grad_norm: true", "max_grad_norm must be float"),
+        ("lr_scheduler_type: constand", "constand"),
+        ("optim: adamw_8bit", "bitsandbytes"),
+        ("adam_beta1: 1.5", "Invalid beta parameter"),
+        ("dataloader_num_workers: -1", "dataloader_num_workers must be at least 0"),
+        ("torch_compile_backend: no", "must be"),
+        ("torch_compile_backend: none", "not a valid DynamoBackend"),
+        ("lr_scheduler_type: cosine_with_min_lr", "min_lr"),
+        ("gradient_accumulation_steps: 0", "at least 1"),
+        ("dataloader_persistent_workers: true", "needs dataloader_num_workers"),
+        ("- a", "one 'name: value' a line"),
+        ("a: [", "can't be read"),
+    ],
+)
+def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
+    file = tmp_path / "args.yaml"
+    file.write_text(text)
+    error = distill(trainer_args=file, expect=2)
+    assert said in error and f"--trainer-args {file}" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_option_is_forgotten(distill, files, tmp_path):
+    assert "--eval is given twice" in distill("--eval", files[1], expect=2)
+    typed = get_command(app).commands["distill"]
+    assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
+    hub = {"train": None, "eval": None, "task": "sst2"}
+    assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    error = distill(train=real, eval=real, finetune_teacher=1, label_order="a,b", expect=2)
+    assert "--label-order is about classes" in error
+
+
+@pytest.mark.parametrize("where", ["student", "unfinished"])
+def test_a_marker_of_something_else(distill, tmp_path, where):
+    folder = tmp_path / "out" / where
+    folder.mkdir(parents=True)
+    for marker in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
+        (folder / MARKER).write_text(marker)
+        error = distill("--resume", expect=2)
+        assert f"{folder}" in error and MARKER in error
+    # Only what lies below a marker is its own.
+    (tmp_path / "mine").write_text("")
+    (folder / MARKER).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
+    saving.remove_own(folder)
+    assert (tmp_path / "mine").exists() and not folder.exists()
+
+
+def test_links_and_logs_among_the_results(distill, files, tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    for place in (files[0], out / "student" / "log", out / "unfinished" / "log"):
+        assert "--log-json" in distill(log_json=place, expect=2)
+    out.mkdir()
+    (out / "unfinished").symlink_to(mine)
+    assert "unfinished is not fastkd's" in distill(expect=2)
+    (out / "unfinished").unlink()
+    (out / "unfinished").write_text("")
+    assert "unfinished is not fastkd's" in distill("--overwrite", expect=2)
+    # What a link leads to is not replaced, nor removed.
+    shutil.copytree(make_teacher(tmp_path / "model"), mine)
+    saving.seal(mine, {})
+    (out / "student").symlink_to(mine)
+    saving.replace_directory(out / "student", lambda directory: {})
+    assert visible(out) == ["student", "unfinished"] and not (out / "student").is_symlink()
+    assert damage(mine) is None
+
+
+def test_bad_rows_are_named_before_any_work(distill, tmp_path):
+    bad = write_tsv(tmp_path / "bad.tsv")
+    bad.write_text(bad.read_text() + "no label\n")
+    assert "bad.tsv, row 42: 1 columns" in distill(train=bad, expect=2)
+    unseen = write_tsv(tmp_path / "unseen.tsv", label=lambda y: 2 * y)
+    assert "unseen.tsv, row 3: label '2'" in distill(eval=unseen, expect=2)
+    three = write_tsv(tmp_path / "three.tsv", label=lambda y: y)
+    three.write_text(three.read_text() + "dull film\t2\n")
+    error = distill(train=three, expect=2)
+    assert "no head for 3 labels" in error and "--finetune-teacher" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
+    distill(seed=1)
+    before = weights_of(tmp_path / "out")
+    assert "--overwrite" in distill(seed=2, expect=2)
+    assert weights_of(tmp_path / "out").keys() == before.keys()
+    assert "already complete" in distill("--resume", seed=1)
+    error = distill("--resume", seed=2, expect=2)
+    assert "seed = 1" in error and "now it is 2" in error
+    distill("--overwrite", seed=2)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+
+
+def test_a_plain_run_never_touches_unfinished_work(distill, interrupted, tmp_path):
+    options = {"finetune_teacher": 1, "epochs": 2}
+    interrupted(7, press_ctrl_c, **options)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    error = distill(expect=2, **options)
+    assert "unfinished run" in error and "--resume" in error and "--overwrite" in error
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    distill("--resume", **options)
+    assert visible(tmp_path / "out") == ["student", "teacher"]
+
+
+def test_only_own_files_are_deleted(distill, interrupted, tmp_path):
+    out = tmp_path / "out"
+    for name in ("checkpoints", "teacher-checkpoints"):
+        (out / name).mkdir(parents=True)
+        (out / name / "mine.txt").write_text("mine")
+    distill()
+    distill("--overwrite")
+    distill("--resume")
+    assert (out / "checkpoints" / "mine.txt").exists()
+    assert (out / "teacher-checkpoints" / "mine.txt").exists()
+
+    (out / "student" / "notes.txt").write_text("mine")
+    error = distill("--overwrite", expect=2)
+    assert "student holds notes.txt" in error and "move it away" in error
+    (out / "student" / "notes.txt").unlink()
+    # Put there while the new run trains.
+    interrupted(
+        3, lambda: (out / "student" / "notes.txt").write_text("mine"), "--overwrite", expect=0
+    )
+    assert (out / "student.old" / "notes.txt").read_text() == "mine"
+
+    (tmp_path / "new" / "unfinished").mkdir(parents=True)
+    (tmp_path / "new" / "unfinished" / "mine.txt").write_text("mine")
+    for flag in ("--resume", "--overwrite", "--no-header"):
+        assert "is not fastkd's" in distill(flag, out=tmp_path / "new", expect=2)
+    (tmp_path / "other" / "student").mkdir(parents=True)
+    (tmp_path / "other" / "student" / "model.safetensors").write_text("mine")
+    assert "fastkd did not write" in distill("--overwrite", out=tmp_path / "other", expect=2)
+
+
+def test_overwrite_keeps_the_old_student_until_the_new_one_is_complete(
+    distill, interrupted, tmp_path
+):
+    distill(seed=1)
+    before = weights_of(tmp_path / "out")
+    interrupted(7, press_ctrl_c, "--overwrite", seed=2, epochs=2)
+    assert read_json(tmp_path / "out" / "unfinished" / "student" / MARKER)["best"]["step"] == 5
+    after = weights_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert damage(tmp_path / "out" / "student") is None
+    distill("--resume", seed=2, epochs=2)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+
+
+def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
+    seen = []
+
+    def second():
+        seen.append(distill("--overwrite", expect=2))
+
+    stop_at(monkeypatch, 3, second)
+    distill()
+    assert f"is in use by process {os.getpid()}" in seen[0]
+    assert report_of(tmp_path / "out")["complete"]
+    assert visible(tmp_path / "out") == ["student"]
+
+
+def test_the_lock_goes_with_its_process(tmp_path):
+    code = "import sys, time; from pathlib import Path; from fastkd.train.saving import locked\n"
+    code += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(InputError, match=f"in use by process {holder.pid} on"):
+        saving.locked(tmp_path / "out").__enter__()
+    holder.kill()
+    holder.wait()
+    with saving.locked(tmp_path / "out"):
+        pass
+    assert visible(tmp_path / "out") == []
+
+
+def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=50_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    error = distill(expect=2)
+    assert "--out" in error and "this run writes up to" in error
+    assert not (tmp_path / "out").exists()
+
+
+def stop_at(monkeypatch, step, how):
+    """Let ``how()`` happen after training step ``step``."""
+    original = loop.Watcher.on_step_end
+
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == step:
+            how()
+        return original(self, args, state, control, **rest)
+
+    monkeypatch.setattr(loop.Watcher, "on_step_end", on_step_end)
+
+
+def crash():
+    raise KeyboardInterrupt
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hang_up():
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+# 40 rows in batches of 8: 5 steps an epoch.
+@pytest.mark.parametrize(
+    ("method", "step", "how", "every"),
+    [
+        ("soft_targets", 7, press_ctrl_c, None),  # in the teacher's fine-tuning
+        ("lrkd", 7, crash, None),
+        ("lrkd", 8, crash, 3),
+        ("lrc_bert", 7, press_ctrl_c, None),
+        ("mc3kd", 5, press_ctrl_c, None),
+        ("knn", 8, terminate, None),
+        ("knn", 15, hang_up, None),
+        ("fcd", 3, crash, None),
+        ("mc3kd", 13, terminate, 13),  # the last step, in the middle of an epoch
+    ],
+)
+def test_resuming_gives_the_uninterrupted_result(
+    distill, interrupted, tmp_path, method, step, how, every
+):
+    epochs = 2.6 if step == 13 else 3
+    rarely = tmp_path / "args.yaml"
+    rarely.write_text("logging_steps: 99\n")
+    options = {
+        "method": method, "epochs": epochs, "checkpoint_every": every, "trainer_args": rarely
+    }  # fmt: skip
+    checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
+    if method == "soft_targets":
+        options["finetune_teacher"] = 2
+        checkpoints = checkpoints.with_name("teacher-checkpoints")
+    distill(out=tmp_path / "whole", **options)
+    code = {terminate: 143, hang_up: 129}.get(how, 130)
+    assert "--resume" in interrupted(step, how, expect=code, **options)
+    steps = [int(path.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*")]
+    newest = max(steps, default=None)
+    # Ctrl-C saves where it is; a crash leaves the last checkpoint.
+    expected = {(7, None): 5, (8, 3): 6, (3, None): None}.get((step, every))
+    if how is not crash:
+        expected = step
+    assert newest == expected
+    distill("--resume", **options)
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+    resumed, whole = report_of(tmp_path / "out"), report_of(tmp_path / "whole")
+    for name in ("student", "compared_layers"):
+        assert resumed[name] == whole[name]
+    for a, b in zip(resumed["history"], whole["history"], strict=True):
+        assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
+        assert a["losses"] == pytest.approx(b["losses"]) and "loss" in b["losses"]
+
+
+def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
+    distill(out=tmp_path / "whole")
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    for place in ("fastkd.train.run.seal", "fastkd.train.output.Output.finish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, killed)
+            distill("--resume", expect=130)
+        assert not (tmp_path / "out" / "student").exists()
+    distill("--resume")
+    assert report_of(tmp_path / "out")["complete"]
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "method.pt",
+        "trainer_state.json", MARKER, "flip optimizer.pt", "flip model.safetensors", "cut off",
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    distill, interrupted, begun, tmp_path, harm
+):
+    options = {"epochs": 3, "method": "lrkd"}
+    begun("whole", lambda out: distill(out=out, **options))
+    begun("out", lambda out: interrupted(12, press_ctrl_c, out=out, **options))
+    checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
+    assert visible(checkpoints) == ["checkpoint-10", "checkpoint-12"]
+    newest = checkpoints / "checkpoint-12"
+    (checkpoints / "checkpoint-mine").mkdir()
+    if harm == "cut off":
+        newest = checkpoints / "checkpoint-13"
+        newest.mkdir()
+        (newest / "trainer_state.json").write_text('{"global_step":')
+    elif harm.startswith("flip"):
+        path = newest / harm.split()[1]
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        (newest / harm).unlink()
+    output = distill("--resume", **options)
+    assert f"{newest.name} can't be used: " in output and "the one before it" in output
+    if harm != "cut off":
+        assert harm.split()[-1] in output
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_damaged_best_student_is_trained_again(distill, interrupted, tmp_path):
+    options = {"epochs": 2, "method": "lrkd"}
+    distill(out=tmp_path / "whole", **options)
+    interrupted(7, press_ctrl_c, **options)
+    (tmp_path / "out" / "unfinished" / "student" / "model.safetensors").write_bytes(b"")
+    output = distill("--resume", **options)
+    assert "student is damaged" in output and "starts again" in output
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_resume_wants_the_same_data_models_and_settings(
+    distill, interrupted, files, teacher, tmp_path
+):
+    own = shutil.copytree(teacher, tmp_path / "own")
+    train = shutil.copy(files[0], tmp_path / "train.tsv")
+    options = {"epochs": 2, "teacher": own, "train": train}
+    interrupted(7, press_ctrl_c, **options)
+    train.write_text(train.read_text().replace("film", "a film", 1))
+    assert "started with other training rows" in distill("--resume", expect=2, **options)
+    shutil.copy(files[0], train)
+    short = write_tsv(tmp_path / "dev.tsv", 18, seed=1)
+    error = distill("--resume", eval=short, expect=2, **options)
+    assert "eval" in error
+    shutil.rmtree(own)
+    make_teacher(own, initializer_range=0.1)
+    assert "started with other teacher weights" in distill("--resume", expect=2, **options)
+    shutil.rmtree(own)
+    shutil.copytree(teacher, own)
+    marker = tmp_path / "out" / "unfinished" / MARKER
+    content = marker.read_text()
+    marker.write_text(content[:50])
+    error = distill("--resume", expect=2, seed=5, **options)
+    assert f"{marker} is damaged" in error and "--overwrite" in error
+    marker.write_text(content)
+    distill("--resume", **options)
+    # A complete run, too.
+    train.write_text(train.read_text().replace("film", "a film", 1))
+    assert "started with other training rows" in distill("--resume", expect=2, **options)
+    shutil.copy(files[0], train)
+    assert "already complete" in distill("--resume", **options)
+    (tmp_path / "out" / "student" / "model.safetensors").unlink()
+    error = distill("--resume", expect=2, **options)
+    assert "its student is damaged (model.safetensors is missing)" in error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 64 vs 0"),
+        SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # of a tokenizer
+    ],
+)
+@pytest.mark.parametrize("place", ["model", "optimizer", "marker"])
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
+    distill, begun, tmp_path, monkeypatch, error, place
+):
+    begun("out", lambda out: distill(out=out, seed=1))
+    before = weights_of(tmp_path / "out")
+
+    def full(*args, **kwargs):
+        raise error
+
+    def room(path):
+        return shutil._ntuple_diskusage(2**30, 2**30, 0 if room.trained else 2**29)
+
+    room.trained = False
+    monkeypatch.setattr(shutil, "disk_usage", room)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, lambda: setattr(room, "trained", True))
+        if place == "model":
+            patch.setattr(BertForSequenceClassification, "save_pretrained", full)
+        elif place == "optimizer":
+            patch.setattr(torch, "save", full)
+        else:
+            patch.setattr(saving, "seal", full)
+        message = distill("--overwrite", seed=2, expect=1)
+    assert "can't be saved: No space left on device" in message and "intact" in message
+    after = weights_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 1
+    assert visible(tmp_path / "out") == ["student", "unfinished"]
+    room.trained = False
+    distill("--resume", seed=2)
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+    assert visible(tmp_path / "out") == ["student"]
+
+
+def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
+    error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
+    assert "loss became nan" in error and "learning rate" in error
+
+
+def test_replacing_a_directory_is_all_or_nothing(tmp_path):
+    target = tmp_path / "model"
+
+    def writes(text):
+        def write(directory):
+            (directory / "w").write_text(text)
+            return {}
+
+        return write
+
+    def cut_off(directory):
+        (directory / "w").write_text("half")
+        raise KeyboardInterrupt
+
+    replace_directory(target, writes("old"))
+    with pytest.raises(KeyboardInterrupt):
+        replace_directory(target, cut_off)
+    assert (target / "w").read_text() == "old"
+    replace_directory(target, writes("new"))
+    assert (target / "w").read_text() == "new" and damage(target) is None
+    assert visible(tmp_path) == ["model"]
+    # Killed between the two renames: the old one comes back.
+    target.rename(tmp_path / ".model.old")
+    recover_directory(target)
+    assert (target / "w").read_text() == "new"
+    # What somebody else has put into it meanwhile stays, in sight.
+    (target / "notes.txt").write_text("mine")
+    replace_directory(target, writes("newer"))
+    assert (target / "w").read_text() == "newer"
+    assert [path.name for path in (tmp_path / "model.old").iterdir()] == ["notes.txt"]
+
+
+def test_a_new_directory_is_on_the_disk_before_it_replaces_the_old(tmp_path, monkeypatch):
+    done, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "rename", lambda *paths: done.append("rename") or rename(*paths))
+
+    def write(directory):
+        (directory / "w").write_text("new")
+        return {}
+
+    replace_directory(tmp_path / "model", write)
+    files = [tmp_path / "model" / name for name in ("w", MARKER, ".")]
+    assert {path.stat().st_ino for path in files} <= set(done[: done.index("rename")])
+    assert done[-1] == tmp_path.stat().st_ino
+
+
+def test_a_missing_extra_is_named():
+    """From a checkout, pip install 'fastkd[train]' fetches some other fastkd, or nothing."""
+    with pytest.raises(MissingExtra, match=r"nowhere is not installed.*-e '[^']*\[train\]'"):
+        require("nowhere.at.all", "train")
+
+
+def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    error = distill(expect=1)
+    assert error.startswith("Error: sklearn is not installed; get it with: pip install ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_torch_without_the_extras_is_one_sentence():
+    code = "import sys; sys.modules['typer'] = None; import fastkd.__main__ as m; m.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: typer is not installed; get it with: pip install ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_help_names_the_commands(words):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    for command in ("distill", "evaluate", "predict", "export", "demo", "doctor", "analyze"):
+        assert command in result.output
+
+
+def test_every_option_has_help_and_a_default_that_passes():
+    output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
+    for name, option in options.options_of(Settings).items():
+        assert option.flag in output and option.help
+        if option.saved:
+            assert name in options.as_json(Settings(teacher="t", task="sst2"))
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"fastkd {fastkd.__version__}\n")

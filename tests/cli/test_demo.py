@@ -1,0 +1,145 @@
+"""`fastkd demo`: its corpus, and the whole run on a tiny teacher."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from fastkd._extras import MissingExtra
+from fastkd.cli import demo
+from fastkd.distill import METHODS
+from fastkd.study import task
+from fastkd.train import packaged, saving
+from fastkd.train.docstrings import AREAS, docstrings, load_docstrings
+from fastkd.train.errors import InputError
+from tests.tiny import make_teacher, run
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_docstrings(100, 20)
+
+
+def test_no_docstring_is_on_both_sides(corpus):
+    def keys(rows):
+        return {"".join(filter(str.isalnum, text)).casefold() for text in rows.texts}
+
+    train, held_out = keys(corpus.train), keys(corpus.evals[""])
+    assert len(train) == len(corpus.train) and len(held_out) == len(corpus.evals[""])
+    assert not train & held_out
+
+
+def test_areas_are_balanced_and_mixed(corpus):
+    assert len(corpus.names) >= 6
+    for rows, limit in ((corpus.train, 100), (corpus.evals[""], 20)):
+        counts = np.bincount(rows.labels, minlength=len(corpus.names)).tolist()
+        assert max(counts) == limit and min(counts) >= limit // 2
+        assert set(rows.labels[: len(rows) // 2]) == set(range(len(corpus.names)))
+
+
+def test_every_module_has_one_area():
+    modules = [module for listed in AREAS.values() for module in listed.split()]
+    assert len(modules) == len(set(modules))
+
+
+def write_library(root):
+    root.mkdir()
+    methods = "".join(
+        f'    def f{i}(self):\n        """Send mail number {i}, a nice one."""\n' for i in range(40)
+    )
+    (root / "smtplib.py").write_text(
+        '"""The module about sending mail."""\nclass Mail:\n    """One mail to be sent."""\n'
+        + methods
+    )
+    (root / "random.py").write_text(
+        "\n".join(f'def r{i}():\n    """Draw a random number {i} now."""' for i in range(40))
+        + '\ndef both():\n    """Text that stands in two areas."""\n'
+        + 'def short():\n    """Too short."""\n'
+    )
+    (root / "pathlib.py").write_text('def p():\n    """Text that  stands in two areas!"""\n')
+    (root / "broken.py").write_text('def f(:\n    """Does not parse at all."""\n')
+    (root / "heapq.py").write_bytes(b"\x00\xff")
+    (root / "test").mkdir()
+    (root / "test" / "random.py").write_text('def t():\n    """Never to be read here."""\n')
+    return root
+
+
+def write_packaged(folder):
+    """A tiny teacher and a library of two areas."""
+    make_teacher(folder / "teacher", layers=6, head=False)
+    library = write_library(folder / "library")
+    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    write_packaged(tmp_path)
+    monkeypatch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
+    monkeypatch.setattr(task, "teacher_path", lambda: tmp_path / "teacher")
+    load = functools.partial(load_docstrings, root=tmp_path / "library")
+    monkeypatch.setattr(task, "load_docstrings", load)
+
+
+def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
+    root = write_library(tmp_path / "lib")
+    groups = {group for _, group, text in docstrings(root) if "mail number" in text}
+    assert groups == {"smtplib.py:Mail"}
+    assert not any("Never" in text for _, _, text in docstrings(root))
+    with pytest.raises(InputError, match="too few docstrings"):
+        load_docstrings(10, 10, root)
+
+    (root / "email.py").write_text((root / "random.py").read_text().replace("random", "mail"))
+    corpus = load_docstrings(30, 4, root)
+    again = load_docstrings(30, 4, root)
+    assert corpus.train.texts == again.train.texts
+    assert corpus.train.labels.tolist() == again.train.labels.tolist()
+    assert corpus.names == ["network", "numbers"]
+    texts = corpus.train.texts + corpus.evals[""].texts
+    assert not any("two areas" in text or "Too short" in text for text in texts)
+    mail = [
+        any("Send mail number" in text for text in rows.texts)
+        for rows in (corpus.train, corpus.evals[""])
+    ]
+    assert sum(mail) <= 1
+
+
+def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):
+    out = tmp_path / "demo"
+    output = run("demo", "--fast", steps=3, out=out, device="cpu")
+    report = json.loads((out / "demo.json").read_text())
+    assert list(report["students"]) == list(METHODS) == list(demo.TITLES)
+    assert report["seeds"] == [0, 1] and report["size"]["student_steps"] == 3
+    for name, student in report["students"].items():
+        assert 0 <= student["accuracy"] <= 1
+        assert student["parameters"] < report["teacher"]["parameters"]
+        assert demo.TITLES[name] in output
+        assert (student["difference"] is None) == (name == demo.LABELS_ONLY)
+    for picture in ("students.png", "relations.png"):
+        assert (out / picture).stat().st_size > 5000
+    assert (out / "student" / "config.json").exists()
+    assert "2 areas: language, numbers (chance: 0.500)" in output
+    assert "8 of them with a label" in output
+
+
+def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
+    """What is kept was trained once more: it answers as the run's file says."""
+    study = demo.make_study(demo.FAST, 5, "cpu")
+    work = task.TaskWork(study, study.tasks[0], tmp_path / "runs")
+    first = work.train(study.variants[2], 5)
+    again = work.distil(study.variants[2], 5)
+    assert again.run.answers == first["predictions"]
+
+
+def test_the_demo_leaves_another_student_alone(tiny, tmp_path):
+    (tmp_path / "student").mkdir()
+    saving.write_json(tmp_path / "student" / saving.MARKER, {"run": "x", "files": {}})
+    assert "a student that isn't the demo's" in run("demo", "--fast", out=tmp_path, expect=2)
+
+
+def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(packaged, "PACKAGE", "no_such_package")
+    with pytest.raises(MissingExtra, match=r"\[demo\]"):
+        packaged.teacher_path()
+    assert "[demo]'" in run("demo", out=tmp_path / "x", expect=1)
+    assert "--steps" in run("demo", out=tmp_path / "x", steps=0, expect=2)

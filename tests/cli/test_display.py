@@ -1,0 +1,115 @@
+"""Progress on a terminal, in a file, for a reader who goes away; the commands of the docs."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from fastkd.train import display
+from fastkd.train.display import Display, Steadfast, new_console, say
+from fastkd.train.errors import RunFailed
+from tests.cli.launched import Launch, command
+from tests.tiny import make_teacher, words_of, write_tsv
+
+TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
+
+
+def test_a_log_file_gets_lines(monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    file = io.StringIO()
+    with Display(Console(file=file, width=80)) as shown:
+        track = shown.track("fcd")
+        track.start(10, 100)
+        track.advance(20)
+        track.losses(20, TERMS)
+        track.stop()
+    (line,) = file.getvalue().splitlines()
+    assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
+
+
+def test_eighty_columns_keep_count_and_time():
+    file = io.StringIO()
+    with Display(Console(file=file, width=80, force_terminal=True)) as shown:
+        track = shown.track("soft_targets")
+        track.start(0, 15000)
+        track.advance(1234)
+        track.losses(1234, TERMS)
+        shown.progress.refresh()
+        bar = shown.progress.get_renderable()
+        text = Console(width=80, file=io.StringIO())
+        text.print(bar)
+        (line,) = text.file.getvalue().rstrip().splitlines()
+        assert (
+            "soft_targets" in line and "1234/15000" in line and re.search(r"-:--:--|\d:\d\d", line)
+        )
+        assert "loss 1.2" in line
+        track.stop()
+
+
+def test_a_reader_may_go_away(tmp_path):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    console = Console(file=Steadfast(Closed()))
+    with Display(console) as shown:
+        shown.say("nobody reads this")
+        shown.track("x").losses(1, TERMS)
+
+    teacher, train = make_teacher(tmp_path / "teacher"), write_tsv(tmp_path / "train.tsv")
+    out = tmp_path / "out"
+    words = words_of("distill", teacher=teacher, train=train, eval=train, epochs=1, max_length=16,
+                     device="cpu", out=out)  # fmt: skip
+    launch = Launch(tmp_path / "launch", None, without_a_reader, words)
+    _, errors = launch.end()
+    assert launch.process.exitcode == 0, errors
+    assert "BrokenPipe" not in errors
+    assert json.loads((out / "student" / "fastkd.json").read_text())["complete"]
+
+
+class Stream(io.TextIOWrapper):
+    """One whose every flush fails like this."""
+
+    def __init__(self, failing=0, encoding="utf-8"):
+        super().__init__(io.BytesIO(), encoding)
+        self.failing = failing
+
+    def flush(self):
+        if self.failing:
+            raise OSError(self.failing, os.strerror(self.failing))
+        super().flush()
+
+
+def test_an_output_that_is_lost_is_told(monkeypatch):
+    """Predictions written to a full disk were gone, and the exit code was 0."""
+    for number in (errno.ENOSPC, errno.EPIPE):
+        monkeypatch.setattr(sys, "stdout", Stream(number))
+        told = pytest.raises(RunFailed, match="the output can't be written: No space left")
+        with told if number == errno.ENOSPC else contextlib.nullcontext(), new_console() as console:
+            say(console, "labels")
+    monkeypatch.setattr(sys, "stdout", None)  # closed
+    with new_console() as console:
+        say(console, "labels")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "koi8-r"])
+def test_an_output_that_knows_few_letters(monkeypatch, encoding):
+    stream = Stream(encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with new_console() as console:
+        say(console, "größer")
+        say(console, "kleiner")
+    assert stream.buffer.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
+
+
+def without_a_reader(words):
+    reader, pipe = os.pipe()
+    os.close(reader)
+    os.dup2(pipe, 1)
+    command(words)

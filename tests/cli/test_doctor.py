@@ -1,0 +1,74 @@
+"""`fastkd doctor`: a report, and an exit code that tells whether every backend is right."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastkd._versions import TESTED
+from fastkd.cli import doctor
+from fastkd.cli.main import app
+
+
+def run():
+    return CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "160"})
+
+
+def test_all_backends_that_run_are_right():
+    result = run()
+    assert result.exit_code == 0, result.output
+    for part in ("python", "torch", "triton", "transformers", "device", "extension", "all right"):
+        assert part in result.output
+    for check in doctor.CHECKS:
+        assert check.function in result.output
+    for package, versions in TESTED.items():
+        assert f"{package} {', '.join(versions)}\n" in result.output
+
+
+def test_says_why_triton_is_not_available(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:1])
+    monkeypatch.setattr("fastkd._dispatch.TRITON_INSTALLED", False)
+    assert "triton package is not installed" in run().output
+
+
+@pytest.mark.parametrize("mistake", ["value", "gradient", "error"])
+def test_a_wrong_backend_fails(monkeypatch, mistake):
+    check = doctor.CHECKS[0]
+    right = check.load()
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def wrong(student, *args, backend="auto", **options):
+        if mistake == "error":
+            raise RuntimeError("no such kernel")
+        loss = right(Doubled.apply(student) if mistake == "gradient" else student, *args, **options)
+        return loss if mistake == "gradient" else 1.01 * loss
+
+    monkeypatch.setattr(doctor, "CHECKS", (check,))
+    monkeypatch.setattr("fastkd.relation.relation_loss", wrong)
+    result = run()
+    assert result.exit_code == 1
+    assert "failed" in result.output and "something is wrong" in result.output
+    if mistake == "error":
+        assert "no such kernel" in result.output
+
+
+def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):
+    real = doctor.importlib.import_module
+    monkeypatch.setattr(doctor, "CHECKS", ())
+
+    def broken(name):
+        if name == "fastkd._C":
+            raise ImportError("undefined symbol: x\nmore")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    output = run().output
+    assert "can't be loaded (undefined symbol: x)" in output

@@ -1,0 +1,183 @@
+"""A run may be killed at any file operation: resumed, it gives the same bits and leaves no litter.
+
+An audit hook of Python sees every open, rename, mkdir and removal below the output, and torch's and
+safetensors' own writers are wrapped. The "kill" is an exception that nothing catches, after which
+every further operation fails too, so that no clean-up code can act after the process's death.
+"""
+
+import os
+import shutil
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+import transformers.modeling_utils
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fastkd.cli.main import app
+from fastkd.train.saving import damage
+from tests.tiny import make_teacher, words_of, write_tsv
+
+EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+class Killer:
+    """Counts the operations that change ``root``; from number ``last`` on, none is done."""
+
+    def __init__(self):
+        self.root, self.count, self.last = None, 0, None
+        sys.addaudithook(self.hook)
+
+    def hook(self, event, arguments):
+        if self.root is None or event not in EVENTS or not self.concerns(arguments[0]):
+            return
+        if event == "open":
+            mode, flags = arguments[1], arguments[2]
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if not writes and (mode is None or not set(mode) & set("wax+")):
+                return
+        self.operation()
+
+    def concerns(self, path):
+        return isinstance(path, (str, bytes, os.PathLike)) and os.fsdecode(path).startswith(
+            self.root
+        )
+
+    def operation(self, half_written=None):
+        self.count += 1
+        if self.last is not None and self.count >= self.last:
+            if half_written is not None and self.count == self.last:
+                root, self.root = self.root, None
+                with open(half_written, "wb") as file:
+                    file.write(b"half")
+                self.root = root
+            raise Killed
+
+    def wrap(self, monkeypatch, module, name, place):
+        original = getattr(module, name)
+
+        def wrapped(*args, **kwargs):
+            path = args[place] if len(args) > place else kwargs.get("filename")
+            if self.root is not None and self.concerns(path):
+                self.operation(half_written=path)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, wrapped)
+
+    def watch_writers(self, monkeypatch):
+        self.wrap(monkeypatch, torch, "save", 1)
+        self.wrap(monkeypatch, safetensors.torch, "save_file", 1)
+        self.wrap(monkeypatch, transformers.modeling_utils, "safe_save_file", 1)
+
+
+KILLER = Killer()
+
+
+@pytest.fixture
+def killer(monkeypatch):
+    KILLER.watch_writers(monkeypatch)
+    yield KILLER
+    KILLER.root = None
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A run with a fine-tuned teacher, two epochs and checkpoints in between."""
+    path = tmp_path_factory.mktemp("kills")
+    teacher = make_teacher(path / "teacher", layers=2, head=False)
+    train, dev = write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
+    return words_of("distill", teacher=teacher, train=train, eval=dev, finetune_teacher=1, epochs=2,
+                    batch_size=8, max_length=16, checkpoint_every=1, method="lrkd", device="cpu",
+                    learning_rate=1e-2)  # fmt: skip
+
+
+def run(words, out, *flags, killer=None, last=None):
+    if killer is not None:
+        killer.root, killer.count, killer.last = str(out), 0, last
+    try:
+        return CliRunner().invoke(app, [*words, "--out", str(out), *flags])
+    except Killed:
+        return None
+    finally:
+        if killer is not None:
+            killer.root = None
+
+
+def contents(out):
+    found = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    return found, {
+        name: load_file(out / name / "model.safetensors") for name in ("student", "teacher")
+    }
+
+
+def assert_same(out, expected):
+    files, models = contents(out)
+    assert files == expected[0]
+    for name, weights in expected[1].items():
+        assert all(torch.equal(models[name][key], value) for key, value in weights.items()), name
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory):
+    """How many operations an undisturbed run takes, and what it leaves."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        KILLER.watch_writers(patch)
+        result = run(words, out, killer=KILLER)
+    assert result.exit_code == 0, result.output
+    return KILLER.count, contents(out)
+
+
+# A few of all the places in CI; FASTKD_KILLS=all tries each.
+SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 16
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_kill_resumes_to_the_same_bits(words, whole, killer, tmp_path, part):
+    places = range(1, whole[0] + 1)
+    assert len(places) > 100
+    # The first ones make the output, the last one clears away.
+    ends = [*places[4:8], whole[0]] if part == 0 else []
+    for last in [*places[part * SHARE :: 4 * SHARE], *ends]:
+        out = tmp_path / f"out{last}"
+        result = run(words, out, killer=killer, last=last)
+        assert result is None or result.exit_code, f"operation {last} was not the end"
+        if (out / "unfinished" / "fastkd.json").exists():
+            refused = run(words, out)
+            assert refused.exit_code == 2 and "--resume" in refused.stderr
+        result = run(words, out, "--resume")
+        assert result.exit_code == 0, (last, result.output)
+        assert_same(out, whole[1])
+
+
+def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path):
+    """At any moment a complete student is there, the old one or the new one."""
+    first = tmp_path / "first"
+    assert run(words, first, "--seed", "5").exit_code == 0
+    old = contents(first)
+    out = tmp_path / "out"
+
+    def start_over():
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(first, out)
+
+    start_over()
+    run(words, out, "--overwrite", killer=killer)
+    total = killer.count
+    # The last operations are those that replace and clear away.
+    for last in range(total - 40, total + 1, 1 if SHARE == 1 else 9):
+        start_over()
+        run(words, out, "--overwrite", killer=killer, last=last)
+        assert not (out / "student").exists() or damage(out / "student") is None
+        if not (out / "student").exists():
+            assert (out / ".student.old").exists()
+        result = run(words, out, "--resume")
+        assert result.exit_code == 0, (last, result.output)
+        assert_same(out, whole[1])
+    assert old[0] == whole[1][0]

@@ -1,0 +1,275 @@
+"""`fastkd distill` in two processes: the student of one with twice the batch, and its mistakes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from fastkd.train.feed import Steps
+from fastkd.train.saving import damage
+from tests.cli.launched import Launch, command, commands, packaged, result_of
+from tests.cli.test_cli import report_of, stop_at, visible
+from tests.cli.test_demo import write_packaged
+from tests.tiny import make_teacher, run, words_of, write_tsv
+
+# 45 rows, 8 a step: the last step of an epoch has 5.
+ROWS, BATCH = 45, 8
+RUNS: dict[str, dict] = {
+    "soft_targets": {},
+    "lrkd": {"method": "lrkd"},
+    # These compare samples with each other.
+    "knn": {"method": "knn", "gather": True},
+    "fcd": {"method": "fcd", "gather": True},
+    "lrc_bert": {"method": "lrc_bert", "gather": True},
+    "mc3kd": {"method": "mc3kd", "gather": True},
+    "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
+}
+STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
+STUDY = """
+seeds = 2
+steps = 2
+device = "cpu"
+[tasks.one]
+train = "train.tsv"
+eval = "dev.tsv"
+teacher_steps = 2
+[methods]
+labels = {}
+fcd = {}
+"""
+LONG = {"checkpoint_every": 3, "epochs": 6}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """`fastkd distill` on tiny data without dropout; --batch-size is for one process."""
+    folder = tmp_path_factory.mktemp("processes")
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    make_teacher(folder / "teacher", **still)
+    write_tsv(folder / "train.tsv", ROWS)
+    write_tsv(folder / "dev.tsv", 21, seed=1)
+
+    def make(out, processes, command="distill", **options):
+        usual = {
+            "teacher": folder / "teacher",
+            "train": folder / "train.tsv",
+            "eval": folder / "dev.tsv",
+            "out": out,
+            "epochs": 2,
+            "batch_size": BATCH // processes,
+            "max_length": 16,
+            "device": "cpu",
+            "learning_rate": 1e-3,
+            "method": "soft_targets",
+        }
+        return words_of(command, **{**usual, **options})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def launched(words, tmp_path_factory):
+    """All that ends by itself, in one start of two processes: folder, results and errors.
+
+    A result is (exit codes, outputs, errors), each by rank. Errors are those of the launcher.
+    """
+    folder = tmp_path_factory.mktemp("launch")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(*words(folder / "stopped", 1, **STOPPED), expect=130)
+    # A teacher's cache is written by both, and read by both.
+    kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
+    cached = {"teacher_cache": folder / "cache", "teacher": None}
+    lines = {
+        **{name: words(folder / name, 2, **more) for name, more in RUNS.items()},
+        "cache": words(folder / "cache", 2, "cache", **kept),
+        "cached": words(folder / "cached", 2, **cached),
+        "stopped": words(folder / "stopped", 1, resume=True, **STOPPED),
+        "already holds a student": words(folder / "soft_targets", 2),
+        "no such directory": words(folder / "x", 2, teacher="./nothing"),
+        "not here": words(folder / "x", 2, method="tests.cli.launched:FailsInTheSecond"),
+        "did you mean": words(folder / "x", 2, method="fdc"),
+        "last": words(folder / "bug", 2, method="tests.cli.launched:BreaksInTheSecond"),
+    }
+    launch = Launch(folder, 2, commands, folder, lines)
+    _, errors = launch.end()
+    assert (folder / "0.json").exists() and launch.process.exitcode, errors
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    return folder, {k: tuple(zip(first[k], second[k], strict=True)) for k in first}, errors
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory):
+    """What runs of `LONG` that are cut off must come to."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(*words(out, 1, **LONG))
+    return out
+
+
+def same_students(one, other):
+    """Compare what training decides: the bias of the keys has no gradient but rounding's."""
+    a, b = (load_file(out / "student" / "model.safetensors") for out in (one, other))
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if not name.endswith("key.bias"):
+            assert (value - b[name]).abs().max() <= 1e-5, name
+    first, second = report_of(one), report_of(other)
+    assert first["student"] == second["student"] and first["teacher"] == second["teacher"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_give_the_student_of_one_with_twice_the_batch(
+    words, launched, tmp_path, name
+):
+    folder, results, _ = launched
+    codes, outputs, errors = results[name]
+    assert codes == (0, 0), errors
+    assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
+    assert visible(folder / name) == ["student", *["teacher"] * (name == "tuned")]
+    run(*words(tmp_path / "one", 1, **RUNS[name]))
+    same_students(folder / name, tmp_path / "one")
+
+
+def test_a_cache_of_two_processes(launched):
+    folder, results, _ = launched
+    for name in ("cache", "cached"):
+        assert results[name][0] == (0, 0), results[name]
+    assert len(list((folder / "cache").glob("shard-*"))) == 2
+    same_students(folder / "cached", folder / "soft_targets")
+
+
+@pytest.mark.parametrize(
+    "part", ["already holds a student", "no such directory", "not here", "did you mean"]
+)
+def test_a_mistake_is_told_once(launched, part):
+    folder, results, _ = launched
+    codes, _, errors = results[part]
+    assert codes == (2, 2)
+    told = "".join(errors)
+    assert part in told and told.count("Error: ") == 1 and told.count("\n") == 1, errors
+    assert not (folder / "x").exists()
+
+
+def told_once(errors):
+    """Our own sentence, beside what the launcher says."""
+    return sum(line.startswith("Error: ") for line in errors.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a process is killed", "the launcher is stopped"])
+def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
+    log, out = tmp_path / "log", tmp_path / "out"
+    launch = Launch(tmp_path / "launch", 2, command, words(out, 2, log_json=log, **LONG))
+    launch.wait_for_step(log, random.randint(4, 22))
+    if how == "a process is killed":
+        os.kill(launch.pid(1), signal.SIGKILL)
+        _, errors = launch.end()
+        assert told_once(errors) and "another process of this run has ended" in errors
+    else:
+        launch.process.terminate()
+        _, errors = launch.end()
+        assert told_once(errors) and "--resume continues from it" in errors
+    assert launch.process.exitcode
+    # The kill may have come in the middle of a save.
+    sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if damage(p) is None]
+    assert sound
+    for checkpoint in sound:
+        assert {"rng_state_0.pth", "rng_state_1.pth"} <= {p.name for p in checkpoint.iterdir()}
+    resumed = run(*words(out, 2, resume=True, **LONG))
+    assert "1 processes: 8 rows a step in all, as in the 2 that began" in resumed
+    same_students(out, whole)
+
+
+def test_the_launcher_starts_the_command(words, tmp_path):
+    """As a user does, in new interpreters; the mistake is one that shows early."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    line = [*launcher, "-m", "fastkd", *words(tmp_path / "x", 2, epochs=0)]
+    run = subprocess.run(line, capture_output=True, text=True)
+    assert run.returncode and told_once(run.stderr) and "--epochs" in run.stderr, run.stderr
+
+
+def test_a_mistake_before_processes_meet_is_left_to_the_first_for_a_while(
+    words, tmp_path, monkeypatch
+):
+    waited = []
+    monkeypatch.setattr("fastkd.train.processes.time.sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        code, _, errors = result_of(words(tmp_path / "x", 2, epochs=0))
+        assert code == 2 and told_once(errors) and "--epochs" in errors
+        assert len(waited) == rank
+
+
+@pytest.mark.slow
+def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
+    folder, results, _ = launched
+    assert results["stopped"][0] == (0, 0), results["stopped"]
+    run(*words(tmp_path / "whole", 1, **STOPPED))
+    same_students(folder / "stopped", tmp_path / "whole")
+
+
+def test_what_several_would_only_repeat_is_done_by_the_first(words, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("good film\n")
+    teacher = words(tmp_path, 2)[2]
+    predict = ["predict", "--model", teacher, "--data", str(tmp_path / "text.txt")]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        out = tmp_path / f"{rank}.tsv"
+        assert bool(run(*predict, "--out", str(out))) == out.exists() == (rank == 0)
+
+
+def test_a_bug_in_one_process_ends_the_others(launched):
+    _, _, errors = launched
+    assert "ZeroDivisionError: a bug" in errors and "Error: another process" not in errors
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 45])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
+def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
+    alone = Steps(rows, 8, seed=3)
+    shared = [Steps(rows, 8, 3, rank, ranks) for rank in range(ranks)]
+    orders = []
+    for epoch in (0, 1):
+        for steps in (alone, *shared):
+            steps.epoch = epoch
+        whole = [part.rows for part in alone]
+        for rows_of_step, *parts in zip(whole, *shared, strict=True):
+            assert [i for part in parts if part.share for i in part.rows] == rows_of_step
+            for part in parts:
+                mean = len(rows_of_step) / ranks
+                assert part.share == pytest.approx(len(part.rows) / mean) or part.share == 0
+        orders.append([i for step in whole for i in step])
+        assert sorted(orders[-1]) == list(range(rows))
+    assert rows == 1 or orders[0] != orders[1]
+    assert len(alone) == -(-rows // 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [("demo", ["--fast", "--device", "cpu"], "pictures in"), ("study", ["study.toml"], "report:")],
+)
+def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said):
+    write_packaged(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_tsv(Path("train.tsv"))
+    write_tsv(Path("dev.tsv"), 20, 1)
+    Path("study.toml").write_text(STUDY)
+    out = tmp_path / "out"
+    launch = Launch(tmp_path / "launch", 2, packaged, tmp_path, words_of(name, *options, out=out))
+    printed, errors = launch.end()
+    assert launch.process.exitcode == 0, errors
+    assert printed.count(said) == 1
+    if name == "demo":
+        assert json.loads((out / "demo.json").read_text())["processes"] == 2
+    else:
+        assert len(list((out / "runs").glob("*.json"))) == 4
+        assert (out / "report.html").exists()

@@ -1,0 +1,398 @@
+"""What a student is good for: card, pipeline(), evaluate, predict, ONNX, files of every kind."""
+
+import gzip
+import json
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import RobertaProcessing
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+    pipeline,
+)
+
+from fastkd.distill import METHODS
+from fastkd.train import saving
+from tests.tiny import make_teacher, run, sentences, write_tsv
+
+CLASSES = ("neg", "pos")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a trained student, its files, and the output of its training."""
+    path = tmp_path_factory.mktemp("use")
+    make_teacher(path / "teacher")
+    for name, rows, seed in (("train", 40, 0), ("dev", 20, 1), ("test", 30, 2)):
+        write_tsv(path / f"{name}.tsv", rows, seed, label=lambda y: CLASSES[y])
+    (path / "more.txt").write_text("\n".join(text for text, _ in sentences(24, 3)) + "\n")
+    (path / "output.txt").write_text(distill(path))
+    return path
+
+
+def distill(path, **options):
+    usual = {
+        "teacher": path / "teacher", "train": path / "train.tsv", "eval": path / "dev.tsv",
+        "test": path / "test.tsv", "unlabelled": path / "more.txt", "finetune_teacher": 4,
+        "teacher_learning_rate": 5e-3, "epochs": 4, "learning_rate": 5e-3, "batch_size": 8,
+        "max_length": 16, "device": "cpu", "log_json": path / "out" / "log.jsonl",
+        "report_to": "tensorboard", "out": path / "out", "method": "soft_targets",
+    }  # fmt: skip
+    return run("distill", **{**usual, **options})
+
+
+@pytest.fixture(scope="module")
+def report(folder):
+    return json.loads((folder / "out" / "student" / "fastkd.json").read_text())
+
+
+def rows_of(path):
+    return [line.split("\t") for line in path.read_text().splitlines()[1:]]
+
+
+def test_the_student_scores_the_same_everywhere(folder, report):
+    student, rows = folder / "out" / "student", rows_of(folder / "test.tsv")
+    texts, labels = zip(*rows, strict=True)
+    assert report["test"]["student"]["accuracy"] > 0.8
+    expected = report["test"]["student"]["accuracy"]
+
+    classify = pipeline("text-classification", str(student), device="cpu")
+    guesses = [found["label"] for found in classify(list(texts))]
+    assert sum(g == y for g, y in zip(guesses, labels, strict=True)) / len(texts) == expected
+
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    model = AutoModelForSequenceClassification.from_pretrained(student)
+    logits = model(**tokenizer(list(texts), padding=True, return_tensors="pt")).logits
+    assert [model.config.id2label[int(i)] for i in logits.argmax(-1)] == guesses
+
+    words = ("--model", student, "--data", folder / "test.tsv")
+    assert f"30 rows:  accuracy {expected:.4g}" in run("evaluate", *words)
+    assert "f1" in run("evaluate", *words, "--metric", "f1", "--out", folder / "scores.json")
+    assert json.loads((folder / "scores.json").read_text())["accuracy"] == expected
+    run("evaluate", *words, "--out", folder / "scores.tsv")
+    assert (folder / "scores.tsv").read_text() == f"rows\taccuracy\n30\t{expected}\n"
+    assert "is there already" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
+
+    output = run("predict", "--model", student, "--data", folder / "test.tsv")
+    assert [line.split("\t")[0] for line in output.splitlines()[1:]] == guesses
+    run("predict", *words, "--out", folder / "labels.jsonl")
+    found = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in found] == guesses
+    torch.testing.assert_close(
+        torch.tensor([row["probability"] for row in found]),
+        logits.softmax(-1).amax(-1).detach(),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+def test_onnx_gives_the_same_score(folder, report, tmp_path):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    student = folder / "out" / "student"
+    path = folder / "student.onnx"
+    output = run("export", "--model", student, "--out", path)
+    assert "outputs agree with ONNX Runtime's" in output
+    words = ("evaluate", "--model", student, "--data", folder / "test.tsv")
+    score = report["test"]["student"]["accuracy"]
+    assert f"accuracy {score:.4g}" in run(*words, "--onnx", path)
+    assert "is there already" in run("export", "--model", student, "--out", path, expect=2)
+    other = make_teacher(tmp_path / "other", labels=3)
+    error = run("predict", model=other, data=folder / "dev.tsv", onnx=path, expect=2)
+    assert "it has 2 outputs, and --model" in error
+
+
+def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
+    """--overwrite of `fastkd distill` refused what `fastkd export` had put beside the student."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+    def written(model, batch, path):
+        assert batch["input_ids"].shape[1] <= 8
+        path.write_bytes(b"a graph")
+
+    monkeypatch.setattr("fastkd.cli.export._write", written)
+    monkeypatch.setattr("fastkd.cli.export._difference", lambda *_: 0.0)
+    model = make_teacher(tmp_path / "model", max_position_embeddings=8)
+    saving.seal(model, {})
+    for _ in range(2):
+        run("export", model=model, overwrite=True)
+        assert saving.foreign(model) == [] and saving.damage(model) is None
+    assert (model / "model.onnx").read_bytes() == b"a graph"
+    (model / "model.onnx").unlink()
+    assert saving.damage(model) is None  # a run that made the model may still be resumed
+
+
+def identity(path, inputs, outputs=1):
+    onnx = pytest.importorskip("onnx")
+    ids = [onnx.helper.make_tensor_value_info(name, 1, [1, 2]) for name in inputs]
+    ends = [onnx.helper.make_tensor_value_info(f"out{i}", 1, [1, 2]) for i in range(outputs)]
+    nodes = [onnx.helper.make_node("Identity", inputs[:1], [f"out{i}"]) for i in range(outputs)]
+    graph = onnx.helper.make_graph(nodes, "graph", ids, ends)
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), str(path))
+
+
+def test_onnx_files_of_something_else(folder, tmp_path):
+    pytest.importorskip("onnxruntime")
+    path = tmp_path / "x.onnx"
+    words = ("evaluate", "--model", folder / "out" / "student", "--data", folder / "dev.tsv")
+    assert "no such file" in run(*words, "--onnx", path, expect=2)
+    path.write_bytes(b"x")
+    assert "--onnx" in run(*words, "--onnx", path, expect=2)
+    for inputs, outputs, said in (
+        (["pixels"], 1, "reads pixels and has 1 outputs; it must read"),
+        (["input_ids"], 2, "reads input_ids and has 2 outputs"),
+        (["input_ids"], 1, "can't be run"),  # of other types
+    ):
+        identity(path, inputs, outputs)
+        assert said in run(*words, "--onnx", path, expect=2)
+
+
+def test_card_and_report(folder, report):
+    card = ModelCard.load(folder / "out" / "student" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert {r.dataset_name for r in card.data.eval_results} == {"dev.tsv", "test.tsv"}
+    values = {(r.dataset_split, r.metric_type): r.metric_value for r in card.data.eval_results}
+    assert values["evaluation", "accuracy"] == report["student"]["accuracy"]
+    assert values["test", "accuracy"] == report["test"]["student"]["accuracy"]
+    for part in (
+        "the method `soft_targets` from the teacher",
+        "Rows: 40 train, 20 eval, 30 test, 24 unlabelled.",
+        "neg, pos",
+        "pipeline(",
+    ):
+        assert part in card.text, part
+    assert report["rows"] == {"train": 40, "eval": 20, "test": 30, "unlabelled": 24}
+    output = (folder / "output.txt").read_text()
+    assert "24 rows without labels" in output and "times faster and" in output
+    assert f"{report['test']['student']['accuracy']:.4f}" in output
+    assert "README.md" in report["files"]
+
+
+def test_progress_for_programs(folder, report):
+    events = [json.loads(x) for x in (folder / "out" / "log.jsonl").read_text().splitlines()]
+    steps = [e for e in events if e["event"] == "step" and e["title"] == "soft_targets"]
+    assert steps[-1]["step"] == steps[-1]["steps"] == 4 * 8  # 64 rows in batches of 8
+    assert {"task", "soft"} <= set(steps[0]["losses"])
+    scores = [e["scores"] for e in events if e["event"] == "evaluation" and "soft" in e["title"]]
+    assert scores == [entry["scores"] for entry in report["history"]]
+    # An evaluation's losses are the means over the epoch before it, not its last steps'.
+    for epoch, entry in enumerate(report["history"]):
+        losses = [e["losses"]["soft"] for e in steps if 8 * epoch < e["step"] <= 8 * (epoch + 1)]
+        assert len(losses) == 8 and entry["losses"]["soft"] == pytest.approx(sum(losses) / 8)
+    assert events[-1]["event"] == "complete" and events[-1]["student"] == report["student"]
+    logs = folder / "out" / "logs"
+    assert list((logs / "student").glob("events*")) and list((logs / "teacher").glob("events*"))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "labels"])
+def test_every_method_learns_from_text_without_labels(folder, method):
+    tuned = {"finetune_teacher": None, "teacher_learning_rate": None}
+    out, teacher = folder / method, folder / "out" / "teacher"
+    distill(folder, method=method, out=out, teacher=teacher, log_json=None, epochs=2, **tuned)
+    found = json.loads((out / "student" / "fastkd.json").read_text())
+    assert found["rows"]["unlabelled"] == 24
+    for entry in found["history"]:
+        assert all(torch.tensor(list(entry["losses"].values())).isfinite())
+
+
+def test_unlabelled_text_needs_a_teacher(folder, tmp_path):
+    common = (
+        "distill", "--teacher", folder / "teacher", "--unlabelled", folder / "more.txt",
+        "--out", tmp_path / "x",
+    )  # fmt: skip
+    data = ("--train", folder / "train.tsv", "--eval", folder / "dev.tsv")
+    assert "--method labels" in run(*common, *data, "--method", "labels", expect=2)
+    # A line is one text, whatever the columns of the other files are called.
+    found = run(*common, *data, "--task", "mrpc", "--text-column", "sentence",
+                "--text-pair-column", "sentence", "--label-column", "label", expect=2)  # fmt: skip
+    assert "more.txt: a line is one text" in found
+
+
+@pytest.mark.parametrize("method", ["soft_targets", "knn", "mc3kd"])
+def test_text_without_numbers_beside_rows_with_them(tmp_path, method):
+    """Only the losses on labels leave such rows out, and the labels they have are what counts."""
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: 1000 * y - 100.0 + 0.5 * y)
+    more = tmp_path / "more.txt"
+    more.write_text("\n".join(text for text, _ in sentences(24, 3)) + "\n")
+    common = (
+        "distill", "--teacher", make_teacher(tmp_path / "one", labels=1), "--train", real,
+        "--eval", real, "--epochs", "1", "--method", method, "--max-length", 16,
+        "--text-column", "sentence", "--labels", "numbers", "--device", "cpu",
+    )  # fmt: skip
+    run(*common, "--unlabelled", more, "--out", tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())
+    assert report["rows"] == {"train": 40, "eval": 40, "unlabelled": 24}
+    losses = report["history"][-1]["losses"]
+    assert all(torch.tensor(list(losses.values())).isfinite())
+    assert losses["task"] > 100  # the targets are far from what a fresh head says, and still count
+    student = tmp_path / "out" / "student"
+    found = run("predict", "--model", student, "--data", more, "--text-column", "sentence")
+    assert len(found.splitlines()) == 25
+
+
+def formats(path):
+    """The same rows in every format."""
+    rows = [{"text": text, "label": CLASSES[y]} for text, y in sentences(10, 5)]
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def lines(separator):
+        return "".join(f"{row['text']}{separator}{row['label']}\n" for row in rows)
+
+    texts = {
+        "a.tsv": "text\tlabel\n" + lines("\t"),
+        "a.csv": "text,label\n" + lines(","),
+        "b.csv": "text;label\n" + lines(";"),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "a.json": json.dumps(rows, indent=1),
+        "b.json": "".join(json.dumps(row) + "\n" for row in rows),
+    }
+    for name, text in texts.items():
+        (path / name).write_text(text)
+        (path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        yield path / name
+        yield path / f"{name}.gz"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path / "a.parquet")
+    yield path / "a.parquet"
+
+
+def test_every_format_holds_the_same_rows(folder, tmp_path):
+    student = folder / "out" / "student"
+    outputs = {run("evaluate", "--model", student, "--data", path) for path in formats(tmp_path)}
+    assert len(outputs) == 1 and outputs.pop().startswith("10 rows:  accuracy")
+    output = run("predict", "--model", student, "--data", folder / "more.txt")
+    assert len(output.splitlines()) == 25
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "row"),
+    [
+        ("x.json", '[{"text": "a", "label": "neg"},\n\n {"text": 5, "label": "neg"}]', 3),
+        ("x.csv", "text;label\na;neg\n\nb;c;neg\n", 4),
+        ("x.csv", "text;label\na;neg\nb;bad\n", 3),
+    ],
+)
+def test_row_numbers_are_those_of_an_editor(folder, tmp_path, name, text, row):
+    (tmp_path / name).write_text(text)
+    words = ("evaluate", "--model", folder / "out" / "student", "--data", tmp_path / name)
+    assert f"{name}, row {row}: " in run(*words, expect=2)
+
+
+def test_mistakes_of_evaluate_and_predict(folder, teacher_without_head, tmp_path):
+    student, dev = folder / "out" / "student", folder / "dev.tsv"
+    for words, part in (
+        (("--model", "./none", "--data", dev), "--model ./none: no such directory"),
+        (("--model", student, "--data", "none.tsv"), "--data none.tsv: no such file"),
+        (("--model", teacher_without_head, "--data", dev), "no classification head"),
+        (("--model", student, "--data", dev, "--max-length", 99), "--max-length 99"),
+        (("--model", student, "--data", dev, "--metric", "mse"), "--metric mse"),
+        (("--model", student, "--data", dev, "--out", "x.doc"), "--out x.doc"),
+        (("--model", student, "--data", dev, "--out", dev / "x.tsv"), "--out"),
+    ):
+        assert part in run("evaluate", *words, expect=2)
+
+
+@pytest.fixture
+def teacher_without_head(tmp_path):
+    return make_teacher(tmp_path / "bare", head=False)
+
+
+def test_rows_without_header_need_no_label_to_be_predicted(folder, tmp_path):
+    path = tmp_path / "bare.csv"
+    path.write_text("7,good film\n8,bad film\n")
+    words = ("--model", folder / "out" / "student", "--data", path, "--no-header")
+    assert len(run("predict", *words, "--text-column", "1").splitlines()) == 3
+    assert "--label-column" in run("evaluate", *words, "--text-column", "1", expect=2)
+
+
+def test_columns_are_those_of_the_training(folder, tmp_path):
+    """A student of pairs was scored on their first texts alone, without a word."""
+    pairs = tmp_path / "pairs.tsv"
+    lines = [f"{text}\tthe film\t{label}" for text, label in rows_of(folder / "dev.tsv")]
+    pairs.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
+    columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
+    run("distill", teacher=folder / "out" / "teacher", train=pairs, eval=pairs, epochs=1,
+        out=tmp_path / "out", max_length=16, device="cpu", **columns)  # fmt: skip
+    student = tmp_path / "out" / "student"
+    expected = json.loads((student / "fastkd.json").read_text())["student"]["accuracy"]
+    assert f"accuracy {expected:.4g}" in run("evaluate", model=student, data=pairs)
+    words = {"model": student, "text_column": "one", "label_column": "class"}
+    said = "was trained on pairs of texts; --text-pair-column"
+    assert said in run("evaluate", data=pairs, expect=2, **words)
+    assert said in run("predict", data=folder / "dev.tsv", model=student, expect=2)
+    assert "two are compared" in run("predict", data=folder / "more.txt", model=student, expect=2)
+    run("predict", data=folder / "dev.tsv", model=folder / "out" / "student")
+
+
+@pytest.mark.parametrize("marker", ["[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'])
+def test_a_marker_that_says_nothing_is_none(folder, tmp_path, marker):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    (model / "fastkd.json").write_text(marker)
+    assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+
+
+def test_positions_that_begin_behind_the_padding(folder, tmp_path):
+    """RoBERTa reads two tokens fewer than its configuration has positions."""
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    config = RobertaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1,
+                           num_attention_heads=2, intermediate_size=32,
+                           max_position_embeddings=20, pad_token_id=0)  # fmt: skip
+    RobertaForSequenceClassification(config).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
+    tokenizer.save_pretrained(model)
+    data = tmp_path / "long.txt"
+    data.write_text("good film " * 20)
+    words = {"model": model, "data": data}
+    assert "the model reads at most 19" in run("predict", max_length=20, expect=2, **words)
+    assert run("predict", **words) == run("predict", max_length=19, **words)
+
+
+def test_a_length_that_leaves_no_room_for_words(folder, tmp_path):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    vocab = {word: i for i, word in enumerate(["<pad>", "<unk>", "<s>", "</s>", "good", "film"])}
+    words = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = RobertaProcessing(("</s>", 3), ("<s>", 2))
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(model)
+    data = tmp_path / "pairs.tsv"
+    data.write_text("text\tsecond\ngood film\tgood\n")
+    options = {"model": model, "data": data, "text_pair_column": "second"}
+    error = run("predict", max_length=4, expect=2, **options)
+    assert "--max-length 4 leaves no room for words: the tokenizer adds 4 tokens to a" in error
+    run("predict", max_length=5, **options)
+
+
+def test_a_model_without_a_longest_text(folder, tmp_path):
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    config = XLNetConfig(vocab_size=17, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    XLNetForSequenceClassification(config).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
+    tokenizer.save_pretrained(model)
+    assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+
+
+def test_a_student_that_predicts_numbers(tmp_path):
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    one = make_teacher(tmp_path / "one", labels=1)
+    run("distill", "--teacher", one, "--train", real, "--eval", real, "--epochs", "1",
+        "--method", "soft_targets", "--out", tmp_path / "out", "--max-length", 16)  # fmt: skip
+    student = tmp_path / "out" / "student"
+    report = json.loads((student / "fastkd.json").read_text())
+    output = run("evaluate", "--model", student, "--data", real)
+    assert f"pearson {report['student']['pearson']:.4g}" in output
+    lines = run("predict", "--model", student, "--data", real).splitlines()
+    assert lines[0] == "value" and len(lines) == 41

@@ -1,0 +1,340 @@
+"""Reading labelled text: formats, layouts, labels, scores, and one sentence for every mistake."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+
+from fastkd.train.data import describe, load, read_file, to_classes
+from fastkd.train.errors import InputError
+from fastkd.train.score import evaluate
+from fastkd.train.settings import Source
+from fastkd.train.tasks import Columns
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def files(tmp_path, train, evals=None, suffix=".tsv"):
+    return {
+        "train": write(tmp_path / f"train{suffix}", train),
+        "evals": write(tmp_path / f"dev{suffix}", train if evals is None else evals),
+    }
+
+
+def content(rows):
+    """All that rows hold, in lists."""
+    labels = None if rows.labels is None else rows.labels.tolist()
+    return [rows.number(i) for i in range(len(rows))], rows.texts, rows.pairs, labels
+
+
+SST2 = 'sentence\tlabel\nit "works\t1\nit doesn\'t \t0\nno " quote rules\t1\n'
+
+
+def test_tsv_is_unquoted(tmp_path):
+    corpus = load(Source(task="sst2", **files(tmp_path, SST2)))
+    assert corpus.train.texts == ['it "works', "it doesn't ", 'no " quote rules']
+    assert corpus.train.labels.tolist() == [1, 0, 1]
+    assert corpus.names == ["0", "1"]
+    assert corpus.metrics == ("accuracy",)
+
+
+def test_cola_has_no_header(tmp_path):
+    rows = "gj04\t1\t\tThey drank it.\ngj04\t0\t*\tThey drank the pub.\n"
+    corpus = load(Source(task="cola", **files(tmp_path, rows.rstrip("\n"))))
+    assert corpus.train.texts == ["They drank it.", "They drank the pub."]
+    assert corpus.train.labels.tolist() == [1, 0]
+    assert corpus.metrics == ("mcc",)
+    by_hand = Source(text_column="3", label_column="1", no_header=True, **files(tmp_path, rows))
+    assert content(load(by_hand).train) == content(corpus.train)
+
+
+@pytest.mark.parametrize(
+    ("task", "header", "row", "metrics"),
+    [
+        (
+            "mrpc",
+            "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+            "{}\t7\t8\tA b.\tC d.",
+            ("f1", "accuracy"),
+        ),
+        ("qqp", "id\tquestion1\tquestion2\tis_duplicate", "1\tA b.\tC d.\t{}", ("f1", "accuracy")),
+        ("mnli", "index\tsentence1\tsentence2\tgold_label", "0\tA b.\tC d.\t{}", ("accuracy",)),
+        ("qnli", "index\tquestion\tsentence\tlabel", "0\tA b.\tC d.\t{}", ("accuracy",)),
+        ("rte", "index\tsentence1\tsentence2\tlabel", "0\tA b.\tC d.\t{}", ("accuracy",)),
+        ("rte", "sentence1\tsentence2\tlabel", "A b.\tC d.\t{}", ("accuracy",)),
+    ],
+)
+def test_glue_pair_tasks(tmp_path, task, header, row, metrics):
+    text = "\n".join([header, row.format("entailment"), row.format("contradiction")])
+    corpus = load(Source(task=task, **files(tmp_path, text)))
+    assert corpus.train.texts == ["A b."] * 2
+    assert corpus.train.pairs == ["C d."] * 2
+    assert corpus.names == ["contradiction", "entailment"]
+    assert corpus.train.labels.tolist() == [1, 0]
+    assert corpus.metrics == metrics
+
+
+def test_stsb_is_regression(tmp_path):
+    text = "sentence1\tsentence2\tscore\nA.\tB.\t5\nC.\tD.\t0.25\n"
+    corpus = load(Source(task="stsb", **files(tmp_path, text)))
+    assert corpus.names is None and corpus.num_labels == 1
+    assert corpus.train.labels.tolist() == [5.0, 0.25]
+    assert corpus.metrics == ("pearson", "spearman")
+
+
+def test_task_columns_in_other_formats(tmp_path):
+    rows = [{"premise": "p", "hypothesis": "h", "label": x} for x in (0, 2, 1)]
+    text = "\n".join(map(json.dumps, rows))
+    corpus = load(Source(task="mnli", **files(tmp_path, text, suffix=".jsonl")))
+    assert (corpus.train.texts, corpus.train.pairs) == (["p"] * 3, ["h"] * 3)
+    text = "sentence,label\nabc,1\ndef,0\n"
+    assert load(
+        Source(task="cola", **files(tmp_path, text, suffix=".csv"))
+    ).train.labels.tolist() == [1, 0]
+
+
+def test_csv_quotes_and_row_numbers(tmp_path):
+    text = 'text,label\n"a, ""b""\nsecond line",good\nplain,bad\n'
+    corpus = load(Source(**files(tmp_path, text, suffix=".csv")))
+    assert corpus.train.texts == ['a, "b"\nsecond line', "plain"]
+    assert [corpus.train.number(i) for i in (0, 1)] == [2, 4]
+    assert corpus.names == ["bad", "good"]
+
+
+def test_windows_file(tmp_path):
+    paths = files(tmp_path, "")
+    for path in paths.values():
+        path.write_bytes("\ufefftext\tlabel\r\nähm\t1\r\nso\t0\r\n\r\n".encode())
+    corpus = load(Source(**paths))
+    assert corpus.train.texts == ["ähm", "so"]
+    assert corpus.train.labels.tolist() == [1, 0]
+
+
+def test_labels_become_ids(tmp_path):
+    def names(*labels, **options):
+        text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
+        return load(Source(**files(tmp_path, text), **options)).names
+
+    assert names("b", "a", "b") == ["a", "b"]
+    assert names("10", "9", "-1") == ["-1", "9", "10"]
+    assert names("0.5", "1.0", "2") is None
+    assert names("1.0", "0.0") == ["0.0", "1.0"]
+    assert names("1", "2", labels="numbers") is None
+    assert names("0.5", "1.5", labels="classes") == ["0.5", "1.5"]
+    assert names("nan", "inf", "inf", labels="classes") == ["inf", "nan"]
+
+    assert names("1_0", "0.5", labels="classes") == ["0.5", "1_0"]
+    with pytest.raises(InputError, match="'1_0' is not a number"):
+        names("1_0", "0.5")
+    assert names("2", "1", "01") == ["01", "1", "2"]  # in the same order in every process
+
+
+def test_labels_are_classes_of_a_finished_model(tmp_path):
+    """-1 was taken for 1, 1.0 for 10 and C++ for C: marks were left out."""
+
+    def ids(names, *labels):
+        text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
+        path = write(tmp_path / "rows.tsv", text)
+        return to_classes(read_file(path, Columns("text"), "--data"), names).labels.tolist()
+
+    assert ids(["0", "1"], "1.0", "00") == [1, 0]
+    assert ids(["1", "-1"], "-1", "1", "+1") == [1, 0, 0]
+    assert ids([str(i) for i in range(11)], "1.0", "10") == [1, 10]
+    assert ids(["not_entailment", "entailment"], "Not-Entailment", "entails") == [0, 1]
+    assert ids(["C", "c", "C++"], "c", "C", "C++") == [1, 0, 2]
+    assert ids(["+", "-"], "-", "+") == [1, 0]
+    for names, label in ((["0", "1"], "-1"), (["C", "c"], "C++"), (["+", "-"], "++")):
+        with pytest.raises(InputError, match=r"row 2: label .* is no class of the model"):
+            ids(names, label)
+
+
+def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
+    text = "text\tlabel\n" + "".join(f"x\tname {i}\n" for i in range(900))
+    lines = [*describe(load(Source(**files(tmp_path, text))))]
+    alike = "text\tlabel\n" + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2
+    lines += describe(load(Source(**files(tmp_path, alike), labels="classes")))
+    for pair in ("'1' and '1.0'", "'Not this' and 'not_this'"):
+        assert any(f"classes {pair} look alike" in line for line in lines)
+    lines = lines[:-4]
+    assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
+
+
+def test_json_labels_of_every_type(tmp_path):
+    def load_labels(*labels):
+        text = "\n".join(json.dumps({"text": "x", "label": label}) for label in labels)
+        corpus = load(Source(**files(tmp_path, text, suffix=".jsonl")))
+        return corpus.train.labels.tolist(), corpus.names
+
+    assert load_labels(True, False) == ([1, 0], ["False", "True"])
+    assert load_labels(3, 1, 2) == ([2, 0, 1], ["1", "2", "3"])
+    assert load_labels(3, 1.5) == ([3.0, 1.5], None)
+
+
+def test_sampling_is_seeded_and_keeps_classes(tmp_path):
+    text = "text\tlabel\n" + "".join(f"t{i}\t{i % 4}\n" for i in range(40))
+    paths = files(tmp_path, text)
+    first, second, other = (
+        load(Source(max_train_rows=5, max_eval_rows=3, seed=seed, **paths)) for seed in (1, 1, 2)
+    )
+    assert content(first.train) == content(second.train) != content(other.train)
+    assert len(first.train) == 5 and len(first.evals[""]) == 3
+    assert first.num_labels == 4
+    assert all(int(t[1:]) % 4 == y for t, y in zip(first.train.texts, first.train.labels, strict=1))
+
+
+HEAD = "text\tlabel\n"
+MISTAKES = {
+    "ragged": (HEAD + "a\t1\nb\n", {}, ["train.tsv, row 3", "1 columns", "row 1 has 2"]),
+    "label column": (HEAD + "a\t1\n", {"label_column": "Lable"}, ["--label-column", "'label'"]),
+    "pair column": (HEAD + "a\t1\n", {"text_pair_column": "b"}, ["--text-pair-column", "'b'"]),
+    "no text column": ("a\tlabel\nx\t1\n", {}, ["--text-column", "a, label"]),
+    "column twice": ("text\ttext\tlabel\na\tb\t1\n", {}, ["row 1", "'text'", "twice"]),
+    "empty file": ("", {}, ["--train", "train.tsv", "empty"]),
+    "blank file": ("\n \n", {}, ["train.tsv", "empty"]),
+    "header only": (HEAD, {}, ["train.tsv", "no rows"]),
+    "empty text": (HEAD + "a\t1\n \t0\n", {}, ["train.tsv, row 3", "'text' is empty"]),
+    "empty label": (HEAD + "a\t1\nb\t\n", {}, ["train.tsv, row 3", "label is empty"]),
+    "one class": (HEAD + "a\t1\nb\t1\n", {}, ["every label is '1'"]),
+    "word in numbers": (HEAD + "a\t0.5\nb\thigh\n", {}, ["row 3", "'high'", "--labels classes"]),
+    "not a number": (
+        HEAD + "a\t1\nb\thigh\n",
+        {"labels": "numbers"},
+        ["train.tsv, row 3", "'high'", "not a number"],
+    ),
+    "infinite": (HEAD + "a\t1.5\nb\tinf\n", {"labels": "numbers"}, ["row 3", "'inf'"]),
+    "labels option": (HEAD + "a\t1\n", {"labels": "class"}, ["--labels", "mean 'classes'"]),
+    "missing value": (HEAD + "a\tx\nb\tNaN\n", {}, ["row 3", "'NaN'", "--labels classes"]),
+    "overflow": (HEAD + "a\t1.5\nb\t1e39\n", {"labels": "numbers"}, ["row 3", "'1e39'"]),
+    "no header": (HEAD + "a\t1\n", {"no_header": True}, ["--no-header", "--text-column"]),
+    "column number": (
+        HEAD + "a\t1\n",
+        {"no_header": True, "text_column": "0", "label_column": "2"},
+        ["no column '2'", "0, 1"],
+    ),
+    "metric": (HEAD + "a\t1\nb\t0\n", {"metric": "pearson"}, ["--metric", "classification"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_sentence(tmp_path, case):
+    text, options, expected = MISTAKES[case]
+    with pytest.raises(InputError) as error:
+        load(Source(**files(tmp_path, text), **options))
+    for part in expected:
+        assert part in str(error.value), str(error.value)
+
+
+def test_more_mistakes(tmp_path):
+    good = write(tmp_path / "good.tsv", HEAD + "a\t1\nb\t0\n")
+
+    def message(**options):
+        with pytest.raises(InputError) as error:
+            load(Source(**options))
+        return str(error.value)
+
+    assert "--eval is missing" in message(train=good)
+    assert "--train is missing" in message(evals=good)
+    assert "no data" in message()
+    missing = write(tmp_path / "z.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "labl": 0}\n')
+    text = message(train=missing, evals=good)
+    assert "z.jsonl, row 2" in text and "mean 'labl'" in text
+
+
+@pytest.mark.parametrize("label", ["NaN", "[1]", '{"a": 1}', "1e999", "1" + "0" * 400])
+def test_labels_that_are_no_labels(tmp_path, label):
+    text = f'{{"text": "a", "label": 1}}\n{{"text": "b", "label": {label}}}\n'
+    for labels in ("numbers",) if len(label) > 400 else ("auto", "numbers", "classes"):
+        with pytest.raises(InputError, match=r"train.jsonl, row 2: .*label"):
+            load(Source(labels=labels, **files(tmp_path, text, suffix=".jsonl")))
+
+
+def hub(monkeypatch, splits, features=None):
+    """datasets.load_dataset answering from memory; returns the calls that were made."""
+    calls = []
+
+    def load_dataset(name, config=None, *, split):
+        calls.append((name, config, split))
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}".\nmore')
+        return datasets.Dataset.from_dict(splits[split], features=features)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+def features(names, *texts):
+    return datasets.Features(
+        {**{t: datasets.Value("string") for t in texts}, "label": datasets.ClassLabel(names=names)}
+    )
+
+
+def test_hub_task(monkeypatch):
+    rows = {"sentence": ["a", "b"], "label": [1, 0]}
+    calls = hub(
+        monkeypatch,
+        {"train": rows, "validation": rows},
+        features(["unacceptable", "acceptable"], "sentence"),
+    )
+    corpus = load(Source(task="cola"))
+    assert calls == [("nyu-mll/glue", "cola", "train"), ("nyu-mll/glue", "cola", "validation")]
+    assert corpus.names == ["unacceptable", "acceptable"]
+    assert corpus.train.labels.tolist() == [1, 0]
+    assert content(load(Source(data="cola")).train) == content(corpus.train)
+
+
+def test_hub_mnli_scores_both_sets(monkeypatch):
+    rows = {"premise": ["a", "b"], "hypothesis": ["c", "d"], "label": [2, 0]}
+    splits = dict.fromkeys(("train", "validation_matched", "validation_mismatched"), rows)
+    hub(monkeypatch, splits, features(["e", "n", "c"], "premise", "hypothesis"))
+    corpus = load(Source(task="mnli"))
+    assert list(corpus.evals) == ["", "mm"]
+    assert corpus.train.pairs == ["c", "d"]
+
+
+def test_hub_dataset_by_name(monkeypatch):
+    rows = {"text": ["a", "b"], "score": [0.5, 1.0]}
+    calls = hub(monkeypatch, {"train": rows, "test": rows})
+    corpus = load(Source(data="some/set", label_column="score", eval_split="test"))
+    assert calls[1] == ("some/set", None, "test")
+    assert corpus.names is None and corpus.train.labels.tolist() == [0.5, 1.0]
+
+
+def test_hub_mistakes(monkeypatch):
+    hidden = {"sentence": ["a", "b"], "label": [0, -1]}
+    none = {"sentence": ["a", None], "label": [0, 1]}
+    hub(monkeypatch, {"train": none, "test": hidden}, features(["x", "y"], "sentence"))
+
+    def message(**options):
+        with pytest.raises(InputError) as error:
+            load(Source(**options))
+        return str(error.value)
+
+    text = message(task="sst2", train_split="test")
+    assert "split test, row 2" in text and "no label" in text
+    assert "--task nyu-mll/glue, split 'nope': Unknown split" in message(
+        task="sst2", train_split="nope"
+    )
+    assert "split train, row 2: column 'sentence' is not text" in message(task="sst2")
+    assert "mean 'sentence'" in message(data="sst2", text_column="sentense")
+
+
+def test_scores_by_hand():
+    logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])
+    labels = np.array([0, 1, 0, 0])
+    scores = evaluate(("accuracy", "f1", "mcc"), logits, labels)
+    # One true positive, one false positive, two true negatives.
+    assert scores["accuracy"] == 0.75
+    assert scores["f1"] == pytest.approx(2 / 3)
+    assert scores["mcc"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
+
+    numbers = np.array([[1.0], [2.0], [3.0], [10.0]])
+    scores = evaluate(("pearson", "spearman", "mse"), numbers, np.array([2.0, 4.0, 6.0, 8.0]))
+    assert scores["spearman"] == pytest.approx(1.0)
+    assert scores["pearson"] == pytest.approx(28 / np.sqrt(50 * 20))
+    assert scores["mse"] == pytest.approx((1 + 4 + 9 + 4) / 4)
+    assert evaluate(("pearson",), np.ones((3, 1)), np.arange(3.0)) == {"pearson": 0.0}
+    assert np.isnan(evaluate(("accuracy",), np.full((2, 2), np.nan), np.arange(2))["accuracy"])

@@ -1,0 +1,262 @@
+"""Rows in Arrow files: read once, whoever asks; larger than memory; JSON arrays."""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from transformers import AutoTokenizer
+
+from fastkd.train import data, files, rows
+from fastkd.train.errors import InputError, SaveFailed
+from fastkd.train.files import records
+from fastkd.train.rows import Encoder
+from fastkd.train.tasks import Columns
+from tests.cli.launched import Launch
+from tests.tiny import make_teacher, run, sentences, write_tsv
+
+COLUMNS = Columns("sentence")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_teacher(tmp_path_factory.mktemp("rows") / "teacher"))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often a file was read."""
+    seen = []
+
+    def counting(path, *args):
+        seen.append(path.name)
+        return records(path, *args)
+
+    monkeypatch.setattr(data, "records", counting)
+    return seen
+
+
+def read(path):
+    return data.to_reals(data.read_file(path, COLUMNS, "--train"))
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path, cache, reads):
+    path = write_tsv(tmp_path / "a.tsv")
+    first, second = read(path), read(path)
+    assert reads == ["a.tsv"] and first.texts == second.texts
+    before = path.stat()
+    path.write_text(path.read_text().replace("film", "mlif"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert read(path).texts == [text.replace("film", "mlif") for text in first.texts]
+    assert reads == ["a.tsv"] * 2
+    # Whatever it is called; other columns of it are other rows.
+    path.rename(tmp_path / "b.tsv")
+    read(tmp_path / "b.tsv")
+    assert len(reads) == 2
+    data.read_file(tmp_path / "b.tsv", Columns("label", None, None), "--train")
+    assert len(reads) == 3
+
+
+def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tmp_path, cache, tokenizer):
+    found = read(write_tsv(tmp_path / "a.tsv"))
+
+    def files_after(*encoders):
+        for encoder in encoders:
+            tokens = encoder(found)
+            lists = tokenizer(found.texts, truncation=True, max_length=encoder.max_length)
+            assert list(tokens.ids()) == lists["input_ids"]
+            assert tokens.lengths.tolist() == [len(ids) for ids in lists["input_ids"]]
+            item = tokens.__getitems__([3, 1])[0]
+            assert item == tokens[3]
+            assert item == {**{k: v[3] for k, v in lists.items()}, "labels": found.labels[3]}
+        return len(list(cache.rglob("cache-*.arrow")))
+
+    # The same tokenizer, though it was used.
+    assert files_after(Encoder(tokenizer, 16), Encoder(tokenizer, 16)) == 1
+    assert files_after(Encoder(tokenizer, 5)) == 2
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    assert files_after(Encoder(other, 16)) == 2
+    other.add_tokens(["goo"])
+    Encoder(other, 16)(found)
+    assert len(list(cache.rglob("cache-*.arrow"))) == 3
+
+
+def work(path, cache, tokenizer, out):
+    datasets.config.HF_DATASETS_CACHE = cache
+    made, call = [], type(tokenizer).__call__
+    type(tokenizer).__call__ = lambda *args, **options: made.append(1) or call(*args, **options)
+    data.records = lambda *args: made.append(1) or records(*args)
+    tokens = Encoder(tokenizer, 16)(read(path))
+    out.write_text(json.dumps([len(made), sum(map(sum, tokens.ids()))]))
+
+
+def test_processes_share_what_one_of_them_made(tmp_path, cache, tokenizer):
+    path = write_tsv(tmp_path / "a.tsv", 500)
+    fork = multiprocessing.get_context("fork")
+    outs = [tmp_path / f"out{i}" for i in range(3)]
+    started = [fork.Process(target=work, args=(path, cache, tokenizer, out)) for out in outs]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    calls, sums = zip(*(json.loads(out.read_text()) for out in outs), strict=True)
+    batches = -(-500 // rows.BATCH)
+    assert sorted(calls) == [0, 0, 1 + batches] or sum(calls) == 1 + batches
+    assert len(set(sums)) == 1
+    assert not list(cache.rglob("*.incomplete"))
+
+
+def test_a_cache_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, cache, tokenizer):
+    path = write_tsv(tmp_path / "a.tsv")
+    arrow = Path(read(path).data.cache_files[0]["filename"])
+    whole = arrow.read_bytes()
+    for damage in (b"", whole[: len(whole) // 2], b"x" * len(whole)):
+        arrow.write_bytes(damage)
+        with pytest.raises(InputError, match=rf"a\.tsv: .*damaged.*{re.escape(str(cache))}"):
+            read(path)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", blocked)
+    with pytest.raises(InputError, match=r"a\.tsv: .*HF_DATASETS_CACHE"):
+        read(path)
+
+
+def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
+    def full(self, folder):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers has it
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(SaveFailed, match="No space left"):
+        Encoder(tokenizer, 16)
+
+
+OBJECTS = [
+    {"text": 'a "quoted" \\ text', "label": -1.5e-3},
+    {"label": True, "text": "\u00e4\U0001f4a9, ]}"},
+    {"text": "x" * 50, "label": {"deep": [[1, 2], {"a": None}]}, "": "NaN"},
+    {"label": 123456789, "text": ""},
+]
+
+
+@pytest.mark.parametrize("chunk", [*range(1, 24), 2**20])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_arrays_in_parts_of_any_size(tmp_path, monkeypatch, chunk, indent):
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    path = tmp_path / "a.json"
+    for ascii_only in (True, False):
+        path.write_text("\n" + json.dumps(OBJECTS, indent=indent, ensure_ascii=ascii_only) + "\n")
+        lines = path.read_text().splitlines()
+        found = list(records(path, True, "--train"))
+        assert [record for _, record in found] == OBJECTS
+        assert all(lines[number - 1].strip().startswith(("{", "[{")) for number, _ in found)
+        assert len({number for number, _ in found}) == (len(OBJECTS) if indent else 1)
+    path.write_text(" [ ] ")
+    assert list(records(path, True, "--train")) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 2**20])
+@pytest.mark.parametrize(
+    ("text", "row", "reason"),
+    [
+        ('[{"a": 1}\n{"a": 2}]', 2, "','"),
+        ('[{"a": 1},\n,{"a": 2}]', 2, "value"),
+        ('[{"a": 1},\n]', 2, "value"),
+        ('[{"a": 1}]\n[{"a": 2}]', 2, "after"),
+        ('[{"a": 1},\n{"a": 2}', 2, "','"),
+        ('[{"a": 1},\n{"a": "2}]', 2, "Unterminated"),
+        ('[{"a": 1},\n{"a" 2}]', 2, "':'"),
+        ('[{"a": 1},\n[2]]', 2, "not a JSON object"),
+        ('[{"a": 1},\n"', 2, "Unterminated"),
+        ('[{"a": 1},\n\n', 3, "value"),
+        ("[", 1, "value"),
+    ],
+)
+def test_malformed_json_arrays(tmp_path, monkeypatch, chunk, text, row, reason):
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        list(records(path, True, "--train"))
+    assert f"a.json, row {row}: not" in str(error.value) and reason in str(error.value)
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path):
+    """Texts with whatever a format can carry, in lines that end as Unix and Windows end them."""
+    rng = random.Random(0)
+    odd = ["é", "\u2028", "\x0b", "'", "#", ";", "\U0001f4a9", "\x1c"]
+    made = [(f"{text} {rng.choice(odd)} end", y) for text, y in sentences(300, 0)]
+    found = {}
+    for kind in (".tsv", ".jsonl", ".json"):
+        for end in ("\n", "\r\n"):
+            path = tmp_path / f"a{kind}"
+            if kind == ".tsv":
+                lines = ["text\tlabel", *(f"{text}\t{y}" for text, y in made)]
+            else:
+                lines = [json.dumps({"text": text, "label": str(y)}) for text, y in made]
+                if kind == ".json":
+                    lines = [*(f"[{line}"[i > 0 :] + "," for i, line in enumerate(lines))]
+                    lines[-1] = lines[-1][:-1] + "]"
+            path.write_bytes((end.join(lines) + end).encode())
+            got = data.read_file(path, Columns("text"), "--train")
+            found[kind, end] = (got.texts, [label for _, label in got.raw_labels()])
+    assert {str(value) for value in found.values()} == {
+        str(([text for text, _ in made], [str(y) for _, y in made]))
+    }
+
+
+LIMIT = 8 * 2**20
+
+
+def private():
+    """The bytes that RLIMIT_DATA limits."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) * 1024
+
+
+def distil_much(folder):
+    # Memory is asked for when it is needed, not in stocks.
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+
+    def distil(batches):
+        path = folder / f"{batches}.tsv"
+        with path.open("w") as file:
+            file.write("sentence\tlabel\n")
+            for i in range(256 * batches):
+                file.write(f"{('bad', 'good')[i % 2]} {chr(0x1F400 + i % 256) * 1960}\t{i % 2}\n")
+        run("distill", teacher=folder / "teacher", train=path, eval=folder / "dev.tsv",
+            out=folder / f"out{batches}", method="soft_targets", max_length=8, epochs=1,
+            batch_size=256, device="cpu")  # fmt: skip
+        return path.stat().st_size
+
+    # What any run allocates. Batches are whole: a new shape takes memory for its compiled code.
+    distil(2), distil(3)
+    resource.setrlimit(resource.RLIMIT_DATA, (private() + LIMIT,) * 2)
+    assert distil(42) >= 10 * LIMIT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
+def test_a_corpus_ten_times_larger_than_the_memory_it_may_take(tmp_path):
+    make_teacher(tmp_path / "teacher", layers=2)
+    write_tsv(tmp_path / "dev.tsv", 20, seed=1)
+    launch = Launch(tmp_path / "launch", None, distil_much, tmp_path)
+    _, errors = launch.end()
+    for path in tmp_path.rglob("*.arrow"):
+        path.unlink()
+    assert launch.process.exitcode == 0, errors[-2000:]
