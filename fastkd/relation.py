@@ -423,14 +423,19 @@ def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: _Options) 
     size = weight.sum(-1)  # (G, M), of the group of each row
     share = torch.where(size >= 2, 1 / size.clamp_min(1), 0)  # of each row in its group
     size = size.clamp_min(1)
+    first = alike.to(torch.uint8).argmax(-1)  # (G, M), member of the group of each row
 
     def group_sum(x: Tensor) -> Tensor:
         return torch.bmm(weight, x[..., None]).squeeze(-1)
 
     def relations(y: Tensor) -> Tensor:
         """R_ij = s_i·s_j + h_i + h_j of centred rows s, less what a distance does not see."""
-        mean = torch.bmm(weight, y) / size[..., None]
-        rows = torch.where((size > 1)[..., None], y - mean, 0)
+        # Less a row of the group, which rows alike have no difference from, and which no gradient
+        # comes to: neither the rows nor the mean depend on it.
+        one = y.detach().gather(1, first[..., None].expand_as(y))
+        mean = torch.bmm(weight, y - one) / size[..., None]
+        rows = torch.where((size > 1)[..., None], y - one - mean, 0)
+        mean = one + mean
         h = (rows * mean).sum(-1)
         shift = mean.square().sum(-1) / 2 if options.distance == "mse" else -group_sum(h) / size
         h = h + shift
@@ -680,11 +685,19 @@ class _Centred:
         self.x, self.mask = x, mask
         mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
         rows = torch.addcmul(-mean, x, self.scale[..., None]) if self.normalized else x - mean
+        # Rows that are alike would keep what rounding left of their mean, by how the processor
+        # sums, for a difference, and 1/eps multiplies it.
+        real = torch.ones_like(self.scale)  # (G, N)
         if mask is not None:
-            rows = rows.masked_fill_(~mask[..., None], 0)
-        self.mean, self.rows = mean, rows  # (G, 1, D), (G, N, D)
+            real.masked_fill_(~mask, 0)
+        rest = torch.bmm((real / self.count)[:, None], rows)  # (G, 1, D)
+        rows.sub_(rest)
+        if mask is not None:
+            rows.masked_fill_(~mask[..., None], 0)
+        self.mean, self.rows = mean + rest, rows  # (G, 1, D), (G, N, D)
         if not self.normalized:
-            self.size = mean.double().square().sum(-1)  # (G, 1); differences of two are small
+            # (G, 1); differences of two are small.
+            self.size = (mean.double() + rest).square().sum(-1)
         # float16 could not hold 1e12, so there a row too short to normalise gets the gradient of
         # its normalised row.
         self.derivative = self.scale
