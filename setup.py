@@ -55,9 +55,12 @@ def find_torch() -> tuple[Path, str] | None:
 
 
 def find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    found = Path(home, "bin", "nvcc")
-    return str(found) if found.exists() else shutil.which("nvcc")
+    """CUDA's own, or that of the package nvidia-cuda-nvcc."""
+    own = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    if own.exists():
+        return str(own)
+    packaged = Path(sysconfig.get_paths()["purelib"], "nvidia").glob("cu*/bin/nvcc")
+    return shutil.which("nvcc") or next(map(str, packaged), None)
 
 
 def extensions() -> list[Extension]:
