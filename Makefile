@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test tests test-all test-torch fuzz lint style types bench gpu-check clean
+.PHONY: demo test tests test-all test-torch test-machines fuzz lint style types bench gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -41,6 +41,10 @@ test-all: test
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed
 	$(BIN)/python -m tools.versions $(VERSION) $(ARGS)
+
+# The suite's core as other processors run it: all, or ARGS="--turn" or "--setting mkl-avx2" [-k ...].
+test-machines: $(VENV)/installed
+	$(BIN)/python -m tests.machines $(ARGS)
 
 # Random calls against oracles in float64, for as long as asked.
 SECONDS ?= 600

@@ -1,0 +1,78 @@
+"""The suite's core as other processors run it: `make test-machines`.
+
+PyTorch, MKL and oneDNN choose their code by the processor, and can be told to take that of an older
+one. How they sum changes the last bits: a test that holds for some of them only is a wrong test, or
+a wrong loss.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+# By name: variables of the environment, the number of threads among them.
+SETTINGS = {
+    "aten-default": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
+    "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "2"},
+    "aten-avx512": {"ATEN_CPU_CAPABILITY": "avx512", "OMP_NUM_THREADS": "3"},
+    "mkl-compatible": {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "4"},
+    "mkl-avx2": {"MKL_CBWR": "AVX2", "OMP_NUM_THREADS": "1"},
+    "onednn-sse41": {"ONEDNN_MAX_CPU_ISA": "SSE41", "OMP_NUM_THREADS": "2"},
+    "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3"},
+    # All at once, as a processor without AVX-512 is.
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_CBWR": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "OMP_NUM_THREADS": "1",
+    },
+}
+LOSSES = "attention cca contrastive knn linalg numerics projection queue relation soft_targets"
+# Triton's interpreter is numpy, which none of this concerns; compiling takes minutes.
+NOT = "triton or kernels or compile or graph or symbolic or inductor or twice or storage"
+CORE = [f"tests/test_{name}.py" for name in LOSSES.split()]
+
+
+def playable() -> list[str]:
+    """Settings that this processor has the instructions for."""
+    has = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), 0)
+    return [
+        name
+        for name in SETTINGS
+        if not ("avx512" in name and has < 2) and not ("avx2" in name and has < 1)
+    ]
+
+
+def turn(names: list[str]) -> str:
+    """One of them by the commit: the same wherever it is tested."""
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
+    return names[int(commit, 16) % len(names)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--setting", nargs="+", choices=SETTINGS, help="all if not given")
+    parser.add_argument("--turn", action="store_true", help="one, chosen by the commit")
+    parser.add_argument("--most", type=int, default=1000, help="parameters of a test")
+    parser.add_argument("--tests", nargs="+", default=CORE, help="paths; options go to pytest")
+    options, others = parser.parse_known_args()
+    names = options.setting or playable()
+    failed = []
+    for name in [turn(names)] if options.turn else names:
+        variables = " ".join(f"{key}={value}" for key, value in SETTINGS[name].items())
+        print(f"{name}: {variables}; again: make test-machines ARGS='--setting {name}'", flush=True)
+        command = [sys.executable, "-m", "pytest", "-n", str(os.cpu_count()), "--tb=short"]
+        command += ["-p", "tests.matrix.spread", f"--most={options.most}"]
+        command += ["-m", "not slow", "-k", f"not ({NOT})", *options.tests, *others]
+        if subprocess.run(command, cwd=ROOT, env=os.environ | SETTINGS[name]).returncode:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
