@@ -1,5 +1,6 @@
 """Fixtures for every test: backends, fixed seeds, outputs pre-filled with NaN."""
 
+import collections
 import gc
 import os
 import signal
@@ -65,11 +66,26 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("backend", backends)
 
 
+def _left_out(item) -> bool:
+    """Whether its parameters name nothing that could be tested."""
+    if not hasattr(item, "callspec"):
+        return False
+    given = item.callspec.params
+    if any(mark.kwargs["where"](given) for mark in item.iter_markers("left_out")):
+        return True
+    if given.get("backend") != "triton" or not item.get_closest_marker("within_kernels"):
+        return False
+    kernels = _dispatch.TRITON_FUNCTIONS[item.module.TRITON_FUNCTION]
+    facts = {**kernels.words, **dict.fromkeys(kernels.at_most, 0), **given}
+    return kernels.lack(given.get("dtype", torch.float32), facts) is not None
+
+
 def pytest_collection_modifyitems(items):
     """The longest first, so that no process waits for another's at the end.
 
     And in one process, which others take from at its other end: each sets up what a file shares.
     """
+    items[:] = [item for item in items if not _left_out(item)]
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
@@ -83,6 +99,18 @@ def pytest_runtest_setup(item):
     """A test marked gpu runs on a CUDA machine only."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped for which reason."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in skipped
+    )
+    if reasons:
+        terminalreporter.write_sep("-", "skipped")
+    for reason, tests in reasons.most_common():
+        terminalreporter.write_line(f"{tests:5}  {reason}")
 
 
 @pytest.fixture

@@ -283,11 +283,11 @@ def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
     assert relative_error(grad, 0.5 * expected_grad) <= 1e-4
 
 
+# Without a ridge every correlation of more columns than rows is 1: a corner of the loss.
+@pytest.mark.left_out(where=lambda given: given["ridge"] == 0.0 and max(given["dims"]) > 20)
 @pytest.mark.parametrize("dims", [(5, 5), (4, 7), (40, 30), (30, 40), (20, 40)])
 @pytest.mark.parametrize("ridge", [1.0, (0.1, 0.3), 0.0])
 def test_gradcheck(dims, ridge, backend):
-    if ridge == 0.0 and max(dims) > 20:
-        pytest.skip("every correlation is 1: a corner of the loss")
     student, teacher = related(21, dims=dims)
     student = student[:21].requires_grad_()
     for mask in (None, torch.arange(21) != 3):

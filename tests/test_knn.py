@@ -70,15 +70,21 @@ def searches(request, monkeypatch):
     """PyTorch's three searches: of small problems, of large ones, and where data can't decide."""
     if request.param == "small":
         return
-    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "triton":
-        pytest.skip("the kernels have one search")
     monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", 0)
     if request.param == "without looking":
         monkeypatch.setattr("fastkd._neighbours.values_readable", lambda x: False)
 
 
+def every_search(test):
+    """Each of them, of which the kernels have one."""
+    of_kernels = pytest.mark.left_out(
+        where=lambda given: given.get("backend") == "triton" and given["searches"] != "small"
+    )
+    return pytest.mark.usefixtures("searches")(of_kernels(test))
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.usefixtures("searches")
+@every_search
 def test_equals_a_loop(size):
     *shape, k = size
     student, teacher, *labels = batch(*shape)
@@ -92,11 +98,10 @@ def test_equals_a_loop(size):
             assert torch.allclose(grad, expected[1], rtol=1e-10)
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_reference(backend, size, dtype, monkeypatch):
-    if backend == "triton" and dtype == torch.float64:
-        pytest.skip("float64 runs on PyTorch")
     *shape, k = size
     if backend == "torch":
         monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", 0)
@@ -221,7 +226,7 @@ def test_trailing_dimensions_and_strides(backend):
     assert torch.equal(knn_feature_loss(student, teacher, *labels, k=2, backend=backend), flat)
 
 
-@pytest.mark.usefixtures("searches")
+@every_search
 def test_ties_go_to_the_lower_index(backend):
     student = torch.zeros(3, 2)
     teacher = torch.tensor([[2.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0], [1.0, 0]])
@@ -254,7 +259,7 @@ def check_against_loop(function, student, teacher, *labels, **options):
         assert_accurate(a, e, student.dtype)
 
 
-@pytest.mark.usefixtures("searches")
+@every_search
 @pytest.mark.parametrize(("rows", "k"), [(12, 1), (12, 3), (80, 2)])
 def test_near_duplicates_in_the_bank(backend, rows, k):
     check_against_loop(knn_feature_loss, *near_duplicates(rows), k=k, backend=backend)
@@ -274,7 +279,7 @@ def test_near_duplicates_in_float64(monkeypatch, small_problem):
     check_against_loop(knn_feature_loss, *near_duplicates(30, torch.float64, spread=1e-10), k=2)
 
 
-@pytest.mark.usefixtures("searches")
+@every_search
 def test_many_ties_go_to_the_lower_index(backend):
     # As far from the origin each: more rows than any list of candidates holds.
     teacher = torch.cat([2 * torch.eye(40)[:20], torch.eye(40), torch.eye(40)[:30]])
@@ -291,7 +296,7 @@ def test_many_ties_go_to_the_lower_index(backend):
         assert torch.equal(grad, expected)
 
 
-@pytest.mark.usefixtures("searches")
+@every_search
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e18])
 def test_extreme_scales(backend, scale):
     student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
@@ -342,7 +347,7 @@ def test_squares_beyond_float64_choose_the_nearest():
     assert losses.tolist() == [0, 0]
 
 
-@pytest.mark.usefixtures("searches")
+@every_search
 def test_zero_and_constant_features(backend):
     labels = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1])
     for value in (0.0, 0.1, 1e4):
@@ -373,7 +378,7 @@ def test_nothing_to_compare_is_zero(backend):
             assert (grad == 0).all()
 
 
-@pytest.mark.usefixtures("searches")
+@every_search
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_nan_reaches_its_own_label_and_no_other(backend, bad):
     student, teacher, *_ = batch(6, 20, 5, 1, dtype=torch.float32)

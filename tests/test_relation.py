@@ -108,13 +108,6 @@ def errors(student, teacher, upstream=1.0, **kwargs):
     return [relative_error(a, b) for a, b in zip(actual, oracle, strict=True)]
 
 
-def skip_if_unsupported(backend, *, dtype=torch.float32, normalize="l2", distance="pearson"):
-    if backend == "triton" and (
-        dtype == torch.float64 or (normalize, distance) != ("l2", "pearson")
-    ):
-        pytest.skip("left to the torch backend")
-
-
 def test_reference_equals_figure_4():
     student, teacher = features(3, 7, 12), features(3, 7, 20)
     tokens = relation_loss_ref(student, teacher)
@@ -195,11 +188,11 @@ def test_masks(backend, device, over, kind, members):
         )
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("members", "masked"), [(33, False), (33, True), (140, True)])
 def test_dtypes(backend, device, over, dtype, members, masked):
-    skip_if_unsupported(backend, dtype=dtype)
     B, N = shape_of(over, 2, members)
     student = features(B, N, 48, 0.5, dtype, device)
     teacher = features(B, N, 20, 0.5, dtype, device)
@@ -207,11 +200,11 @@ def test_dtypes(backend, device, over, dtype, members, masked):
     assert_matches_reference(student, teacher, mask, backend, over=over, upstream=2.5)
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
 @pytest.mark.parametrize("kind", ["none", "one", "random"])
 def test_options(backend, device, over, normalize, distance, kind):
-    skip_if_unsupported(backend, normalize=normalize, distance=distance)
     for dtype, N in itertools.product((torch.float64, torch.float32), (6, 25)):
         if backend == "triton" and dtype == torch.float64:
             continue
@@ -278,12 +271,12 @@ def test_scale_does_not_matter(backend, device, over, size):
     assert relative_error(grad * size, oracle_grad) < 1e-5
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("members", SIZES)
 def test_degenerate_features(backend, device, over, dtype, members):
     """Constant features have ρ = 0; zero and tiny rows give what the formula gives, finite."""
-    skip_if_unsupported(backend, dtype=dtype)
     B, N = shape_of(over, 2, members)
     good = features(B, N, 8, dtype=dtype, device=device)
     constant = good[:1, :1].expand_as(good)
@@ -349,13 +342,13 @@ def test_bad_numbers(backend, device, over, value, members):
         assert relation_loss(*pair, mask, over=over, backend=backend).isnan()
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
 @pytest.mark.parametrize(
     "shape",
     [(0, 4, 8), (3, 0, 8), (1, 4, 8), (4, 1, 8), (1, 1, 8), (2, 5, 0), (0, 0, 0), (1, 1, 1)],
 )
 def test_nothing_to_compare(backend, device, normalize, shape):
-    skip_if_unsupported(backend, normalize=normalize)
     student = torch.randn(shape, device=device)
     teacher = torch.randn(*shape[:2], 7, device=device)
     for mask, (over, members) in itertools.product(
@@ -443,9 +436,9 @@ def test_anisotropic_features_with_options(over, shape, normalize, distance):
     assert grad <= 5e-5
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
 def test_features_made_in_inference_mode(backend, device, normalize):
-    skip_if_unsupported(backend, normalize=normalize)
     student = torch.randn(2, 5, 8, device=device)
     with torch.inference_mode():
         teacher, mask = torch.randn(2, 5, 8, device=device), torch.ones(2, 5, device=device)
@@ -483,6 +476,7 @@ def test_inductor(device):
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize(
     ("dynamic", "masked", "normalize", "distance"),
     [
@@ -495,7 +489,6 @@ def test_inductor(device):
 )
 def test_sizes_stay_symbolic(backend, device, dynamic, masked, normalize, distance):
     """At most two graphs for all sizes up to 64; none of the sizes equals another."""
-    skip_if_unsupported(backend, normalize=normalize, distance=distance)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     loss = FCDLoss(normalize=normalize, distance=distance, backend=backend)
