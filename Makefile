@@ -44,7 +44,7 @@ test-torch: $(VENV)/installed
 
 # The suite's core as other processors run it: all, or ARGS="--turn" or "--setting mkl-avx2" [-k ...].
 test-machines: $(VENV)/installed
-	$(BIN)/python -m tests.machines $(ARGS)
+	$(BIN)/python -m tools.machines $(ARGS)
 
 # Random calls against oracles in float64, for as long as asked.
 SECONDS ?= 600

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import conftest, machines
+from tests import conftest
+from tools import machines
 
 
 @pytest.mark.left_out(where=lambda given: given["size"] == 4)

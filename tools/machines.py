@@ -66,7 +66,7 @@ def main() -> None:
         variables = " ".join(f"{key}={value}" for key, value in SETTINGS[name].items())
         print(f"{name}: {variables}; again: make test-machines ARGS='--setting {name}'", flush=True)
         command = [sys.executable, "-m", "pytest", "-n", str(os.cpu_count()), "--tb=short"]
-        command += ["-p", "tests.matrix.spread", f"--most={options.most}"]
+        command += ["-p", "tools.versions.spread", f"--most={options.most}"]
         command += ["-m", "not slow", "-k", f"not ({NOT})", *options.tests, *others]
         if subprocess.run(command, cwd=ROOT, env=os.environ | SETTINGS[name]).returncode:
             failed.append(name)
