@@ -91,6 +91,7 @@ class BlocksBackbone(Backbone):
     """What `Backbone` is for a transformers model, from the description that `Blocks` is."""
 
     shows_states = False
+    mixes_documents = False  # nothing is known; tried out
 
     def __init__(self, model: Blocks, name: str) -> None:
         inner: Any = model.model

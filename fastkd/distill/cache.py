@@ -440,7 +440,9 @@ def _placed(rows: Tensor, mask: Tensor) -> Tensor:
 
 
 def _facts(distiller: "Distiller") -> dict[str, Any]:
-    facts = {name: getattr(distiller._teacher_backbone, name) for name in FACTS}
+    teacher = distiller._teacher_backbone
+    unknown = () if teacher.sizes else ("num_layers", "hidden_size")
+    facts = {name: None if name in unknown else getattr(teacher, name) for name in FACTS}
     kept = (REGRESSION, MULTI_LABEL)  # of classes transformers notes it when it first sees labels
     return {**facts, "problem": facts["problem"] if facts["problem"] in kept else None}
 

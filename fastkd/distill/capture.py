@@ -11,6 +11,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastkd.analysis.layers import in_eval_mode, reads_last_token
+from fastkd.distill.families import (
+    NoLayers,
+    find_stack,
+    is_a,
+    is_encoder_decoder,
+    passed_on,
+    predicts_next_token,
+    reads_whole_rows,
+    rows_of,
+)
 
 
 class Wanted(NamedTuple):
@@ -50,6 +60,11 @@ class Model:
     #: transformers' ``problem_type``, None where neither the model nor its configuration says.
     problem: str | None = None
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number and width of the layers; none where they can't be compared."""
+        return (self.num_layers, self.hidden_size)
+
     def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The token that the classification head reads, (B, D) of (B, N, D).
 
@@ -76,6 +91,13 @@ class Backbone(Model):
 
     #: Whether the model can return its hidden states.
     shows_states = True
+    #: Why there are no layers to compare, where there are none.
+    no_layers: str | None = None
+    encoder_decoder = False
+    #: Section of the configuration that describes the layers, and their number in there.
+    section, depth_name = "", "num_hidden_layers"
+    #: Whether the head's outputs are aligned with labels in the loss alone (CTC).
+    aligns = False
     #: The teacher's problem, where logits are compared and the student doesn't say its own.
     taught_problem: str | None = None
 
@@ -88,35 +110,21 @@ class Backbone(Model):
                 f"{name} must be a transformers model, got {type(model).__name__}; describe any "
                 "other with fastkd.distill.Blocks"
             )
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{name} is an encoder-decoder ({type(inner).__name__}); "
-                "pass an encoder or a decoder"
-            )
         self.model, self.inner, self.base, self.config = model, inner, base, config
-        self.has_head = base is not inner
-        self.class_name = type(inner).__name__
+        self.class_name, self._name = type(inner).__name__, name
+        #: Whether the hidden states, attention and predictions that count are a decoder's.
+        self.encoder_decoder = is_encoder_decoder(inner)
         vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
+        self.has_head = base is not inner or bool(vocabulary_head) or is_a(inner, "Classification")
+        self.aligns = is_a(inner, "ForCTC", "ForRNNT", "ForTDT")
         #: Labels or vocabulary entries that the head tells apart, where it says so.
-        self.output_size = _rows(vocabulary_head) if vocabulary_head else config.num_labels
-        if _is_a(inner, "ForMultipleChoice"):
+        self.output_size = rows_of(vocabulary_head) if vocabulary_head else config.num_labels
+        if is_a(inner, "ForMultipleChoice"):
             self.output_size = None  # a logit for each choice
         #: Whether the head predicts something for each token.
-        self.per_token = bool(vocabulary_head) or _is_a(inner, "ForTokenClassification")
-        self.num_layers = int(config.num_hidden_layers)
-        self.hidden_size = int(config.hidden_size)
-        # ALBERT calls a few groups of weights again and again: its layers are calls.
-        self.shared_blocks = config.model_type == "albert"
-        self.blocks_name, self.blocks = _find_blocks(inner, base, config, self.shared_blocks)
-        #: The module that calls the blocks.
-        self.stack = inner.get_submodule(self.blocks_name.rpartition(".")[0])
-        # OPT's head calls the decoder itself; elsewhere the base model, which ends later, has the
-        # last word.
-        self.last_modules: set[nn.Module] = {self.stack, base}
-        # XLNet's blocks see (N, B, D).
-        self.batch_dim = 1 if config.model_type == "xlnet" else 0
-        self.sentence_last = reads_last_token(config)
-        self.causal = _predicts_next_token(inner)
+        self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
+        self.sentence_last = self.encoder_decoder or reads_last_token(config)
+        self.causal = predicts_next_token(inner)
         # Hooks on blocks are not seen by compiled code, nor where a model calls block.forward.
         self.compiled = (
             hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
@@ -126,9 +134,47 @@ class Backbone(Model):
         self._replaced: list[Tensor] = []  # embeddings of the run that goes on
         #: Kinds of packed inputs whose documents are known not to see each other.
         self.known_apart: set[tuple[Any, ...]] = set()
-        self._name = name
         self._accepts = set(inspect.signature(inner.forward).parameters)
-        self._known = self._accepts | _passed_on(inner, base)
+        self._known = self._accepts | passed_on(inner, base)
+        self._read_layers()
+
+    def _read_layers(self) -> None:
+        """Note where the blocks are, or why their hidden states can't be had."""
+        # ALBERT calls a few groups of weights again and again: its layers are calls.
+        self.shared_blocks = self.config.model_type == "albert"
+        # XLNet's blocks see (N, B, D).
+        self.batch_dim = 1 if self.config.model_type == "xlnet" else 0
+        self.stack: nn.Module = self.base
+        self.last_modules: set[nn.Module] = {self.base}
+        try:
+            found = find_stack(self.inner)
+        except NoLayers as error:
+            self.no_layers = str(error)
+            return
+        self.section, self.depth_name = found.section, found.depth_name
+        self.blocks_name, self.blocks = found.blocks_name, found.blocks
+        self.num_layers = int(getattr(self.stack_config, found.depth_name))
+        self.hidden_size = int(self.stack_config.hidden_size)
+        #: The module that calls the blocks.
+        self.stack = self.inner.get_submodule(self.blocks_name.rpartition(".")[0])
+        # OPT's head calls the decoder itself; elsewhere the base model, which ends later, has the
+        # last word, unless it is one with the head.
+        own = self.encoder_decoder or (self.base is self.inner and self.has_head)
+        self.last_modules = {self.stack} if own else {self.stack, self.base}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return () if self.no_layers else super().sizes
+
+    @property
+    def stack_config(self) -> Any:
+        """What configures the blocks: a section of its own where a model has several parts."""
+        return getattr(self.config, self.section) if self.section else self.config
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("num_layers", "hidden_size", "blocks", "blocks_name") and self.no_layers:
+            raise ValueError(f"{self._name}: {self.no_layers}")
+        raise AttributeError(f"{type(self).__name__} has no {name}")
 
     @property
     def embeddings(self) -> nn.Module:
@@ -151,7 +197,7 @@ class Backbone(Model):
 
         Heads for tokens, answers and choices don't ask for it, whatever the configuration says.
         """
-        if self.per_token or _is_a(self.inner, "ForQuestionAnswering", "ForMultipleChoice"):
+        if self.per_token or is_a(self.inner, "ForQuestionAnswering", "ForMultipleChoice"):
             return None
         problem = getattr(self.config, "problem_type", None)
         if problem is None and self.has_head and self.config.num_labels == 1:
@@ -167,6 +213,11 @@ class Backbone(Model):
         """The last hidden states (B, N, D) of what one of `last_modules` returned."""
         last: Tensor = output[0]
         return last
+
+    @property
+    def mixes_documents(self) -> bool:
+        """Whether the family is known to read a packed row as one document."""
+        return reads_whole_rows(self.config)
 
     @property
     def known_inputs(self) -> set[str]:
@@ -205,6 +256,8 @@ class Backbone(Model):
     def observe(self, batch: dict[str, Any], wanted: "Wanted") -> tuple[Any, "Kept"]:
         """The model's output on ``batch``, and what was wanted of its inside."""
         inputs = dict(batch)
+        if self.inner.training and any(wanted) and wanted != Wanted((self.num_layers,)):
+            self._check_kept()
         if wanted.attentions:
             inputs["output_attentions"] = True
         if wanted.attentions or wanted.qkv:
@@ -213,15 +266,19 @@ class Backbone(Model):
             output, hidden = self._observe_layers(inputs, set(wanted.layers))
         attentions = {}
         for layer in wanted.attentions:
-            maps = getattr(output, "attentions", None)
+            maps = getattr(output, self._shown("attentions"), None)
             if not maps or maps[layer - 1] is None:
                 raise ValueError(
                     f"{self._name} ({type(self.inner).__name__}) returns no attention map of "
                     f"layer {layer}"
                 )
             attentions[layer] = maps[layer - 1]
-        output.attentions = None
+        setattr(output, self._shown("attentions"), None)
         return output, Kept(hidden, attentions, {layer: QKV(*qkv[layer]) for layer in wanted.qkv})
+
+    def _shown(self, what: str) -> str:
+        """The name that the model's output has for its hidden states or attention maps."""
+        return f"decoder_{what}" if self.encoder_decoder else what
 
     def _observe_layers(
         self, inputs: dict[str, Any], wanted: set[int]
@@ -248,13 +305,13 @@ class Backbone(Model):
         last: set[int] = set() if self.compiled else {self.num_layers}
         with capture(self, last) as kept:
             output = self.run({**inputs, "output_hidden_states": True})
-        states = getattr(output, "hidden_states", None)
+        states = getattr(output, self._shown("hidden_states"), None)
         if states is None or len(states) != self.num_layers + 1:
             raise ValueError(
                 f"{self._name} ({type(self.inner).__name__}) doesn't show the hidden states of "
                 f"its {self.num_layers} layers"
             )
-        output.hidden_states = None
+        setattr(output, self._shown("hidden_states"), None)
         # Vision models end their list before the final norm.
         found = {**dict(enumerate(states)), **kept}
         return output, {layer: found[layer] for layer in wanted}
@@ -267,7 +324,7 @@ class Backbone(Model):
             given = self._given({**inputs, "output_hidden_states": True})
             output = self.inner._call_impl(**given)  # not the compiled one
         torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
-        states = getattr(output, "hidden_states", None)
+        states = getattr(output, self._shown("hidden_states"), None)
         if states and not states[-1].allclose(kept[self.num_layers], equal_nan=True):
             raise ValueError(
                 f"{self._name} ({self.class_name}) is compiled, and what its head reads is not "
@@ -287,6 +344,17 @@ class Backbone(Model):
                     "activations are checkpointed with use_reentrant=True, which hides the inside "
                     f"of the blocks of the {self._name} ({self.class_name}) from the backward "
                     "pass; pass use_reentrant=False"
+                )
+
+    def _check_kept(self) -> None:
+        """Raise where training leaves out blocks at random, whose results would then be missing."""
+        side = "decoder_" if self.encoder_decoder else ""
+        for name in (f"{side}layerdrop", "layerdrop"):
+            if getattr(self.stack_config, name, 0.0):
+                raise ValueError(
+                    f"the {self._name} ({self.class_name}) leaves out layers at random while it "
+                    f"trains ({name}={getattr(self.stack_config, name)}), and those can't be "
+                    f"compared; make it with {name}=0 in its configuration"
                 )
 
     def check_eager(self, method: str) -> None:
@@ -336,10 +404,10 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
             for block in backbone.blocks:
                 handles.append(block.register_forward_pre_hook(count_calls, with_kwargs=True))
         else:
-            for layer in wanted - {backbone.num_layers}:
+            for layer in wanted - {backbone.num_layers} if wanted else ():
                 block = backbone.blocks[layer]
                 handles.append(block.register_forward_pre_hook(reader(layer), with_kwargs=True))
-        if backbone.num_layers in wanted:
+        if wanted and backbone.num_layers in wanted:
             for module in backbone.last_modules:
                 handles.append(module.register_forward_hook(read_last))
         yield kept
@@ -369,14 +437,14 @@ FUSED = ("c_attn", "Wqkv", "qkv_proj")  # queries, then keys, then values
 def capture_qkv(backbone: Backbone, layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
     """Keep queries, keys and values of ``layers``, before any rotation, while the model runs."""
     kept: dict[int, list[Tensor]] = {}
-    heads = backbone.config.num_attention_heads if layers else 0
+    heads = _heads(backbone) if layers else 0
 
     def split(x: Tensor, size: int) -> Tensor:
         return x.unflatten(-1, (-1, size)).transpose(1, 2)  # (B, heads, N, size)
 
     def fused_reader(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
-            groups = getattr(backbone.config, "num_key_value_heads", None) or heads
+            groups = getattr(backbone.stack_config, "num_key_value_heads", None) or heads
             size = output.shape[-1] // (heads + 2 * groups)
             widths = [heads * size, groups * size, groups * size]
             kept[layer] = [split(x, size) for x in output.split(widths, -1)]
@@ -407,6 +475,13 @@ def capture_qkv(backbone: Backbone, layers: Sequence[int]) -> Iterator[dict[int,
             handle.remove()
 
 
+def _heads(backbone: Backbone) -> int:
+    """Heads of attention; BART's decoder has a number of its own."""
+    config = backbone.stack_config
+    name = "decoder_attention_heads" if backbone.depth_name == "decoder_layers" else ""
+    return int(getattr(config, name, None) or config.num_attention_heads)
+
+
 def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Module | None]:
     """The modules that project to queries, keys and values: three, or one for all."""
     if not (backbone.shared_blocks or backbone.compiled):
@@ -420,7 +495,7 @@ def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Mo
             if len(found) == 3 and not isinstance(found[0], nn.Conv1d):
                 return found, None
         # Without it GPTBigCode holds those of one head together.
-        if getattr(backbone.config, "multi_query", True):
+        if getattr(backbone.stack_config, "multi_query", True):
             for name in FUSED:
                 if name in named:
                     return [], named[name]
@@ -464,52 +539,3 @@ def replaced_embeddings(
     finally:
         handle.remove()
         backbone._replaced = []
-
-
-def _rows(head: nn.Module) -> int | None:
-    weight = getattr(head, "weight", None)
-    return None if weight is None else int(weight.shape[0])
-
-
-def _find_blocks(
-    inner: nn.Module, base: nn.Module, config: Any, shared: bool
-) -> tuple[str, nn.ModuleList]:
-    """Name (within ``inner``) and list of the blocks: the outermost list with one per layer."""
-    count = config.num_hidden_groups if shared else config.num_hidden_layers
-    found = next(
-        (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None
-    )
-    if found is None:
-        raise ValueError(
-            f"{type(inner).__name__} has no ModuleList of its {count} blocks; "
-            "fastkd.distill needs one"
-        )
-    return next(name for name, module in inner.named_modules() if module is found), found
-
-
-def _passed_on(inner: nn.Module, base: nn.Module) -> set[str]:
-    """What ``inner`` takes as ``**kwargs`` and hands to its base model or its attention."""
-    parameters = inspect.signature(inner.forward).parameters.values()
-    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return set()
-    from transformers.utils.generic import TransformersKwargs
-
-    below = inspect.signature(base.forward).parameters
-    # The collator for packed rows made seq_idx before transformers listed it, in 5.0 for one.
-    return {*below, *TransformersKwargs.__annotations__, "return_dict", "seq_idx"}
-
-
-def _predicts_next_token(model: nn.Module) -> bool:
-    """Whether logits at position n are about the label at position n + 1."""
-    from transformers.models.auto import modeling_auto
-
-    # These language models predict the position itself.
-    if _is_a(model, "XLNetLMHeadModel", "WithLMHeadModel"):
-        return False
-    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return _is_a(model, "ForCausalLM", "LMHeadModel", *decoders)
-
-
-def _is_a(model: nn.Module, *endings: str) -> bool:
-    """Whether the name of a model's class, or of one that it is derived from, ends like this."""
-    return any(kind.__name__.endswith(endings) for kind in type(model).__mro__)

@@ -99,14 +99,14 @@ def resolve_layers(
 
 def check_layers(layers: Sequence[int], teacher_layers: int) -> list[int]:
     """``layers`` as a list, or raise unless they are increasing numbers of teacher layers."""
-    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+    chosen = list(layers) if isinstance(layers, Iterable) else []
     valid = all(isinstance(i, int) and not isinstance(i, bool) for i in chosen) and all(
         1 <= i <= teacher_layers for i in chosen
     )
     if not valid or not chosen or any(a >= b for a, b in itertools.pairwise(chosen)):
         raise ValueError(
             f"layers must be increasing numbers from 1 to {teacher_layers} "
-            f"(the teacher's layers), got {chosen}"
+            f"(the teacher's layers), got {chosen or layers!r}"
         )
     return chosen
 

@@ -99,7 +99,7 @@ class Method(nn.Module):
         self.teacher_attentions: list[int] = []
         self.student_qkv: list[int] = []
         self.teacher_qkv: list[int] = []
-        self._built_for: tuple[int, ...] | None = None
+        self._built_for: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def teacher_layers(self) -> list[int]:
@@ -123,9 +123,7 @@ class Method(nn.Module):
     def build(self, teacher: Model, student: Backbone) -> None:
         """Create the trainable parts for these two models; a second call must be of like sizes."""
         name = type(self).__name__
-        sizes = (
-            teacher.num_layers, student.num_layers, teacher.hidden_size, student.hidden_size
-        )  # fmt: skip
+        sizes = (teacher.sizes, student.sizes)
         if self._built_for not in (None, sizes):
             raise ValueError(f"this {name} was built for other models; make a new one")
         both_ends = [self.weights(progress) for progress in (0.0, 1.0)]

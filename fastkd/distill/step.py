@@ -580,6 +580,12 @@ def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str
             f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
             f"({student.class_name}) has no head; {remedy}"
         )
+    if terms and student.aligns:
+        raise ValueError(
+            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
+            f"({student.class_name}) has a CTC head or one like it, whose outputs are aligned with "
+            f"labels by a loss of their own, which fastkd doesn't support; {remedy}"
+        )
 
 
 def check_same_head(teacher: Model, student: Backbone, method: str) -> None:

@@ -7,29 +7,35 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastkd.distill.capture import Backbone
-from fastkd.distill.layers import check_layers
+from fastkd.distill.layers import check_layers, layer_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "PreTrainedModel":
+def student_from_teacher(
+    teacher: "PreTrainedModel", layers: int | Sequence[int]
+) -> "PreTrainedModel":
     """A student of fewer layers that starts from the teacher's weights (LayerDrop, FCD sec. 4.2).
 
     The student is built from the teacher's configuration with the layer count (and lists with an
     entry per layer) shortened, so ``save_pretrained`` and ``from_pretrained`` give the same model
-    back. Embeddings, chosen blocks and head are copied; nothing is shared with the teacher.
+    back. Embeddings, chosen blocks and head are copied; nothing is shared with the teacher. Of an
+    encoder-decoder the decoder is shortened and the encoder stays whole, as generating takes its
+    time in the decoder (Shleifer & Rush 2020).
 
     Args:
-        teacher: a transformers encoder or decoder whose blocks are a ModuleList, with any head.
-        layers: teacher layers to keep, counted from 1, increasing.
+        teacher: a transformers encoder, decoder or encoder-decoder whose blocks are a ModuleList,
+            with any head.
+        layers: teacher layers to keep, counted from 1, increasing; or how many, which
+            ``layer_map("uniform", ...)`` then chooses.
 
     Returns:
         A model of the teacher's class, dtype and device, all parameters trainable.
 
     Raises:
         ValueError: layers that the teacher doesn't have, or blocks that differ in shape.
-        TypeError: not a transformers model.
+        TypeError: not a transformers model, or ``layers`` the name of a map: call `layer_map`.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -45,7 +51,7 @@ def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "
             "teacher = teacher.merge_and_unload()"
         )
     backbone = Backbone(teacher, "teacher")
-    chosen = check_layers(layers, backbone.num_layers)
+    chosen = _chosen(layers, backbone.num_layers)
     config = copy.deepcopy(backbone.config)
     if backbone.shared_blocks:
         blocks = _shorten_shared(config, chosen)
@@ -58,8 +64,16 @@ def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "
                 f"(scale_attn_by_inverse_layer_idx), which changes in layers {chosen}; keep the "
                 "first ones"
             )
-        _shorten(config, chosen)
+        section = getattr(config, backbone.section) if backbone.section else config
+        _shorten(section, backbone.depth_name, chosen)
     student: Any = type(backbone.inner)(config)
+    made = Backbone(student, "student")
+    if made.blocks_name != backbone.blocks_name:
+        raise ValueError(
+            f"the blocks of {type(student).__name__} are {backbone.blocks_name}, but with "
+            f"{len(chosen)} of them {made.blocks_name} would be taken for its blocks; keep another "
+            "number of layers"
+        )
     weights = _select(backbone.inner.state_dict(), backbone.blocks_name, blocks)
     try:
         student.load_state_dict(weights)
@@ -80,9 +94,21 @@ def student_from_teacher(teacher: "PreTrainedModel", layers: Sequence[int]) -> "
     return student.train(teacher.training)
 
 
-def _shorten(config: Any, chosen: list[int]) -> None:
+def _chosen(layers: Any, teacher_layers: int) -> list[int]:
+    """Numbers of the layers to keep."""
+    if isinstance(layers, str):
+        raise TypeError(
+            f"layers must be a number of layers or a list of teacher layers, got {layers!r}; a map "
+            f'takes student_from_teacher(teacher, layer_map("uniform", {teacher_layers}, count))'
+        )
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        return layer_map("uniform", teacher_layers, layers)
+    return check_layers(layers, teacher_layers)
+
+
+def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
     """Set the layer count, and cut lists with one entry per layer (such as ``layer_types``)."""
-    layers = config.num_hidden_layers
+    layers = getattr(config, depth_name)
     lists = {
         name: value
         for name, value in vars(config).items()
@@ -90,7 +116,7 @@ def _shorten(config: Any, chosen: list[int]) -> None:
     }
     for name, value in lists.items():
         setattr(config, name, type(value)(value[i - 1] for i in chosen))
-    config.num_hidden_layers = len(chosen)
+    setattr(config, depth_name, len(chosen))
 
 
 def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:

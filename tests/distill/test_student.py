@@ -114,18 +114,27 @@ def test_language_model_heads_stay_tied():
     assert torch.equal(head.weight, teacher.get_input_embeddings().weight)
 
 
+def test_a_number_of_layers_is_a_uniform_map():
+    teacher = classifier("bert")
+    kept = student_from_teacher(teacher, 2).bert.encoder.layer
+    for block, number in zip(kept, [2, 4], strict=True):
+        expected = teacher.bert.encoder.layer[number - 1].state_dict()
+        assert all(torch.equal(block.state_dict()[name], x) for name, x in expected.items())
+    for count, words in ((0, "at least 1, got 0"), (5, "student has 5 layers")):
+        with pytest.raises(ValueError, match=words):
+            student_from_teacher(teacher, count)
+    with pytest.raises(TypeError, match=r"got 'uniform'; .*layer_map\(.uniform., 4, count\)"):
+        student_from_teacher(teacher, "uniform")
+    with pytest.raises(ValueError, match=r"increasing numbers from 1 to 4.*got True"):
+        student_from_teacher(teacher, True)
+
+
 def test_wrong_teachers_and_layers_are_named():
     teacher = classifier("bert")
     with pytest.raises(ValueError, match="increasing numbers from 1 to 4"):
         student_from_teacher(teacher, [2, 5])
     with pytest.raises(TypeError, match="teacher must be a transformers model, got Linear"):
         student_from_teacher(nn.Linear(2, 2), [1])
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        config = t.T5Config(
-            vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
-            decoder_start_token_id=0,
-        )  # fmt: skip
-        student_from_teacher(t.T5ForConditionalGeneration(config), [1])
     with pytest.raises(ValueError, match="keep layer 1"):  # only its first block has no norm
         student_from_teacher(t.ModernBertModel(SUPPORTED["modernbert"]), [2, 3])
     scaled = classifier("gpt2", scale_attn_by_inverse_layer_idx=True)

@@ -1,0 +1,158 @@
+"""Where blocks lie in models that aren't a plain stack, and what is said of those without."""
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+from transformers.models.whisper.modeling_whisper import WhisperDecoder, WhisperEncoder
+
+from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, student_from_teacher
+from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.families import NoLayers, find_stack
+from tests.distill.models import BERT, SMALL, recipe
+
+SOUND = {
+    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8,) * 7,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "vocab_size": 12,
+    "apply_spec_augment": False, "classifier_proj_size": 8,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 4,
+}  # fmt: skip
+SEEN = {**TOWER, "image_size": 16, "patch_size": 8}
+SAID = {**TOWER, "vocab_size": 60, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+LABELS = torch.tensor([0, 1, 2, 0])
+
+
+def whisper(**options):
+    return t.WhisperConfig(
+        **SMALL, num_mel_bins=8, encoder_layers=4, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, d_model=16,
+        max_source_positions=20, max_target_positions=16, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None, **options,
+    )  # fmt: skip
+
+
+def resnet():
+    config = t.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    return t.ResNetForImageClassification(config)
+
+
+@pytest.mark.parametrize("sounds", ["Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "Data2VecAudio"])
+def test_as_many_convolutions_as_blocks_are_no_blocks(sounds):
+    """The model of 8 blocks has 7 convolutions, as many as its student has blocks."""
+    config = getattr(t, f"{sounds}Config")(**SOUND, num_hidden_layers=8, layerdrop=0.0)
+    teacher = getattr(t, f"{sounds}Model")(config).eval()
+    student = student_from_teacher(teacher, 7)
+    assert Backbone(student).blocks_name == Backbone(teacher).blocks_name == "encoder.layers"
+    sound = torch.randn(2, 2000)
+    with torch.no_grad():
+        expected = student.eval()(sound, output_hidden_states=True).hidden_states
+        _, kept = Backbone(student).observe({"input_values": sound}, Wanted((1, 2, 3, 4, 5, 6, 7)))
+    for layer in range(1, 8):
+        torch.testing.assert_close(kept.hidden[layer], expected[layer])
+
+
+class Twice(t.PreTrainedModel):
+    """Two stacks of equal depth, neither of them attention."""
+
+    config_class = t.BertConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first, self.second = (
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(config.num_hidden_layers))
+            for _ in range(2)
+        )
+
+
+def test_where_two_lists_may_be_the_blocks_they_are_named():
+    model = Twice(t.BertConfig(**BERT, num_hidden_layers=3))
+    with pytest.raises(NoLayers, match=r"of 3 modules .* \(first, second\); say which"):
+        find_stack(model)
+    with pytest.raises(ValueError, match="teacher: Twice has several lists"):
+        student_from_teacher(model, [1])
+
+
+def test_layers_left_out_at_random_are_not_compared():
+    config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3)
+    teacher = t.Wav2Vec2ForSequenceClassification(config)
+    data = {"input_values": torch.randn(4, 2000), "labels": LABELS}
+    student = student_from_teacher(teacher, 2)
+    with pytest.raises(ValueError, match=r"leaves out layers .* \(layerdrop=0.1\).*layerdrop=0"):
+        Distiller(teacher, student, FCD())(**data)
+    assert Distiller(teacher, student, LRKD())(**data).loss.isfinite()  # the last state is there
+
+
+@pytest.mark.parametrize("method", ["labels", "soft_targets"])
+def test_a_model_without_layers_learns_from_outputs(method):
+    teacher, student = resnet(), resnet()
+    out = Distiller(teacher, student, recipe(method))(
+        pixel_values=torch.randn(4, 3, 32, 32), labels=LABELS
+    )
+    out.loss.backward()
+    assert out.loss.isfinite() and student.classifier[1].weight.grad.any()
+    with pytest.raises(
+        ValueError, match=r"student: the configuration of ResNetFor.* compares none"
+    ):
+        Distiller(teacher, student, FCD())
+
+
+def test_a_model_of_two_towers_is_refused_by_its_parts():
+    text = {**TOWER, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
+    config = t.CLIPConfig(text_config=text, vision_config=SEEN, projection_dim=8)
+    teacher, student = t.CLIPModel(config), t.CLIPModel(config)
+    with pytest.raises(ValueError, match=r"student: CLIPModel has several parts .*vision_config"):
+        Distiller(teacher, student, LRKD(alpha=None))
+    with pytest.raises(ValueError, match=r"CLIPModel.* has no head"):
+        Distiller(teacher, student, SoftTargets())
+    assert Backbone(teacher.text_model).num_layers == 4
+
+
+def test_the_language_model_of_a_model_that_sees_is_compared():
+    config = t.LlavaConfig(
+        text_config={"model_type": "llama", **SAID, "initializer_range": 0.2},
+        vision_config={"model_type": "clip_vision_model", **SEEN, "projection_dim": 8},
+        image_token_index=59,
+        image_seq_length=4,
+    )
+    teacher = t.LlavaForConditionalGeneration(config)
+    student = student_from_teacher(teacher, 2)
+    assert student.config.text_config.num_hidden_layers == 2
+    assert student.config.vision_config.num_hidden_layers == 4
+    ids = torch.randint(3, 50, (2, 10))
+    ids[:, 1:5] = 59
+    data = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}
+    distiller = Distiller(teacher, student, FCD())
+    out = distiller(**data, labels=ids.masked_fill(ids == 59, -100))
+    out.loss.backward()
+    assert set(out.terms) == {"task", "tokens", "samples", "total"} and out.loss.isfinite()
+    # Position n is about word n + 1, as in any decoder.
+    expected = student.train()(**data, labels=ids.masked_fill(ids == 59, -100)).loss
+    torch.testing.assert_close(out.terms["task"], expected.detach())
+
+
+def test_half_of_an_encoder_decoder_is_a_model_of_its_own():
+    encoder, decoder = WhisperEncoder(whisper()), WhisperDecoder(whisper())
+    assert (Backbone(encoder).num_layers, Backbone(decoder).num_layers) == (4, 3)
+    sound = torch.randn(2, 8, 40)
+    student = student_from_teacher(encoder, [2, 4])
+    assert Distiller(encoder, student, FCD(task_weight=0))(input_features=sound).loss.isfinite()
+    teacher = t.WhisperForAudioClassification(whisper(num_labels=3))
+    student = student_from_teacher(teacher, 2)
+    out = Distiller(teacher, student, SoftTargets())(
+        input_features=torch.randn(4, 8, 40), labels=LABELS
+    )
+    assert out.logits.shape == (4, 3) and out.loss.isfinite()
+
+
+def test_ctc_is_not_supported():
+    config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, layerdrop=0.0)
+    teacher = t.Wav2Vec2ForCTC(config)
+    student = student_from_teacher(teacher, 1)
+    with pytest.raises(ValueError, match=r"student \(Wav2Vec2ForCTC\) has a CTC head .* support"):
+        Distiller(teacher, student, SoftTargets())
+    features = Distiller(teacher, student, FCD(task_weight=0))(input_values=torch.randn(2, 2000))
+    assert features.loss.isfinite()
