@@ -9,8 +9,11 @@ from torch import Tensor
 from fastkd.analysis.layers import in_eval_mode
 from fastkd.distill.capture import Backbone, Wanted
 
-# Of a norm: rounding is below, even in bfloat16, and what a document tells another above.
+# Of a norm: rounding is below, even in bfloat16, and what a document tells another mostly above.
 SAME = 1e-2
+# Fresh weights tell less. Then it is, beyond float32's rounding, a share of what a document tells
+# itself: its own tokens move it as much as another's would.
+ROUNDING, SHARE = 1e-5, 0.05
 
 
 class MixedDocuments(ValueError):
@@ -56,9 +59,12 @@ class Documents:
 def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: Documents) -> None:
     """Raise unless the model reads each document of packed rows as if it stood alone.
 
-    Which models do depends on family, attention and inputs, so it is tried out, once for inputs of
-    these names: other tokens in a document must leave the one behind it as it is.
+    Encoders of words don't. Of others it depends on family, attention and inputs, so it is tried
+    out, once for inputs of these names: other tokens in a document must leave the one behind it as
+    it is.
     """
+    if model.mixes_documents:
+        raise _mixed(model, name, inputs)
     kind = (*sorted(inputs), len(documents.owner) == 1)
     if kind in model.known_apart or torch.compiler.is_compiling():
         return
@@ -72,25 +78,40 @@ def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: D
     if given is None or given.shape[:2] != documents.owner.shape or numbers - {tokens}:
         return
     row, first, second = _neighbours(documents, given.device)
-    changed = given.clone()
-    changed[row, first] = given.flatten(0, 1).flip(0)[: int(first.sum())]
-    if torch.equal(changed, given):
+    begins = second & (second.cumsum(0) <= second.sum() // 2)
+    rest = second & ~begins
+    others = _with_other_tokens(given, row, first)
+    if torch.equal(others, given):
         return
     last = model.num_layers
     with torch.no_grad(), in_eval_mode(model.model):
-        seen, other = (
-            model.observe({**inputs, tokens: x}, Wanted((last,)))[1].hidden[last][row, second]
-            for x in (given, changed)
+        seen, by_another, by_itself = (
+            model.observe({**inputs, tokens: x}, Wanted((last,)))[1].hidden[last][row, rest].float()
+            for x in (given, others, _with_other_tokens(given, row, begins))
         )
     torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
-    if (seen - other).float().norm() > SAME * seen.float().norm():
-        lacks_positions = model.takes("position_ids") and "position_ids" not in inputs
-        raise MixedDocuments(
-            f"rows are packed with several documents, which the {name} ({model.class_name}) reads "
-            f"as one; {'pass position_ids that start again, ' if lacks_positions else ''}give each "
-            "document a row of its own, or pass segments of zeros if a row is one document"
-        )
+    told, norm = (seen - by_another).norm(), seen.norm()
+    own = (seen - by_itself).norm()
+    if told > SAME * norm or (own > 0 and told > SHARE * own and told > ROUNDING * norm):
+        raise _mixed(model, name, inputs)
     model.known_apart.add(kind)
+
+
+def _with_other_tokens(given: Tensor, row: int, where: Tensor) -> Tensor:
+    """The batch with other tokens in these places (N,) of a row."""
+    changed = given.clone()
+    changed[row, where] = given.flatten(0, 1).flip(0)[: int(where.sum())]
+    return changed
+
+
+def _mixed(model: Backbone, name: str, inputs: dict[str, Any]) -> MixedDocuments:
+    takes_positions = not model.mixes_documents and model.takes("position_ids")
+    lacking = takes_positions and "position_ids" not in inputs
+    return MixedDocuments(
+        f"rows are packed with several documents, which the {name} ({model.class_name}) reads as "
+        f"one; {'pass position_ids that start again, ' if lacking else ''}give each document a row "
+        "of its own, or pass segments of zeros if a row is one document"
+    )
 
 
 def _neighbours(documents: Documents, device: torch.device) -> tuple[int, Tensor, Tensor]:

@@ -35,6 +35,7 @@ from tests.distill.models import (
     set_dropout,
     step,
 )
+from tests.distill.support import FAMILIES as SUPPORTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
 
@@ -647,6 +648,28 @@ def test_models_that_read_a_packed_row_as_one_document_are_named(how):
     assert student.training and not teacher.training
     data["segments"] = torch.zeros_like(data["segments"])
     assert distiller(**data).loss.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["bert", "opt", "t5"])
+def test_fresh_weights_that_mix_documents_are_named_too(family, dtype):
+    """Of weights of 0.02 attention says little, and less than rounding in bfloat16."""
+    config = copy.deepcopy(SUPPORTED[family])
+    kind = t.T5EncoderModel if family == "t5" else t.AutoModel.from_config
+    teacher, student = (kind(config).to(dtype) for _ in range(2))
+    distiller = Distiller(teacher, student, FCD(task_weight=0))
+    data = packed(documents(), "segments", labels=False)
+    data = {name: data[name] for name in ("input_ids", "segments")}
+    with pytest.raises(ValueError, match=r"which the student \(\w+\) reads as one"):
+        distiller(**data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fresh_weights_that_keep_documents_apart_are_taken(dtype):
+    config = t.LlamaConfig(**{**SUPPORTED["llama"].to_dict(), "initializer_range": 0.02})
+    teacher, student = (t.LlamaModel(config).to(dtype) for _ in range(2))
+    distiller = Distiller(teacher, student, FCD(task_weight=0))
+    assert distiller(**packed(documents(), labels=False)).loss.isfinite()
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
