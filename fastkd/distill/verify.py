@@ -6,6 +6,7 @@ import functools
 import io
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -371,10 +372,13 @@ class _Step:
         if not dist.is_available() or not dist.is_gloo_available():
             raise _CannotDo("this torch has no gloo")
         with tempfile.TemporaryDirectory() as folder:
-            torch.save(
-                (copy.deepcopy(self.distiller).cpu(), {k: v.cpu() for k, v in self.batch.items()}),
-                f"{folder}/step.pt",
-            )
+            twin = copy.deepcopy(self.distiller).cpu()
+            _without_recorders(twin)
+            try:
+                batch = {name: x.cpu() for name, x in self.batch.items()}
+                torch.save((twin, batch), f"{folder}/step.pt")
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise _CannotDo(f"this can't be sent to a process: {error}") from error
             _run_processes(folder, ranks)
             gradients: Gradients = torch.load(f"{folder}/gradients.pt")
             return gradients
@@ -398,6 +402,18 @@ def _optimizer(distiller: Distiller) -> torch.optim.Optimizer:
 
 
 def _gradients(distiller: nn.Module) -> Gradients:
+def _without_recorders(distiller: Distiller) -> None:
+    """Without transformers' hooks of a run with hidden states, which stay and can't be pickled.
+
+    It puts them in again where it needs them.
+    """
+    for module in distiller.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", "").startswith("transformers."):
+                del module._forward_hooks[key]
+
+
     named = distiller.named_parameters()
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import METHODS, Distiller, Several, student_from_teacher
+from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_from_teacher
 from fastkd.distill.verify import Check, _Step, table, verify
 from tests.distill.models import batch, classifier, model, pair, ready, recipe
 from tests.distill.support import data_of, model_of
@@ -96,12 +96,24 @@ def test_a_model_that_swallows_position_ids_takes_none():
 
 
 def test_processes():
-    """Of four one gets no row; test_several has two."""
+    """Of four one gets no row. Layers were chosen from hidden states, which leave hooks behind."""
     torch.manual_seed(0)
     teacher, student = pair()
-    distiller = Distiller(teacher, student, Several(recipe("fcd"), recipe("mc3kd")))
+    mc3kd = method_by_name("mc3kd", preset="paper")
+    distiller = Distiller(teacher, student, Several(recipe("fcd"), mc3kd))
+    distiller.prepare([batch(rows=6)])
+    hooks = [hook for module in teacher.modules() for hook in module._forward_hooks.values()]
     check = verify(distiller, batch(rows=6), ranks=(4,), compile_backend=None)[-1]
     assert check.name == "4 processes, gather=True" and check.verdict == "equal", check
+    kept = [hook for module in teacher.modules() for hook in module._forward_hooks.values()]
+    assert kept == hooks
+
+
+def test_what_no_process_can_be_sent_is_named():
+    distiller = distiller_of(classifier("bert"), "fcd")
+    distiller.student.register_forward_hook(lambda module, args, output: None)
+    check = verify(distiller, batch(rows=4), compile_backend=None)[-1]
+    assert check.verdict == "not here" and "can't be sent to a process: " in check.why, check
 
 
 def test_processes_need_linux(monkeypatch):
