@@ -418,10 +418,10 @@ def _hidden_states(
 
     Inputs that were made for ``others`` may be more than this model knows.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters()), None)  # else inputs stay where they are
     known = inspect.signature(model.forward).parameters
     inputs = {
-        name: value.to(device) if isinstance(value, Tensor) else value
+        name: value.to(device) if device and isinstance(value, Tensor) else value
         for name, value in batch.items()
         if name != "labels" and (name in known or not others)
     }
@@ -431,8 +431,8 @@ def _hidden_states(
             f"{type(model).__name__} returns no hidden_states; pass an encoder or a decoder"
         )
     # mps has no float64.
-    hidden = [x.cpu() if device.type == "mps" else x for x in hidden]
-    mask = inputs.get("attention_mask")
+    hidden = [x.cpu() if x.device.type == "mps" else x for x in hidden]
+    mask = inputs.get("decoder_attention_mask" if own else "attention_mask")
     if mask is None:
         return hidden, torch.ones(hidden[0].shape[:2], dtype=torch.bool, device=hidden[0].device)
     for i, x in enumerate(hidden):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
 from fastkd.analysis.layers import Batches
+from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.capture import Model, placed_for
 from fastkd.distill.method import Method
 from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
@@ -287,6 +288,11 @@ def write_cache(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     writer: _Writer | None = None
+    if isinstance(distiller.teacher, AdaptersOff):
+        raise ValueError(
+            "the teacher is the student's base; write its cache with a student of its own, before "
+            "adapters are added"
+        )
     known: set[bytes] = set()
     for batch in batches:
         part = distiller._part_of(batch)

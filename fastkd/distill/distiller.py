@@ -16,6 +16,7 @@ from fastkd._checks import check_number
 from fastkd._numerics import upcast, zero_padding
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
+from fastkd.distill.adapters import as_teacher
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, wanted_of, write_cache
 from fastkd.distill.capture import QKV, Backbone, Wanted, placed_for, replaced_embeddings
@@ -64,9 +65,11 @@ class Distiller(nn.Module):
     needs ``find_unused_parameters=True`` where a head or pooler goes unused.
 
     Args:
-        teacher: a transformers encoder or decoder, fine-tuned; it is frozen in place. Or what one
-            said before: a `TeacherCache`. Models that aren't from transformers are described by
-            `Blocks`. A list of teachers goes with as many methods, in `Several`.
+        teacher: a transformers encoder, decoder or encoder-decoder, fine-tuned; it is frozen in
+            place. Or what one said before: a `TeacherCache`. Models that aren't from transformers
+            are described by `Blocks`. A list of teachers goes with as many methods, in `Several`.
+            The base of a PEFT student, ``Distiller(base, get_peft_model(base, ...), method)``,
+            teaches it with the adapters disabled and is held once.
         student: another one, which takes the same inputs, or inputs of its own: see `forward`.
         method: see `fastkd.distill.methods`.
         gather: compare the samples of all processes, as one process with the whole batch would:
@@ -109,9 +112,9 @@ class Distiller(nn.Module):
         if not isinstance(method, Method):
             raise TypeError(f"method must be a fastkd.distill method, got {type(method).__name__}")
         self._student_backbone = backbone_of(student, "student")
-        taught: Any = teacher
+        taught: Any = as_teacher(teacher, student)
         if isinstance(teacher, (list, tuple)):
-            taught = nn.ModuleList(teacher)
+            taught = nn.ModuleList(as_teacher(each, student) for each in teacher)
             if not isinstance(method, Several):
                 raise TypeError("several teachers want a method each: Several(first, second)")
         self._teacher_backbone = _teacher_backbone(taught)
@@ -119,7 +122,7 @@ class Distiller(nn.Module):
         if shared:
             raise ValueError(
                 "teacher and student share parameters, and freezing one freezes the other; "
-                "copy the model, or use student_from_teacher"
+                "copy the model, use student_from_teacher, or teach a PEFT student by its base"
             )
         self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group = gather, group

@@ -23,6 +23,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.blocks import BlocksBackbone
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
@@ -302,6 +303,8 @@ class _Step:
     def cached(self) -> Gradients:
         if isinstance(self.distiller.teacher, TeacherCache):
             raise _CannotDo("the teacher is a cache")
+        if isinstance(self.distiller.teacher, AdaptersOff):
+            raise _CannotDo("the teacher is the student's base")
         if isinstance(self.distiller.teacher, nn.ModuleList):
             raise _CannotDo("there are several teachers")
         if any(name.startswith("teacher_") for name in self.batch):

@@ -1,0 +1,39 @@
+"""Self-distillation of a model with PEFT adapters: its base, without them, is the teacher."""
+
+from typing import Any
+
+from torch import nn
+
+from fastkd.analysis.layers import in_eval_mode
+
+
+class AdaptersOff(nn.Module):
+    """The base model of a PEFT ``student``, in eval mode and without its adapters while it runs.
+
+    It holds no parameters of its own: they are the student's.
+    """
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["student"] = student  # not a part, whose mode and state would be its own
+
+    def get_base_model(self) -> nn.Module:
+        """See ``peft.PeftModel``."""
+        base: nn.Module = self.__dict__["student"].get_base_model()
+        return base
+
+    def forward(self, **inputs: Any) -> Any:
+        """The base model's own result."""
+        student = self.__dict__["student"]
+        learns = [(p, p.requires_grad) for p in student.parameters()]
+        with in_eval_mode(student), student.disable_adapter():
+            output = student.get_base_model()(**inputs)
+        for parameter, flag in learns:  # PEFT lets every active adapter learn again
+            parameter.requires_grad_(flag)
+        return output
+
+
+def as_teacher(teacher: Any, student: nn.Module) -> Any:
+    """The teacher; `AdaptersOff` where it is the model that the student's adapters are in."""
+    own = hasattr(student, "disable_adapter") and hasattr(student, "get_base_model")
+    return AdaptersOff(student) if own and student.get_base_model() is teacher else teacher  # type: ignore[operator]

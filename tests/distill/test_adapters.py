@@ -1,0 +1,106 @@
+"""A student with LoRA adapters, and its own base as the teacher."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import FCD, LRKD, MC3KD, Distiller, Several, SoftTargets
+from fastkd.distill.verify import verify
+from tests.distill.models import batch, classifier, gradients_of, model, recipe
+
+peft = pytest.importorskip("peft")
+LORA = {"r": 4, "target_modules": ["query", "value"], "lora_dropout": 0.5}
+
+
+def adapted(base, task="SEQ_CLS", **options):
+    """The base in adapters that say something."""
+    student = peft.get_peft_model(base, peft.LoraConfig(task_type=task, **{**LORA, **options}))
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return student
+
+
+def inputs(data):
+    return {name: x for name, x in data.items() if name != "labels"}
+
+
+def test_the_teachers_logits_are_the_bases():
+    data, base = batch(), classifier("bert")
+    with torch.no_grad():
+        expected = base(**inputs(data)).logits
+    student = adapted(base)
+    seen = {}
+
+    class Spy(SoftTargets):
+        def soft(self, step):
+            seen["teacher"], seen["student"] = step.teacher.logits, step.student.logits
+            return super().soft(step)
+
+    distiller = Distiller(base, student, Spy())
+    out = distiller(**data)
+    out.loss.backward()
+    assert torch.equal(seen["teacher"], expected)
+    assert not torch.allclose(seen["student"], expected, atol=1e-2)
+    assert student.training and all(m.training for m in base.modules())
+
+    learned = gradients_of(student)
+    assert learned and all("lora_" in name or "modules_to_save" in name for name in learned)
+    with torch.no_grad():  # adapters are on again
+        adapters = student.eval()(**inputs(data)).logits
+    assert not torch.allclose(adapters, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert"])
+def test_what_is_compared_is_a_copys(name):
+    """The step is that with a copy of the base, made before the adapters were put in."""
+    data, base = batch(), classifier("bert")
+    copied = classifier("bert")
+    copied.load_state_dict(base.state_dict())
+    student = adapted(base, lora_dropout=0.0)
+    steps = []
+    for teacher in (base, copied):
+        torch.manual_seed(0)
+        distiller = Distiller(teacher, student, recipe(name)).eval()
+        distiller.set_progress(1.0)
+        student.zero_grad()
+        out = distiller(**data)
+        out.loss.backward()
+        steps.append((out.terms, gradients_of(student)))
+    torch.testing.assert_close(steps[0], steps[1])
+
+
+def test_parameters_and_state_are_the_students():
+    base = classifier("bert")
+    student = adapted(base)
+    frozen = next(p for n, p in student.named_parameters() if "lora_A" in n)
+    frozen.requires_grad_(False)
+    before = {n: p.requires_grad for n, p in student.named_parameters()}
+    distiller = Distiller(base, student, FCD())
+    distiller(**batch())
+    assert {n: p.requires_grad for n, p in student.named_parameters()} == before
+    assert all(name.startswith(("student.", "method.")) for name, _ in distiller.named_parameters())
+    distiller.load_state_dict(distiller.state_dict())
+    with pytest.raises(ValueError, match="teacher is the student's base"):
+        distiller.cache_teacher([batch()], "unused")
+    with pytest.raises(ValueError, match=r"share parameters.*teach a PEFT student by its base"):
+        Distiller(student, student, FCD())
+
+
+def test_layers_are_chosen_from_the_base():
+    base, copied = classifier("bert"), classifier("bert")
+    student = adapted(base)
+    both = Distiller([base, copied], student, Several(MC3KD(), LRKD(alpha=None)))
+    both.prepare([batch()])
+    assert both.method.prepared and both(**batch()).loss.isfinite()
+
+
+def test_every_split_is_the_same_step():
+    base = model(t.BertForMaskedLM, "bert", layers=2)
+    student = adapted(base, None)
+    data = batch(rows=4)
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    distiller = Distiller(base, student, LRKD())
+    for check in verify(distiller, data, ranks=0, compile_backend=None):
+        assert check.verdict in ("equal", "rounding", "not here"), check
