@@ -416,7 +416,8 @@ def _hidden_states(
 ) -> tuple[list[Tensor], Tensor]:
     """Hidden states (B, N, D_l), embeddings first, and which tokens are real (B, N).
 
-    Inputs that were made for ``others`` may be more than this model knows.
+    Of an encoder-decoder they are the decoder's. Inputs that were made for ``others`` may be more
+    than this model knows.
     """
     device = next((p.device for p in model.parameters()), None)  # else inputs stay where they are
     known = inspect.signature(model.forward).parameters
@@ -425,7 +426,9 @@ def _hidden_states(
         for name, value in batch.items()
         if name != "labels" and (name in known or not others)
     }
-    hidden = getattr(model(**inputs, output_hidden_states=True), "hidden_states", None)
+    output = model(**inputs, output_hidden_states=True)
+    own = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
+    hidden = getattr(output, "decoder_hidden_states", getattr(output, "hidden_states", None))
     if hidden is None:
         raise ValueError(
             f"{type(model).__name__} returns no hidden_states; pass an encoder or a decoder"
@@ -435,6 +438,7 @@ def _hidden_states(
     mask = inputs.get("decoder_attention_mask" if own else "attention_mask")
     if mask is None:
         return hidden, torch.ones(hidden[0].shape[:2], dtype=torch.bool, device=hidden[0].device)
+    mask = mask.flatten(0, -2) if mask.dim() == 3 else mask  # the choices of a question are rows
     for i, x in enumerate(hidden):
         if mask.dim() != 2 or x.shape[:2] != mask.shape:
             raise ValueError(

@@ -241,6 +241,10 @@ def wanted_of(method: Method) -> dict[str, Any]:
 def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
     """A digest of each sample's tokens and what else the teacher reads of it, and which tokens
     (S, L) are real; waits for the device."""
+    if "decoder_input_ids" in part.batch:
+        raise ValueError(
+            "a teacher's cache doesn't keep what an encoder-decoder says; pass the teacher itself"
+        )
     ids = part.batch.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
@@ -284,15 +288,15 @@ def write_cache(
         )
     if isinstance(distiller.teacher, TeacherCache):
         raise ValueError("the teacher is a cache already; pass a model to write another")
-    distiller.teacher.eval()
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    writer: _Writer | None = None
     if isinstance(distiller.teacher, AdaptersOff):
         raise ValueError(
             "the teacher is the student's base; write its cache with a student of its own, before "
             "adapters are added"
         )
+    distiller.teacher.eval()
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer: _Writer | None = None
     known: set[bytes] = set()
     for batch in batches:
         part = distiller._part_of(batch)

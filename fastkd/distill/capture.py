@@ -22,6 +22,9 @@ from fastkd.distill.families import (
     rows_of,
 )
 
+# Of models that are their own base: Whisper's audio classifier, T5 for answers.
+HEADS = ("Classification", "QuestionAnswering")
+
 
 class Wanted(NamedTuple):
     """Layers whose hidden states, attention maps, queries, keys and values to keep."""
@@ -59,6 +62,8 @@ class Model:
     sentence_last: bool
     #: transformers' ``problem_type``, None where neither the model nor its configuration says.
     problem: str | None = None
+    #: Whether it is an encoder-decoder that writes words, and reads those before them.
+    writes: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -115,7 +120,8 @@ class Backbone(Model):
         #: Whether the hidden states, attention and predictions that count are a decoder's.
         self.encoder_decoder = is_encoder_decoder(inner)
         vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
-        self.has_head = base is not inner or bool(vocabulary_head) or is_a(inner, "Classification")
+        self.writes = self.encoder_decoder and bool(vocabulary_head)
+        self.has_head = base is not inner or bool(vocabulary_head) or is_a(inner, *HEADS)
         self.aligns = is_a(inner, "ForCTC", "ForRNNT", "ForTDT")
         #: Labels or vocabulary entries that the head tells apart, where it says so.
         self.output_size = rows_of(vocabulary_head) if vocabulary_head else config.num_labels
@@ -228,6 +234,26 @@ class Backbone(Model):
         """``batch`` without token types where the model knows none, though another one may."""
         unread = {"token_type_ids"} - self._known
         return {name: x for name, x in batch.items() if name not in unread}
+
+    def with_decoder_inputs(self, batch: dict[str, Any], labels: Any) -> dict[str, Any]:
+        """``batch`` with what a decoder that writes ``labels`` reads, the words before them."""
+        given = ("decoder_input_ids", "decoder_inputs_embeds")
+        if not self.writes or any(batch.get(name) is not None for name in given):
+            return batch
+        if not isinstance(labels, Tensor):
+            raise ValueError(
+                f"the {self._name} ({self.class_name}) is an encoder-decoder; pass labels (B, M), "
+                "or decoder_input_ids"
+            )
+        return {**batch, given[0]: self._words_before(labels)}
+
+    def _words_before(self, labels: Tensor) -> Tensor:
+        shift = getattr(self.inner, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None:
+            return shift(labels=labels)  # type: ignore[no-any-return]
+        shifted = labels.roll(1, -1)  # Whisper
+        shifted[:, 0] = self.stack_config.decoder_start_token_id
+        return shifted.masked_fill(shifted == -100, self.stack_config.pad_token_id)
 
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches; raises for inputs that it doesn't know."""

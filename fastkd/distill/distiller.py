@@ -20,8 +20,8 @@ from fastkd.distill.adapters import as_teacher
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, wanted_of, write_cache
 from fastkd.distill.capture import QKV, Backbone, Wanted, placed_for, replaced_embeddings
-from fastkd.distill.documents import Documents, check_apart, find_documents
-from fastkd.distill.method import Method, Term, weighted
+from fastkd.distill.documents import Documents, check_apart, decoder_tokens, find_documents
+from fastkd.distill.method import Method, Term, check_method, weighted
 from fastkd.distill.several import Several, Teachers
 from fastkd.distill.spans import Spans
 from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, countable, pooled_rows
@@ -109,8 +109,7 @@ class Distiller(nn.Module):
         group: "torch.distributed.ProcessGroup | None" = None,
     ) -> None:
         super().__init__()
-        if not isinstance(method, Method):
-            raise TypeError(f"method must be a fastkd.distill method, got {type(method).__name__}")
+        check_method("method", method)
         self._student_backbone = backbone_of(student, "student")
         taught: Any = as_teacher(teacher, student)
         if isinstance(teacher, (list, tuple)):
@@ -167,7 +166,7 @@ class Distiller(nn.Module):
             batches: dicts of model inputs; read once, only if the method needs them.
         """
         if not isinstance(self.teacher, TeacherCache):  # chosen before it was written
-            self.method.prepare(self.teacher, map(_read_by_teacher, batches))
+            self.method.prepare(self.teacher, map(self._read_by_teacher, batches))
 
     def cache_teacher(
         self,
@@ -246,6 +245,10 @@ class Distiller(nn.Module):
         sharded models); transformers' decoders that keep them apart do so without a mask, and get
         none.
 
+        Of encoder-decoders the decoder's hidden states and predictions are compared, at the
+        positions whose labels count and that ``decoder_attention_mask`` doesn't leave out. The
+        decoder reads ``decoder_input_ids``, by default the words before the labels.
+
         Args:
             labels: as the student's head takes them: (B,) classes or numbers, (B, V) yes or no,
                 (B, N) with −100 for positions that don't count. A row without a label has the
@@ -303,6 +306,7 @@ class Distiller(nn.Module):
         """
         rest = {name: x for name, x in batch.items() if name not in ("labels", "segments")}
         labels, own = batch["labels"], split_inputs(rest)[0]
+        own = self._student_backbone.with_decoder_inputs(own, labels)
         part = self._read(own, labels, None, batch.get("segments"))
         valid = torch.ones_like(labels, dtype=torch.bool) if part.mask is None else part.mask
         counted, _ = countable(labels, valid, part.owner, self._student_backbone.causal)
@@ -359,6 +363,7 @@ class Distiller(nn.Module):
         segments: Tensor | None,
     ) -> "Part":
         batch, own, spans = split_inputs(batch)
+        batch = self._student_backbone.with_decoder_inputs(batch, labels)
         part = self._read(batch, labels, num_items, segments)
         if own and self.method.uses_teacher:
             part.teacher = self._read(own, None, None, None)
@@ -368,6 +373,17 @@ class Distiller(nn.Module):
                 part.spans = Spans.of(*(side.unpacked_spans(x) for side, x in sides))
         self._check_apart(part)
         return part
+
+    def _read_by_teacher(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch's inputs for the teacher, which may be its own."""
+        student, own, _ = split_inputs(batch)
+        if own:
+            return own
+        read = self._student_backbone.with_decoder_inputs(student, student.get("labels"))
+        mask, _ = decoder_tokens(read, student.get("labels")) or (None, None)
+        targets = {"labels", "segments", "num_items", *SPAN_LABELS}
+        read = {name: x for name, x in read.items() if name not in targets}
+        return read if mask is None else {**read, "decoder_attention_mask": mask.long()}
 
     def _part_of(self, batch: Mapping[str, Any]) -> "Part":
         """Of arguments as in `forward`, without ``num_items``."""
@@ -382,9 +398,16 @@ class Distiller(nn.Module):
         num_items: float | Tensor | None,
         segments: Tensor | None,
     ) -> "Part":
-        mask = _token_mask(batch)
-        shape = _batch_shape(batch, mask)
-        documents = find_documents(shape, mask, batch, segments)
+        decoded = decoder_tokens(batch, labels)
+        if decoded is None:
+            mask = _token_mask(batch)
+            shape = _batch_shape(batch, mask)
+            documents = find_documents(shape, mask, batch, segments)
+        elif segments is not None:
+            raise ValueError("segments number documents in packed rows; a decoder's row is one")
+        else:
+            mask, shape = decoded
+            documents = find_documents(shape, mask, {}, None)
         if documents is not None and documents.packed and not self._has_blocks:
             # With a mask transformers takes each row for one document. Nothing real sees padding:
             # no position goes on from the greatest.
@@ -671,13 +694,6 @@ def split_inputs(
     if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
         raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
     return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
-
-
-def _read_by_teacher(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch's inputs for the teacher, which may be its own."""
-    student, own, _ = split_inputs(batch)
-    targets = {"labels", "segments", "num_items", *SPAN_LABELS}
-    return own or {name: x for name, x in student.items() if name not in targets}
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd.analysis.layers import in_eval_mode
+from fastkd.analysis.layers import IGNORED, in_eval_mode
 from fastkd.distill.capture import Backbone, Wanted
 
 # Of a norm: rounding is below, even in bfloat16, and what a document tells another mostly above.
@@ -121,6 +121,26 @@ def _neighbours(documents: Documents, device: torch.device) -> tuple[int, Tensor
     row, column = border.nonzero()[0].tolist()
     owner = owner[row].to(device)
     return row, owner == owner[column], owner == owner[column + 1]
+
+
+def decoder_tokens(
+    batch: dict[str, Any], labels: Any
+) -> tuple[Tensor | None, tuple[int, int]] | None:
+    """Mask and shape (B, M) of the tokens that a decoder reads, where it has inputs of its own.
+
+    Real are those that ``decoder_attention_mask`` and labels other than −100 say.
+    """
+    given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    tokens = next((x for x in given if isinstance(x, Tensor)), None)
+    if tokens is None:
+        return None
+    rows, length = tokens.shape[:2]
+    mask = batch.get("decoder_attention_mask")
+    mask = None if mask is None else mask.bool()
+    if isinstance(labels, Tensor) and labels.shape == (rows, length):
+        known = labels != IGNORED
+        mask = known if mask is None else mask & known
+    return mask, (rows, length)
 
 
 def find_documents(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.layers import resolve_layers
-from fastkd.distill.step import Step, check_head, check_same_head
+from fastkd.distill.step import Step, check_head, check_same_head, check_same_kind
 
 Layers = str | Sequence[int]
 
@@ -26,6 +26,18 @@ class Term(NamedTuple):
 def weighted(terms: list[Term]) -> Tensor:
     """Σ weight · value."""
     return torch.stack([term.weight * term.value for term in terms]).sum()
+
+
+def check_method(name: str, given: Any) -> None:
+    """Raise unless ``given`` is a method, with the call that was meant."""
+    if isinstance(given, Method):
+        return
+    what = type(given).__name__
+    if isinstance(given, str):
+        what = f"{given!r}; a method by its name is fastkd.distill.method_by_name({given!r})"
+    elif isinstance(given, type) and issubclass(given, Method):
+        what = f"the class {given.__name__}; make one of it: {given.__name__}()"
+    raise TypeError(f"{name} must be a fastkd.distill method, got {what}")
 
 
 class Method(nn.Module):
@@ -123,6 +135,7 @@ class Method(nn.Module):
     def build(self, teacher: Model, student: Backbone) -> None:
         """Create the trainable parts for these two models; a second call must be of like sizes."""
         name = type(self).__name__
+        check_same_kind(teacher, student)
         sizes = (teacher.sizes, student.sizes)
         if self._built_for not in (None, sizes):
             raise ValueError(f"this {name} was built for other models; make a new one")

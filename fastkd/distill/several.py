@@ -7,7 +7,7 @@ from torch import nn
 from fastkd.analysis.layers import Batches
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone, Model, Wanted
-from fastkd.distill.method import Method, Term
+from fastkd.distill.method import Method, Term, check_method
 from fastkd.distill.step import Step
 
 
@@ -46,8 +46,10 @@ class Several(Method):
 
     def __init__(self, *methods: Method) -> None:
         super().__init__()
-        if not methods or not all(isinstance(method, Method) for method in methods):
-            raise TypeError(f"methods must be fastkd.distill methods, got {methods}")
+        if not methods:
+            raise TypeError("methods must be fastkd.distill methods, got none")
+        for method in methods:
+            check_method("methods", method)
         self.methods = nn.ModuleList(methods)
         self.perturb = any(method.perturb for method in methods)
         self.scheduled = any(method.scheduled for method in methods)

@@ -588,6 +588,18 @@ def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str
         )
 
 
+def check_same_kind(teacher: Model, student: Backbone) -> None:
+    """Raise unless both models write, or none."""
+    writes = [model.writes for model in (teacher, student)]
+    if writes[0] != writes[1]:
+        sides = [("teacher", teacher), ("student", student)]
+        (name, model), (other, plain) = sides if writes[0] else sides[::-1]
+        raise ValueError(
+            f"the {name} ({model.class_name}) is an encoder-decoder, the {other} "
+            f"({plain.class_name}) is none; their hidden states are those of other tokens"
+        )
+
+
 def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
     """Raise, before any training, if both models' logits can't be compared."""
     if not teacher.has_head:

@@ -309,6 +309,8 @@ class _Step:
             raise _CannotDo("there are several teachers")
         if any(name.startswith("teacher_") for name in self.batch):
             raise _CannotDo("the teacher has inputs of its own")
+        if self.distiller._student_backbone.writes:
+            raise _CannotDo("a cache keeps nothing of encoder-decoders")
         wanted = self.distiller.method.wanted("teacher")
         if wanted.attentions or wanted.qkv:
             raise _CannotDo("a cache keeps no attention maps")
@@ -400,11 +402,6 @@ def _exact_copy(distiller: Distiller) -> Distiller:
     return twin
 
 
-def _optimizer(distiller: Distiller) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], lr=1e-3)
-
-
-def _gradients(distiller: nn.Module) -> Gradients:
 def _without_recorders(distiller: Distiller) -> None:
     """Without transformers' hooks of a run with hidden states, which stay and can't be pickled.
 
@@ -417,6 +414,11 @@ def _without_recorders(distiller: Distiller) -> None:
                 del module._forward_hooks[key]
 
 
+def _optimizer(distiller: Distiller) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], lr=1e-3)
+
+
+def _gradients(distiller: nn.Module) -> Gradients:
     named = distiller.named_parameters()
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 

@@ -9,8 +9,14 @@ from pathlib import Path
 import torch
 import transformers as t
 
-from fastkd.distill import METHODS, AttentionMSE, Distiller, student_from_teacher
-from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch, recipe
+from fastkd.distill import (
+    METHODS,
+    AttentionMSE,
+    Distiller,
+    method_by_name,
+    student_from_teacher,
+)
+from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -50,10 +56,18 @@ FAMILIES = {
     "phi3": t.Phi3Config(**DECODER, num_hidden_layers=3),
     "gemma": t.GemmaConfig(**DECODER, head_dim=8, num_hidden_layers=3),
     "gemma2": t.Gemma2Config(**DECODER, head_dim=8, num_hidden_layers=3),
-    "t5": t.T5Config(**SMALL, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2),
+    "t5": t.T5Config(
+        **SMALL, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, decoder_start_token_id=0
+    ),
     "bart": t.BartConfig(
         **SMALL, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    ),
+    "whisper": t.WhisperConfig(
+        **SMALL, num_mel_bins=8, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, d_model=16,
+        max_source_positions=20, max_target_positions=16, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
     ),
     "vit": t.ViTConfig(**IMAGE),
     "deit": t.DeiTConfig(**IMAGE),
@@ -68,12 +82,17 @@ HEADS = {
     "choices": t.AutoModelForMultipleChoice,
     "masked words": t.AutoModelForMaskedLM,
     "next word": t.AutoModelForCausalLM,
+    "written words": t.AutoModelForSeq2SeqLM,
+    "transcripts": t.AutoModelForSpeechSeq2Seq,
     "image": t.AutoModelForImageClassification,
+    "sound": t.AutoModelForAudioClassification,
 }
+WRITTEN = ("written words", "transcripts")
 IMAGES = {"vit", "deit", "dinov2"}
 # The models of a head that the class of another name has.
 ENCODERS = {"t5": t.T5EncoderModel}
 
+MANY_LABELS = ("tokens", "answers", "choices", "masked words", "next word", *WRITTEN)
 NOT_MEANT = "there is no head", "KNN takes one label a sample"
 ALL = [*METHODS, "attention"]
 # Nothing on logits.
@@ -102,8 +121,9 @@ def model_of(family, head):
     config = copy.deepcopy(FAMILIES[family])
     config.num_labels = 2 if head == "answers" else 3
     config.architectures = ["DeiTForImageClassification"] if family == "deit" else None
-    if hasattr(config, "initializer_range"):
-        config.initializer_range = 0.2
+    for name in ("initializer_range", "init_std"):
+        if hasattr(config, name):
+            setattr(config, name, 0.2)
     torch.manual_seed(0)
     if head == "none" and family in ENCODERS:
         return ENCODERS[family](config)
@@ -115,8 +135,17 @@ def data_of(family, head):
     if family in IMAGES:
         images = {"pixel_values": torch.randn(4, 3, 16, 16)}
         return {**images, "labels": torch.tensor([0, 1, 0, 2])}
+    if family == "whisper" and head != "next word":
+        sounds = {"input_features": torch.randn(4, 8, 40)}
+        if head == "none":
+            sounds["decoder_input_ids"] = torch.randint(5, 60, (4, 6))
+        return {**sounds, "labels": words() if head in WRITTEN else torch.tensor([0, 1, 0, 2])}
     data = batch(rows=4, left=family in PADS_LEFT)
     ids, mask = data["input_ids"], data["attention_mask"]
+    if FAMILIES[family].is_encoder_decoder:  # whose heads read the end
+        ids[torch.arange(4), mask.sum(1) - 1] = FAMILIES[family].eos_token_id
+    if head in WRITTEN:
+        data["labels"] = words()
     if head in ("tokens", "masked words", "next word"):
         data["labels"] = (ids % 3 if head == "tokens" else ids).masked_fill(mask == 0, -100)
     if head == "answers":
@@ -129,22 +158,33 @@ def data_of(family, head):
     return data
 
 
+def words():
+    """Labels of an encoder-decoder, shorter than its inputs; two rows are padded."""
+    labels = torch.randint(5, 60, (4, 6))
+    labels[::2, 4:] = -100
+    return labels
+
+
 def method_of(name, head):
+    """With the paper's values, which have more terms than the defaults."""
     options = dict(WITHOUT_HEAD.get(name, {}) if head == "none" else {})
-    return AttentionMSE(**options) if name == "attention" else recipe(name, **options)
+    if name == "attention":
+        return AttentionMSE(**options)
+    return method_by_name(name, preset="paper", **options)
 
 
 def verdict(teacher, student, data, name, head):
     """None where a step works: finite, and with a gradient in every block of the student."""
     if head == "none" and name not in WITHOUT_HEAD:
         return NOT_MEANT[0]
-    if name == "knn" and head in ("tokens", "answers", "choices", "masked words", "next word"):
+    if name == "knn" and head in MANY_LABELS:
         return NOT_MEANT[1]
     try:
         if name == "attention":  # the last
             teacher.set_attn_implementation("eager")
             student.set_attn_implementation("eager")
         distiller = Distiller(teacher, student, method_of(name, head))
+        distiller.prepare([data])
         distiller.set_progress(1.0)
         student.zero_grad()
         out = distiller(**data)
@@ -193,13 +233,17 @@ INTRODUCTION = f"""# What works with what
 
 Written by the tests (`python -m tests.distill.support`), which train a step of every family, head
 and method on tiny models: "yes" where the loss is finite and every block of the student gets a
-gradient. "–" is what a method doesn't mean: KNN takes one label a sample, and without a head there
-are no labels to learn and no outputs to compare. The student has layers 1 and 3 of the teacher's
-three (`student_from_teacher`). `attention` is `AttentionMSE`, with eager attention.
+gradient. Methods have the papers' values, and choose from data what they must (MC3KD's layers, by
+`prepare`, as the Trainer does it before it trains). "–" is what a method doesn't mean: KNN takes
+one label a sample, and without a head there are no labels to learn and no outputs to compare. The
+student has layers 1 and 3 of the teacher's three (`student_from_teacher`). `attention` is
+`AttentionMSE`, with eager attention. Of BART, T5 and Whisper it is the decoder whose layers are
+compared and cut, at the positions whose labels count.
 
 Heads are transformers' auto classes: none (`AutoModel`), sequence, tokens, answers (questions),
-choices (multiple choice), masked words, next word, image. A family that isn't here works if its
-blocks are a list of modules; models that aren't from transformers: [any_loop.md](any_loop.md).
+choices (multiple choice), masked words, next word, written words (of an encoder-decoder),
+transcripts (of speech), image, sound. A family that isn't here works if its blocks are a list of
+modules; models that aren't from transformers: [any_loop.md](any_loop.md).
 
 | family | head | {" | ".join(ALL)} | |
 |{"---|" * (len(ALL) + 3)}

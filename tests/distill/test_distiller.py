@@ -787,8 +787,13 @@ def test_backward_twice_and_upstream_gradient():
 
 def test_mistakes_are_named():
     teacher, student = classifier("bert"), classifier("bert", layers=2)
-    with pytest.raises(TypeError, match=r"method must be a .* method, got str"):
-        Distiller(teacher, student, "fcd")
+    for given, hint in (
+        ("fcd", r"got 'fcd'; .* fastkd.distill.method_by_name\('fcd'\)"),
+        (FCD, r"got the class FCD; make one of it: FCD\(\)"),
+        (4, "got int"),
+    ):
+        with pytest.raises(TypeError, match=rf"method must be a fastkd.distill method, {hint}"):
+            Distiller(teacher, student, given)
     with pytest.raises(TypeError, match="student must be a transformers model, got Linear"):
         Distiller(teacher, torch.nn.Linear(2, 2), FCD())
     with pytest.raises(ValueError, match="share parameters"):

@@ -95,5 +95,7 @@ def test_mistakes():
         Distiller(teachers, student, FCD())
     with pytest.raises(ValueError, match="a teacher for each of the 3 methods"):
         Distiller(teachers, student, Several(FCD(), LRKD(), SoftTargets()))
-    with pytest.raises(TypeError, match=r"must be fastkd.distill methods"):
+    with pytest.raises(TypeError, match=r"methods must be .* got none"):
+        Several()
+    with pytest.raises(TypeError, match=r"methods must be .*method_by_name\('lrkd'\)"):
         Several(FCD(), "lrkd")

@@ -17,6 +17,7 @@ from fastkd.distill import (
 )
 from tests.distill.models import batch, classifier, model, pair, recipe, set_dropout
 from tests.distill.processes import run_ranks
+from tests.distill.support import model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -70,6 +71,72 @@ def test_resuming_gives_the_same_run(name, tmp_path):
     (tmp_path / "checkpoint-6" / "method.pt").unlink()
     with pytest.raises(ValueError, match=r"has no method.pt to resume from"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_layers_are_chosen_from_the_choices_of_questions(tmp_path):
+    teacher = model(t.BertForMultipleChoice, "bert")
+    ids = torch.randint(5, 60, (8, 3, 7))
+    data = [{"input_ids": x, "attention_mask": x != 5, "labels": torch.tensor(1)} for x in ids]
+    run = trained(tmp_path, MC3KD(), data, teacher, save_strategy="no")
+    assert len(run.distiller.method.teacher_layers) == 2
+    flat = [{"input_ids": x, "attention_mask": x != 5} for x in ids.flatten(0, 1).split(8)]
+    assert run.distiller.method.teacher_layers == select_layers(teacher.bert, flat, 2)
+
+
+def test_an_encoder_decoder_takes_what_a_collator_gives(tmp_path):
+    """Decoder inputs that it adds, or none: both are the words before the labels."""
+    lengths = [(9, 6), (7, 4), (8, 3), (5, 5)] * 2
+    data = [
+        {
+            "input_ids": torch.randint(5, 60, (n,)).tolist(),
+            "labels": torch.randint(5, 60, (m,)).tolist(),
+        }
+        for n, m in lengths
+    ]
+    losses = []
+    for adds in (True, False):
+        torch.manual_seed(0)
+        teacher = model_of("t5", "written words")
+        student = student_from_teacher(teacher, [1, 3])
+        run = DistillationTrainer(
+            teacher,
+            student,
+            MC3KD(),
+            args=arguments(
+                tmp_path,
+                max_steps=2,
+                logging_steps=1,
+                gradient_accumulation_steps=2,
+                per_device_train_batch_size=2,
+                save_strategy="no",
+            ),
+            train_dataset=data,
+            eval_dataset=data,
+            data_collator=Seq2Seq(student if adds else None),
+        )
+        run.train()
+        losses.append([log["cca"] for log in run.state.log_history if "cca" in log])
+        assert torch.tensor(run.evaluate()["eval_loss"]).isfinite()
+    assert losses[0] == losses[1]
+
+
+class Seq2Seq:
+    """As transformers' DataCollatorForSeq2Seq, without a tokenizer."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, rows):
+        def padded(name, value):
+            parts = [torch.tensor(row[name]) for row in rows]
+            return torch.nn.utils.rnn.pad_sequence(parts, True, value)
+
+        batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+        batch["attention_mask"] = (batch["input_ids"] != 0).long()
+        if self.model is not None:
+            shift = self.model.prepare_decoder_input_ids_from_labels
+            batch["decoder_input_ids"] = shift(labels=batch["labels"])
+        return batch
 
 
 def test_terms_are_logged_and_the_schedule_is_kept(tmp_path):

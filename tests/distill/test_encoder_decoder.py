@@ -1,0 +1,131 @@
+"""Models that read a text or a sound and write another: what of them is compared."""
+
+import pytest
+import torch
+import transformers as t
+from torch.nn import functional as F
+
+from fastkd.distill import (
+    FCD,
+    LRKD,
+    METHODS,
+    AttentionMSE,
+    Distiller,
+    SoftTargets,
+    student_from_teacher,
+)
+from fastkd.distill.capture import Backbone, Wanted
+from tests.distill.models import eager, pair, recipe, set_dropout, step
+from tests.distill.support import data_of, model_of
+
+FAMILIES = {"t5": "written words", "bart": "written words", "whisper": "transcripts"}
+SPEAKING = pytest.mark.parametrize("family", FAMILIES)
+
+
+def models(family, layers=(1, 3)):
+    teacher = model_of(family, FAMILIES[family]).eval()
+    student = student_from_teacher(teacher, layers)
+    set_dropout(student)
+    student.config.dropout = 0.0
+    for module in student.modules():
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return teacher, student
+
+
+def distiller_of(family, name):
+    teacher, student = models(family)
+    if name == "attention":
+        eager([teacher, student])
+    method = AttentionMSE() if name == "attention" else recipe(name)
+    distiller = Distiller(teacher.double(), student.double(), method)
+    distiller.set_progress(1.0)
+    return distiller
+
+
+def doubled(data):
+    return {name: x.double() if x.is_floating_point() else x for name, x in data.items()}
+
+
+@SPEAKING
+def test_the_students_decoder_is_cut(family, tmp_path):
+    teacher, student = models(family)
+    ours, theirs = Backbone(student), Backbone(teacher)
+    assert (ours.num_layers, theirs.num_layers) == (2, 3)
+    assert "decoder" in ours.blocks_name and ours.blocks_name == theirs.blocks_name
+    cut = theirs.blocks[2].state_dict()
+    assert all(torch.equal(x, cut[name]) for name, x in ours.blocks[1].state_dict().items())
+    encoders = [model.get_encoder().state_dict() for model in (teacher, student)]
+    assert all(torch.equal(encoders[1][name], x) for name, x in encoders[0].items())
+    student.eval().save_pretrained(tmp_path)
+    again = type(student).from_pretrained(tmp_path)
+    data = data_of(family, FAMILIES[family])
+    torch.testing.assert_close(again(**data).loss, student(**data).loss)
+
+
+@SPEAKING
+def test_layers_are_the_decoders_hidden_states(family):
+    model, data = model_of(family, FAMILIES[family]).eval(), data_of(family, FAMILIES[family])
+    data = Backbone(model).with_decoder_inputs(data, data.pop("labels"))
+    with torch.no_grad():
+        expected = model(**data, output_hidden_states=True).decoder_hidden_states
+        _, kept = Backbone(model).observe(data, Wanted((0, 1, 2, 3)))
+    for layer, hidden in kept.hidden.items():
+        torch.testing.assert_close(hidden, expected[layer])
+
+
+@SPEAKING
+def test_the_task_is_the_models_own_loss(family):
+    distiller = distiller_of(family, "labels")
+    data = doubled(data_of(family, FAMILIES[family]))
+    torch.testing.assert_close(distiller(**data).loss, distiller.student(**data).loss)
+
+
+@pytest.mark.parametrize("name", [*(set(METHODS) - {"knn"}), "attention"])
+@SPEAKING
+def test_padded_labels_change_nothing(family, name):
+    """More padding, and whatever the decoder reads there."""
+    distiller = distiller_of(family, name)
+    data = doubled(data_of(family, FAMILIES[family]))
+    out, gradients = step(distiller, data)
+    labels = F.pad(data["labels"], (0, 3), value=-100)
+    read = distiller._student_backbone.with_decoder_inputs({}, labels)["decoder_input_ids"]
+    behind = F.pad(labels, (1, 0), value=0)[:, :-1] == -100
+    read = torch.where(behind, 7, read)
+    for more in ({"labels": labels}, {"labels": labels, "decoder_input_ids": read}):
+        wide, found = step(distiller, {**data, **more})
+        torch.testing.assert_close(wide.terms, out.terms)
+        torch.testing.assert_close(found, gradients)
+
+
+def test_micro_batches_add_up_to_the_whole():
+    distiller = distiller_of("t5", "fcd")
+    data = data_of("t5", "written words")
+    _, expected = step(distiller, data)
+    distiller.zero_grad()
+    parts = [{name: x[rows] for name, x in data.items()} for rows in (slice(0, 1), slice(1, 4))]
+    for out in distiller.accumulate(parts):
+        out.loss.backward()
+    found = {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, expected)
+    assert int(distiller.count_items(data)) == int((data["labels"] != -100).sum())
+
+
+def test_mistakes():
+    teacher, student = models("t5")
+    data = data_of("t5", "written words")
+    distiller = Distiller(teacher, student, SoftTargets())
+    labels = data.pop("labels")
+    with pytest.raises(
+        ValueError, match=r"student \(T5For\w+\) is an encoder-decoder; pass labels"
+    ):
+        distiller(**data)
+    with pytest.raises(ValueError, match="a decoder's row is one"):
+        distiller(**data, labels=labels, segments=torch.zeros_like(labels))
+    with pytest.raises(ValueError, match="doesn't keep what an encoder-decoder says"):
+        distiller.sample_keys({**data, "labels": labels})
+    reads, _ = pair("bert", head=t.BertForMaskedLM)
+    with pytest.raises(ValueError, match=r"student \(T5\w+\) is an encoder-decoder, the teacher"):
+        Distiller(reads, student, LRKD())
+    with pytest.raises(ValueError, match=r"teacher \(T5\w+\) is an encoder-decoder, the student"):
+        Distiller(teacher, reads, FCD())
