@@ -411,6 +411,18 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def frames_mask(model: Any, batch: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
+    """Which hidden states are real (B, N), where a model of sounds makes frames of their samples.
+
+    ``mask`` is that of what the model reads; the same comes back for all others.
+    """
+    find = getattr(model, "_get_feature_vector_attention_mask", None)
+    if find is None or mask is None or "input_values" not in batch:
+        return mask
+    frames = model._get_feat_extract_output_lengths(torch.tensor(mask.shape[1], device="cpu"))
+    return find(int(frames), mask.long()).bool()  # type: ignore[no-any-return]
+
+
 def _hidden_states(
     model: nn.Module, batch: Mapping[str, Any], others: bool
 ) -> tuple[list[Tensor], Tensor]:
@@ -436,6 +448,7 @@ def _hidden_states(
     # mps has no float64.
     hidden = [x.cpu() if x.device.type == "mps" else x for x in hidden]
     mask = inputs.get("decoder_attention_mask" if own else "attention_mask")
+    mask = frames_mask(model, inputs, mask)
     if mask is None:
         return hidden, torch.ones(hidden[0].shape[:2], dtype=torch.bool, device=hidden[0].device)
     mask = mask.flatten(0, -2) if mask.dim() == 3 else mask  # the choices of a question are rows

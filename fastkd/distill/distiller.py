@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastkd._checks import check_number
 from fastkd._numerics import upcast, zero_padding
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.layers import Batches, frames_mask
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.adapters import as_teacher
 from fastkd.distill.blocks import Blocks, backbone_of
@@ -400,7 +400,7 @@ class Distiller(nn.Module):
     ) -> "Part":
         decoded = decoder_tokens(batch, labels)
         if decoded is None:
-            mask = _token_mask(batch)
+            mask = frames_mask(self._student_backbone.inner, batch, _token_mask(batch))
             shape = _batch_shape(batch, mask)
             documents = find_documents(shape, mask, batch, segments)
         elif segments is not None:

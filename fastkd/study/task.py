@@ -252,7 +252,7 @@ class TaskWork:
     def _layers(self, layers: Any) -> list[int]:
         if layers == SELECT:
             return self.selected
-        depth = self.teacher.config.num_hidden_layers
+        depth = Backbone(self.teacher, "teacher").num_layers
         wanted = self.study.student_layers
         if wanted > depth:
             raise InputError(f"student_layers {wanted}: the teacher has only {depth} layers")

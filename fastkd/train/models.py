@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from fastkd._extras import MissingExtra
 from fastkd.analysis.layers import Batches
 from fastkd.distill.cache import TeacherCache
+from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, layer_map, select_layers
 from fastkd.distill.methods import Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
@@ -319,7 +320,11 @@ def layers_of(
     settings: Pairing, teacher: PreTrainedModel, batches: Batches | None = None
 ) -> list[int]:
     """The teacher layers that make the student; without ``batches`` as many as a choice takes."""
-    depth, scheme = teacher.config.num_hidden_layers, settings.teacher_layers
+    try:
+        depth = Backbone(teacher, "teacher").num_layers
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--teacher {settings.teacher}: {error}") from error
+    scheme = settings.teacher_layers
     if scheme in (*SCHEMES, SELECT):
         wanted = settings.student_layers or max(1, depth // 2)
         if wanted > depth:

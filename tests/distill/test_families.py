@@ -6,7 +6,7 @@ import transformers as t
 from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperDecoder, WhisperEncoder
 
-from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, student_from_teacher
+from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, student_from_teacher
 from fastkd.distill.capture import Backbone, Wanted
 from fastkd.distill.families import NoLayers, find_stack
 from tests.distill.models import BERT, SMALL, recipe
@@ -74,6 +74,29 @@ def test_where_two_lists_may_be_the_blocks_they_are_named():
         find_stack(model)
     with pytest.raises(ValueError, match="teacher: Twice has several lists"):
         student_from_teacher(model, [1])
+
+
+@pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert", "knn"])
+def test_padded_sounds_are_compared_where_they_are_real(name):
+    """A mask of samples, of which 320 make a frame."""
+    config = t.Wav2Vec2Config(
+        **SOUND, num_hidden_layers=2, num_labels=3, layerdrop=0.0, feat_extract_norm="layer",
+        initializer_range=0.2,
+    )  # fmt: skip
+    teacher = t.Wav2Vec2ForSequenceClassification(config).double()
+    student = student_from_teacher(teacher, 1)
+    method = method_by_name(name, **({"perturb": False} if name == "lrc_bert" else {}))
+    distiller = Distiller(teacher, student, method)
+    lengths = torch.tensor([4000, 2500, 3300, 4000])
+    losses = []
+    for width in (4000, 5000):
+        mask = torch.arange(width) < lengths[:, None]
+        torch.manual_seed(0)
+        sound = torch.nn.functional.pad(torch.randn(4, 4000).double(), (0, width - 4000)) * mask
+        data = {"input_values": sound, "attention_mask": mask.long(), "labels": LABELS}
+        distiller.prepare([data])
+        losses.append(distiller.eval()(**data).terms)
+    torch.testing.assert_close(losses[0], losses[1])
 
 
 def test_layers_left_out_at_random_are_not_compared():
