@@ -90,6 +90,8 @@ class Model:
 class Backbone(Model):
     """Where a transformers encoder or decoder keeps its blocks, embeddings and sentence token.
 
+    Of an encoder-decoder it is the decoder's blocks that count.
+
     Layer 0 is what enters the first block, layer l what leaves block l, and the last layer what
     the head reads (after a final norm): the numbering of transformers' ``hidden_states``.
     """
