@@ -39,6 +39,10 @@ REDUCTIONS = get_args(Reduction)
 # enough that threads do not wait for each other after every small operation.
 CHUNK = 1 << 21
 
+# Softened further, distributions differ by so little, and τ²·KL weighs its rounding so much, that
+# float32 would leave few digits.
+HOT = 10.0
+
 # Logits that linear_soft_target_loss holds at a time, on the CPU and on a GPU: enough positions
 # for matrix products that are not bound by reading the vocabulary's weights.
 LINEAR_CHUNK = (1 << 22, 1 << 27)
@@ -363,7 +367,7 @@ def _chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
 
 
 def _log_softmax(logits: Tensor, mask: Tensor | None, chunk: slice, temperature: float) -> Tensor:
-    z = upcast(logits)
+    z = logits.double() if temperature > HOT else upcast(logits)
     if mask is not None:
         z = z.masked_fill(~mask[chunk, None], 0)
     return torch.log_softmax(z if temperature == 1 else z / temperature, dim=-1)

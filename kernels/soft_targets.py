@@ -16,11 +16,13 @@ subtraction, but leave the rounding of max·log2(e)/τ between a maximum and its
 Reads of the logits, forward + backward:
 
     forward_kl, reverse_kl    1 + 1 of both sides
+    the same, hot             2 + 1 of both sides
     js                        2 + 1 of both sides
     adaptive_kl               2 + 1 of both sides, and 2 of the teacher
 
 The third of js and adaptive_kl can't be saved: their losses need the normalisers, and their
-gradients the losses. With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl
+gradients the losses. Above a temperature of HOT the losses are so small beside the terms of a sum
+without normalisers that τ² would make the sum's rounding as large as they are. With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl
 9Es. About 20E operations for a KL, 40E for js. Bound by bandwidth, but for adaptive_kl's counting.
 """
 
@@ -40,6 +42,7 @@ LOG2_E = 1.4426950408889634
 BINS = tl.constexpr(256)  # of a histogram: one a thread
 # Further than sums of rounded masses are apart from each other.
 SLACK = tl.constexpr(1e-5)
+HOT = 10.0  # the temperature from which on losses are added up from terms of their own size
 
 
 def blocks(V: int, divergence: str) -> dict[str, int]:
@@ -131,6 +134,15 @@ def _excess(p, q, r):
     series = 1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r * series))
     series = r * r * (0.5 + r * series)
     return tl.where(tl.abs(r) < 0.5, p * series, q - p - _times(p, r))
+
+
+@triton.jit
+def _log_mean(r):
+    """log(½(1 + e^r)) to its last digits, also near r = 0."""
+    y = r * r / 4.0
+    series = y * (0.5 + y * (-1.0 / 12.0 + y * (1.0 / 45.0 - y * (17.0 / 2520.0))))
+    plain = tl.maximum(r, 0.0) + _log_one_plus_exp(r) - LOG_2
+    return tl.where(tl.abs(r) < 0.5, r / 2.0 + series, plain)
 
 
 @triton.jit
@@ -281,6 +293,7 @@ def soft_target_forward_kernel(
     scale,
     width,  # of a bin of adaptive_kl
     DIVERGENCE: tl.constexpr,
+    IS_HOT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -335,9 +348,9 @@ def soft_target_forward_kernel(
     total_t = tl.sum(sum_t * shrink_t, axis=1)
     expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
     share = tl.zeros([BLOCK_R], dtype=tl.float32)
-    if DIVERGENCE == "forward_kl":
+    if DIVERGENCE == "forward_kl" and not IS_HOT:
         loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
-    elif DIVERGENCE == "reverse_kl":
+    elif DIVERGENCE == "reverse_kl" and not IS_HOT:
         loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
         expectation = loss
     elif DIVERGENCE == "adaptive_kl":
@@ -361,18 +374,34 @@ def soft_target_forward_kernel(
         to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         log_s, log_t = tl.log2(total_s)[:, None, None, None], tl.log2(total_t)[:, None, None, None]
+        log_ratio = tl.log2(total_s / total_t)[:, None, None, None]
         for start in range(0, V, BLOCK_V):
             z_s = _load(student_row, start + columns, V, is_real)
             z_t = _load(teacher_row, start + columns, V, is_real)
-            log_ps = ((z_s - base_s[:, None, None, None]) * slope - log_s) * LOG_2
-            log_pt = ((z_t - base_t[:, None, None, None]) * slope - log_t) * LOG_2
-            gap = log_pt - log_ps
-            # log p − log ½(p + q) = log 2 − log(1 + q/p)
-            common = LOG_2 - _log_one_plus_exp(gap)
-            to_student += _lane_sum(_times(tl.exp(log_ps), common - tl.maximum(gap, 0.0)))
-            to_teacher += _lane_sum(_times(tl.exp(log_pt), common + tl.minimum(gap, 0.0)))
+            x_s = (z_s - base_s[:, None, None, None]) * slope
+            x_t = (z_t - base_t[:, None, None, None]) * slope
+            if IS_HOT:
+                p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
+                r = ((x_t - x_s) + log_ratio) * LOG_2  # log(p_t/p_s)
+                if DIVERGENCE == "forward_kl":
+                    to_teacher += _lane_sum(_excess(p_t, p_s, -r))
+                elif DIVERGENCE == "reverse_kl":
+                    to_student += _lane_sum(_excess(p_s, p_t, r))
+                else:
+                    middle = (p_s + p_t) * 0.5
+                    to_student += _lane_sum(_excess(p_s, middle, _log_mean(r)))
+                    to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(-r)))
+            else:
+                log_ps, log_pt = (x_s - log_s) * LOG_2, (x_t - log_t) * LOG_2
+                gap = log_pt - log_ps
+                # log p − log ½(p + q) = log 2 − log(1 + q/p)
+                common = LOG_2 - _log_one_plus_exp(gap)
+                to_student += _lane_sum(_times(tl.exp(log_ps), common - tl.maximum(gap, 0.0)))
+                to_teacher += _lane_sum(_times(tl.exp(log_pt), common + tl.minimum(gap, 0.0)))
         expectation = tl.sum(to_student, axis=1)
-        loss = (expectation + tl.sum(to_teacher, axis=1)) * 0.5
+        loss = expectation + tl.sum(to_teacher, axis=1)
+        if DIVERGENCE == "js":
+            loss *= 0.5
 
     exists = row < R
     tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
@@ -529,6 +558,7 @@ def soft_target_forward(
             # At most V entries hold half the mass: the largest of them is no less than 1/2V.
             (math.log2(V) + 1.5) / BINS.value,
             DIVERGENCE=divergence,
+            IS_HOT=temperature > HOT and divergence != "adaptive_kl",
             HAS_MASK=mask is not None,
             **config,
         )

@@ -372,6 +372,18 @@ def test_large_common_offset(backend, device, divergence):
         assert_accurate(a, e, torch.float32)
 
 
+@pytest.mark.parametrize("temperature", [20.0, 1000.0])
+@pytest.mark.parametrize("offset", [0.0, -1000.0])
+@divergences
+def test_hot_distributions_keep_their_digits(backend, device, divergence, offset, temperature):
+    """The divergence is of the size of the gaps squared over τ², and multiplied by τ²."""
+    student, teacher = (z.detach().float() + offset for z in make_logits(6, 50, device=device))
+    options = dict(temperature=temperature, divergence=divergence, reduction="none")
+    loss = soft_target_loss(student, teacher, **options, backend=backend)
+    right = soft_target_loss_ref(student.double(), teacher.double(), **options)
+    torch.testing.assert_close(loss.double(), right, rtol=5e-6, atol=0)
+
+
 # Derivative rules
 
 

@@ -93,7 +93,7 @@ def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 def random_soft_targets(draw: Draw) -> Case:
     shape, V = (draw.size(zero=True),), draw.pick([*SIZES, 1030])
     options = {
-        "temperature": draw.pick([1.0, 2.5]),
+        "temperature": draw.pick([1.0, 2.5, 100.0]),
         "divergence": draw.pick(DIVERGENCES),
     }
     reduction, t2 = draw.pick(REDUCTIONS), draw.chance(0.5)

@@ -51,5 +51,11 @@ def calls() -> Calls:
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
     extras = {"mask": numbers(6), "denominator": numbers()}
     yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})
+    for divergence, dtype, masked, V in itertools.product(
+        DIVERGENCES, ALL_TYPES, BOTH, (50, 1024, 1025, 1040)
+    ):
+        hot = {"divergence": divergence, "temperature": 20.0}
+        inputs = logits(2, 3, V, dtype=dtype) | mask_of(2, 3, masked=masked)
+        yield Call(fastkd.soft_target_loss, inputs, hot)
     for divergence in ("forward_kl", "adaptive_kl"):
         yield Call(fastkd.soft_target_loss, logits(2**15, 152_064), {"divergence": divergence})
