@@ -17,9 +17,14 @@ from fastkd.distributed import Group, ranks_of
 __all__ = ["FeatureQueue"]
 
 
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether numbers of ``narrow`` are numbers of ``wide`` too."""
-    return torch.promote_types(wide, narrow) == wide
+def _holds(dtype: torch.dtype, labels: Tensor) -> bool:
+    """Whether ``dtype`` keeps ``labels`` as they are, integers by value where it can be read."""
+    if labels.is_floating_point() or not values_readable(labels):
+        return torch.promote_types(dtype, labels.dtype) == dtype
+    kept = labels.to(dtype)
+    # Back again, as a comparison would round the labels likewise; 2^63 may come back as 2^63 − 1.
+    same = kept.to(labels.dtype) == labels
+    return bool((same & (kept < 2.0**63) if dtype.is_floating_point else same).all())
 
 
 class FeatureQueue(nn.Module):
@@ -39,8 +44,8 @@ class FeatureQueue(nn.Module):
         size: rows of the bank.
         dim: features of a row, an int or a shape.
         dtype: of the features; the losses want that of the student.
-        label_dtype: of the labels, wide enough for ``ignore_index``; a floating one for real-valued
-            labels.
+        label_dtype: of the labels, wide enough for them (what it would round is refused where values
+            can be read, on the CPU) and for ``ignore_index``; a floating one for real-valued labels.
         ignore_index: label of rows that hold nothing yet, as the losses know it.
         gather: keep the rows of all processes.
         group: the processes that gather, by default all.
@@ -117,7 +122,7 @@ class FeatureQueue(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         labels = state_dict.get(f"{prefix}_labels")
-        if labels is not None and not _holds(self._labels.dtype, labels.dtype):
+        if labels is not None and not _holds(self._labels.dtype, labels):
             errors = arguments[-1]
             errors.append(
                 f"{prefix}_labels are {labels.dtype}, which the bank's {self._labels.dtype} would "
@@ -144,15 +149,15 @@ class FeatureQueue(nn.Module):
         if labels is None:
             labels = self._labels.new_zeros(rows)
         check_labels("labels", labels, rows, features.device)
-        if labels.is_floating_point() and not _holds(self._labels.dtype, labels.dtype):
+        fit = _holds(self._labels.dtype, labels)
+        if labels.is_floating_point() and not fit:
             raise TypeError(
                 f"labels are {labels.dtype} but the bank's are {self._labels.dtype}; "
                 f"make it with label_dtype={labels.dtype}"
             )
-        known = not labels.is_floating_point() and values_readable(labels)
-        if known and not bool((labels.to(self._labels.dtype) == labels).all()):
+        if values_readable(labels) and not fit:
             raise ValueError(f"labels must fit into the bank's {self._labels.dtype}")
-        kept = check_mask(mask, (rows,), features.device)
+        kept = check_mask(mask, (rows,), features.device, of="features", of_tokens=False)
         if kept is None:
             kept = torch.ones(rows, dtype=torch.bool, device=features.device)
 

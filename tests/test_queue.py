@@ -136,6 +136,36 @@ def test_labels_that_the_bank_would_round():
 
 
 @pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        (torch.bfloat16, 257),
+        (torch.float16, 2049),
+        (torch.float16, 70_000),
+        (torch.float32, 2**24 + 1),
+        (torch.float64, 2**53 + 1),
+        (torch.float64, 2**63 - 1),
+        (torch.int32, 2**31),
+    ],
+)
+def test_integer_labels_that_the_bank_would_merge(kind, label):
+    queue = FeatureQueue(3, 1, label_dtype=kind)
+    queue.enqueue(torch.zeros(2, 1), torch.tensor([-100, 5]))
+    with pytest.raises(ValueError, match=f"labels must fit into the bank's {kind}"):
+        queue.enqueue(torch.zeros(1, 1), torch.tensor([label]))
+    assert queue.labels.tolist() == [-100, 5, -100]
+    other = FeatureQueue(3, 1)
+    other.enqueue(torch.zeros(1, 1), torch.tensor([label]))
+    with pytest.raises(RuntimeError, match=r"_labels are torch\.int64, which the bank's"):
+        queue.load_state_dict(other.state_dict())
+
+
+def test_integer_labels_that_a_floating_bank_keeps():
+    queue = FeatureQueue(2, 1, label_dtype=torch.bfloat16)
+    queue.enqueue(torch.zeros(2, 1), torch.tensor([256, 2**62]))
+    assert queue.labels.tolist() == [256, 2**62]
+
+
+@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ((torch.zeros(2, 4),), ValueError, r"features must have shape \(2, 3\)"),
