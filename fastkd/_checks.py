@@ -1,6 +1,8 @@
 """Input checks shared by every public function: one clear sentence per mistake."""
 
 import difflib
+import functools
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -73,8 +75,12 @@ def check_mask(
     device: torch.device,
     name: str = "mask",
     of: str = "student",
+    of_tokens: bool = True,
 ) -> Tensor | None:
-    """Return ``mask`` as bool (True = real token), or None. ``shape`` is (B, N) of the features."""
+    """Return ``mask`` as bool (True = real token), or None. ``shape`` is (B, N) of the features.
+
+    Warns of one of tokens that has none: other masks may be empty, as those of a bank are.
+    """
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
@@ -83,10 +89,23 @@ def check_mask(
     if mask.device != device:
         raise ValueError(f"{name} is on {mask.device} but {of} is on {device}")
     if mask.dtype == torch.bool:
-        return saveable(mask)
-    if values_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError(f"{name} must hold only 0 (padding) and 1 (real token)")
-    return mask != 0
+        real = saveable(mask)
+    else:
+        if values_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"{name} must hold only 0 (padding) and 1 (real token)")
+        real = mask != 0
+    if of_tokens and values_readable(real) and real.numel() > 0 and not bool(real.any()):
+        _warn_of_no_token(name)
+    return real
+
+
+@functools.cache  # once a process
+def _warn_of_no_token(name: str) -> None:
+    warnings.warn(
+        f"{name} has no real token: fastkd takes 1 or True for real tokens, as "
+        "a Hugging Face attention_mask does; pass ~key_padding_mask, or additive_mask == 0",
+        stacklevel=4,
+    )
 
 
 def check_labels(

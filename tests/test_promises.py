@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastkd
+from fastkd import _checks
 from tests.compare import TOLERANCE, counted, relative_error
 from tests.interpreter import MARKS
 from tests.losses import subjects
@@ -93,6 +95,36 @@ def test_padding(loss):
     assert (gradient[mask == 0] == 0).all()
     for p, wanted_gradient in zip(loss.parameters(), parameters, strict=True):
         assert torch.equal(p.grad, wanted_gradient)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="to look at the values would wait for the GPU")
+@pytest.mark.parametrize("loss", _parameters("torch"), indirect=True)
+def test_a_mask_without_a_real_token_is_warned_of_once(loss):
+    if not loss.masked:
+        pytest.skip("it takes no mask")
+    student, teacher = features()
+    for mask in (torch.zeros(B, N, dtype=torch.bool), torch.zeros(B, N)):  # torch's, and additive
+        _checks._warn_of_no_token.cache_clear()
+        with pytest.warns(UserWarning, match="mask has no real token"):
+            loss(student, teacher, mask)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss(student, teacher, mask)
+    _checks._warn_of_no_token.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(student, teacher, padding())
+        loss(student[:0], teacher[:0], padding()[:0])
+
+
+def test_a_mask_without_a_real_token_in_a_graph():
+    _checks._warn_of_no_token.cache_clear()
+    student, teacher = features()
+    call, graphs = counted(fastkd.FCDLoss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert call(student, teacher, torch.zeros(B, N, device=DEVICE)) == 0
+    assert len(graphs) == 1
 
 
 DEGENERATE = {

@@ -68,7 +68,9 @@ def test_launches(layers):
             total = cos_nce_loss(students[0], teachers[0], mask=mask, backend="triton", **options)
             total.backward()
         assert len(launches.of_triton()) == expected, launches
-        assert len(launches) <= 8, launches
+        # The interpreter on the CPU also looks whether the mask has a real token.
+        checks = 2 if total.device.type == "cpu" else 0
+        assert len(launches) - checks <= 8, launches
 
 
 def test_same_bits_on_every_run():
