@@ -54,6 +54,26 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
+def in_range(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tensor | None]:
+    """``x`` (..., D), rows whose squares would overflow times a power of two, and that (..., 1).
+
+    The factor is 1 for other rows, and None where it can be seen that it is so for all. With
+    ``or_tiny`` squares don't underflow either.
+    """
+    if x.shape[-1] == 0:
+        return x, None
+    peak = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)
+    largest = torch.finfo(x.dtype).max
+    extreme = (peak > largest**0.25) & (peak <= largest)
+    if or_tiny:
+        extreme |= (peak < largest**-0.25) & (peak >= torch.finfo(x.dtype).tiny)
+    if values_readable(x) and not bool(extreme.any()):
+        return x, None
+    mantissa, _ = torch.frexp(peak)
+    factor = torch.where(extreme, mantissa / peak, 1)
+    return x * factor, factor
+
+
 def as_rows(x: Tensor) -> Tensor:
     """(..., D) as (R, D); rows stay what they are, since a view costs the host backward too."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -423,8 +423,8 @@ def _checked_given(given: _Given, students: list[Tensor], labels: Tensor | None)
         _check_negatives(negatives, student)
         same = (*first.shape[:-1], negatives.shape[-1])
         check_shape("negatives", negatives, same, "leading dimensions as in the first layer")
-    names = {"name": "negatives_mask", "of": "negatives", "of_tokens": False}
-    mask = check_mask(given.mask, first.shape[:-1], first.device, **names)
+    shape = first.shape[:-1]
+    mask = check_mask(given.mask, shape, first.device, "negatives_mask", "negatives", False)
     if given.labels is not None:
         samples = first.dim() - students[0].dim() + 1  # (K,) or (B, K)
         check_labels("negatives_labels", given.labels, first.shape[:samples], first.device)

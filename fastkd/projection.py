@@ -24,6 +24,7 @@ from fastkd._numerics import (
     apply,
     as_rows,
     autocast_off,
+    in_range,
     once_differentiable,
     saveable,
     upcast,
@@ -449,7 +450,8 @@ def layer_norm_mse(
 
     L = ½‖norm(x) − norm(y)‖²₂,  norm(x) = (x − mean(x)) / √(var(x) + eps)  (LRKD, eqs. 7 and 9)
 
-    over the last dimension, biased variance, no affine part.
+    over the last dimension, biased variance, no affine part. A row of equal numbers normalises to
+    zeros, and without eps, where 0/0 stands in the formula, gets a gradient of 0.
 
     Args:
         x: (..., D).
@@ -535,20 +537,29 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     Not by torch's layer_norm, whose variance is wrong by the rounding of a mean far above it.
     """
     x = upcast(x)
-    mean = x.mean(-1, keepdim=True)
-    centred = x - mean
-    rstd = _reciprocal_deviation(centred, eps)
-    if not values_readable(x) or bool(((mean * rstd).abs() > LARGE_MEAN).any()):
-        centred -= centred.mean(-1, keepdim=True)  # what rounding left of the mean
+    if eps > 0 and values_readable(x):
+        mean = x.mean(-1, keepdim=True)
+        centred = x - mean
         rstd = _reciprocal_deviation(centred, eps)
-    return centred.mul_(rstd), rstd
+        if bool(((mean * rstd).abs() <= LARGE_MEAN).all()):
+            return centred.mul_(rstd), rstd
+    x, factor = in_range(x, or_tiny=eps == 0)
+    centred = x - x.mean(-1, keepdim=True)
+    centred -= centred.mean(-1, keepdim=True)  # what rounding left of the mean
+    if x.shape[-1] > 0:  # of equal numbers nothing is left
+        low, high = x.aminmax(dim=-1, keepdim=True)
+        centred.masked_fill_(low == high, 0)
+    rstd = _reciprocal_deviation(centred, eps if factor is None else eps * factor * factor)
+    return centred.mul_(rstd), rstd if factor is None else rstd * factor
 
 
-def _reciprocal_deviation(centred: Tensor, eps: float) -> Tensor:
-    """1/√(var + eps) of rows of mean 0."""
+def _reciprocal_deviation(centred: Tensor, eps: float | Tensor) -> Tensor:
+    """1/√(var + eps) of rows of mean 0; 0 for a constant row without eps."""
     squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
-    rstd = squares.div_(centred.shape[-1]).add_(eps).rsqrt_()
-    return rstd.masked_fill_(rstd == 0, torch.nan)  # 1/inf would pass the row off as constant
+    variance = squares.div_(centred.shape[-1]).add_(eps)
+    rstd = variance.rsqrt()
+    rstd = rstd.masked_fill_(rstd == 0, torch.nan)  # 1/inf would pass the row off as constant
+    return rstd.masked_fill_(variance == 0, 0)
 
 
 def _row_gradient(
@@ -566,7 +577,7 @@ def _row_gradient(
     # Rounded as ``along`` is: where both sides are equal nothing may be left.
     squares = norm.square().sum(-1, keepdim=True)
     part = along / squares.where(squares != 0, 1)
-    rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * eps * rstd.square())
+    rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * (eps * rstd) * rstd)
     # Its mean is 0 but for the rounding of the rows' own means.
     return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 

@@ -44,8 +44,8 @@ class FeatureQueue(nn.Module):
         size: rows of the bank.
         dim: features of a row, an int or a shape.
         dtype: of the features; the losses want that of the student.
-        label_dtype: of the labels, wide enough for them (what it would round is refused where values
-            can be read, on the CPU) and for ``ignore_index``; a floating one for real-valued labels.
+        label_dtype: of the labels, wide enough for them and ``ignore_index``; a floating one for
+            real-valued labels. Labels that it would round are refused where they can be read.
         ignore_index: label of rows that hold nothing yet, as the losses know it.
         gather: keep the rows of all processes.
         group: the processes that gather, by default all.

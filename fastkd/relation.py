@@ -23,6 +23,7 @@ from fastkd._numerics import (
     apply,
     autocast_off,
     first_order_only,
+    in_range,
     once_differentiable,
     saveable,
     upcast,
@@ -663,6 +664,9 @@ class _Centred:
             self.count = mask.sum(1, keepdim=True).clamp_min(1).to(x.dtype)
         self.normalized = normalize in ("l2", "layer_norm")
         self.size: int | Tensor = 1
+        factor = None
+        if self.normalized and not half:
+            x, factor = in_range(x)
         if normalize == "l2":
             smallest = 1e-12  # torch.nn.functional.normalize divides by max(‖x‖, this)
             norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
@@ -671,7 +675,8 @@ class _Centred:
             # NaN where the norm overflows: 1/inf would pass the row off as zero.
             self.scale = 1 / norm.clamp_min(smallest) + (norm - norm)  # (G, N)
         elif normalize == "layer_norm":
-            eps = 1e-5  # torch.nn.functional.layer_norm adds this to the variance
+            # torch.nn.functional.layer_norm adds this to the variance.
+            eps = 1e-5 if factor is None else 1e-5 * factor.squeeze(-1).square()
             self.size = x.shape[-1]
             columns = max(x.shape[-1], 1)
             x = x - x.sum(-1, keepdim=True) / columns
@@ -698,9 +703,9 @@ class _Centred:
         if not self.normalized:
             # (G, 1); differences of two are small.
             self.size = (mean.double() + rest).square().sum(-1)
+        self.derivative = self.scale if factor is None else self.scale * factor.squeeze(-1)
         # float16 could not hold 1e12, so there a row too short to normalise gets the gradient of
         # its normalised row.
-        self.derivative = self.scale
         if half and normalize == "l2":
             self.derivative = self.scale.masked_fill(self.short, 1)
 

@@ -35,12 +35,14 @@ from fastkd.kernels.launch import cdiv, next_power_of_2, operator
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
 from fastkd.kernels.relation_rows import (
-    SMALLEST_NORM,
+    LARGEST_SCALE,
+    PART,
     Layers,
     Term,
     gradient_dtype,
     padded_size,
     relation_share_kernel,
+    row_scale,
     same_layout,
 )
 from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
@@ -87,17 +89,19 @@ def relation_project_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     if WHOLE:
         x, dx = _row_tiles(x_rows, dx_ptr + start, real, d, D)
-        products, squares = dx * x, x * x
+        part = x * PART
+        products, squares, part_squares = dx * x, x * x, part * part
     else:
         products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        part_squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         for first in range(0, D, BLOCK_D):
             x, dx = _row_tiles(x_rows, dx_ptr + start, real, first + d, D)
             products += dx * x
             squares += x * x
-    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
-    scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
-    along = tl.where(norm < SMALLEST_NORM, 0.0, tl.sum(products, axis=1) * scale)[:, None]
+            part_squares += x * PART * (x * PART)
+    scale = row_scale(tl.sum(squares, axis=1), tl.sum(part_squares, axis=1))
+    along = tl.where(scale >= LARGEST_SCALE, 0.0, tl.sum(products, axis=1) * scale)[:, None]
     factor = tl.load(factor_ptr).to(tl.float32)
     if WHOLE:
         dx = (dx - along * (x * scale[:, None])) * factor

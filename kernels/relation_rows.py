@@ -15,8 +15,27 @@ ALIGNMENT = 16  # of features of a row and bytes of an address, for wide loads
 
 SMALLEST_NORM = tl.constexpr(1e-12)  # of torch.nn.functional.normalize
 LARGEST_SCALE = tl.constexpr(1e12)  # 1/‖x‖ of rows that are too short to normalise
+# Rows whose squares add up to more are measured by this part of them.
+LARGEST_SQUARES = tl.constexpr(1e37)
+PART = tl.constexpr(2.0**-80)
+SMALLEST_SCALE = tl.constexpr(1.2e-38)
 # Centred rows are multiplied by this as operands, clear of float16's subnormal numbers.
 OPERAND_SCALE = tl.constexpr(4096.0)
+
+
+@triton.jit
+def row_scale(squares, part_squares):
+    """1/‖x‖ from Σx² and Σ(PART·x)²; NaN where x is not finite, or so long that 1/‖x‖ is 0.
+
+    Rounded to nearest: relations of nearly alike rows show the last bit of a row's length.
+    """
+    huge = squares > LARGEST_SQUARES
+    norm = tl.sqrt_rn(tl.where(huge, part_squares, squares))
+    scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
+    scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, scale)
+    scale = tl.where(huge, scale * PART, scale)
+    # A scale of 0 would pass the row off as padding.
+    return tl.where((norm - norm == 0.0) & (scale >= SMALLEST_SCALE), scale, float("nan"))
 
 
 @triton.jit(do_not_specialize=["rows", "N", "stride_side"])
@@ -52,6 +71,7 @@ def relation_row_scale_kernel(
         real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
     start = (row // N) * stride_b + (row % N) * stride_n
     squares = tl.zeros((BLOCK_R,), tl.float32)
+    part_squares = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = tl.load(
@@ -60,12 +80,9 @@ def relation_row_scale_kernel(
             other=0.0,
         ).to(tl.float32)  # (BLOCK_R, BLOCK_D)
         squares += tl.sum(x * x, axis=1)
-    # Rounded to nearest: relations of nearly alike rows show the last bit of a row's length.
-    norm = tl.sqrt_rn(squares)
-    scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
-    scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, scale)
-    scale += norm - norm  # NaN where the norm overflows, as inf must not pass for a short row
-    scale = tl.where(real, scale, 0.0)
+        part = x * PART
+        part_squares += tl.sum(part * part, axis=1)
+    scale = tl.where(real, row_scale(squares, part_squares), 0.0)
     first = (2 * layer + side).to(tl.int64) * stride_side
     tl.store(scale_ptr + first + row, scale, mask=row < rows)
 

@@ -22,8 +22,10 @@ Reads of the logits, forward + backward:
 
 The third of js and adaptive_kl can't be saved: their losses need the normalisers, and their
 gradients the losses. Above a temperature of HOT the losses are so small beside the terms of a sum
-without normalisers that τ² would make the sum's rounding as large as they are. With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl
-9Es. About 20E operations for a KL, 40E for js. Bound by bandwidth, but for adaptive_kl's counting.
+without normalisers that τ² would make the sum's rounding as large as they are.
+
+With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl 9Es. About 20E operations
+for a KL, 40E for js. Bound by bandwidth, but for adaptive_kl's counting.
 """
 
 import math

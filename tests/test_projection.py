@@ -384,21 +384,27 @@ def test_layer_norm_mse_tiny_and_huge(backend, device, scale):
     check_against_oracle(x * scale, y, backend)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
-def test_layer_norm_mse_kernels_know_every_scale(device, scale):
-    """Without eps, where the squares of float32 are 0 or inf; plain PyTorch gives NaN there."""
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30, 1e36])
+def test_layer_norm_mse_knows_every_scale(backend, device, scale, eps):
+    """Also where the squares of float32 are 0 or inf; plain PyTorch gives NaN there."""
     x, y = make_pair(4, 33, device=device)
-    actual = value_and_grads(layer_norm_mse, x * scale, y, eps=0.0, backend="triton")
-    right = value_and_grads(layer_norm_mse_ref, (x * scale).double(), y.double(), eps=0.0)
+    actual = value_and_grads(layer_norm_mse, x * scale, y, eps=eps, backend=backend)
+    right = value_and_grads(layer_norm_mse_ref, (x * scale).double(), y.double(), eps=eps)
     for a, r in zip(actual, right, strict=True):
         assert_accurate(a.double() / r.double().norm(), r / r.norm(), torch.float32)
 
 
-@pytest.mark.parametrize("scale", [1e20, 1e30, 1e37])
-def test_layer_norm_mse_of_what_overflows_is_not_that_of_a_constant(device, scale):
-    x, y = make_pair(4, 33, device=device)
-    loss, dx, _ = value_and_grads(layer_norm_mse, x * scale, y, backend="torch")
-    assert loss.isnan() and dx.isnan().all()
+@pytest.mark.parametrize("number", [0.0, 0.7, -3.1e4, 1e30])
+def test_layer_norm_mse_of_a_constant_row_without_eps(backend, device, number):
+    x, y = make_pair(3, 48, device=device)
+    x[1] = number
+    options = dict(eps=0.0, reduction="sum", backend=backend)
+    loss, dx, dy = value_and_grads(layer_norm_mse, x, y, **options)
+    rest = value_and_grads(layer_norm_mse, x[::2], y[::2], **options)
+    torch.testing.assert_close(loss, rest[0] + 48 / 2)  # zeros against a row of variance 1
+    torch.testing.assert_close((dx[::2], dy[::2]), rest[1:])
+    assert (dx[1] == 0).all() and dy[1].abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("columns", [3, 64])

@@ -273,6 +273,28 @@ def test_scale_does_not_matter(backend, device, over, size):
 
 @pytest.mark.within_kernels
 @pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("normalize", ["l2", "layer_norm"])
+@pytest.mark.parametrize("size", [1e20, 1e30, 1e34])
+def test_huge_rows_are_normalised(backend, device, over, normalize, size):
+    """Their squares overflow float32, among ordinary rows or not; infinite ones still give NaN."""
+    skip_if_unsupported(backend, normalize=normalize)
+    students, teachers = features(3, 5, 16), features(3, 5, 16)
+    sizes = torch.ones(3, 5, 1, dtype=torch.float64)
+    sizes[1], sizes[:, 2] = size, size
+    student, teacher = ((x * sizes).float().to(device) for x in (students, teachers))
+    options = dict(over=over, normalize=normalize)
+    value, grad = value_and_grad(relation_loss, student, teacher, backend=backend, **options)
+    oracle, oracle_grad = value_and_grad(
+        relation_loss_ref, student.double(), teacher.double(), **options
+    )
+    assert relative_error(value, oracle) < 1e-5
+    sizes = sizes.to(device)
+    assert relative_error(grad * sizes, oracle_grad * sizes) < 1e-5
+    student[1, 1, 3] = torch.inf
+    assert relation_loss(student, teacher, backend=backend, **options).isnan()
+
+
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("members", SIZES)
 def test_degenerate_features(backend, device, over, dtype, members):
