@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastkd._checks import (
     check_choice,
+    check_floating,
     check_mask,
     check_number,
     check_pair,
@@ -115,10 +116,11 @@ def relation_loss(
     equals the paper's Figure 4. The hidden sizes may differ.
 
     Args:
-        student: (B, N, Ds) features, floating; the gradient goes here.
-        teacher: (B, N, Dt) features of the same dtype and device, without gradient.
-        mask: (B, N) bool or 0/1, 1 = real token. Pairs with a padded member are left out, and
-            samples (positions) with fewer than two real members do not count in the average.
+        student: (B, N, Ds) features, floating; the gradient goes here. Over samples also (B, Ds),
+            one embedding a sample.
+        teacher: (B, N, Dt) or (B, Dt), of the same dtype and device, without gradient.
+        mask: (B, N) or (B,), bool or 0/1, 1 = real token. Pairs with a padded member are left out,
+            and samples (positions) with fewer than two real members don't count in the average.
         over: ``"tokens"`` or ``"samples"``.
         normalize: ``"l2"``, ``"layer_norm"`` (without affine), ``"softmax"`` (over the features)
             or ``"none"``.
@@ -203,7 +205,10 @@ class FCDLoss(nn.Module):
         *,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them."""
+        """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them.
+
+        With ``alpha=0`` also of (B, Ds) and (B, Dt).
+        """
         pairs, ranks = layer_pairs(student, teacher), ranks_of(self.gather, self.group)
         options = self._options(len(pairs))
         return _weighted_relations(pairs, mask, segments, options, self.backend, ranks)
@@ -250,8 +255,11 @@ def _weighted_relations(
     ranks: Ranks | None,
 ) -> Tensor:
     """Σ_over weights[over] · loss over ``over`` of all layer pairs: the one way in."""
-    for student, teacher in pairs:
-        check_pair(student, teacher, ndim=3)
+    if _are_embeddings(pairs):
+        _check_embeddings(options, segments)
+        pairs = [(student[:, None], teacher[:, None]) for student, teacher in pairs]
+        mask = check_mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
+        mask = None if mask is None else mask[:, None]
     students, teachers = (list(side) for side in zip(*pairs, strict=True))
     first, rows = students[0], students[0].shape[:2]
     for student in students:
@@ -269,6 +277,26 @@ def _weighted_relations(
     if ranks is None:
         return _relations_of(students, teachers, mask, segments, options, backend)
     return _across_ranks(students, teachers, mask, options, backend, ranks)
+
+
+def _are_embeddings(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the pairs are (B, D), and not (B, N, D)."""
+    for student, teacher in pairs:
+        check_pair(student, teacher, min_ndim=2)
+        dims = min(pairs[0][0].dim(), 3)
+        check_floating("student", student, dims)
+        check_floating("teacher", teacher, dims)
+    return pairs[0][0].dim() == 2
+
+
+def _check_embeddings(options: _Options, segments: Tensor | None) -> None:
+    if options.weights.get("tokens"):
+        raise ValueError(
+            "student is (B, D), which has no tokens to relate; pass (B, N, D), or ask for samples "
+            "only: over='samples', FCDLoss(alpha=0)"
+        )
+    if segments is not None:
+        raise ValueError("segments are documents of packed tokens, and student (B, D) has none")
 
 
 def _relations_of(

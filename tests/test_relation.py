@@ -271,6 +271,26 @@ def test_scale_does_not_matter(backend, device, over, size):
     assert relative_error(grad * size, oracle_grad) < 1e-5
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_embeddings_are_samples_of_one_token(backend, device, masked):
+    student, teacher = features(7, 1, 16).float().to(device), features(7, 1, 24).float().to(device)
+    mask = (torch.arange(7, device=device) % 3 < 2) if masked else None
+    tokens = None if mask is None else mask[:, None]
+    options = dict(over="samples", backend=backend)
+    wanted = value_and_grad(relation_loss, student, teacher, tokens, **options)
+    rows = student[:, 0], teacher[:, 0], mask
+    value, grad = value_and_grad(relation_loss, *rows, **options)
+    assert torch.equal(value, wanted[0]) and torch.equal(grad, wanted[1][:, 0])
+    loss = FCDLoss(alpha=0, backend=backend)
+    torch.testing.assert_close(loss([rows[0]] * 2, [rows[1]] * 2, mask), value)
+    with pytest.raises(ValueError, match=r"mask must have shape \(7,\)"):
+        loss(*rows[:2], torch.ones(7, 1, device=device))
+    with pytest.raises(ValueError, match=r"student is \(B, D\), which has no tokens to relate"):
+        FCDLoss(backend=backend)(*rows)
+    with pytest.raises(ValueError, match="segments are documents of packed tokens"):
+        loss(*rows, segments=torch.zeros(7, dtype=torch.long))
+
+
 @pytest.mark.within_kernels
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("normalize", ["l2", "layer_norm"])
@@ -788,7 +808,10 @@ OTHER = PAIR[:, :, :4]
     ("arguments", "error", "message"),
     [
         ((PAIR[0], PAIR[1].clone().requires_grad_()), ValueError, "teacher requires grad.*detach"),
-        ((PAIR[0, 0], PAIR[1, 0]), ValueError, "student must have 3 dimensions"),
+        ((PAIR[0, 0], PAIR[1, 0]), ValueError, "student is .B, D., which has no tokens to relate"),
+        ((PAIR[0, 0, 0], PAIR[1, 0, 0]), ValueError, "student must have at least 2 dimensions"),
+        ((PAIR[0], PAIR[1, 0]), ValueError, "teacher must have 3 dimensions"),
+        ((PAIR[:1], PAIR[1:]), ValueError, "student must have 3 dimensions"),
         ((PAIR[0], OTHER[1]), ValueError, r"teacher must have shape \(2, 5, 8\)"),
         ((*PAIR, torch.ones(2, 4)), ValueError, r"mask must have shape \(2, 5\)"),
         ((PAIR[0], PAIR[1].double()), TypeError, r"teacher is torch\.float64"),
