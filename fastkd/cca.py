@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd import _cca_solver
 from fastkd._cca_solver import Options
@@ -29,7 +29,7 @@ from fastkd._checks import (
 from fastkd._dispatch import Backend, use_triton
 from fastkd._numerics import autocast_off, once_differentiable, values_readable, working_dtype
 from fastkd._pooling import pool_tokens
-from fastkd.distributed import Group, Ranks, ranks_of
+from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 from fastkd.linalg import inv_sqrtm_ref
 
 Reduction = Literal["sum", "mean", "none"]
@@ -167,7 +167,7 @@ def canonical_correlations(
         return values.to(working_dtype(x))
 
 
-class CCALoss(nn.Module):
+class CCALoss(InGroup):
     """Canonical-correlation loss between hidden states of a student and a teacher (MC3KD, eq. 7).
 
     See `cca_loss`. Several layers are averaged; on a GPU all run as one batch, elsewhere those of

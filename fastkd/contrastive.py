@@ -35,7 +35,7 @@ from fastkd._numerics import (
     working_dtype,
 )
 from fastkd._pooling import pool_tokens
-from fastkd.distributed import Group, Ranks, ranks_of
+from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 
 __all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]
 
@@ -290,7 +290,7 @@ def _flat_given(
     return _Given(given.features, other if mask is None else mask & other), None
 
 
-class CosNCELoss(nn.Module):
+class CosNCELoss(InGroup):
     """See `cos_nce_loss`. Holds ``W``, the projection of eq. 3 from student to teacher size.
 
     Args:

@@ -26,6 +26,7 @@ B samples of N tokens, L layer pairs and b bytes a number, besides a few integer
 `AcrossRanks` sends every tensor of its arguments.
 """
 
+import copy
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ from fastkd._numerics import once_differentiable
 __all__ = [
     "AcrossRanks",
     "Group",
+    "InGroup",
     "Ranks",
     "gather_rows",
     "ranks_of",
@@ -250,7 +252,19 @@ def ranks_of(gather: bool, group: Group = None) -> Ranks | None:
     return Ranks(group) if gather and world_size(group) > 1 else None
 
 
-class AcrossRanks(nn.Module):
+class InGroup(nn.Module):
+    """A Module with a ``group`` of processes, which its copies share: it can't be copied."""
+
+    group: Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = new = self.__new__(type(self))
+        memo[id(self.group)] = self.group
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+class AcrossRanks(InGroup):
     """Any loss of rows over those of all processes.
 
     The losses of this package that compare samples do it by themselves, with ``gather=True``, and

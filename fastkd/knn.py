@@ -32,7 +32,7 @@ from fastkd._numerics import (
     zero_padding,
 )
 from fastkd._pooling import pool_tokens
-from fastkd.distributed import Group, Ranks, gather_rows, ranks_of
+from fastkd.distributed import Group, InGroup, Ranks, gather_rows, ranks_of
 
 __all__ = [
     "IntraClassKNNLoss",
@@ -191,7 +191,7 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum()
 
 
-class IntraClassKNNLoss(nn.Module):
+class IntraClassKNNLoss(InGroup):
     """See `knn_feature_loss`. Adds pooling, and a linear projector when the sizes differ.
 
     Args:

@@ -1,7 +1,7 @@
 """A memory bank of earlier rows, for the losses that compare samples."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd._checks import (
     check_floating,
@@ -12,7 +12,7 @@ from fastkd._checks import (
     check_shape,
 )
 from fastkd._numerics import values_readable
-from fastkd.distributed import Group, ranks_of
+from fastkd.distributed import Group, InGroup, ranks_of
 
 __all__ = ["FeatureQueue"]
 
@@ -27,7 +27,7 @@ def _holds(dtype: torch.dtype, labels: Tensor) -> bool:
     return bool((same & (kept < 2.0**63) if dtype.is_floating_point else same).all())
 
 
-class FeatureQueue(nn.Module):
+class FeatureQueue(InGroup):
     """The last ``size`` rows of features with their labels: a bank larger than a batch.
 
     A micro-batch shows a loss that compares samples only its own rows. The rows of earlier ones

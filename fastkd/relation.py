@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastkd._checks import (
@@ -32,7 +32,7 @@ from fastkd._numerics import (
     working_dtype,
     zero_padding,
 )
-from fastkd.distributed import Group, Ranks, ranks_of
+from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 
 Over = Literal["tokens", "samples"]
 OVER = get_args(Over)
@@ -158,7 +158,7 @@ def relation_loss(
     return _weighted_relations([(student, teacher)], mask, segments, options, backend, ranks)
 
 
-class FCDLoss(nn.Module):
+class FCDLoss(InGroup):
     """alpha · relations between tokens + beta · relations between samples (eq. 10).
 
     See `relation_loss`. Takes one layer pair or lists of them, whose losses are averaged; stores

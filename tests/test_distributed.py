@@ -1,5 +1,6 @@
 """Losses over the samples of several processes, against one process with all of them."""
 
+import copy
 import inspect
 from functools import partial
 from unittest import mock
@@ -25,6 +26,30 @@ from tests.distill.processes import run_ranks
 
 CLOSE = {"atol": 1e-10, "rtol": 1e-10}
 SIZES = [(5, 3), (4, 0, 3)]  # samples of each rank
+
+
+def test_a_copy_is_of_the_same_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        given = {"gather": True, "group": group}
+        modules = (
+            FCDLoss(alpha=0.5, **given),
+            CosNCELoss(3, 4, **given),
+            IntraClassKNNLoss(student_dim=3, teacher_dim=4, **given),
+            CCALoss(**given),
+            FeatureQueue(3, 4, **given),
+            AcrossRanks(FCDLoss(), group),
+        )
+        for module in modules:
+            copied, *_ = copy.deepcopy(torch.nn.ModuleList([module]))
+            assert copied is not module and copied.group is group
+            assert repr(copied) == repr(module)
+            for own, x in zip(module.parameters(), copied.parameters(), strict=True):
+                assert torch.equal(own, x) and own is not x
+    finally:
+        dist.destroy_process_group()
+
 
 # Called with student, teacher, mask, labels of one process, whose rows are as long as they need.
 # What they do without `gather` on all samples is what they have to do with it on the parts.

@@ -25,7 +25,7 @@ from fastkd.distill.method import Method, Term, check_method, weighted
 from fastkd.distill.several import Several, Teachers
 from fastkd.distill.spans import Spans
 from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, countable, pooled_rows
-from fastkd.distributed import Ranks, ranks_of
+from fastkd.distributed import InGroup, Ranks, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ class DistillerOutput:
 torch.utils._pytree.register_dataclass(DistillerOutput)
 
 
-class Distiller(nn.Module):
+class Distiller(InGroup):
     """A student that learns from a teacher by a method.
 
     Calling it with a batch runs both models and returns the weighted sum of the method's loss
