@@ -297,7 +297,6 @@ def test_embeddings_are_samples_of_one_token(backend, device, masked):
 @pytest.mark.parametrize("size", [1e20, 1e30, 1e34])
 def test_huge_rows_are_normalised(backend, device, over, normalize, size):
     """Their squares overflow float32, among ordinary rows or not; infinite ones still give NaN."""
-    skip_if_unsupported(backend, normalize=normalize)
     students, teachers = features(3, 5, 16), features(3, 5, 16)
     sizes = torch.ones(3, 5, 1, dtype=torch.float64)
     sizes[1], sizes[:, 2] = size, size
