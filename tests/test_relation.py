@@ -313,6 +313,7 @@ def test_huge_rows_are_normalised(backend, device, over, normalize, size):
     assert relation_loss(student, teacher, backend=backend, **options).isnan()
 
 
+@pytest.mark.within_kernels
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("members", SIZES)
