@@ -30,7 +30,16 @@ from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
 from fastkd.train.feed import Feed
 from fastkd.train.plan import Plan
 from fastkd.train.rows import Encoded
-from fastkd.train.saving import MARKER, damage, read_json, saving, seal
+from fastkd.train.saving import (
+    MARKER,
+    damage,
+    discard,
+    move_directory,
+    read_json,
+    remove_own,
+    saving,
+    seal,
+)
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
@@ -42,7 +51,8 @@ SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasatt
 class Checkpoints:
     """Where and when a training is saved so that it can be continued.
 
-    ``identity`` is written into every checkpoint; only those that carry it are continued.
+    Trainer writes into `fresh`, from where a checkpoint comes once it is sealed. ``identity`` is
+    written into every checkpoint; only those that carry it are continued.
     """
 
     directory: Path
@@ -50,8 +60,14 @@ class Checkpoints:
     every: int | None = None
     resume: bool = False
 
+    @property
+    def fresh(self) -> Path:
+        """What lies there is not complete, and ours."""
+        return self.directory / ".new"
+
     def newest(self, say: Callable[[str], None]) -> Path | None:
         """The newest sound checkpoint of this run; the damaged ones are named, and removed."""
+        shutil.rmtree(self.fresh, ignore_errors=True)
         for path in self._all():
             why = damage(path)
             if why is None and read_json(path / MARKER).get("run") != self.identity["run"]:
@@ -59,15 +75,27 @@ class Checkpoints:
             if why is None:
                 return path
             say(f"{path} can't be used: {why}; going back to the one before it")
-            shutil.rmtree(path)
+            discard(path)
         return None
 
     def seal(self, step: int) -> None:
         """Complete the checkpoint at ``step``, and let the oldest ones go."""
+        name = f"checkpoint-{step}"
         with saving(self.directory):
-            seal(self.directory / f"checkpoint-{step}", self.identity)
+            seal(self.fresh / name, self.identity)
+            move_directory(self.fresh / name, self.directory / name)
+            with contextlib.suppress(OSError):
+                self.fresh.rmdir()
         for old in self._all()[KEPT_CHECKPOINTS:]:
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
+
+    def clear(self) -> None:
+        """Remove all of them; what somebody else put there stays."""
+        shutil.rmtree(self.fresh, ignore_errors=True)
+        for path in self._all():
+            remove_own(path)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
 
     def _all(self) -> list[Path]:
         found = [(p.name.partition("-")[2], p) for p in self.directory.glob("checkpoint-*")]
@@ -259,7 +287,7 @@ def train(
         if checkpoints is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
-            folder = checkpoints.directory
+            folder = checkpoints.fresh
             stack.enter_context(_signals(watcher.ask_to_stop))
         stack.enter_context(_logging_to(watch.logs))
         watcher.trainer = trainer = make_trainer(

@@ -7,6 +7,7 @@ unfinished/   a run in progress: its marker says which, --resume continues it
 
 import dataclasses
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,28 @@ from fastkd.distributed import world_size
 from fastkd.train import processes, trainer_args
 from fastkd.train.data import Corpus
 from fastkd.train.errors import InputError
+from fastkd.train.loop import Checkpoints
 from fastkd.train.options import as_json
 from fastkd.train.rows import Rows, fingerprint
 from fastkd.train.saving import (
     MARKER,
     damage,
+    discard,
     foreign,
     free_bytes,
     move_directory,
     read_marker,
     recover_directory,
-    remove_tree,
+    remove_own,
     saving,
+    staging_of,
     write_json,
 )
 from fastkd.train.settings import Settings
 
 RESULTS = ("student", "teacher")
+# Beside them in ``unfinished/``, by what is trained.
+CHECKPOINTS = {"student": "checkpoints", "teacher": "teacher-checkpoints"}
 EVAL_ROWS = "evaluation rows"
 
 
@@ -51,6 +57,8 @@ class Output:
         self.settings, self.path = settings, settings.out
         self.work = self.path / "unfinished"
         self.student, self.teacher = self.work / "student", self.work / "teacher"
+        #: Where files are now that somebody else had put into `work`.
+        self.kept: Path | None = None
         self._heal()
         self.marker = self._read_marker()
         if settings.resume:
@@ -146,7 +154,7 @@ class Output:
                     "move it away, or give another --out"
                 )
         if self.marker is not None:
-            remove_tree(self.work)
+            self._clear()
             self.marker = None
 
     def begin(self, prints: dict[str, str]) -> None:
@@ -223,7 +231,16 @@ class Output:
         for name in RESULTS:
             if (self.work / name).exists():
                 move_directory(self.work / name, self.path / name)
-        remove_tree(self.work)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove what the run wrote into `work`, its marker last."""
+        for name in RESULTS:
+            shutil.rmtree(staging_of(self.work / name), ignore_errors=True)
+            if (self.work / name).exists():
+                remove_own(self.work / name)
+            Checkpoints(self.work / CHECKPOINTS[name], {}).clear()
+        self.kept = discard(self.work) or self.kept
 
 
 def _run_of(directory: Path) -> dict[str, Any] | None:

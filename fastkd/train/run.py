@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes, trainer_args
-from fastkd.train.card import write_card
+from fastkd.train.card import CARD, write_card
 from fastkd.train.data import Corpus
 from fastkd.train.display import Display, format_scores, say
 from fastkd.train.errors import InputError
@@ -48,20 +47,26 @@ from fastkd.train.models import (
     make_student,
     num_bytes,
 )
-from fastkd.train.output import EVAL_ROWS, Output, corpus_fingerprints, model_fingerprint
+from fastkd.train.output import (
+    CHECKPOINTS,
+    EVAL_ROWS,
+    Output,
+    corpus_fingerprints,
+    model_fingerprint,
+)
 from fastkd.train.plan import Plan, choose_device
 from fastkd.train.rows import Encoded, Encoder, fingerprint
 from fastkd.train.saving import (
     MARKER,
     damage,
+    discard,
+    enlist,
     locked,
     read_json,
     read_marker,
-    remove_tree,
     replace_directory,
     reseal,
     saving,
-    seal,
 )
 from fastkd.train.score import accepted, evaluate, predict
 from fastkd.train.settings import SELECT, Pairing, Settings
@@ -197,6 +202,7 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         with processes.agreed():
             display = stack.enter_context(Display(console, log_json))
         out = processes.by_first(lambda: Output(settings))
+        _tell_kept(out, display)
         plan = dataclasses.replace(plan, batch_size=settings.batch_size * out.processes)
         with processes.agreed():
             corpus = data.load(settings)
@@ -212,15 +218,23 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         report = _distil(settings, out, run)
         report["seconds"]["total"] = time.perf_counter() - started
         processes.by_first(lambda: _finish(settings, out, report))
+        _tell_kept(out, display)
         display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
 
 
 def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:
     with saving(settings.out):
+        enlist(out.student / CARD)
         write_card(out.student, report)
-        seal(out.student, report)
+        reseal(out.student, report, CARD)
         out.finish()
+
+
+def _tell_kept(out: Output, display: Display) -> None:
+    if out.kept is not None:
+        display.say(f"{out.kept}: files that fastkd did not write")
+        out.kept = None
 
 
 def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display) -> Run:
@@ -355,7 +369,7 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
         report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
         with saving(out.teacher):
             reseal(out.teacher, report)
-            remove_tree(out.work / "teacher-checkpoints")
+            Checkpoints(out.work / CHECKPOINTS["teacher"], {}).clear()
 
     processes.by_first(finish)
 
@@ -442,16 +456,19 @@ def _watch(
     report: dict[str, Any],
 ) -> dict[str, Any]:
     """Keep the best ``model`` under ``target``, and checkpoints beside it."""
-    directory = target.with_name(
-        "checkpoints" if target == out.student else f"{target.name}-checkpoints"
+    checkpoints = Checkpoints(
+        out.work / CHECKPOINTS[target.name],
+        {"run": out.identity["run"]},
+        settings.checkpoint_every,
+        settings.resume,
     )
 
     def clear_damage() -> None:
         why = damage(target) if target.exists() else None
         if why:
             run.display.say(f"{target} is damaged ({why}); its training starts again")
-            for lost in (target, directory):
-                shutil.rmtree(lost, ignore_errors=True)
+            discard(target)
+            checkpoints.clear()
 
     processes.by_first(clear_damage)
 
@@ -460,9 +477,6 @@ def _watch(
         full = {**out.identity, **report, **found}
         processes.by_first(lambda: save_model(target, model, run.tokenizer, full))
 
-    checkpoints = Checkpoints(
-        directory, {"run": out.identity["run"]}, settings.checkpoint_every, settings.resume
-    )
     trackers = tuple(filter(None, (settings.report_to or "").split(",")))
     logs = settings.out / "logs" / target.name
     return {"keep": keep, "checkpoints": checkpoints, "trackers": trackers, "logs": logs}

@@ -33,7 +33,7 @@ def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> 
     The old ``target`` stays until the new one is complete and on the disk. `recover_directory`
     heals the one moment at which neither stands under its name.
     """
-    staging = target.with_name(f".{target.name}.new")
+    staging = staging_of(target)
     with saving(target):
         shutil.rmtree(staging, ignore_errors=True)
         try:
@@ -56,7 +56,7 @@ def move_directory(source: Path, target: Path) -> None:
     _sync(target.parent)
     if source.parent != target.parent and source.parent.exists():
         _sync(source.parent)
-    _discard(backup)
+    discard(backup)
 
 
 def recover_directory(target: Path) -> None:
@@ -65,7 +65,7 @@ def recover_directory(target: Path) -> None:
     if not backup.exists():
         return
     if target.exists():
-        _discard(backup)
+        discard(backup)
     else:
         backup.rename(target)
 
@@ -74,22 +74,27 @@ def _backup(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def _discard(directory: Path) -> None:
-    """Remove a replaced directory of ours; files that somebody else put there stay, in sight.
+def staging_of(target: Path) -> Path:
+    """Where ``target`` is written until it is complete; what lies there is ours."""
+    return target.with_name(f".{target.name}.new")
 
-    Of a symbolic link the link alone goes.
+
+def discard(directory: Path) -> Path | None:
+    """Remove a directory of ours; files that somebody else put there stay, in sight.
+
+    Returns where they are. Of a symbolic link the link alone goes.
     """
     if directory.is_symlink():
         directory.unlink()
-    if not directory.exists():
-        return
-    remove_own(directory)
-    if directory.exists():
-        base = directory.with_name(directory.name.removeprefix("."))
-        number, kept = 2, base
-        while kept.exists():
-            number, kept = number + 1, base.with_name(f"{base.name}{number}")
-        directory.rename(kept)
+    if not directory.exists() or _empty(directory):
+        return None
+    base = directory.with_name(directory.name.removeprefix("."))
+    number, kept = 2, base
+    while kept.exists():
+        number, kept = number + 1, base.with_name(f"{base.name}-{number}")
+    directory.rename(kept)
+    (kept / MARKER).unlink(missing_ok=True)  # last: without it nobody would go on from here
+    return kept
 
 
 def remove_own(directory: Path) -> None:
@@ -97,27 +102,24 @@ def remove_own(directory: Path) -> None:
 
     Cut off in the middle, the marker is still there, and the next call goes on.
     """
-    for name in _listed(directory):
-        (directory / name).unlink(missing_ok=True)
-    if read_marker(directory) is not None:
+    if not _empty(directory) and read_marker(directory) is not None:
         (directory / MARKER).unlink()
-    folders = sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True)
-    for folder in (*folders, directory):
+
+
+def _empty(directory: Path) -> bool:
+    """Delete all of ours but the marker, and with it the directory if nothing else is there."""
+    for name in (*_listed(directory), MARKER):
+        if name != MARKER:
+            (directory / name).unlink(missing_ok=True)
+        staging_of(directory / name).unlink(missing_ok=True)
+    for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def remove_tree(directory: Path) -> None:
-    """Delete a directory that is wholly ours, its marker last."""
-    if not directory.exists():
-        return
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != MARKER:
-            path.unlink()
+    if any(path.name != MARKER for path in directory.iterdir()):
+        return False
     (directory / MARKER).unlink(missing_ok=True)
     directory.rmdir()
+    return True
 
 
 def seal(directory: Path, content: dict[str, Any]) -> None:
@@ -128,16 +130,17 @@ def seal(directory: Path, content: dict[str, Any]) -> None:
     write_json(directory / MARKER, {**content, "files": files})
 
 
-def reseal(directory: Path, content: dict[str, Any]) -> None:
-    """Replace what the marker says, not what it lists."""
+def reseal(directory: Path, content: dict[str, Any], *written: str) -> None:
+    """Replace what the marker says, not what it lists; ``written`` are new or changed files."""
     files = read_json(directory / MARKER)["files"]
+    files.update({name: _digest(directory / name) for name in written})
     write_json(directory / MARKER, {**content, "files": files})
 
 
 def enlist(path: Path) -> None:
-    """List a new file in the marker of its directory, with which it then goes, if that is ours.
+    """List a file in the marker of its directory, with which it then goes, if that is ours.
 
-    Without a digest: nothing is damaged if it is moved or changed.
+    It may not be there yet. Without a digest: nothing is damaged if it is moved or changed.
     """
     marker = read_marker(path.parent)
     if marker is not None and isinstance(marker.get("files"), dict):
@@ -180,8 +183,9 @@ def _listed(directory: Path) -> dict[str, str | None]:
 
 def _files(directory: Path) -> Iterator[str]:
     """The files in ``directory`` but for the marker, by the names that it lists."""
+    marker = directory / MARKER
     for path in sorted(directory.rglob("*")):
-        if not path.is_dir() and path != directory / MARKER:
+        if not path.is_dir() and path not in (marker, staging_of(marker)):
             yield path.relative_to(directory).as_posix()
 
 
@@ -266,7 +270,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, replacing ``path`` only once it is complete and on the disk."""
-    staging = path.with_name(f".{path.name}.new")
+    staging = staging_of(path)
     try:
         with staging.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -664,6 +664,24 @@ def test_only_own_files_are_deleted(distill, interrupted, tmp_path):
     assert "fastkd did not write" in distill("--overwrite", out=tmp_path / "other", expect=2)
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_files_put_into_an_unfinished_run_stay(distill, interrupted, tmp_path, flag):
+    interrupted(7, press_ctrl_c, epochs=2)
+    work = tmp_path / "out" / "unfinished"
+    folders = (work, work / "checkpoints", work / "checkpoints" / "checkpoint-7", work / "student")
+    for i, folder in enumerate(folders):
+        (folder / "notes.txt").write_text(f"mine {i}")
+    output = distill(flag, epochs=2)
+    found = [path.read_text() for path in (tmp_path / "out").rglob("notes.txt")]
+    assert sorted(found) == [f"mine {i}" for i in range(4)]
+    assert f"{work}-2: files that fastkd did not write" in " ".join(output.split())
+    assert {p.name for p in (work.parent / "unfinished-2").rglob("*") if p.is_file()} == {
+        "notes.txt"
+    }
+    assert damage(work.parent / "student") is None
+    assert "already complete" in distill("--resume", epochs=2)
+
+
 def test_overwrite_keeps_the_old_student_until_the_new_one_is_complete(
     distill, interrupted, tmp_path
 ):
@@ -797,7 +815,7 @@ def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    for place in ("fastkd.train.run.seal", "fastkd.train.output.Output.finish"):
+    for place in ("fastkd.train.run.reseal", "fastkd.train.output.Output.finish"):
         with monkeypatch.context() as patch:
             patch.setattr(place, killed)
             distill("--resume", expect=130)

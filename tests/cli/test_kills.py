@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fastkd.cli.main import app
-from fastkd.train.saving import damage
+from fastkd.train.saving import damage, foreign
 from tests.tiny import make_teacher, words_of, write_tsv
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
@@ -32,6 +32,7 @@ class Killer:
 
     def __init__(self):
         self.root, self.count, self.last = None, 0, None
+        self.renamed = {}  # by what got a new name, the operation that gave it last
         sys.addaudithook(self.hook)
 
     def hook(self, event, arguments):
@@ -43,6 +44,8 @@ class Killer:
             if not writes and (mode is None or not set(mode) & set("wax+")):
                 return
         self.operation()
+        if event == "os.rename":
+            self.renamed[os.path.relpath(arguments[0], self.root)] = self.count
 
     def concerns(self, path):
         return isinstance(path, (str, bytes, os.PathLike)) and os.fsdecode(path).startswith(
@@ -136,6 +139,19 @@ def whole(words, tmp_path_factory):
 
 # A few of all the places in CI; FASTKD_KILLS=all tries each.
 SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 16
+
+
+def test_a_kill_before_the_last_seal_has_its_name(words, whole, killer, tmp_path):
+    """What it had begun to write was listed among the student's files."""
+    out = tmp_path / "out"
+    last = KILLER.renamed["unfinished/student/.fastkd.json.new"]
+    assert run(words, out, killer=killer, last=last) is None
+    assert (out / "unfinished" / "student" / ".fastkd.json.new").exists()
+    for _ in range(2):
+        result = run(words, out, "--resume")
+        assert result.exit_code == 0, result.output
+        assert_same(out, whole[1])
+    assert damage(out / "student") is None and not foreign(out / "student")
 
 
 @pytest.mark.parametrize("part", range(4))
