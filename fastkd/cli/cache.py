@@ -34,7 +34,7 @@ from fastkd.train.models import (
 from fastkd.train.options import as_json
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.plan import Plan, autocast, choose_device
-from fastkd.train.run import Run, assemble, select
+from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
 from fastkd.train.settings import Pairing
 
@@ -126,9 +126,8 @@ def _complete(
     selected: list[int] | None,
 ) -> None:
     student: Any = distiller.student
+    save_model(settings.out / STUDENT, student, run.tokenizer, {})
     with saving(settings.out):
-        student.save_pretrained(settings.out / STUDENT)
-        run.tokenizer.save_pretrained(settings.out / STUDENT)
         report = {
             "settings": as_json(settings),
             "fingerprints": corpus_fingerprints(run.corpus),

@@ -1,5 +1,6 @@
 """What a teacher says about each sample, kept on the disk: a later run needs no teacher."""
 
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
 if TYPE_CHECKING:
     from fastkd.distill.distiller import Distiller, Part
 
-FORMAT = 2
+FORMAT = 3
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
 FACTS = (
@@ -69,7 +70,8 @@ class TeacherCache(nn.Module):
 
     Raises:
         FileNotFoundError: there is no cache.
-        ValueError: it is of another teacher or tokenizer.
+        ValueError: it is of another teacher or tokenizer, or a file is not what was written; all
+            are read for that, once a process.
     """
 
     def __init__(
@@ -86,15 +88,11 @@ class TeacherCache(nn.Module):
                 f"{self.path} holds no teacher's cache ({ABOUT}); write one with "
                 "distiller.cache_teacher(batches, path)"
             )
-        self.about: dict[str, Any] = json.loads((self.path / ABOUT).read_text())
-        if self.about["format"] != FORMAT:
-            raise ValueError(
-                f"{self.path} has format {self.about['format']}, this fastkd reads {FORMAT}; "
-                "write it again"
-            )
+        self.about = _read_about(self.path)
         self.model = CachedModel(self.about["model"])
         self._check_written_by(teacher, tokenizer)
         if self.about["head"]:
+            _check_whole(self.path / HEAD, self.about["head"])
             for name, value in _safetensors().torch.load_file(self.path / HEAD).items():
                 self.register_buffer(f"head_{name}", value, persistent=False)
         self._rows: dict[bytes, tuple[Path, int, int]] = {}
@@ -119,6 +117,7 @@ class TeacherCache(nn.Module):
         for path in sorted(self.path.glob("shard-*.safetensors")):
             if path in self._shards:
                 continue
+            _check_whole(path, path.stem.removeprefix("shard-"))
             shard = self._shards[path] = _safetensors().safe_open(path, "pt")
             keys = shard.get_tensor("keys").numpy()
             ends = shard.get_tensor("lengths").cumsum(0).tolist()
@@ -126,6 +125,12 @@ class TeacherCache(nn.Module):
                 # Where the sample's tokens begin; its number.
                 start = ends[i - 1] if i else 0
                 self._rows[key.tobytes()] = path, start, i
+
+    @property
+    def digest(self) -> str:
+        """That of all that the cache holds."""
+        names = sorted(path.name for path in self._shards)
+        return _digest(json.dumps([self.about["digest"], *names]).encode())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -330,24 +335,28 @@ class _Writer:
         if self.wanted["inside"]:
             CachedModel(_facts(distiller)).check_eager(type(distiller.method).__name__)
         head = self._head(first) if self.wanted["logits"] else None
+        head_data = None if head is None else _safetensors().torch.save(head)
         outputs = self._run(first, with_last=False)
         about = {
             "format": FORMAT,
             "model": _facts(distiller),
             "kept": {name: self.wanted[name] for name in ("layers", "pool", "logits")},
-            "head": head is not None,
+            "head": None if head_data is None else _digest(head_data),
             "spans": isinstance(outputs.logits, tuple),
+            "precision": _precision(distiller.teacher),
             "fingerprint": {
                 "teacher": _weights_digest(distiller.teacher),
                 "tokenizer": _tokenizer_digest(tokenizer),
             },
         }
+        about["digest"] = _about_digest(about)
         self.about: dict[str, Any] = about
-        if (folder / ABOUT).is_file():
-            _check_same(folder, json.loads((folder / ABOUT).read_text()), about)
-        else:
-            if head is not None:
-                _write(folder / HEAD, _safetensors().torch.save(head))
+        begun = (folder / ABOUT).is_file()
+        if begun:
+            _check_same(folder, _read_about(folder), about)
+        if head_data is not None and not (folder / HEAD).is_file():
+            _write(folder / HEAD, head_data)
+        if not begun:
             _write(folder / ABOUT, json.dumps(about, indent=1).encode())
         self.cache = TeacherCache(folder)
         self.columns: dict[str, list[Tensor]] = {}
@@ -384,7 +393,7 @@ class _Writer:
 
     def add(self, part: "Part", keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""
-        outputs = self._run(part, with_last=self.about["head"])
+        outputs = self._run(part, with_last=bool(self.about["head"]))
         teacher = self.distiller._teacher_backbone
         raw = part.token_mask
         lengths = mask.sum(1).tolist()
@@ -433,8 +442,8 @@ class _Writer:
         if not self.columns:
             return
         tensors = {name: torch.cat(parts).contiguous() for name, parts in self.columns.items()}
-        name = f"shard-{uuid.uuid4().hex}.safetensors"
-        _write(self.folder / name, _safetensors().torch.save(tensors))
+        data = _safetensors().torch.save(tensors)
+        _write(self.folder / f"shard-{_digest(data)}.safetensors", data)
         self.columns, self.size = {}, 0
 
 
@@ -457,9 +466,26 @@ def _facts(distiller: "Distiller") -> dict[str, Any]:
     return {**facts, "problem": facts["problem"] if facts["problem"] in kept else None}
 
 
+def _read_about(folder: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+    except ValueError:
+        about = None
+    if isinstance(about, dict) and about.get("format", FORMAT) != FORMAT:
+        raise ValueError(
+            f"{folder} has format {about['format']}, this fastkd reads {FORMAT}; write it again"
+        )
+    if not isinstance(about, dict) or about.get("digest") != _about_digest(about):
+        raise ValueError(
+            f"{folder / ABOUT} is not what was written; delete the folder, and write the cache "
+            "again"
+        )
+    return about
+
+
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise, naming what differs, unless a run may add to a cache."""
-    for section in ("format", "model", "kept", "head", "spans", "fingerprint"):
+    for section in ("format", "model", "kept", "precision", "head", "spans", "fingerprint"):
         if old[section] == new[section]:
             continue
         before, after = old[section], new[section]
@@ -471,6 +497,44 @@ def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
             f"{folder} was written otherwise ({section}: {before}, now {after}); choose another "
             "folder or delete it"
         )
+
+
+def _precision(model: nn.Module) -> str:
+    """How the teacher computes, besides what its weights say."""
+    parameter = next(model.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    if not torch.is_autocast_enabled(device):
+        return "that of the weights"
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _about_digest(about: dict[str, Any]) -> str:
+    rest = {name: value for name, value in about.items() if name != "digest"}
+    return _digest(json.dumps(rest, sort_keys=True).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _check_whole(path: Path, digest: str) -> None:
+    """Raise unless a file is what was written."""
+    state = path.stat()
+    if _file_digest(path, state.st_mtime_ns, state.st_size) != digest:
+        raise ValueError(
+            f"{path} is not what was written; delete it, and write the cache again, which adds "
+            "what is missing"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_digest(path: Path, changed: int, size: int) -> str:
+    """That of a file as it was then."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _weights_digest(model: nn.Module) -> str:

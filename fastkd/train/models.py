@@ -31,7 +31,7 @@ from fastkd.train.data import Corpus, meaning
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.rows import Rows
-from fastkd.train.saving import read_marker
+from fastkd.train.saving import damage, read_marker
 from fastkd.train.settings import SELECT, Pairing
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
@@ -271,6 +271,12 @@ def load_cached_teacher(
         cache = TeacherCache(folder, tokenizer=tokenizer)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{option} {folder}: {error}") from error
+    why = damage(folder / STUDENT)
+    if why:
+        raise InputError(
+            f"{option} {folder}: its student is damaged ({why}); the same `fastkd cache` again "
+            "writes it"
+        )
     config = _cached_config(settings)
     if config.num_labels != corpus.num_labels:
         raise InputError(

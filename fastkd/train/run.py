@@ -35,6 +35,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.train.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
 from fastkd.train.models import (
+    STUDENT,
     be_quiet,
     check_length,
     count,
@@ -291,7 +292,9 @@ def _with_teacher(
     if settings.teacher_cache is not None:
         cache, about, tokenizer, corpus = load_cached_teacher(settings, corpus)
         prints = corpus_fingerprints(corpus)
-        prints["teacher cache"] = fingerprint([json.dumps(cache.about).encode()])
+        student = read_json(cache.path / STUDENT / MARKER)["files"]
+        parts = [cache.digest, json.dumps(student, sort_keys=True)]
+        prints["teacher cache"] = fingerprint(part.encode() for part in parts)
         run = Run(corpus, tokenizer, cache, plan, settings.max_length, display)
         run.cached = about
         return run, prints

@@ -3,11 +3,12 @@
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from fastkd.distill.verify import _Step
 from fastkd.train.saving import read_json
-from tests.cli.test_cli import report_of
+from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
 from tests.tiny import make_teacher, run, write_tsv
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -147,6 +148,48 @@ def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path):
     assert "42 different samples" in call("cache", tmp_path / "cache")
     assert read_json(tmp_path / "cache" / "fastkd.json")["samples"] == 42
     call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
+
+
+def test_another_precision_is_another_cache(call, tmp_path):
+    call("cache", tmp_path / "cache", precision="bf16", max_train_rows=20)
+    error = call("cache", tmp_path / "cache", expect=2)
+    assert "was written otherwise (precision: bfloat16, now that of the weights)" in error
+
+
+def test_a_run_goes_on_with_the_cache_that_it_had(call, tmp_path, monkeypatch):
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    call("cache", cache)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        call("distill", out, teacher_cache=cache, expect=130)
+    kept = cache.rename(tmp_path / "kept")
+    call("cache", cache, precision="bf16")
+    error = call("distill", out, "--resume", teacher_cache=cache, expect=2)
+    assert "started with other teacher cache" in error
+    shutil.rmtree(cache)
+    kept.rename(cache)
+    call("cache", cache)  # with nothing to add
+    call("distill", out, "--resume", teacher_cache=cache)
+
+
+def test_a_changed_file_trains_no_other_student(call, tmp_path):
+    cache, wrong = tmp_path / "cache", {"teacher_cache": tmp_path / "cache", "expect": 2}
+    call("cache", cache, method="soft_targets")
+    (shard,) = cache.glob("shard-*")
+    content = shard.read_bytes()
+    tensors = load_file(shard)
+    save_file({**tensors, "logits": -tensors["logits"]}, shard)
+    error = call("distill", tmp_path / "out", method="soft_targets", **wrong)
+    assert f"--teacher-cache {cache}" in error and f"{shard} is not what was written" in error
+    shard.write_bytes(content)
+    student = cache / "student" / "model.safetensors"
+    weights = bytearray(student.read_bytes())
+    weights[-20] ^= 1
+    student.write_bytes(weights)
+    error = call("distill", tmp_path / "out", method="soft_targets", **wrong)
+    assert "its student is damaged (model.safetensors is not what was written)" in error
+    call("cache", cache, method="soft_targets")
+    call("distill", tmp_path / "out", method="soft_targets", teacher_cache=cache)
 
 
 def test_verify_prints_a_table(call, tmp_path, monkeypatch):

@@ -228,6 +228,36 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_reason(tmp_path):
         TeacherCache(tmp_path)
 
 
+def test_precision_must_agree(tmp_path):
+    """Rows of both had stood in one cache."""
+    data = batches(2)
+    distiller = Distiller(*pair(), method_of("fcd"))
+    with torch.autocast("cpu", torch.bfloat16):
+        distiller.cache_teacher(data[:1], tmp_path)
+    with pytest.raises(ValueError, match="precision: bfloat16, now that of the weights"):
+        distiller.cache_teacher(data, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(distiller.cache_teacher(data, tmp_path)) == 12
+
+
+@pytest.mark.parametrize("name", ["shard-*.safetensors", "head.safetensors", "teacher.json"])
+def test_a_file_that_was_changed_is_refused(tmp_path, name):
+    torch.manual_seed(0)
+    distiller = Distiller(*pair("llama", head=t.LlamaForCausalLM), SoftTargets())
+    data = [padded(documents((5, 9)))]
+    before = distiller.cache_teacher(data, tmp_path).digest
+    (path,) = tmp_path.glob(name)
+    content = bytearray(path.read_bytes())
+    content[-20 if name != "teacher.json" else content.index(b"layers")] ^= 1
+    path.write_bytes(content)
+    for opened in (TeacherCache, lambda folder: distiller.cache_teacher(data, folder)):
+        with pytest.raises(ValueError, match=f"{path.name} is not what was written; delete"):
+            opened(tmp_path)
+    if name != "teacher.json":
+        path.unlink()
+        assert distiller.cache_teacher(data, tmp_path).digest == before
+
+
 def test_a_choice_of_layers_is_kept(tmp_path):
     teacher, student = pair()
     live = Distiller(teacher, student, method_by_name("mc3kd"))
