@@ -70,8 +70,10 @@ def write(settings: CacheSettings, console: Console) -> None:
             try:
                 if len(run.all_rows) > processes.rank() * settings.batch_size:
                     distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
-            except ValueError as error:  # another teacher's
-                raise InputError(f"--out {error}") from error
+            except ValueError as error:  # another teacher's cache, or a method that has none
+                path = str(error).startswith(str(out))
+                what = "--out" if path else f"--method {settings.method}:"
+                raise InputError(f"{what} {error}") from error
         processes.by_first(lambda: _complete(settings, run, distiller, scores, selected))
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))

@@ -127,7 +127,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
             f"the students, {len(corpus.evals[''])} held out; "
             f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
         )
-        display.say(f"teacher: {size.teacher_steps} steps of {size.batch_size} docstrings")
+        work.display = display
         work.make_teacher()
         display.say(
             f"students: {len(study.variants)} methods, {size.seeds} seeds, {study.budget} each"
@@ -270,7 +270,7 @@ def _ahead(row: dict[str, Any]) -> bool:
     return row["difference"] is not None and row["difference"]["low"] > 0
 
 
-def _interval(value: dict[str, float] | None, form: str, scale: float, unit: str = "") -> str:
+def _interval(value: dict[str, Any] | None, form: str, scale: float, unit: str = "") -> str:
     if value is None:
         return ""
     d = Difference(**value)

@@ -506,7 +506,7 @@ class AttentionMSE(_Soft):
     the output (``attention=0, hidden=0``).
 
     Both models need ``attn_implementation="eager"``, and A are probabilities, not the paper's
-    scores: that is what models return. So the command line doesn't know it by a name of its own.
+    scores: that is what models return. Commands call it tinybert, and load the models so.
 
     Args:
         attention: weight of L_attn.

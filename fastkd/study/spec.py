@@ -17,22 +17,25 @@ one variant of each:
     max_train_rows = 3000
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fastkd._extras import require
+from fastkd.distill.baselines import NAMES
 from fastkd.distill.layers import SCHEMES
-from fastkd.study.baselines import NAMES, build
+from fastkd.distill.method import Method
 from fastkd.study.settings import StudySettings
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import fits
+from fastkd.train.models import attention_for, make_method
+from fastkd.train.options import fits, options_of
 from fastkd.train.plan import PRECISIONS
 from fastkd.train.settings import Source
 from fastkd.train.tasks import TASKS
@@ -50,6 +53,12 @@ class Variant:
     method: str
     options: dict[str, Any]
     teacher_layers: Any = "uniform"  # that make the student
+    attention: str | None = None  # "eager" for maps that a method of one's own compares
+
+    @property
+    def eager(self) -> bool:
+        """Whether the models have to keep attention maps."""
+        return attention_for(self.method, self.attention).get("attn_implementation") == "eager"
 
     def json(self) -> dict[str, Any]:
         """What its result depends on; defaults too, which may change."""
@@ -61,7 +70,18 @@ class Variant:
             "method": self.method,
             "options": {**defaults, **given},
             "teacher_layers": self.teacher_layers,
+            **({} if self.attention is None else {"attention": self.attention}),
         }
+
+
+def build(name: str, options: Mapping[str, Any]) -> Method:
+    """A method or a baseline by its name; ``options`` may have a ``preset``.
+
+    Raises:
+        InputError: an unknown name, or an option that it doesn't have.
+    """
+    rest = {option: value for option, value in options.items() if option != "preset"}
+    return make_method(name, rest, options.get("preset", "default"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +272,8 @@ def _check(study: Study) -> None:
         if task.source.metric == "mse":
             raise InputError(f"tasks.{task.name}: a study compares by a score where more is better")
     for variant in study.variants:
+        if variant.attention not in (None, "eager", "sdpa"):
+            raise InputError(f"{variant.name}: attention {variant.attention!r}; known: eager, sdpa")
         layers = variant.options.get("layers")
         build(variant.method, {**variant.options, **({"layers": "uniform"} if layers else {})})
         for where in (layers, variant.teacher_layers):
@@ -293,7 +315,8 @@ def _variants(methods: Mapping[str, Mapping[str, Any]]) -> Iterable[Variant]:
             chosen = dict(zip(grid, values, strict=True))
             name = ", ".join([entry, *(f"{k}={_word(chosen[k])}" for k in varied)])
             start = chosen.pop("teacher_layers", "uniform")
-            yield Variant(name, method, chosen, start)
+            attention = chosen.pop("attention", None)
+            yield Variant(name, method, chosen, start, attention)
 
 
 def _choices(name: str, value: Any) -> list[Any]:
@@ -328,9 +351,10 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         source = None
     else:
         own.pop("rows", None)
-        known = {field.name for field in dataclasses.fields(Source)}
+        sources = {field.name for field in dataclasses.fields(Source)}
         for field in rest:
-            if field not in known:
+            if field not in sources:
+                known = sorted({*sources - {"evals"}, "eval", "docstrings", *OWN_TASK_FIELDS})
                 raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
         paths = {field: rest.pop(field) for field in PATHS if field in rest}
         _check_types(where, rest, Source)
@@ -338,10 +362,23 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
             if not isinstance(given, str):
                 raise InputError(f"{where}{field} must be a path, got {given!r:.40}")
             rest[field] = folder / Path(os.path.expandvars(given)).expanduser()
-        source = Source(**rest)
+        with as_fields(name):
+            source = Source(**rest)
     if re.search(r"[^\w.-]", name):
         raise InputError(f"tasks.{name}: letters, digits and -_. only")
     return TaskSpec(name, source, **own)
+
+
+@contextlib.contextmanager
+def as_fields(task: str) -> Iterator[None]:
+    """Mistakes in the rows of a task, with its fields in the place of options."""
+    try:
+        yield
+    except InputError as error:
+        fields = {meta.flag: name for name, meta in options_of(Source).items()}
+        fields["--eval"] = "eval"
+        message = re.sub(r"--[a-z-]+", lambda flag: fields.get(flag[0], flag[0]), str(error))
+        raise InputError(f"tasks.{task} of the study: {message}") from None
 
 
 def _task_of_words(name: str, value: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,19 +29,18 @@ from fastkd.distill.layers import resolve_layers, select_layers
 from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
 from fastkd.distill.student import student_from_teacher
-from fastkd.study.baselines import build
 from fastkd.study.measures import PeakMemory, machine_of, similarities
-from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant
+from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, as_fields, build
 from fastkd.train import data
 from fastkd.train.data import Corpus
-from fastkd.train.display import Display
+from fastkd.train.display import Display, format_scores
 from fastkd.train.docstrings import load_docstrings
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.models import count, let_pad, load
+from fastkd.train.models import check_length, count, let_pad, load
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.packaged import teacher_path
 from fastkd.train.plan import Plan, choose_device
-from fastkd.train.rows import file_fingerprint, fingerprint
+from fastkd.train.rows import Encoded, file_fingerprint, fingerprint
 from fastkd.train.run import Run, save_model
 from fastkd.train.saving import damage
 from fastkd.train.score import evaluate, predict
@@ -51,10 +50,12 @@ filelock: Any = require("filelock", "train")
 SELECTION_ROWS = 256
 TEACHER_SEED = 0
 CALIBRATION_STEPS = 8
+#: Gives the layers that MC3KD's Algorithm 1 chooses.
+Selected = Callable[[], list[int]]
 MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 
 
-def key_of(identity: dict[str, Any]) -> str:
+def key_of(identity: Any) -> str:
     """A short name for what a result depends on."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -77,9 +78,9 @@ def _from(name: str, attention: str, labels: int | None = None) -> Any:
     auto: Any = AutoModelForSequenceClassification
     options = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
     try:
-        return auto.from_pretrained(name, attn_implementation=attention, **options)
-    except ValueError:
-        return auto.from_pretrained(name, **options)
+        return load("--teacher", name, auto, False, attn_implementation=attention, **options)
+    except InputError:
+        return load("--teacher", name, auto, False, **options)
 
 
 def silent() -> Display:
@@ -88,9 +89,16 @@ def silent() -> Display:
 
 
 class Answering(Run):
-    """A run that keeps the answers behind its last score."""
+    """A run that keeps the answers behind its last score, and shows no score before."""
 
     answers: list[Any]
+    task: str
+
+    def _train(
+        self, make_trainer: Any, model: Any, rows: Encoded, plan: Plan, title: str, **watch: Any
+    ) -> list[dict]:
+        title = f"{self.task}: {title}"
+        return super()._train(make_trainer, model, rows, plan, title, told=False, **watch)
 
     def score(self, model: torch.nn.Module, sets: Any = None) -> dict[str, float]:
         logits, labels = predict(model, self.eval_rows[""], self.collate, self.plan)
@@ -123,15 +131,17 @@ class _Everything(SoftTargets):
 class TaskWork:
     """A data set, its teacher, and the runs on it; loaded when first asked for."""
 
-    def __init__(self, study: Study, task: TaskSpec, out: Path):
+    def __init__(self, study: Study, task: TaskSpec, out: Path, display: Display | None = None):
         self.study, self.task, self.out = study, task, out
+        self.display = display or silent()
         self.device = choose_device(study.device, study.precision)
 
     @functools.cached_property
     def corpus(self) -> Corpus:
         if self.task.source is None:
             return load_docstrings(*self.task.rows)
-        return data.load(self.task.source)
+        with as_fields(self.task.name):
+            return data.load(self.task.source)
 
     @functools.cached_property
     def name(self) -> str:
@@ -210,10 +220,22 @@ class TaskWork:
             self._plan(self.task.teacher_steps, TEACHER_SEED),
             learning_rate=self.task.teacher_learning_rate,
         )
-        run = Answering(self.corpus, tokenizer, model, plan, self.task.max_length, silent())
+        self.display.say(
+            f"{self.task.name}: fine-tuning the teacher, {self.task.teacher_steps} steps of "
+            f"{self.study.batch_size} rows"
+        )
+        run = self._answering(self.corpus, model, plan)
         history = run.finetune(plan, every=self.task.teacher_steps)
+        scores = history[-1]["scores"]
+        self.display.say(
+            f"{self.task.name}: teacher  {format_scores(scores)}  ({history[-1]['seconds']:.1f} s)"
+        )
+        train = np.asarray(self.corpus.train.labels)
         report = {
-            "scores": history[-1]["scores"],
+            "scores": scores,
+            "rows_of_classes": None
+            if names is None
+            else np.bincount(train, minlength=len(names)).tolist(),
             "predictions": run.answers,
             "labels": np.asarray(self.corpus.evals[""].labels).tolist(),
             "classes": names,
@@ -223,6 +245,12 @@ class TaskWork:
             "metrics": list(self.corpus.metrics),
         }
         save_model(self.folder, model, tokenizer, report)
+
+    def _answering(self, corpus: Corpus, teacher: PreTrainedModel, plan: Plan) -> Answering:
+        length = self.task.max_length
+        run = Answering(corpus, self.tokenizer, teacher, plan, length, self.display)
+        run.task = self.task.name
+        return run
 
     def _plan(self, steps: int, seed: int) -> Plan:
         study = self.study
@@ -249,40 +277,63 @@ class TaskWork:
             batch = run.collate([encoded[i] for i in range(start, stop)])
             yield {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
 
-    def _layers(self, layers: Any) -> list[int]:
+    def _layers(self, layers: Any, teacher: PreTrainedModel, selected: Selected) -> list[int]:
         if layers == SELECT:
-            return self.selected
-        depth = Backbone(self.teacher, "teacher").num_layers
+            return selected()
+        depth = Backbone(teacher, "teacher").num_layers
         wanted = self.study.student_layers
         if wanted > depth:
             raise InputError(f"student_layers {wanted}: the teacher has only {depth} layers")
         return resolve_layers(layers, depth, wanted)
 
-    def _method(self, variant: Variant) -> Method:
+    def _method(self, variant: Variant, selected: Selected) -> Method:
         options = dict(variant.options)
         if options.get("layers") == SELECT or (
             variant.method == "mc3kd" and options.get("layers") is None
         ):
-            options["layers"] = self.selected
+            options["layers"] = selected()
         return build(variant.method, options)
 
-    def _distiller(self, variant: Variant, cached: bool) -> Distiller:
-        method = self._method(variant)
-        eager = variant.method == "tinybert"
-        teacher = source = self.eager_teacher if eager else self.teacher
-        if self.study.student == "pretrained":
-            source = self._pretrained("eager" if eager else "sdpa")
+    def check(self) -> None:
+        """Raise if a variant can't be trained, which shows before the teacher has learned."""
+        if self.folder.exists():
+            return
+        for eager in sorted({variant.eager for variant in self.study.variants}):
+            teacher = self._pretrained("eager" if eager else "sdpa")
+            check_length(self.task.max_length, self.tokenizer, teacher, "teacher")
+            stand_in = functools.partial(self._layers, "uniform", teacher, list)
+            for variant in self.study.variants:
+                if variant.eager == eager:
+                    with self._told(variant):
+                        self._pair(variant, teacher, teacher, stand_in)
+
+    @contextlib.contextmanager
+    def _told(self, variant: Variant) -> Iterator[None]:
         try:
-            student = student_from_teacher(source, self._layers(variant.teacher_layers))
-            kept: Any = self.cache if cached and self._can_cache(variant) else teacher
-            return Distiller(kept, cast(PreTrainedModel, student), method)
+            yield
         except InputError:
             raise
         except (TypeError, ValueError) as error:
             raise InputError(f"{variant.name} on {self.task.name}: {error}") from error
 
+    def _pair(
+        self, variant: Variant, teacher: Any, source: PreTrainedModel, selected: Selected
+    ) -> Distiller:
+        """A fresh student of ``source``, and a method, beside the teacher or its cache."""
+        layers = self._layers(variant.teacher_layers, source, selected)
+        student = cast(PreTrainedModel, student_from_teacher(source, layers))
+        return Distiller(teacher, student, self._method(variant, selected))
+
+    def _distiller(self, variant: Variant, cached: bool) -> Distiller:
+        teacher = source = self.eager_teacher if variant.eager else self.teacher
+        if self.study.student == "pretrained":
+            source = self._pretrained("eager" if variant.eager else "sdpa")
+        with self._told(variant):
+            kept: Any = self.cache if cached and self._can_cache(variant) else teacher
+            return self._pair(variant, kept, source, lambda: self.selected)
+
     def _can_cache(self, variant: Variant) -> bool:
-        return self.study.cache and variant.method not in ("tinybert", "labels")
+        return self.study.cache and not variant.eager and variant.method != "labels"
 
     @functools.cached_property
     def cache(self) -> TeacherCache:
@@ -297,7 +348,9 @@ class TaskWork:
         done = folder.with_suffix(".done")
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not done.exists():
-                student = student_from_teacher(self.teacher, self._layers("uniform"))
+                self.display.say(f"{self.task.name}: keeping the teacher's outputs ...")
+                layers_of_any = self._layers("uniform", self.teacher, list)
+                student = student_from_teacher(self.teacher, layers_of_any)
                 method = _Everything(sorted(layers))
                 distiller = Distiller(self.teacher, cast(PreTrainedModel, student), method)
                 distiller.cache_teacher(self._batches(), folder)
@@ -314,8 +367,7 @@ class TaskWork:
             corpus = few_labels(corpus, self.task.labelled, seed)
         if labels_only:
             corpus = dataclasses.replace(corpus, unlabelled=None)
-        plan = self._plan(steps, seed)
-        return Answering(corpus, self.tokenizer, self.teacher, plan, self.task.max_length, silent())
+        return self._answering(corpus, self.teacher, self._plan(steps, seed))
 
     def distil(self, variant: Variant, seed: int) -> "Trained":
         """Train one student.
@@ -330,14 +382,17 @@ class TaskWork:
         distiller = self._distiller(variant, cached=True)
         run = self._run(steps, seed, not distiller.method.uses_teacher)
         memory = PeakMemory(self.device)
-        history = run.distil(distiller, variant.name, every=-(-steps // study.evaluations))
+        title = f"{variant.name}, seed {seed}"
+        history = run.distil(distiller, title, every=-(-steps // study.evaluations))
         student = cast(PreTrainedModel, distiller.student).eval()
         return Trained(run, student, distiller.method, history, memory.read())
 
     def train(self, variant: Variant, seed: int) -> dict[str, Any]:
         """Train and score one student: what its file says."""
         about = {
-            "hyperparameters": _plain(self._method(variant).hyperparameters()),
+            "hyperparameters": _plain(
+                self._method(variant, lambda: self.selected).hyperparameters()
+            ),
         }
         try:
             trained = self.distil(variant, seed)

@@ -17,9 +17,9 @@ import torch
 
 from fastkd._extras import require
 from fastkd.study.spec import Study, TaskSpec, Variant
-from fastkd.study.task import TaskWork, key_of, silent
+from fastkd.study.task import TaskWork, key_of
 from fastkd.train import processes
-from fastkd.train.display import Display
+from fastkd.train.display import Display, clock, new_console
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import read_json, write_json
@@ -69,9 +69,21 @@ def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
     return found
 
 
+#: What the file of a run says that did not fail.
+SAID = ("steps", "scores", "predictions", "history", "rccc", "parameters")
+
+
+def _result(job: Job) -> dict[str, Any] | None:
+    """What its file says; None if it isn't there, was cut off, or is another's."""
+    found = read_json(job.path)
+    if not isinstance(found, dict) or key_of(found.get("run")) != key_of(job.identity):
+        return None
+    said = "failed" in found or all(name in found for name in SAID)
+    return found if said and "measured" in found else None
+
+
 def _done(job: Job) -> bool:
-    """Whether its file is there, and not cut off."""
-    return read_json(job.path) is not None
+    return _result(job) is not None
 
 
 def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -79,7 +91,7 @@ def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any
     tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
     found = {}
     for job in jobs(study, out, tasks):
-        content = read_json(job.path)
+        content = _result(job)
         if content is not None:
             found[job.task.name, job.variant.name, job.seed] = content
     return found
@@ -111,26 +123,25 @@ def finish(study: Study, out: Path, display: Display) -> None:
 def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
     """Train everything that isn't there yet, in so many processes; False if one of them died."""
     (out / "runs").mkdir(parents=True, exist_ok=True)
+    # What can't be used is said once, here, and before a teacher has learned.
+    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    jobs(study, out, tasks)
+    for task in tasks.values():
+        task.check()
     if workers == 1:
         work(study, out, display)
         return True
-    # What can't be used is said once, here.
-    jobs(study, out, {task.name: TaskWork(study, task, out) for task in study.tasks})
     context = multiprocessing.get_context("spawn")
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
     started = [
         context.Process(target=_worker, args=(study, out, threads), daemon=True)
         for _ in range(workers)
     ]
+    display.progress.stop()  # the workers print lines
     for worker in started:
         worker.start()
-    seen = set((out / "runs").glob("*.json"))
     while any(worker.is_alive() for worker in started):
         started[0].join(1.0)
-        for path in sorted((out / "runs").glob("*.json")):
-            if path not in seen:
-                seen.add(path)
-                display.say(path.stem)
         time.sleep(0.2)
     return not any(worker.exitcode for worker in started)
 
@@ -138,7 +149,8 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
 def _worker(study: Study, out: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
-        work(study, out, silent())
+        with new_console(plain=True) as console, Display(console) as display:
+            work(study, out, display)
     except (InputError, RunFailed) as error:  # one sentence here too
         sys.exit(f"Error: {error}")
 
@@ -146,12 +158,12 @@ def _worker(study: Study, out: Path, threads: int) -> None:
 def work(study: Study, out: Path, display: Display) -> None:
     """Take runs until none is left."""
     be_quiet()
-    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
+    tasks = {task.name: TaskWork(study, task, out, display) for task in study.tasks}
+    for task in tasks.values():  # each by another process, if there are several
+        task.make_teacher(blocking=False)
     listed = jobs(study, out, tasks)
-    if not all(map(_done, listed)):
-        for task in tasks.values():  # each by another process, if there are several
-            task.make_teacher(blocking=False)
-    for number, job in enumerate(listed, 1):
+    tally = Tally(listed, display)
+    for job in listed:
         if _orphaned() or _done(job):
             continue
         lock = filelock.FileLock(job.path.with_suffix(".lock"), blocking=False)
@@ -166,13 +178,33 @@ def work(study: Study, out: Path, display: Display) -> None:
                     **tasks[job.task.name].train(job.variant, job.seed),
                 }
                 write_json(job.path, result)
-                display.say(
-                    f"{number}/{len(listed)}  {job.task.name}  {job.variant.name}  "
-                    f"seed {job.seed}:  {_said(result)}"
-                )
+                tally.tell(job, result)
         finally:
             job.path.with_suffix(".lock").unlink(missing_ok=True)
             lock.release()
+    tally.track.stop()
+
+
+class Tally:
+    """How many runs are done, by whichever process, and how long the others may take."""
+
+    def __init__(self, listed: list[Job], display: Display):
+        self.missing = [job for job in listed if not _done(job)]
+        self.most, self.total = len(self.missing), len(listed)
+        self.display, self.began = display, time.perf_counter()
+        self.track = display.track("runs")
+        self.track.start(self.total - self.most, self.total)
+
+    def tell(self, job: Job, result: dict[str, Any]) -> None:
+        """Say that ``job`` is done."""
+        self.missing = [job for job in self.missing if not _done(job)]
+        missing = len(self.missing)
+        left = (time.perf_counter() - self.began) / max(1, self.most - missing) * missing
+        self.track.advance(self.total - missing)
+        self.display.say(
+            f"{self.total - missing}/{self.total}  {job.task.name}  {job.variant.name}  "
+            f"seed {job.seed}:  {_said(result)}, {clock(left)} left"
+        )
 
 
 def _said(result: dict[str, Any]) -> str:

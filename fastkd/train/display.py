@@ -75,14 +75,16 @@ class Steadfast:
 
 
 @contextlib.contextmanager
-def new_console() -> Iterator[Console]:
+def new_console(plain: bool = False) -> Iterator[Console]:
     """Standard output, which may be closed at any time; only the first process has one.
+
+    A ``plain`` one has no bars even on a terminal, which several processes can't share.
 
     Raises:
         RunFailed: in the end, something could not be written.
     """
     stream: Any = Steadfast(sys.stdout)
-    yield Console(file=stream, quiet=not processes.first())
+    yield Console(file=stream, quiet=not processes.first(), force_terminal=False if plain else None)
     stream.finish()
 
 
@@ -185,15 +187,20 @@ class Track:
         self.display.progress.update(self.task, terms=terms)
         if not self.display.console.is_terminal and now - self.told >= LINE_EVERY:
             self.told = now
-            minutes, seconds = divmod(round(left), 60)
             self.display.say(
                 f"{self.title}  step {step}/{self.total}  {terms}  {rate:.3g} steps/s  "
-                f"{minutes}:{seconds:02} left"
+                f"{clock(left)} left"
             )
 
     def stop(self) -> None:
         """The training is over."""
         self.display.progress.remove_task(self.task)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, as in 4:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"
 
 
 def format_scores(values: Mapping[str, float]) -> str:

@@ -109,6 +109,7 @@ class Watch:
 
     ``evaluate()`` gives scores, of which ``main`` tells the best model; ``keep(entry, history)``
     is called when an evaluation is the best yet. Without ``every`` steps, each epoch is evaluated.
+    Evaluations are ``told`` in a line each.
     """
 
     evaluate: Callable[[], dict[str, float]]
@@ -118,6 +119,7 @@ class Watch:
     checkpoints: Checkpoints | None = None
     trackers: tuple[str, ...] = ()
     logs: Path | None = None
+    told: bool = True
 
     def better(self, new: float, old: float) -> bool:
         return new < old if self.main.startswith("mse") else new > old
@@ -238,6 +240,8 @@ class Watcher(TrainerCallback):
         # Logged only once the model is kept: what a checkpoint calls the best is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
+        if not self.watch.told:
+            return
         when = f"step {state.global_step}" if self.watch.every else f"epoch {entry['epoch']:g}"
         mark = "  (best so far)" if entry["best"] and self.watch.keep else ""
         self.display.say(

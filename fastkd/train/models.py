@@ -22,10 +22,11 @@ from transformers.utils import logging as transformers_logging
 
 from fastkd._extras import MissingExtra
 from fastkd.analysis.layers import Batches
+from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, layer_map, select_layers
-from fastkd.distill.methods import Method, from_preset, resolve
+from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
 from fastkd.train.data import Corpus, meaning
 from fastkd.train.errors import InputError, nearest
@@ -147,7 +148,9 @@ def load_teacher(
     names = _order(settings, corpus, config if fitting else None)
     _fit(config, names, tokenizer)
     set_seed(settings.seed)
-    options = {"dtype": torch.float32} if settings.finetune_teacher else {}  # see `assemble`
+    options = attention_for(settings.method, settings.attention)
+    if settings.finetune_teacher:
+        options["dtype"] = torch.float32  # see `assemble`
     teacher, fresh = _load_weights(
         "--teacher", name, settings.trust_remote_code, config=config, **options
     )
@@ -312,6 +315,7 @@ def make_student(
             str(teacher.path / STUDENT),
             AutoModelForSequenceClassification,
             settings.trust_remote_code,
+            **attention_for(settings.method, settings.attention),
         )
     if settings.student is not None:
         return _student_from_path(settings, settings.student, teacher.config, tokenizer)
@@ -368,7 +372,27 @@ def _student_from_path(
         )
     names = None if teacher.num_labels == 1 else [*(teacher.id2label or {}).values()]
     _fit(config, names, tokenizer)
-    return _load_weights("--student", name, settings.trust_remote_code, config=config)[0]
+    options = attention_for(settings.method, settings.attention)
+    return _load_weights("--student", name, settings.trust_remote_code, config=config, **options)[0]
+
+
+def method_class(name: str) -> type[Method]:
+    """The class called ``name`` on the command line: a method, a baseline, or one's own."""
+    if ":" not in name and name not in NAMES:
+        raise InputError(f"--method {name!r}; {nearest(name, NAMES)}")
+    if ":" in name and "" not in sys.path:
+        sys.path.append("")  # the console script, unlike python -m, doesn't look here
+    try:
+        return BASELINES.get(name) or resolve(name)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--method: {error}") from error
+
+
+def attention_for(method: str, asked: str | None) -> dict[str, Any]:
+    """How models are loaded for a method, by --attention or as attention maps need it."""
+    if asked is None and issubclass(method_class(method), AttentionMSE):
+        asked = "eager"
+    return {} if asked is None else {"attn_implementation": asked}
 
 
 def make_method(
@@ -381,12 +405,7 @@ def make_method(
 
     ``layers`` are the teacher layers that it compares, if it can and --set doesn't say which.
     """
-    if ":" in name and "" not in sys.path:
-        sys.path.append("")  # the console script, unlike python -m, doesn't look here
-    try:
-        kind = resolve(name)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"--method: {error}") from error
+    kind = method_class(name)
     known = list(inspect.signature(kind).parameters)
     for option in options:
         if option not in known:

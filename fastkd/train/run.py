@@ -36,6 +36,7 @@ from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.train.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
 from fastkd.train.models import (
     STUDENT,
+    attention_for,
     be_quiet,
     check_length,
     count,
@@ -350,7 +351,9 @@ def assemble(settings: Pairing, run: Run, selected: list[int] | None = None) -> 
     try:
         return Distiller(run.teacher, student, method, gather=settings.gather)
     except (TypeError, ValueError) as error:
-        raise InputError(f"--method {settings.method} with this student: {error}") from error
+        eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
+        message = f"--method {settings.method} with this student: {error}{eager}"
+        raise InputError(message) from error
 
 
 def _finetune(settings: Settings, out: Output, run: Run) -> None:
@@ -403,7 +406,8 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     watch = _watch(settings, out, run, out.student, student, report)
     history = run.distil(distiller, settings.method, **watch)
     run.display.say("scoring and timing the best student ...")
-    best: Any = type(student).from_pretrained(out.student)
+    attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
+    best: Any = type(student).from_pretrained(out.student, **attention)
     best.to(run.device)
     if run.test_rows:
         both = {"student": best}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastkd.distill.methods import METHODS
+from fastkd.distill.baselines import NAMES
 from fastkd.train.errors import InputError
 from fastkd.train.options import (
     check,
@@ -143,9 +143,13 @@ class Pairing(Source):
         "Which teacher layers: uniform, top, bottom, numbers such as 2,4,6, or select: those that "
         "differ most from the one before, which the method then compares as well.",
     )
-    method: str = option(
-        "fcd", f"One of {', '.join(METHODS)}, or your own as package.module:Class."
+    attention: str | None = model_option(
+        None,
+        "Attention of both models: eager keeps the maps that a method of your own may compare, as "
+        "tinybert has it without asking.",
+        choices=("eager", "sdpa"),
     )
+    method: str = option("fcd", f"One of {', '.join(NAMES)}, or your own as package.module:Class.")
     preset: str = option(
         "default",
         "Hyper-parameters to start from: default or paper.",

@@ -32,6 +32,7 @@ import fastkd
 from fastkd._extras import MissingExtra, require
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method
+from fastkd.distill.baselines import BASELINES
 from fastkd.distill.capture import Backbone
 from fastkd.train import loop, options, saving
 from fastkd.train.errors import InputError
@@ -422,6 +423,24 @@ def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
     distill(teacher=None, teacher_cache=cache, out=tmp_path / "cached")
     assert report_of(tmp_path / "cached")["compared_layers"] == [1, 4]
     assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_what_others_distil_with(distill, teacher, tmp_path, method):
+    student = {"student": teacher} if method == "tinybert" else {}
+    distill(method=method, epochs=1, **student)
+    report = report_of(tmp_path / "out")
+    terms = {"tinybert": "maps", "pkd": "patient", "distilbert": "cosine"}
+    assert report["history"][-1]["losses"][terms[method]] > 0
+    assert "--method 'tinybret'" in distill(method="tinybret", expect=2)
+
+
+def test_attention_maps_are_asked_for(distill, tmp_path):
+    own = {"method": "tests.distill.own_method:HiddenAndAttention", "epochs": 1}
+    error = distill(expect=2, **own)
+    assert "compares attention maps" in error and error.endswith("; pass --attention eager\n")
+    distill(attention="eager", **own)
+    assert report_of(tmp_path / "out")["history"][-1]["losses"]["maps"] > 0
 
 
 def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_path):

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from fastkd.cli import study as command
 from fastkd.cli.main import app
 from fastkd.distill import METHODS
+from fastkd.distill.baselines import BASELINES
 from fastkd.study import report, spec, work
-from fastkd.study.baselines import BASELINES
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
+from fastkd.train import display
 from fastkd.train.data import UNLABELLED
 from fastkd.train.display import new_console
 from fastkd.train.errors import InputError
@@ -121,7 +122,7 @@ def test_whole_study(root, finished):
     rows = {row["variant"]: row for row in csv.DictReader((out / "summary.csv").open())}
     assert list(rows) == ["labels", "fcd, alpha=0.1", "fcd, alpha=1.0", "MC3KD, top"]
     assert rows["labels"]["seeds"] == "2" and rows["labels"]["difference_mean"] == ""
-    assert "| labels |" in (out / "report.md").read_text()
+    assert "| labels " in (out / "report.md").read_text()
 
     before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
     study(write(root), out, seeds=3)
@@ -361,6 +362,61 @@ def test_a_run_whose_file_was_cut_off_is_made_again(root, finished):
     cut.write_text(cut.read_text()[:100])
     study(write(root), out)
     assert runs(out) == whole
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"run": {}, "scores": {}}'])
+def test_a_file_that_is_no_runs_is_made_again(root, finished, content):
+    out = shutil.copytree(finished[1], root / "out")
+    whole = runs(out)
+    next((out / "runs").glob("*.json")).write_text(content)
+    study(write(root), out)
+    assert runs(out) == whole
+
+
+def test_a_teacher_that_was_lost_is_made_again(root, finished):
+    """With all runs there, the report had no table."""
+    out = shutil.copytree(finished[1], root / "out")
+    before = (out / "summary.csv").read_text()
+    next(out.glob("teachers/*/fastkd.json")).write_text("[1]")
+    study(write(root), out)
+    assert (out / "summary.csv").read_text() == before
+
+
+def test_a_student_that_cannot_be_is_named_before_the_teacher_learns(root, monkeypatch):
+    monkeypatch.setattr(TaskWork, "make_teacher", None)
+    for methods, message in (
+        ("fcd = {teacher_layers = [2, 9]}", "9"),
+        ("fcd = {layers = [1]}", "fcd on one: "),
+    ):
+        with pytest.raises(InputError, match=message):
+            study(write(root, f"[methods]\n{methods}\n"), root / "out")
+    shared = SHARED.replace("student_layers = 2", "student_layers = 9")
+    with pytest.raises(InputError, match="student_layers 9: the teacher has only 4 layers"):
+        study(write(root, shared=shared), root / "out")
+
+
+def test_what_it_does_and_how_far_it_is_stands_in_lines(root, monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    words = ["study", str(write(root)), "--out", str(root / "out"), "--seeds", "1"]
+    lines = CliRunner().invoke(app, words).output.splitlines()
+    assert "one: fine-tuning the teacher, 4 steps of 8 rows" in lines
+    for start, end in (
+        ("one: teacher  step 4/4  loss", "left"),
+        ("one: teacher  accuracy 0.", "s)"),
+        ("one: labels, seed 0  step 3/3", "left"),
+        ("1/4  one  labels  seed 0:  accuracy", "left"),
+        ("4/4  one  MC3KD, top  seed 0:  accuracy", " 0:00 left"),
+    ):
+        found = [line for line in lines if line.startswith(start)]
+        assert found and found[0].endswith(end), (start, lines)
+
+
+def test_a_mistake_in_rows_names_the_field(root):
+    shared = SHARED.replace("[tasks.one]", "[tasks.one]\nno_header = true")
+    (root / "train.tsv").write_text("a\tb\tc\n")
+    with pytest.raises(InputError, match=r"tasks\.one of the study: .*text_column") as told:
+        study(write(root, shared=shared), root / "out")
+    assert "--" not in str(told.value)
 
 
 def test_a_process_that_dies_is_not_passed_over(root, finished, monkeypatch):

@@ -1,8 +1,5 @@
 """What others distil with, as methods: the rows that a table of losses is read against."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,7 +9,6 @@ from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
 from fastkd.distill.step import Step
-from fastkd.train.models import make_method
 
 
 class PKD(SoftTargets):
@@ -97,16 +93,5 @@ BASELINES: dict[str, type[Method]] = {
     "pkd": PKD,
     "distilbert": DistilBERT,
 }
+#: What commands know by a name.
 NAMES = (*METHODS, *BASELINES)
-
-
-def build(name: str, options: Mapping[str, Any]) -> Method:
-    """A method or a baseline by its name; ``options`` may have a ``preset``.
-
-    Raises:
-        InputError: an unknown name, or an option that it doesn't have.
-    """
-    kind = BASELINES.get(name)
-    rest = {option: value for option, value in options.items() if option != "preset"}
-    full = name if kind is None else f"{kind.__module__}:{kind.__name__}"
-    return make_method(full, rest, options.get("preset", "default"))
