@@ -28,6 +28,8 @@ def run(settings: StudySettings, console: Console) -> None:
     check_directory("--out", settings.out)
     if settings.runs is not None:
         check_directory("--runs", settings.runs)
+    if not number:
+        report.claim(settings.out)
     with stopping_at_once(), Display(console) as display:
         count = len(study.tasks) * len(study.variants) * len(study.seeds)
         display.say(

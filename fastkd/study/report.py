@@ -23,14 +23,19 @@ from fastkd.study.statistics import (
     Results,
     Row,
     Summary,
+    at_chance,
+    empty_classes,
     summarize,
 )
 from fastkd.study.task import TaskWork
 from fastkd.study.work import jobs, results
-from fastkd.train.saving import MARKER, read_json, write_file
+from fastkd.train.errors import InputError
+from fastkd.train.saving import MARKER, read_json, read_marker, write_file, write_json
 
 jinja2: Any = require("jinja2", "train")
 
+#: What a report consists of.
+FILES = ("report.html", "report.md", "summary.csv", "runs.csv", "forest.png", "curves.png")
 COLOURS = {ABOVE: "#1a7f37", BELOW: "#b42318"}
 HEADINGS = (
     "", "seeds", "score", "difference", "95% over seeds", "95% over rows", "p (Holm)",
@@ -73,6 +78,23 @@ img { max-width: 100%; margin: .5em 0 }
 """
 
 
+def claim(out: Path) -> None:
+    """Note in ``out`` that the report's files are ours.
+
+    Raises:
+        InputError: one of them is there, and isn't.
+    """
+    marker = read_marker(out) or {}
+    others = (MARKER,) if (out / MARKER).exists() and "study" not in marker else FILES
+    for name in others:
+        if (out / name).exists() and name not in marker.get("study", ()):
+            raise InputError(
+                f"--out {out} holds {name}, which `fastkd study` did not write; move it away, or "
+                "give another --out"
+            )
+    write_json(out / MARKER, {"study": FILES})
+
+
 def write(study: Study, runs: Path, out: Path) -> list[Summary]:
     """Write report.html, report.md, summary.csv, runs.csv and the pictures into ``out``."""
     tasks = {task.name: TaskWork(study, task, runs) for task in study.tasks}
@@ -112,7 +134,8 @@ def write(study: Study, runs: Path, out: Path) -> list[Summary]:
 HOW = (
     "Score: mean and standard deviation over the seeds, after the last step; no evaluation chose "
     "it. Differences are paired by seed. An interval over seeds is a t interval, uncorrected; "
-    "p is that t test's, corrected by Holm for the comparisons of its table. The interval over "
+    "p is that t test's, corrected by Holm for the comparisons of its table; where all seeds agree "
+    "on counted rows, their variance is taken to be that of rounding to a row. The interval over "
     "rows draws the test rows again, for scores of classes. Beyond noise means: p below 0.05, and "
     "an interval over rows without 0. Gap recovered is the share of the way from the baseline to "
     "the teacher. Seconds and MiB are a run's training and its peak above what the process had "
@@ -145,6 +168,7 @@ def told(summary: Summary) -> str:
         f"Teacher: {summary.metric} {summary.teacher_score:.4f}; {count['train']} training rows, "
         f"{count['held out']} held out."
     )
+    about += "".join(f" {warning}" for warning in warnings_of(summary))
     if failed := sum(row.failed for row in summary.rows):
         about += f" Failed runs: {failed}; runs.csv says why, and no mean has them."
     said = {row.verdict for row in summary.rows if row.difference is not None}
@@ -157,11 +181,27 @@ def told(summary: Summary) -> str:
     return f"{about} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
 
 
+def warnings_of(summary: Summary) -> list[str]:
+    """What makes a table say little: empty classes, a teacher or students that tell nothing."""
+    found = [
+        f"No {what} row is of class {', '.join(names)}."
+        for what, names in empty_classes(summary.teacher).items()
+        if names
+    ]
+    if at_chance(summary.teacher):
+        found.append("The teacher is at chance: its answers say nothing about the labels.")
+    if constant := [row.variant for row in summary.rows if row.constant]:
+        found.append(f"Students that give every row the same answer: {', '.join(constant)}.")
+    return found
+
+
 def cells(row: Row) -> list[str]:
     """A row of the table, in words; what can't be said is empty."""
     d, share, rows = row.difference, row.recovered, row.rows_interval
     return [
-        row.variant + (f" ({row.failed} failed)" if row.failed else ""),
+        row.variant
+        + (f" ({row.failed} failed)" if row.failed else "")
+        + (f" (one answer to all rows: {row.constant} seeds)" if row.constant else ""),
         str(row.seeds),
         _number(row.mean, ".4f") + (f" ± {row.spread:.4f}" if row.seeds > 1 else ""),
         "" if d is None else _number(d.mean, "+.4f"),
@@ -261,7 +301,7 @@ def flat(row: Row) -> dict[str, Any]:
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
         if field.name in ("difference", "recovered"):
-            value = value or Difference(*[math.nan] * 4)
+            value = value or Difference(math.nan, math.nan, math.nan, math.nan)
             found.update({f"{field.name}_{k}": v for k, v in dataclasses.asdict(value).items()})
         elif field.name == "rows_interval":
             low, high = value or (math.nan, math.nan)
@@ -320,7 +360,8 @@ def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
             assert d is not None
             if not math.isnan(d.low):
                 ax.plot([100 * d.low, 100 * d.high], [i, i], color=colour, linewidth=2)
-            ax.plot(100 * d.mean, i, "o", color=colour)
+            face = "white" if d.rounded else colour
+            ax.plot(100 * d.mean, i, "o", color=colour, markerfacecolor=face)
         ax.axvline(0, color="black", linewidth=0.8)
         base = next((r.mean for r in summary.rows if r.variant == study.baseline), math.nan)
         ax.axvline(100 * (summary.teacher_score - base), color="black", linestyle=":")
@@ -328,12 +369,23 @@ def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
         ax.set_xlabel(f"points of {summary.metric} above {study.baseline}", fontsize=8)
         ax.set_title(f"{summary.task} (dotted: teacher)", fontsize=9)
         ax.tick_params(labelsize=8)
-    figure.suptitle(f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise", fontsize=9)
+    how = f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise"
+    if any(row.difference and row.difference.rounded for s in summaries for row in s.rows):
+        how += "\nhollow: all seeds agree, and the bar is what rounding scores to one row allows"
+    figure.suptitle(how, fontsize=9)
     return _png(figure)
 
 
+def _widen(lines: list[Any]) -> None:
+    """Lines that run along later ones are wider, so that these don't hide them."""
+    points = [{*zip(*line.get_data(), strict=True)} for line in lines]
+    for i, line in enumerate(lines):
+        above = sum(len(points[i] & later) > 1 for later in points[i + 1 :])
+        line.set_linewidth(line.get_linewidth() + 2.5 * above)
+
+
 def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
-    """Mean score over seeds at every evaluation.
+    """Mean score over seeds at every evaluation; of lines that coincide the lower ones are wider.
 
     Runs of a budget in seconds differ in their steps: they are laid over each other.
     """
@@ -359,6 +411,7 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
             i = order.index(row.variant)
             look = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--", "marker": "."}
             ax.plot(at, np.mean(scores, 0), label=row.variant, **look)
+        _widen(ax.lines)
         ax.set_xlabel("step" if study.steps else "share of the steps")
         ax.set_title(f"{summary.task}: {summary.metric}", fontsize=9)
         ax.tick_params(labelsize=8)

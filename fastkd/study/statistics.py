@@ -29,12 +29,17 @@ ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: ca
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences over seeds, its interval, and the t test's p-value."""
+    """Mean of paired differences over seeds, its interval, and the t test's p-value.
+
+    ``rounded``: the seeds agree more closely than scores are counted, and the variance is that of
+    rounding.
+    """
 
     mean: float
     low: float
     high: float
     p: float
+    rounded: bool = False
 
 
 def paired(differences: Sequence[float], step: float = 0.0) -> Difference:
@@ -51,12 +56,13 @@ def paired(differences: Sequence[float], step: float = 0.0) -> Difference:
     mean, count = float(x.mean()), len(x)
     if count < 2:
         return Difference(mean, math.nan, math.nan, math.nan)
-    error = math.sqrt(max(float(x.var(ddof=1)), step**2 / 6) / count)
+    variance, least = float(x.var(ddof=1)), step**2 / 6
+    error = math.sqrt(max(variance, least) / count)
     reach = error * float(stats.t.ppf((1 + LEVEL) / 2, count - 1))
     if error == 0:
         return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0)
     p = 2 * float(stats.t.sf(abs(mean) / error, count - 1))
-    return Difference(mean, mean - reach, mean + reach, p)
+    return Difference(mean, mean - reach, mean + reach, p, variance < least)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -144,6 +150,7 @@ class Row:
     rccc: float
     intra_class_similarity: float
     failed: int = 0
+    constant: int = 0  # seeds whose student gives every row the same answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,12 +249,48 @@ def _means(runs: list[Mapping[str, Any]], metric: str) -> dict[str, Any]:
     scores = [run["scores"][metric] for run in runs]
     return {
         "seeds": len(runs),
+        "constant": sum(len(set(run["predictions"])) == 1 for run in runs),
         "mean": mean(scores),
         "spread": float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan,
         "seconds": mean([run["measured"]["seconds"] for run in runs]),
         "peak_bytes": mean([run["measured"]["peak_bytes"] for run in runs]),
         "rccc": mean([run["rccc"] for run in runs]),
         "intra_class_similarity": mean([run.get("intra_class_similarity") for run in runs]),
+    }
+
+
+def at_chance(teacher: Mapping[str, Any]) -> bool:
+    """Whether a teacher's answers on the held-out rows can't be told from any that ignore them.
+
+    Classes by a chi-squared test of answers and labels and the sign of their correlation, numbers
+    by the test of Pearson's.
+    """
+    labels, answers = (np.asarray(teacher.get(name, ())) for name in ("labels", "predictions"))
+    if not answers.size:  # a file of an older version
+        return False
+    if len(set(answers.tolist())) == 1 or len(set(labels.tolist())) == 1:
+        return True
+    if teacher["classes"] is None:
+        found = stats.pearsonr(answers, labels)
+        return bool(found.statistic <= 0 or found.pvalue >= 1 - LEVEL)
+    count = len(teacher["classes"])
+    table = np.bincount(labels.astype(int) * count + answers.astype(int), minlength=count**2)
+    table = table.reshape(count, count)
+    there = table[np.ix_(table.sum(1) > 0, table.sum(0) > 0)]
+    p = stats.chi2_contingency(there, correction=False).pvalue
+    return bool(of_confusion("mcc", table[None].astype(float))[0] <= 0 or p >= 1 - LEVEL)
+
+
+def empty_classes(teacher: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The classes without rows to train on, and those without rows that are held out."""
+    names = teacher["classes"]
+    counts = {"training": teacher.get("rows_of_classes")}
+    if names is not None:
+        counts["held-out"] = np.bincount(teacher["labels"], minlength=len(names)).tolist()
+    return {
+        what: [name for name, rows in zip(names, found, strict=True) if not rows]
+        for what, found in counts.items()
+        if names is not None and found is not None
     }
 
 

@@ -14,6 +14,8 @@ from fastkd.study.statistics import (
     ALIKE,
     BELOW,
     UNKNOWN,
+    at_chance,
+    empty_classes,
     holm,
     of_confusion,
     paired,
@@ -197,3 +199,36 @@ def test_a_failed_run_is_an_empty_cell():
     (summary,) = summarize(study(("labels", "bad"), 2), results, {"t": TEACHER})
     assert cells(summary.rows[0])[:3] == ["labels (2 failed)", "0", ""]
     assert "Noise can't be told yet" in told(summary)
+
+
+def test_what_says_little_is_marked():
+    names = {"labels": 0.7, "always no": 0.5}
+    results = {("t", name, seed): run(x, seed) for name, x in names.items() for seed in range(2)}
+    for seed in range(2):
+        results["t", "always no", seed]["predictions"] = [0] * 1000
+    teacher = {**TEACHER, "classes": ["no", "yes", "perhaps"], "rows_of_classes": [6, 0, 4]}
+
+    def summary(answers):
+        found = {"t": {**teacher, "predictions": answers}}
+        return summarize(study(names, 2), results, found)[0]
+
+    words = told(summary(predictions(0.9, 3)))
+    assert "No training row is of class yes." in words
+    assert "No held-out row is of class perhaps." in words
+    assert "give every row the same answer: always no." in words
+    assert "chance" not in words
+    assert cells(summary(LABELS).rows[1])[0] == "always no (one answer to all rows: 2 seeds)"
+    guesses = np.random.default_rng(0).integers(0, 2, 1000).tolist()
+    for answers in ([1] * 1000, guesses, [1 - x for x in LABELS]):
+        assert "The teacher is at chance" in told(summary(answers))
+
+
+@pytest.mark.parametrize("sign, chance", [(1, False), (-1, True), (0, True)])
+def test_a_teacher_of_numbers_at_chance(sign, chance):
+    numbers = np.random.default_rng(0).normal(size=(2, 100))
+    teacher = {
+        "labels": numbers[0].tolist(),
+        "predictions": (sign * numbers[0] + 0.1 * abs(sign) * numbers[1]).tolist(),
+        "classes": None,
+    }
+    assert at_chance(teacher) == chance and empty_classes(teacher) == {}

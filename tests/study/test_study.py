@@ -382,6 +382,18 @@ def test_a_teacher_that_was_lost_is_made_again(root, finished):
     assert (out / "summary.csv").read_text() == before
 
 
+@pytest.mark.parametrize("name", [*report.FILES, "fastkd.json"])
+def test_files_of_others_are_not_replaced(root, finished, name):
+    out = root / "out"
+    out.mkdir()
+    (out / name).write_text("mine")
+    with pytest.raises(InputError, match=f"{name}, which `fastkd study` did not write"):
+        study(write(root), out)
+    assert (out / name).read_text() == "mine" and len(list(out.iterdir())) == 1
+    shutil.copytree(finished[1], root / "ours")
+    study(write(root), root / "ours")
+
+
 def test_a_student_that_cannot_be_is_named_before_the_teacher_learns(root, monkeypatch):
     monkeypatch.setattr(TaskWork, "make_teacher", None)
     for methods, message in (
@@ -485,6 +497,33 @@ def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
     assert set(colours) == {"teacher", *(variant.name for variant in found.variants)}
     for ax in figure.axes:
         assert all(colours[line.get_label()] == line.get_color() for line in ax.lines)
+
+
+def test_pictures_say_what_would_be_hidden(root, finished, monkeypatch):
+    """Lines that coincide, and bars of seeds that agree."""
+    found = spec.read(StudySettings(spec=write(root)))
+    names = [variant.name for variant in found.variants]
+    results = {}
+    for i, (name, seed) in enumerate(itertools.product(names, found.seeds)):
+        last = 0.5 if name != names[-1] else 0.6 + 0.1 * seed
+        results["one", name, seed] = {
+            "history": [{"step": n, "scores": {"accuracy": x}} for n, x in ((1, 0.4), (2, last))],
+            "scores": {"accuracy": last},
+            "predictions": [0] * 23 + [i % 2],
+            "rccc": 0.5,
+            "measured": {"seconds": 1.0, "peak_bytes": None},
+        }
+    teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
+    summaries = report.summarize(found, results, {"one": teacher})
+    monkeypatch.setattr(report, "_png", lambda figure: figure)
+    (ax,) = report._curves(found, summaries, results).axes
+    widths = [line.get_linewidth() for line in ax.lines[1:]]
+    assert widths[0] > widths[1] > widths[2] == widths[3]
+    figure = report._forest(found, summaries, results)
+    assert "hollow: all seeds agree" in figure.get_suptitle()
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    hollow = [line.get_markerfacecolor() == "white" for line in dots]
+    assert hollow == [True, True, False]
 
 
 def test_the_papers_values_by_name(root):
