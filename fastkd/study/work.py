@@ -173,6 +173,8 @@ def work(study: Study, out: Path, display: Display) -> None:
             continue
         try:
             if not _done(job):
+                tasks[job.task.name].make_teacher()  # or waits for who makes it
+                tally.begin()
                 result = {
                     "run": job.identity,
                     **tasks[job.task.name].train(job.variant, job.seed),
@@ -191,9 +193,13 @@ class Tally:
     def __init__(self, listed: list[Job], display: Display):
         self.missing = [job for job in listed if not _done(job)]
         self.most, self.total = len(self.missing), len(listed)
-        self.display, self.began = display, time.perf_counter()
+        self.display, self.began = display, 0.0
         self.track = display.track("runs")
         self.track.start(self.total - self.most, self.total)
+
+    def begin(self) -> None:
+        """A run begins; the first one starts the clock."""
+        self.began = self.began or time.perf_counter()
 
     def tell(self, job: Job, result: dict[str, Any]) -> None:
         """Say that ``job`` is done."""
