@@ -188,6 +188,8 @@ def warnings_of(summary: Summary) -> list[str]:
         for what, names in empty_classes(summary.teacher).items()
         if names
     ]
+    if (summary.labelled or math.inf) < len(summary.teacher["classes"] or ()):
+        found.append(f"With {summary.labelled} labels not every class has one.")
     if at_chance(summary.teacher):
         found.append("The teacher is at chance: its answers say nothing about the labels.")
     if constant := [row.variant for row in summary.rows if row.constant]:

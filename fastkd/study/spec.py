@@ -351,7 +351,8 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         source = None
     else:
         own.pop("rows", None)
-        sources = {field.name for field in dataclasses.fields(Source)}
+        # The head of a study's teacher is new.
+        sources = {field.name for field in dataclasses.fields(Source)} - {"label_order"}
         for field in rest:
             if field not in sources:
                 known = sorted({*sources - {"evals"}, "eval", "docstrings", *OWN_TASK_FIELDS})

@@ -161,6 +161,7 @@ class Summary:
     metric: str
     teacher: Mapping[str, Any]
     rows: tuple[Row, ...]
+    labelled: int | None = None  # rows that a student sees with labels
 
     @property
     def teacher_score(self) -> float:
@@ -185,7 +186,8 @@ def summarize(study: Study, results: Results, teachers: Mapping[str, Any]) -> li
         }
         runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
         if teacher is not None and runs:
-            found.append(_table(study, task.name, runs, teacher))
+            table = _table(study, task.name, runs, teacher)
+            found.append(dataclasses.replace(table, labelled=task.labelled))
     return found
 
 

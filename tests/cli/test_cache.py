@@ -137,6 +137,8 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
     assert "holds something else" in call("cache", tmp_path / "mine", expect=2)
     bare = make_teacher(tmp_path / "bare", head=False)
     assert "no classification head" in call("cache", tmp_path / "x", teacher=bare, expect=2)
+    error = call("cache", tmp_path / "x", method="tinybert", expect=2)
+    assert "--method tinybert: AttentionMSE compares attention maps" in error
     assert not (tmp_path / "x").exists()
 
 

@@ -1,5 +1,6 @@
 """What exceeds noise: on data whose truth is known."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -216,7 +217,9 @@ def test_what_says_little_is_marked():
     assert "No training row is of class yes." in words
     assert "No held-out row is of class perhaps." in words
     assert "give every row the same answer: always no." in words
-    assert "chance" not in words
+    assert "chance" not in words and "labels not" not in words
+    few = dataclasses.replace(summary(LABELS), labelled=2)
+    assert "With 2 labels not every class has one." in told(few)
     assert cells(summary(LABELS).rows[1])[0] == "always no (one answer to all rows: 2 seeds)"
     guesses = np.random.default_rng(0).integers(0, 2, 1000).tolist()
     for answers in ([1] * 1000, guesses, [1 - x for x in LABELS]):

@@ -304,6 +304,7 @@ def test_mistakes_in_fields_are_named(root, line, message):
         ("docstrings = true", "docstrings and eval"),
         ("rows = 5", "rows must be two whole numbers"),
         ("train = 5", "train must be a path"),
+        ('label_order = "1,0"', "tasks.one has no field 'label_order'"),
         ('max_train_rows = "x"', "max_train_rows must be int"),
         ('unlabelled = "train.tsv"', "labelled and unlabelled exclude each other"),
     ],
