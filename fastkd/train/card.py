@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._extras import require
+from fastkd.train.display import compared
 
 CARD = "README.md"
 FILES = {"evaluation": "evals", "test": "test"}  # the options that may name what was scored
@@ -15,7 +16,7 @@ TEXT = """---
 
 A student of {layers} layers and {parameters:,} parameters, made by fastkd {version}:
 {made}
-`{teacher}`: {smaller:.1f} times smaller{faster}.
+`{teacher}`: {smaller}{faster}.
 
 | | {headings} |
 |---|{rules}|
@@ -28,7 +29,7 @@ Rows: {rows}. {labels}
 from transformers import pipeline
 
 classify = pipeline("text-classification", "{directory}")
-print(classify("..."))
+print(classify({example}))
 ```
 
 Every option, the loss terms of every epoch and fingerprints of the data are in `fastkd.json`.
@@ -75,7 +76,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         version=report["fastkd"],
         made=_made(settings["method"]),
         teacher=teacher,
-        smaller=size["teacher"] / size["student"],
+        smaller=compared(size["teacher"] / size["student"], "smaller", "larger"),
         faster=_faster(seconds),
         headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
         rules="---:|" * (len(columns) - 1) + "---:",
@@ -84,6 +85,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
         labels=f"Classes: {', '.join(names)}." if names else "It predicts a number.",
         directory=Path(directory).name,
+        example='{"text": "...", "text_pair": "..."}' if report["paired"] else '"..."',
     )
     (directory / CARD).write_text(text, encoding="utf-8")
 
@@ -102,4 +104,4 @@ def _faster(seconds: dict[str, float]) -> str:
     if "teacher" not in seconds:  # it was not there
         return ""
     times = seconds["teacher"] / seconds["student"]
-    return f", {times:.1f} times faster on the machine that trained it"
+    return f", {compared(times, 'faster', 'slower')} on the machine that trained it"

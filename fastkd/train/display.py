@@ -203,6 +203,11 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}"
 
 
+def compared(ratio: float, more: str, less: str) -> str:
+    """So many times ``more``, such as faster; a ratio below 1 is one above of ``less``."""
+    return f"{ratio:.1f} times {more}" if ratio >= 1 else f"{1 / ratio:.1f} times {less}"
+
+
 def format_scores(values: Mapping[str, float]) -> str:
     """`name 0.123` for every value."""
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -30,7 +30,7 @@ from fastkd.distributed import world_size
 from fastkd.train import data, processes, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.data import Corpus
-from fastkd.train.display import Display, format_scores, say
+from fastkd.train.display import Display, compared, format_scores, say
 from fastkd.train.errors import InputError
 from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.train.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
@@ -385,7 +385,8 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     teacher_scores = _teacher_scores(run, out)
     if any(map(math.isnan, teacher_scores.values())):
         raise InputError(f"--teacher {settings.teacher}: its outputs are not finite")
-    run.display.say(f"teacher:  {format_scores(teacher_scores)}")
+    if teacher_scores:  # a cache may not have those of these rows
+        run.display.say(f"teacher:  {format_scores(teacher_scores)}")
     selected = None
     if settings.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(settings, run))
@@ -401,6 +402,7 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
         "teacher_layers": _made_of(settings, run, selected),
         "labels": run.corpus.names,
         "f1_of": run.corpus.positive,
+        "paired": run.corpus.train.paired,
         "teacher": teacher_scores,
     }
     watch = _watch(settings, out, run, out.student, student, report)
@@ -502,31 +504,39 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     for heading in ("", "parameters", "MiB", "ms a batch"):
         table.add_column(heading, justify="right" if heading else "left")
     for prefix, scores in sets.items():
-        for name in scores.get("student", {}):
+        for name in _metrics(scores):
             table.add_column(prefix + name, justify="right")
     for name in ("teacher", "student"):
         milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
-        scores = (f"{x:.4f}" for found in sets.values() for x in found.get(name, {}).values())
+        # A cache may have scored its teacher by other metrics than the student's.
+        scores = (found.get(name, {}).get(k) for found in sets.values() for k in _metrics(found))
         table.add_row(
             name,
             f"{report['parameters'][name]:,}",
             f"{report['bytes'][name] / 2**20:.1f}",
             "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
-            *scores,
+            *("" if x is None else f"{x:.4f}" for x in scores),
         )
     console.print(table)
     seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
+    sizes = report["parameters"]
     faster = ""
     if "teacher" in batch:
-        faster = f"{batch['teacher'] / batch['student']:.1f} times faster and "
+        times = batch["teacher"] / batch["student"]
+        faster = f"{compared(times, 'faster', 'slower')} and "
     say(
         console,
         f"the student is {faster}"
-        f"{report['parameters']['teacher'] / report['parameters']['student']:.1f} times smaller\n"
+        f"{compared(sizes['teacher'] / sizes['student'], 'smaller', 'larger')}\n"
         f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",
     )
+
+
+def _metrics(scores: dict[str, Any]) -> list[str]:
+    """The columns of a set of rows, by the metrics of the student."""
+    return list(scores.get("student", {}))
 
 
 def save_model(

@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from fastkd.train import display
+from fastkd.train.card import write_card
 from fastkd.train.display import Display, Steadfast, new_console, say
 from fastkd.train.errors import RunFailed
+from fastkd.train.run import show
 from tests.cli.launched import Launch, command
 from tests.tiny import make_teacher, words_of, write_tsv
 
@@ -113,3 +115,44 @@ def without_a_reader(words):
     os.close(reader)
     os.dup2(pipe, 1)
     command(words)
+
+
+def report_with(**changes):
+    """What `show` and the model card read of a report."""
+    return {
+        "fastkd": "0", "settings": {"teacher": "./t", "task": None, "data": None, "method": "fcd",
+                                    "evals": "dev.tsv", "test": None},
+        "rows": {"train": 4}, "layers": 2, "labels": ["no", "yes"], "paired": False,
+        "parameters": {"teacher": 10, "student": 20}, "bytes": {"teacher": 10, "student": 20},
+        "seconds_a_batch": {"teacher": 0.6, "student": 1.0}, "seconds": {"training": 1, "total": 2},
+        "best": {"epoch": 1.0, "losses": {"loss": 1.0}}, "teacher": {"accuracy": 0.9},
+        "student": {"mcc": 0.25, "accuracy": 0.5}, **changes,
+    }  # fmt: skip
+
+
+def test_scores_stand_under_their_names(tmp_path):
+    """A cache that scored its teacher by accuracy alone had it stand under mcc."""
+    file = io.StringIO()
+    test = {"student": {"mcc": 0.75, "accuracy": 0.125}}
+    show(report_with(test=test), tmp_path, Console(file=file, width=120))
+    (teacher,) = (line for line in file.getvalue().splitlines() if line.startswith("  teacher"))
+    (student,) = (line for line in file.getvalue().splitlines() if line.startswith("  student"))
+    assert [student.split()[-4:], teacher.split()[-1]] == [
+        ["0.2500", "0.5000", "0.7500", "0.1250"], "0.9000"
+    ]  # fmt: skip
+    assert teacher.index("0.9000") == student.index("0.5000")
+
+
+def test_what_is_slower_and_larger_is_called_so(tmp_path):
+    file = io.StringIO()
+    show(report_with(), tmp_path, Console(file=file, width=120))
+    assert "the student is 1.7 times slower and 2.0 times larger" in file.getvalue()
+    write_card(tmp_path, report_with())
+    card = (tmp_path / "README.md").read_text()
+    assert "2.0 times larger, 1.7 times slower on the machine" in card
+    assert 'classify("...")' in card
+
+
+def test_the_card_of_a_pair_task_shows_two_texts(tmp_path):
+    write_card(tmp_path, report_with(paired=True))
+    assert 'classify({"text": "...", "text_pair": "..."})' in (tmp_path / "README.md").read_text()
