@@ -64,7 +64,7 @@ def write(settings: CacheSettings, console: Console) -> None:
         processes.by_first(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
         distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
-        scores = run.score(run.teacher)
+        scores = run.judge(run.teacher, "teacher")
         own = _batches(run, settings.batch_size, processes.rank(), world_size())
         with processes.agreed(), saving(out), autocast(run.plan):
             try:

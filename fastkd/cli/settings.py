@@ -132,7 +132,7 @@ class UseSettings(ColumnOptions):
     precision: str = precision()
     device: str = device()
     trust_remote_code: bool = remote_code()
-    out: Path | None = option(None, "File for the result: .json, .jsonl or .tsv.")
+    out: Path | None = option(None, "File for the result: .tsv, .csv, .json or .jsonl.")
     overwrite: bool = option(False, "Replace the file in --out.")
 
 
@@ -144,6 +144,11 @@ class EvaluateSettings(UseSettings):
         None,
         "Score to compute as well.",
         choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
+    )
+    label_order: str | None = option(
+        None,
+        "The data's labels in the order of the model's classes, where names don't tell.",
+        metavar="NAME,NAME",
     )
 
 

@@ -4,6 +4,7 @@ import csv
 import inspect
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from fastkd._extras import require
 from fastkd.cli.settings import EvaluateSettings, UseSettings
-from fastkd.train.data import file_columns, read_file, to_classes, to_reals, unlabelled
+from fastkd.train.data import (
+    file_columns,
+    holds_text,
+    read_file,
+    to_classes,
+    to_reals,
+    unlabelled,
+    with_labels,
+    without,
+)
 from fastkd.train.display import format_scores, say
 from fastkd.train.errors import InputError, RunFailed, nearest
 from fastkd.train.files import check_file, first_row
@@ -56,8 +66,9 @@ class Use:
         torch.nn.Module.to(self.model, device).eval()
 
     def read(self, labelled: bool) -> Rows:
-        """The rows of --data."""
-        rows = read_file(self.settings.data, self._columns(labelled), "--data")
+        """The rows of --data; without labels also those without text."""
+        columns = self._columns(labelled)
+        rows = read_file(self.settings.data, columns, "--data", every=not labelled)
         return rows if labelled else unlabelled(rows, regression=self.names is None)
 
     def _columns(self, labelled: bool) -> Columns:
@@ -177,8 +188,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
             known = nearest(settings.metric, possible)
             raise InputError(f"--metric {settings.metric} doesn't score this model; {known}")
         metrics = tuple(dict.fromkeys((settings.metric, *metrics)))
-    rows = use.read(labelled=True)
-    rows = to_reals(rows) if use.names is None else to_classes(rows, use.names)
+    rows = _labelled(use, settings, console)
     scores = score(metrics, *use.logits(rows), use.positive)
     say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
@@ -190,31 +200,87 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     return scores
 
 
+def _labelled(use: Use, settings: EvaluateSettings, console: Console) -> Rows:
+    """The rows of --data with the model's labels; how these were read, and what has none, is said.
+
+    Raises:
+        InputError: --label-order doesn't fit the model's classes.
+    """
+    rows, names = use.read(labelled=True), use.names
+    order = None
+    if settings.label_order is not None:
+        order = [name.strip() for name in settings.label_order.split(",")]
+        if names is None or len(set(order)) != len(order) or len(order) != len(names):
+            has = "it predicts a number" if names is None else f"they are {', '.join(names)}"
+            raise InputError(
+                f"--label-order {settings.label_order}: must name the data's label for each class "
+                f"of the model, and {has}"
+            )
+    if names is None:
+        return to_reals(rows)
+    rows, bare = with_labels(rows)
+    if bare is not None:
+        say(console, without(rows, bare))
+    rows, reading = to_classes(rows, names, order)
+    if reading:
+        say(console, reading)
+    return rows
+
+
 def predict(settings: UseSettings, console: Console) -> None:
-    """Print a line for each row, or write them to --out."""
+    """Print a line for each row, or write them to --out; one without text gets no answer."""
     use = Use(settings)
     rows = use.read(labelled=False)
-    logits, _ = use.logits(rows)
-    if use.names is None:
-        found: list[dict[str, Any]] = [{"value": float(value)} for value in logits[:, 0]]
-    else:
-        shares = torch.from_numpy(logits).double().softmax(-1)
-        found = [
-            {"label": use.names[int(row.argmax())], "probability": round(float(row.max()), 6)}
-            for row in shares
-        ]
+    full = [i for i, texts in enumerate(rows.both_texts()) if holds_text(*texts)]
+    if not full:
+        raise InputError(f"--data {settings.data}: no row holds text")
+    logits, _ = use.logits(rows if len(full) == len(rows) else rows.select(full))
+    answers = dict(zip(full, _answers(logits, use.names), strict=True))
+    nothing = dict.fromkeys(next(iter(answers.values())))
+    texts = ("number", "text", *("pair",) * rows.paired)
+    found = [
+        {**dict(zip(("row", *texts[1:]), row, strict=True)), **answers.get(i, nothing)}
+        for i, row in enumerate(rows.columns(*texts))
+    ]
+    empty = len(rows) - len(full)
     kind = ".tsv" if settings.out is None else settings.out.suffix
     text = FORMATS[kind](found)
     if settings.out is None:
         console.file.write(text)
     else:
         write_file(settings.out, text)
-        say(console, f"{len(rows)} rows: {settings.out}")
+        bare = f", {empty} of them without text" if empty else ""
+        say(console, f"{len(rows)} rows{bare}: {settings.out}")
+
+
+def _answers(logits: np.ndarray, names: list[str] | None) -> list[dict[str, Any]]:
+    """The columns of each row's answer."""
+    if names is None:
+        return [{"value": float(value)} for value in logits[:, 0]]
+    shares = torch.from_numpy(logits).double().softmax(-1)
+    heads = [f"P({name})" for name in names]
+    return [
+        {
+            "label": names[int(row.argmax())],
+            **{head: round(float(x), 6) for head, x in zip(heads, row, strict=True)},
+        }
+        for row in shares
+    ]
 
 
 def _tsv(found: list[dict[str, Any]]) -> str:
+    """Unquoted, as `fastkd` reads it: what separates cells and rows is a space within a text."""
+    table = ([*found[0]], *(row.values() for row in found))
+    return "".join("\t".join(map(_cell, row)) + "\n" for row in table)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
+
+
+def _csv(found: list[dict[str, Any]]) -> str:
     lines = io.StringIO()
-    writer = csv.DictWriter(lines, list(found[0]), delimiter="\t", lineterminator="\n")
+    writer = csv.DictWriter(lines, list(found[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(found)
     return lines.getvalue()
@@ -222,6 +288,7 @@ def _tsv(found: list[dict[str, Any]]) -> str:
 
 FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     ".tsv": _tsv,
+    ".csv": _csv,
     ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
     ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
 }

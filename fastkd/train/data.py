@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,10 @@ class Corpus:
     unlabelled: Rows | None = None
     #: The class whose F1 is a score, where there are two: the data's second.
     positive: int = 1
+    #: Lines to be read: how many rows are marked as having no label, ...
+    without_labels: tuple[str, ...] = ()
+    #: ... and how numbers were read as the classes of a head.
+    reading: str = ""
 
     def place(self, index: int) -> tuple[str, int]:
         """Source and number of a row to train on, the unlabelled ones behind the others."""
@@ -76,27 +80,33 @@ class Corpus:
         return 1 if self.names is None else len(self.names)
 
 
-def read_file(path: Path, columns: Columns, option: str) -> Rows:
+def read_file(path: Path, columns: Columns, option: str, every: bool = False) -> Rows:
     """Read and check the rows of a file, see `fastkd.train.files`; messages name ``option``.
 
-    Without a label column they have no labels.
+    Without a label column they have no labels. A row without text is an error, unless ``every``
+    one is wanted.
     """
 
     def rows() -> Iterator[dict[str, Any]]:
         settled = None
-        for number, record in records(path, columns.header, option):
+        for number, record in records(path, columns.header, option, every):
             settled = settled or _settle_columns(columns, record, str(path))
             where = f"{path}, row {number}"
             row = _checked(record, settled, where, number)
-            if not row["text"].strip() and not row.get("pair", "").strip():
+            if not every and not holds_text(row["text"], row.get("pair", "")):
                 raise InputError(f"{where}: column {settled.text!r} is empty")
             yield row
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")
 
     check_file(path, option)
-    parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr(columns))
+    parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
     return stored(str(path), rows, parts, columns.pair is not None, columns.label is not None)
+
+
+def holds_text(*texts: str) -> bool:
+    """Whether there is anything to read in them."""
+    return any(text.strip() for text in texts)
 
 
 def _checked(record: dict, columns: Columns, where: str, number: int) -> dict[str, Any]:
@@ -284,18 +294,39 @@ def _whole_numbers(names: Iterable[str]) -> bool:
     return all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
 
 
-def to_classes(rows: Rows, names: Sequence[str]) -> Rows:
-    """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves."""
+def with_labels(rows: Rows) -> tuple[Rows, Rows | None]:
+    """The rows that have a class, and those that -100 marks as having none."""
+    bare = [i for i, (_, label) in enumerate(rows.raw_labels()) if _as_number(label) == UNLABELLED]
+    if not bare:
+        return rows, None
+    if len(bare) == len(rows):
+        raise InputError(f"{rows.source}: no row has a label, all are {UNLABELLED}")
+    return rows.select(sorted(set(range(len(rows))).difference(bare))), rows.select(bare)
+
+
+def to_classes(
+    rows: Rows, names: Sequence[str], order: Sequence[str] | None = None
+) -> tuple[Rows, str]:
+    """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves.
+
+    Those that ``order`` names are the classes in its order. How numbers were read is a line, else
+    empty.
+    """
+    if order is not None:
+        names = order
     exact = {name: i for i, name in enumerate(names)}
     meanings = [meaning(name) for name in names]
     meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
-    numbered = _whole_numbers({_as_name(label) for _, label in rows.raw_labels()})
+    numbered = order is None and not _whole_numbers(names)
+    numbered = numbered and _whole_numbers({_as_name(label) for _, label in rows.raw_labels()})
+    as_ids: set[int] = set()
 
     def find(number: int, label: Any) -> int:
         name = _as_name(label)
         found = exact.get(name, meant.get(meaning(name)))
-        if found is None and numbered and not _whole_numbers(names) and 0 <= int(name) < len(names):
+        if found is None and numbered and 0 <= int(name) < len(names):
             found = int(name)
+            as_ids.add(found)
         if found is None:
             raise InputError(
                 f"{rows.source}, row {number}: label {name!r:.60} is no class of the model; "
@@ -303,9 +334,39 @@ def to_classes(rows: Rows, names: Sequence[str]) -> Rows:
             )
         return found
 
-    return rows.labelled((find(*row) for row in rows.raw_labels()), int)
+    found = rows.labelled((find(*row) for row in rows.raw_labels()), int)
+    return found, read_as_ids({i: str(i) for i in sorted(as_ids)}, names, rows.source)
 
 
+def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> str:
+    """How numbered ``labels`` are read as the classes ``names`` of a head, by id; a line.
+
+    Raises:
+        InputError: such classes are usually numbered the other way round.
+    """
+    if not labels or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+        return ""
+    place = {meaning(name): i for i, name in enumerate(names)}
+    for low, high in USUAL_ORDER:
+        if place.get(low, -1) > place.get(high, len(names)):
+            raise InputError(
+                f"{where}: label {place[high]} is the model's class {names[place[high]]!r} by its "
+                f"number, and {names[place[low]]!r} as such labels are usually numbered; pass "
+                f"--label-order with the data's labels in the model's order ({', '.join(names)})"
+            )
+    shown = [f"{label} is {names[i]!r}" for i, label in labels.items()][:MOST_CLASSES_SHOWN]
+    return f"labels are read as numbers of the model's classes: {', '.join(shown)}"
+
+
+# Meanings of which the first has the smaller number in GLUE and wherever numbers are a scale.
+USUAL_ORDER = (
+    ("negative", "positive"),
+    ("no", "yes"),
+    ("unacceptable", "acceptable"),
+    ("notequivalent", "equivalent"),
+    ("entailment", "notentailment"),
+    ("entailment", "contradiction"),
+)
 # Words that mean the same class.
 SYNONYMS = {
     word: group[0]
@@ -370,11 +431,17 @@ def load(source: Source) -> Corpus:
     anything = source.labels == "classes" or declared is not None
     if source.test is not None:
         evals[TEST] = read_file(source.test, file_columns(source, task, source.test), "--test")
+    rest, bare = None, ()
+    if not regression and not anything:
+        (train, rest), *others = map(with_labels, (train, *evals.values()))
+        evals = {name: rows for name, (rows, _) in zip(evals, others, strict=True)}
+        bare = tuple(without(*pair) for pair in ((train, rest), *others) if pair[1] is not None)
     train, evals, names = encode(train, evals, regression, declared, anything)
-    test, more = evals.pop(TEST, None), None
+    test, more = evals.pop(TEST, None), rest
     if source.unlabelled is not None:
         columns = file_columns(source, task, source.unlabelled, labelled=False)
-        more = unlabelled(read_file(source.unlabelled, columns, "--unlabelled"), regression)
+        more = read_file(source.unlabelled, columns, "--unlabelled")
+        more = more if rest is None else rest.followed_by(more)
     return Corpus(
         train.sample(source.max_train_rows, source.seed),
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
@@ -382,8 +449,15 @@ def load(source: Source) -> Corpus:
         _metrics(source.metric, task, regression),
         declared is not None or _whole_numbers(names or ()),
         test,
-        more,
+        None if more is None else unlabelled(more, regression),
+        without_labels=bare,
     )
+
+
+def without(labelled: Rows, rest: Rows) -> str:
+    """How many rows have no label, a line."""
+    count, total = len(rest), len(labelled) + len(rest)
+    return f"{rest.source}: {count} of {total} rows have no label ({UNLABELLED})"
 
 
 def unlabelled(rows: Rows, regression: bool) -> Rows:
@@ -440,6 +514,7 @@ def _metrics(wanted: str | None, task: Task | None, regression: bool) -> tuple[s
 
 def describe(corpus: Corpus) -> Iterator[str]:
     """What the rows hold, and what looks like a mistake in them: lines to be read."""
+    yield from corpus.without_labels
     if corpus.names is not None:
         names, train = corpus.names, _counts(corpus.train)
         evals = sum(map(_counts, corpus.evals.values()), Counter())

@@ -30,13 +30,19 @@ Lines = Iterator[tuple[int, str]]
 Records = Iterator[tuple[int, dict[str, Any]]]
 
 
-def records(path: Path, header: bool, option: str) -> Records:
-    """The rows of ``path``, the file given by ``option``, a few in memory at a time."""
+def records(path: Path, header: bool, option: str, blank: bool = False) -> Records:
+    """The rows of ``path``, the file given by ``option``, a few in memory at a time.
+
+    With ``blank`` a line without anything is a row of empty columns in .tsv, .csv and .txt.
+    """
     check_file(path, option)
     if _kind(path) == ".parquet":
         yield from _parquet(path, option)
         return
-    yield from READERS[_kind(path)](path, option, header)
+    if blank and _kind(path) in LINES:
+        yield from LINES[_kind(path)](path, option, header, blank=True)
+    else:
+        yield from READERS[_kind(path)](path, option, header)
 
 
 def check_file(path: Path, option: str) -> None:
@@ -95,16 +101,20 @@ def text_lines(path: Path, option: str) -> Lines:
         raise InputError(f"{option} {path}: the file is empty")
 
 
-def _tsv(path: Path, option: str, header: bool) -> Records:
-    lines = text_lines(path, option)
-    rows = ((n, line.rstrip("\r\n").split("\t")) for n, line in lines if line.strip())
-    return _named(rows, str(path), header)
+def _tsv(path: Path, option: str, header: bool, blank: bool = False) -> Records:
+    lines = ((n, line.rstrip("\r\n")) for n, line in text_lines(path, option))
+    rows = ((n, line.split("\t") if line.strip() else []) for n, line in lines)
+    return _named((row for row in rows if blank or row[1]), str(path), header)
 
 
-def _txt(path: Path, option: str, header: bool) -> Records:
+def _txt(path: Path, option: str, header: bool, blank: bool = False) -> Records:
+    before = 0
     for number, line in text_lines(path, option):
-        if line.strip():
+        for skipped in range(before + 1, number) if blank else ():  # blank ones that it begins with
+            yield skipped, {"text": ""}
+        if blank or line.strip():
             yield number, {"text": line.strip()}
+        before = number
 
 
 def _separator(line: str) -> str:
@@ -113,7 +123,7 @@ def _separator(line: str) -> str:
     return ";" if len(next(csv.reader([line]), [])) < 2 and ";" in line else ","
 
 
-def _csv(path: Path, option: str, header: bool) -> Records:
+def _csv(path: Path, option: str, header: bool, blank: bool = False) -> Records:
     lines = text_lines(path, option)
     before, first = next(lines)
     # A lone carriage return ends a line, too.
@@ -133,7 +143,7 @@ def _csv(path: Path, option: str, header: bool) -> Records:
                 raise InputError(f"{path}, row {number}: {error}") from None
             if line is None:
                 return
-            if line:
+            if line or blank:
                 yield number, line
 
     return _named(rows(), str(path), header)
@@ -147,6 +157,7 @@ def _named(lines: Iterator[tuple[int, list[str]]], source: str, header: bool) ->
     if not header:
         yield top, dict(zip(names, first, strict=True))
     for number, line in lines:
+        line = line or [""] * len(names)
         if len(line) != len(names):
             raise InputError(
                 f"{source}, row {number}: {len(line)} columns where row {top} has {len(names)}"
@@ -267,10 +278,5 @@ def _parquet(path: Path, option: str) -> Records:
         raise InputError(f"{option} {path}: can't be read as Parquet ({reason})") from None
 
 
-READERS = {
-    ".tsv": _tsv,
-    ".csv": _csv,
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".txt": _txt,
-}
+LINES = {".tsv": _tsv, ".csv": _csv, ".txt": _txt}
+READERS = {**LINES, ".jsonl": _json_lines, ".json": _json}

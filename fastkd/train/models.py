@@ -28,7 +28,7 @@ from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, layer_map, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
-from fastkd.train.data import Corpus, meaning
+from fastkd.train.data import Corpus, meaning, read_as_ids
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.rows import Rows
@@ -60,14 +60,16 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
         raise
     except Exception as error:  # damaged files make transformers raise anything
         if local.exists():
-            reason = f"there ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = f"can't be loaded from there ({line})"
         else:
-            reason = f"the hub ({why_not(error)})"
+            reason = f"no such directory, and the hub doesn't give it ({why_not(error)})"
         if "trust_remote_code" in str(error):
             reason = (
-                "there without running code that comes with it; --trust-remote-code allows that"
+                "can't be loaded from there without running code that comes with it; "
+                "--trust-remote-code allows that"
             )
-        raise InputError(f"{option} {name}: can't be loaded from {reason}") from error
+        raise InputError(f"{option} {name}: {reason}") from error
 
 
 def load_tokenizer(settings: Pairing) -> Any:
@@ -145,8 +147,8 @@ def load_teacher(
     """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
     fitting = config.num_labels == corpus.num_labels
-    names = _order(settings, corpus, config if fitting else None)
-    _fit(config, names, tokenizer)
+    head = class_names(config) if fitting else None
+    _fit(config, corpus.names, tokenizer)
     set_seed(settings.seed)
     options = attention_for(settings.method, settings.attention)
     if settings.finetune_teacher:
@@ -165,7 +167,9 @@ def load_teacher(
             f"--tokenizer has {len(tokenizer)} tokens but the teacher's vocabulary has "
             f"{teacher.config.vocab_size}"
         )
-    return teacher, in_order_of(names, corpus)
+    corpus = _in_order_of_head(settings, corpus, head)
+    _fit(teacher.config, corpus.names, tokenizer)
+    return teacher, corpus
 
 
 def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
@@ -179,40 +183,56 @@ def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def _order(settings: Pairing, corpus: Corpus, head: Any | None) -> list[str] | None:
-    """The data's classes in the order of the teacher's head, by their names; None for numbers.
+def _in_order_of_head(settings: Pairing, corpus: Corpus, head: list[str] | None) -> Corpus:
+    """``corpus`` with its classes in the order of those of the teacher's ``head``, by their names.
 
-    Without a fitting ``head`` (a configuration) the order is free. A head that doesn't say what
-    its classes are is taken in the order of numbered classes.
+    Without a fitting ``head`` the order is free. One that doesn't say what its classes are is taken
+    in the order of numbered classes.
     """
     names = corpus.names
     if names is None:
         if settings.label_order is not None:
             raise InputError("--label-order is about classes, and the labels are numbers")
-        return None
+        return corpus
     if settings.label_order is not None:
-        order = [name.strip() for name in settings.label_order.split(",")]
-        if sorted(order) != sorted(names):
-            raise InputError(
-                f"--label-order {settings.label_order}: must name each class of the data once, "
-                f"and they are {', '.join(names)}"
-            )
-        return order
+        return in_order_of(label_order(settings.label_order, names, "the data"), corpus)
     if head is None:
-        return names
-    theirs = class_names(head) or []
-    if sorted(theirs) == sorted(names):
-        return theirs
+        return corpus
+    order = _by_names(names, head)
+    if order is not None or settings.finetune_teacher:
+        return in_order_of(order, corpus)
+    who = f"--teacher {settings.teacher}"
+    if settings.teacher is None:
+        who = f"--teacher-cache {settings.teacher_cache}"
+    if not corpus.numbered:
+        raise InputError(
+            f"{who}: its head names its classes {', '.join(head)}, the data {', '.join(names)}; "
+            "pass --label-order with the data's classes in the head's order"
+        )
+    reading = read_as_ids(dict(enumerate(names)), head, who)
+    return dataclasses.replace(corpus, reading=reading)
+
+
+def label_order(given: str, names: list[str], whose: str) -> list[str]:
+    """What --label-order says, which must be each of ``names`` once."""
+    order = [name.strip() for name in given.split(",")]
+    if sorted(order) != sorted(names):
+        raise InputError(
+            f"--label-order {given}: must name each class of {whose} once, "
+            f"and they are {', '.join(names)}"
+        )
+    return order
+
+
+def _by_names(names: list[str], head: list[str]) -> list[str] | None:
+    """``names`` in the order of the ``head`` that has these, or their meanings; None if not."""
+    if sorted(head) == sorted(names):
+        return head
     ours = {meaning(name): name for name in names}
-    meant = [meaning(name) for name in theirs]
+    meant = [meaning(name) for name in head]
     if len(ours) == len(names) and sorted(meant) == sorted(ours):
         return [ours[name] for name in meant]
-    if corpus.numbered or settings.finetune_teacher:
-        return names
-    raise InputError(
-        f"--teacher {settings.teacher}: its head names its classes {', '.join(theirs)}, the data "
-        f"{', '.join(names)}; pass --label-order with the data's classes in the head's order"
-    )
+    return None
 
 
 def in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
@@ -286,7 +306,7 @@ def load_cached_teacher(
             f"{option} {folder}: its teacher's head has {config.num_labels} outputs, the data "
             f"needs {corpus.num_labels}"
         )
-    return cache, about, tokenizer, in_order_of(_order(settings, corpus, config), corpus)
+    return cache, about, tokenizer, _in_order_of_head(settings, corpus, class_names(config))
 
 
 def _cached_config(settings: Pairing) -> Any:

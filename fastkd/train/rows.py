@@ -93,6 +93,15 @@ class Rows:
         labels = None if self.labels is None else self.labels[keep]
         return replace(self, data=self.data.select(keep, keep_in_memory=True), labels=labels)
 
+    def followed_by(self, other: "Rows") -> "Rows":
+        """The texts of these rows and of the ``other`` ones, without labels."""
+        parts = [rows.data.remove_columns(rows._labels) for rows in (self, other)]
+        return Rows(f"{self.source} and {other.source}", _library().concatenate_datasets(parts))
+
+    @property
+    def _labels(self) -> list[str]:
+        return ["label"] if "label" in self.data.column_names else []
+
 
 def fingerprint(parts: Iterable[bytes]) -> str:
     """A short name for these bytes."""

@@ -70,7 +70,7 @@ from fastkd.train.saving import (
     reseal,
     saving,
 )
-from fastkd.train.score import accepted, evaluate, predict
+from fastkd.train.score import accepted, doubt, evaluate, predict
 from fastkd.train.settings import SELECT, Pairing, Settings
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
@@ -96,6 +96,8 @@ class Run:
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
         self.plan, self.display = plan, display
+        if corpus.reading:
+            display.say(corpus.reading)
 
         encoded = Encoder(tokenizer, max_length)
         self.train_rows = encoded(corpus.train)
@@ -123,10 +125,25 @@ class Run:
         self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
         """Every metric of ``model`` on every set of rows, by default those to evaluate on."""
+        return self._scores(self._answers(model, self.eval_rows if sets is None else sets))
+
+    def judge(self, model: nn.Module, who: str) -> dict[str, float]:
+        """The scores on the rows to evaluate on; a warning where the answers are worth nothing."""
+        answers = self._answers(model, self.eval_rows)
+        for suffix, found in answers.items():
+            why = doubt(*found, self.corpus.names)
+            if why:
+                rows = f"{len(found[1])} evaluation rows{f' ({suffix})' if suffix else ''}"
+                self.display.say(f"warning: the {who}'s answers to the {rows} {why}")
+        return self._scores(answers)
+
+    def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, tuple]:
+        return {k: predict(model, rows, self.collate, self.plan) for k, rows in sets.items()}
+
+    def _scores(self, answers: dict[str, tuple]) -> dict[str, float]:
         scores = {}
-        for suffix, rows in (self.eval_rows if sets is None else sets).items():
-            answers = predict(model, rows, self.collate, self.plan)
-            found = evaluate(self.corpus.metrics, *answers, self.corpus.positive)
+        for suffix, pair in answers.items():
+            found = evaluate(self.corpus.metrics, *pair, self.corpus.positive)
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
 
@@ -208,6 +225,8 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
         plan = dataclasses.replace(plan, batch_size=settings.batch_size * out.processes)
         with processes.agreed():
             corpus = data.load(settings)
+        if settings.method == "labels":  # it learns nothing from what has none
+            corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):
             display.say(line)
         if out.done is not None:
@@ -411,6 +430,7 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
     best: Any = type(student).from_pretrained(out.student, **attention)
     best.to(run.device)
+    run.judge(best, "student")
     if run.test_rows:
         both = {"student": best}
         if run.teacher_model is not None:
@@ -438,7 +458,7 @@ def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[i
 def _teacher_scores(run: Run, out: Output) -> dict[str, float]:
     """The teacher's scores; those in a cache if it was scored on the same rows."""
     if run.teacher_model is not None:
-        return run.score(run.teacher_model)
+        return run.judge(run.teacher_model, "teacher")
     same = run.cached["fingerprints"].get(EVAL_ROWS) == out.identity["fingerprints"][EVAL_ROWS]
     for name in ("max_length", "precision"):
         same = same and run.cached["settings"].get(name) == getattr(out.settings, name)

@@ -53,6 +53,40 @@ def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
+# Agreements above their mean in random orders, in standard deviations, that one in twenty exceeds.
+CHANCE = 1.645
+
+
+def doubt(logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None) -> str | None:
+    """Why these answers are worth nothing: all the same, or as right as in a random order."""
+    if not np.isfinite(logits).all() or np.ptp(labels) == 0:
+        return None
+    if names is None:
+        answers = logits[:, 0]
+        stats = require("scipy.stats", "train")
+        same = np.ptp(answers) == 0
+        if same or not stats.pearsonr(answers, labels, alternative="greater").pvalue > 0.05:
+            return f"are all {answers[0]:.4g}" if same else None
+    else:
+        answers = logits.argmax(-1)
+        if np.ptp(answers) == 0:
+            return f"are all {names[answers[0]]!r}"
+        if _agreement(answers, labels, len(names)) > CHANCE:
+            return None
+    return "are no better than chance"
+
+
+def _agreement(answers: np.ndarray, labels: np.ndarray, classes: int) -> float:
+    """How far right answers exceed those in a random order, in standard deviations of these."""
+    rows = len(labels)
+    given, true = (np.bincount(x, minlength=classes).astype(float) for x in (answers, labels))
+    mean = given * true / rows
+    # Counts on the diagonal of a table with these margins: multivariate hypergeometric.
+    variance = (mean * (rows - given) * (rows - true)).sum() / rows + mean.sum() ** 2
+    variance = (variance - (mean**2).sum()) / (rows - 1)
+    return float(((answers == labels).sum() - mean.sum()) / np.sqrt(variance))
+
+
 def evaluate(
     metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
 ) -> dict[str, float]:

@@ -250,7 +250,9 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
         return json.loads((out / "student" / "config.json").read_text())["id2label"]
 
     assert labels_of("short", "neg", "pos") == {"0": "pos", "1": "neg"}
-    assert labels_of("ids", "0", "1") == {"0": "0", "1": "1"}
+    error = labels_of("ids", "0", "1", expect=2)  # 1 is positive nearly everywhere
+    assert "label 0 is the model's class 'POSITIVE' by its number, and 'NEGATIVE' as" in error
+    assert labels_of("ids", "0", "1", label_order="0,1") == {"0": "0", "1": "1"}
     error = labels_of("other", "bad", "good", expect=2)
     assert "POSITIVE, NEGATIVE, the data bad, good" in error and "--label-order" in error
     assert labels_of("told", "bad", "good", label_order="good, bad") == {"0": "good", "1": "bad"}
@@ -304,6 +306,31 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path)
     for model in ("out/student", "tuned/student", "tuned/teacher"):
         weights = load_file(tmp_path / model / "model.safetensors").values()
         assert {weight.dtype for weight in weights} == {torch.float32}, model
+
+
+def test_a_teacher_without_a_head_is_told_so_first(distill, tmp_path):
+    """The advice came to pass --label-order, which helps no head that isn't there."""
+    bare = make_teacher(tmp_path / "bare", head=False)
+    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("bad", "good")[y])
+    error = distill(teacher=bare, train=named, eval=named, expect=2)
+    assert f"--teacher {bare}: it has no classification head" in error
+    assert "pass --finetune-teacher" in error and "--label-order" not in error
+
+
+def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
+    """0.5000 stood in the table, of a teacher and a student that answer one class to all."""
+    bent = make_teacher(tmp_path / "bent")
+    model = AutoModelForSequenceClassification.from_pretrained(bent)
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.classifier.bias.data = torch.tensor([0.0, 5.0])
+    model.save_pretrained(bent)
+    output = distill(teacher=bent, method="soft_targets", learning_rate=1e-5)
+    for who in ("teacher", "student"):
+        assert f"warning: the {who}'s answers to the 20 evaluation rows are all '1'" in output
+    words = {"train": tmp_path / "a.tsv", "eval": tmp_path / "a.tsv", "teacher": bent}
+    write_tsv(words["train"])
+    said = run("cache", out=tmp_path / "cache", max_length=16, **words)
+    assert "warning: the teacher's answers to the 40 evaluation rows are all '1'" in said
 
 
 def test_a_left_over_problem_type_does_not_matter(distill, tmp_path):
@@ -490,7 +517,11 @@ BAD = {
     "option type": ({"set": "alpha=big"}, ["alpha", "number"]),
     "k": ({"method": "knn", "set": "k=0"}, ["k must be at least 1"]),
     "teacher path": ({"teacher": "./nowhere"}, ["--teacher ./nowhere", "no such directory"]),
-    "teacher name": ({"teacher": "nowhere"}, ["nowhere", "can't be loaded from the hub"]),
+    "teacher name": ({"teacher": "nowhere"}, ["nowhere: no such directory, and the hub"]),
+    "teacher in a folder": (
+        {"teacher": "runs/nope"},
+        ["--teacher runs/nope: no such directory, and the hub doesn't give it ("],
+    ),
     "student path": ({"student": "./nowhere"}, ["--student ./nowhere", "no such directory"]),
     "too many layers": ({"student_layers": 5}, ["Error: --student-layers 5", "only 4"]),
     "layer number": ({"teacher_layers": "2,9"}, ["--teacher-layers", "1 to 4"]),

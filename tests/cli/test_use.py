@@ -85,13 +85,17 @@ def test_the_student_scores_the_same_everywhere(folder, report):
     assert "is there already" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
 
     output = run("predict", "--model", student, "--data", folder / "test.tsv")
-    assert [line.split("\t")[0] for line in output.splitlines()[1:]] == guesses
+    heads, *lines = (line.split("\t") for line in output.splitlines())
+    assert heads == ["row", "text", "label", "P(neg)", "P(pos)"]
+    assert [line[:3] for line in lines] == [
+        [str(i), *row] for i, row in enumerate(zip(texts, guesses, strict=True), 2)
+    ]
     run("predict", *words, "--out", folder / "labels.jsonl")
     found = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
     assert [row["label"] for row in found] == guesses
     torch.testing.assert_close(
-        torch.tensor([row["probability"] for row in found]),
-        logits.softmax(-1).amax(-1).detach(),
+        torch.tensor([[row["P(neg)"], row["P(pos)"]] for row in found]),
+        logits.softmax(-1).detach(),
         rtol=0,
         atol=1e-5,
     )
@@ -318,6 +322,80 @@ def test_rows_without_header_need_no_label_to_be_predicted(folder, tmp_path):
     assert "--label-column" in run("evaluate", *words, "--text-column", "1", expect=2)
 
 
+def test_every_row_has_its_line(folder, tmp_path):
+    """Blank lines were skipped, and what was pasted beside the input was shifted."""
+    student = folder / "out" / "student"
+
+    def predicted(name, text, **more):
+        (tmp_path / name).write_text(text)
+        out = tmp_path / "found.json"
+        said = run("predict", model=student, data=tmp_path / name, out=out, overwrite=True, **more)
+        return json.loads(out.read_text()), said
+
+    found, said = predicted("x.txt", "\ngood film\n\n  \nbad film\n\n")
+    assert [row["row"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert [row["text"] for row in found] == ["", "good film", "", "", "bad film", ""]
+    assert [row["label"] for row in found] == [None, "pos", None, None, "neg", None]
+    assert {row["P(neg)"] for row in found if not row["text"]} == {None}
+    assert "6 rows, 4 of them without text" in said
+    for name, text in (("x.tsv", "id\ttext\n7\tgood film\n\n8\t \n9\tbad film\n"),
+                       ("x.csv", 'id,text\n7,"good\nfilm"\n\n8,\n9,bad film\n'),
+                       ("one.csv", "text\ngood film\n\n\nbad film\n")):  # fmt: skip
+        found, _ = predicted(name, text)
+        assert [row["label"] for row in found] == ["pos", None, None, "neg"], name
+    found, _ = predicted("x.jsonl", '{"text": "good film"}\n{"text": ""}\n')
+    assert [row["label"] for row in found] == ["pos", None]
+    (tmp_path / "empty.csv").write_text("id,text\n7,\n")
+    assert "no row holds text" in run("predict", model=student, data=tmp_path / "empty.csv",
+                                      expect=2)  # fmt: skip
+    # Texts of more lines than one keep to their own line, and a quote is a quote.
+    (tmp_path / "x.csv").write_text('text\n"good ""a"" \t\nfilm"\nbad film\n')
+    lines = run("predict", model=student, data=tmp_path / "x.csv").splitlines()
+    assert [line.split("\t")[:3] for line in lines[1:]] == [
+        ["2", 'good "a"   film', "pos"], ["4", "bad film", "neg"]
+    ]  # fmt: skip
+    run("predict", model=student, data=tmp_path / "x.csv", out=tmp_path / "found.csv")
+    assert '2,"good ""a"" \t\nfilm",pos' in (tmp_path / "found.csv").read_text()
+
+
+def test_numbers_as_labels_of_named_classes(folder, tmp_path):
+    """0 and 1 were taken for the ids of pos and neg without a word: 0.4 where names gave 0.6."""
+    student = folder / "out" / "student"
+    rows = rows_of(folder / "dev.tsv")
+    numbers = write_tsv(tmp_path / "numbers.tsv", 20, 1)
+    scores = run("evaluate", model=student, data=folder / "dev.tsv")
+    said = run("evaluate", model=student, data=numbers)
+    assert said == (
+        "labels are read as numbers of the model's classes: 0 is 'neg', 1 is 'pos'\n" + scores
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(student)
+    model.config.id2label = {0: "pos", 1: "neg"}  # as by another training
+    model.classifier.weight.data = model.classifier.weight.data.flip(0)
+    model.classifier.bias.data = model.classifier.bias.data.flip(0)
+    swapped = shutil.copytree(student, tmp_path / "swapped")
+    model.save_pretrained(swapped)
+    assert run("evaluate", model=swapped, data=folder / "dev.tsv") == scores
+    error = run("evaluate", model=swapped, data=numbers, expect=2)
+    assert "label 0 is the model's class 'pos' by its number, and 'neg' as such labels" in error
+    assert run("evaluate", model=swapped, data=numbers, label_order="1,0") == scores
+    error = run("evaluate", model=swapped, data=numbers, label_order="1", expect=2)
+    assert "--label-order 1: must name the data's label for each class" in error
+    # The same teacher, the same rows, in `distill`.
+    options = {"train": numbers, "eval": numbers, "test": None, "unlabelled": None,
+               "finetune_teacher": None, "teacher_learning_rate": None, "log_json": None,
+               "report_to": None, "epochs": 0.2, "teacher": swapped}  # fmt: skip
+    words = {k: v for k, v in options.items() if v is not None}
+    error = run("distill", **words, out=tmp_path / "x", expect=2)
+    assert f"--teacher {swapped}: label 0 is the model's class 'pos'" in error
+    told = distill(folder, **{**options, "teacher": student}, out=tmp_path / "told")
+    assert "numbers of the model's classes: 0 is 'neg', 1 is 'pos'" in told
+    # Rows that are marked as having no label.
+    lines = [f"{text}\t{label}" for text, label in rows] + ["good film\t-100"] * 3
+    (tmp_path / "bare.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
+    said = run("evaluate", model=student, data=tmp_path / "bare.tsv")
+    assert said == f"{tmp_path / 'bare.tsv'}: 3 of 23 rows have no label (-100)\n" + scores
+
+
 def test_columns_are_those_of_the_training(folder, tmp_path):
     """A student of pairs was scored on their first texts alone, without a word."""
     pairs = tmp_path / "pairs.tsv"
@@ -395,4 +473,4 @@ def test_a_student_that_predicts_numbers(tmp_path):
     output = run("evaluate", "--model", student, "--data", real)
     assert f"pearson {report['student']['pearson']:.4g}" in output
     lines = run("predict", "--model", student, "--data", real).splitlines()
-    assert lines[0] == "value" and len(lines) == 41
+    assert lines[0] == "row\ttext\tvalue" and len(lines) == 41

@@ -8,7 +8,7 @@ import pytest
 
 from fastkd.train.data import describe, load, read_file, to_classes
 from fastkd.train.errors import InputError
-from fastkd.train.score import evaluate
+from fastkd.train.score import doubt, evaluate
 from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 
@@ -139,7 +139,7 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
     def ids(names, *labels):
         text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
         path = write(tmp_path / "rows.tsv", text)
-        return to_classes(read_file(path, Columns("text"), "--data"), names).labels.tolist()
+        return to_classes(read_file(path, Columns("text"), "--data"), names)[0].labels.tolist()
 
     assert ids(["0", "1"], "1.0", "00") == [1, 0]
     assert ids(["1", "-1"], "-1", "1", "+1") == [1, 0, 0]
@@ -150,6 +150,65 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
     for names, label in ((["0", "1"], "-1"), (["C", "c"], "C++"), (["+", "-"], "++")):
         with pytest.raises(InputError, match=r"row 2: label .* is no class of the model"):
             ids(names, label)
+
+
+@pytest.mark.parametrize(
+    ("names", "label", "taken"),
+    [
+        (["neg", "pos"], 1, 1),
+        (["pos", "neg"], 1, None),
+        (["positive", "negative", "neutral"], 2, None),
+        (["entailment", "neutral", "contradiction"], 2, 2),
+        (["contradiction", "neutral", "entailment"], 2, None),
+        (["True", "False"], 0, None),
+        (["cat", "dog"], 0, 0),
+    ],
+)
+def test_numbers_that_usually_mean_another_class(tmp_path, names, label, taken):
+    path = write(tmp_path / "rows.tsv", f"text\tlabel\nx\t{label}\n")
+    rows = read_file(path, Columns("text"), "--data")
+    if taken is None:
+        with pytest.raises(InputError, match="as such labels are usually numbered; pass --label-o"):
+            to_classes(rows, names)
+        order = list(map(str, range(len(names))))[::-1]
+        assert to_classes(rows, names, order)[0].labels.tolist() == [len(names) - 1 - label]
+    else:
+        found, said = to_classes(rows, names)
+        assert found.labels.tolist() == [taken] and f"{label} is {names[taken]!r}" in said
+
+
+def test_rows_that_are_marked_as_without_label(tmp_path):
+    """-100 was a class of its own, which the student learned to predict."""
+    text = "text\tlabel\n" + "a\t0\nb\t1\nc\t-100\n" * 3
+    given = files(tmp_path, text)
+    corpus = load(Source(**given))
+    assert corpus.names == ["0", "1"] and len(corpus.train) == 6
+    assert corpus.unlabelled.labels.tolist() == [-100] * 3 and corpus.unlabelled.texts == ["c"] * 3
+    assert corpus.place(7) == (corpus.unlabelled.source, 7)
+    lines = [*describe(corpus)]
+    assert f"{given['train']}: 3 of 9 rows have no label (-100)" in lines
+    more = write(tmp_path / "more.txt", "d\n")
+    assert load(Source(**given, unlabelled=more)).unlabelled.texts == ["c", "c", "c", "d"]
+    assert load(Source(**given, labels="classes")).names == ["-100", "0", "1"]
+    assert load(Source(**given, labels="numbers")).train.labels.min() == -100
+    bare = files(tmp_path, text, "text\tlabel\na\t-100\n")
+    with pytest.raises(InputError, match="no row has a label, all are -100"):
+        load(Source(**bare))
+
+
+def test_answers_that_are_worth_nothing():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 200)
+    exact = np.eye(3)[labels]
+    names = ["a", "b", "c"]
+    assert doubt(exact, labels, names) is None
+    assert doubt(np.eye(3)[(labels + (rng.random(200) < 0.5)) % 3], labels, names) is None
+    assert doubt(np.eye(3)[rng.permutation(labels)], labels, names) == "are no better than chance"
+    assert doubt(exact * [0, 1, 0] + [0, 0.5, 0], labels, names) == "are all 'b'"
+    real = rng.normal(size=(50, 1))
+    assert doubt(real, real[:, 0], None) is None
+    assert doubt(-real, real[:, 0], None) == "are no better than chance"
+    assert doubt(np.ones((50, 1)), real[:, 0], None) == "are all 1"
 
 
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
