@@ -9,6 +9,10 @@ class MissingExtra(ModuleNotFoundError):
     """A package of an optional extra is not installed; the message says how to get it."""
 
 
+# Packages that are called otherwise than what is imported.
+PACKAGES = {"google": "protobuf", "sklearn": "scikit-learn", "yaml": "PyYAML"}
+
+
 def how_to_get(extra: str) -> str:
     """The command that brings ``extra``, from a checkout where this is one."""
     checkout = Path(__file__).resolve().parent.parent
@@ -24,6 +28,7 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
+        missing = PACKAGES.get(missing, missing)
         raise MissingExtra(
             f"{missing} is not installed; {how_to_get(extra)}", name=missing
         ) from error

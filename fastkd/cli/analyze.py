@@ -25,10 +25,11 @@ from fastkd.analysis.pictures import (
     relation_agreement,
 )
 from fastkd.cli.settings import AnalyzeSettings
+from fastkd.cli.use import columns_of, training_of
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
 from fastkd.train import processes
-from fastkd.train.data import file_columns, is_regression, read_file, read_hub
+from fastkd.train.data import UNLABELLED, is_regression, read_file, read_hub
 from fastkd.train.display import say
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
@@ -75,7 +76,11 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
         return read_lines(settings.text), None, None
     task = None if settings.task is None else TASKS[settings.task]
     if settings.data is not None:
-        rows = read_file(settings.data, file_columns(settings, task, settings.data), "--data")
+        names = [name for name in (settings.student, settings.model) if name is not None]
+        trained = {name: training_of(Path(name).expanduser()) for name in names}
+        name = next((name for name in names if trained[name]), settings.model)
+        columns = columns_of(settings, name, trained[name], settings.data, labelled=True)
+        rows = read_file(settings.data, columns, "--data")
         regression = is_regression(rows)
     else:
         assert task is not None
@@ -85,7 +90,7 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
 
 
 def _classes(rows: Rows) -> list[int]:
-    known: dict[str, int] = {}
+    known = {f"{mark}{UNLABELLED}{mark}": UNLABELLED for mark in ("", '"')}
     return [known.setdefault(label, len(known)) for (label,) in rows.columns("label")]
 
 

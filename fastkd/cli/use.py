@@ -16,7 +16,7 @@ from transformers import DataCollatorWithPadding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from fastkd._extras import require
-from fastkd.cli.settings import EvaluateSettings, UseSettings
+from fastkd.cli.settings import AnalyzeSettings, EvaluateSettings, UseSettings
 from fastkd.train.data import (
     file_columns,
     holds_text,
@@ -54,7 +54,7 @@ class Use:
         self.settings = settings
         #: What --max-length and the columns were, if fastkd has trained it.
         local = Path(settings.model).expanduser()
-        self.trained = _training_of(local)
+        self.trained = training_of(local)
         device = choose_device(settings.device, settings.precision)
         self.plan = Plan(
             batch_size=settings.batch_size, precision=settings.precision, device=device
@@ -67,33 +67,10 @@ class Use:
 
     def read(self, labelled: bool) -> Rows:
         """The rows of --data; without labels also those without text."""
-        columns = self._columns(labelled)
-        rows = read_file(self.settings.data, columns, "--data", every=not labelled)
+        settings, data = self.settings, self.settings.data
+        columns = columns_of(settings, settings.model, self.trained, data, labelled)
+        rows = read_file(data, columns, "--data", every=not labelled)
         return rows if labelled else unlabelled(rows, regression=self.names is None)
-
-    def _columns(self, labelled: bool) -> Columns:
-        """Those that are given, or else those of its training where the file has them.
-
-        Raises:
-            InputError: it was trained on pairs of texts, and there is no second one.
-        """
-        settings, path = self.settings, self.settings.data
-        check_file(path, "--data")
-        then: dict[str, Any] = {name: self.trained.get(name) for name in COLUMNS}
-        known = Source(train=path, **then)
-        trained = file_columns(known, TASKS.get(known.task or ""), path, labelled)
-        if not given(settings, *COLUMNS, "no_header") and trained.header:
-            names = {trained.text, trained.pair, trained.label} - {None}
-            if names <= set(first_row(path)):
-                return trained
-        task = TASKS[settings.task] if settings.task else None
-        columns = file_columns(settings, task, path, labelled)
-        if trained.pair is not None and columns.pair is None:
-            raise InputError(
-                f"--model {settings.model} was trained on pairs of texts; --text-pair-column says "
-                f"where the second is in {path}"
-            )
-        return columns
 
     def logits(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """(rows, classes), or (rows, 1) of a model that predicts a number; and the labels."""
@@ -117,7 +94,37 @@ class Use:
         return found
 
 
-def _training_of(model: Path) -> dict[str, Any]:
+def columns_of(
+    settings: UseSettings | AnalyzeSettings,
+    model: str,
+    trained: dict[str, Any],
+    path: Path,
+    labelled: bool,
+) -> Columns:
+    """Those of --data that are given, or else those of the training where the file has them.
+
+    Raises:
+        InputError: the ``model`` was trained on pairs of texts, and there is no second one.
+    """
+    check_file(path, "--data")
+    then: dict[str, Any] = {name: trained.get(name) for name in COLUMNS}
+    known = Source(train=path, **then)
+    before = file_columns(known, TASKS.get(known.task or ""), path, labelled)
+    if not given(settings, *COLUMNS, "no_header") and before.header:
+        names = {before.text, before.pair, before.label} - {None}
+        if names <= set(first_row(path)):
+            return before
+    task = TASKS[settings.task] if settings.task else None
+    columns = file_columns(settings, task, path, labelled)
+    if before.pair is not None and columns.pair is None:
+        raise InputError(
+            f"{model} was trained on pairs of texts; --text-pair-column says where the second is "
+            f"in {path}"
+        )
+    return columns
+
+
+def training_of(model: Path) -> dict[str, Any]:
     """Length and columns of the training of a model, as far as its marker can be read."""
     settings = (read_marker(model) or {}).get("settings")
     if not isinstance(settings, dict):

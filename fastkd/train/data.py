@@ -431,11 +431,12 @@ def load(source: Source) -> Corpus:
     anything = source.labels == "classes" or declared is not None
     if source.test is not None:
         evals[TEST] = read_file(source.test, file_columns(source, task, source.test), "--test")
-    rest, bare = None, ()
+    rest, bare = None, []
     if not regression and not anything:
         (train, rest), *others = map(with_labels, (train, *evals.values()))
         evals = {name: rows for name, (rows, _) in zip(evals, others, strict=True)}
-        bare = tuple(without(*pair) for pair in ((train, rest), *others) if pair[1] is not None)
+        pairs = ((train, rest), *others)
+        bare = [without(kept, out) for kept, out in pairs if out is not None]
     train, evals, names = encode(train, evals, regression, declared, anything)
     test, more = evals.pop(TEST, None), rest
     if source.unlabelled is not None:
@@ -450,7 +451,7 @@ def load(source: Source) -> Corpus:
         declared is not None or _whole_numbers(names or ()),
         test,
         None if more is None else unlabelled(more, regression),
-        without_labels=bare,
+        without_labels=tuple(bare),
     )
 
 

@@ -137,10 +137,12 @@ class Run:
                 self.display.say(f"warning: the {who}'s answers to the {rows} {why}")
         return self._scores(answers)
 
-    def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, tuple]:
+    def _answers(
+        self, model: nn.Module, sets: Mapping[str, Encoded]
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         return {k: predict(model, rows, self.collate, self.plan) for k, rows in sets.items()}
 
-    def _scores(self, answers: dict[str, tuple]) -> dict[str, float]:
+    def _scores(self, answers: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
         scores = {}
         for suffix, pair in answers.items():
             found = evaluate(self.corpus.metrics, *pair, self.corpus.positive)

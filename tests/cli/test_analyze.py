@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fastkd.analysis import (
     svcca_matrix,
 )
 from fastkd.cli import analyze as report
+from fastkd.cli.settings import AnalyzeSettings
 from fastkd.distill import student_from_teacher
 from fastkd.train.data import read_file
 from fastkd.train.saving import MARKER
@@ -120,6 +122,29 @@ def test_teacher_student_and_the_student_before(folder, tmp_path):
     for name in (*measures, "relations"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "student before" in output and "ρ of the sentence's relations" in output
+
+
+def test_columns_are_those_of_the_training(folder, tmp_path):
+    """They had to be given again, though `evaluate` knew them."""
+    rows = ["a small model\twords\tno", "words\tof a model\tyes", "small\tsmall\t-100"] * 4
+    data = tmp_path / "pairs.tsv"
+    data.write_text("\n".join(["one\ttwo\tclass", *rows]))
+    student = shutil.copytree(folder / "student", tmp_path / "student")
+    columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
+    run("analyze", model=folder, student=student, data=data, out=tmp_path / "given", **columns)
+    about = {"teacher_layers": [1, 3], "settings": columns}
+    (student / MARKER).write_text(json.dumps(about))
+    run("analyze", model=folder, student=student, data=data, out=tmp_path / "known")
+    given, known = (
+        json.loads((tmp_path / name / "layers.json").read_text()) for name in ("given", "known")
+    )
+    assert given["tokens"] == known["tokens"]
+    assert given["student"]["svcca"] == known["student"]["svcca"]
+    # Rows that are marked as having no label are of no class.
+    settings = AnalyzeSettings(model=str(student), data=data)
+    assert set(report.read(settings)[2]) == {2, 3, -100}
+    error = run("analyze", model=student, data=folder / "data.tsv", expect=2)
+    assert "was trained on pairs of texts; --text-pair-column" in error
 
 
 def test_a_decoder(folder, tmp_path, monkeypatch):

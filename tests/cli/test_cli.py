@@ -1057,10 +1057,17 @@ def test_a_missing_extra_is_named():
         require("nowhere.at.all", "train")
 
 
+def test_a_package_is_named_as_it_is_installed(monkeypatch):
+    """`export` without protobuf said that google is not installed."""
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    with pytest.raises(MissingExtra, match=r"^protobuf is not installed; get it with"):
+        require("google.protobuf", "onnx")
+
+
 def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     error = distill(expect=1)
-    assert error.startswith("Error: sklearn is not installed; get it with: pip install ")
+    assert error.startswith("Error: scikit-learn is not installed; get it with: pip install ")
     assert not (tmp_path / "out").exists()
 
 
