@@ -16,6 +16,9 @@ from fastkd._extras import require
 from fastkd.analysis.moments import EPS
 from fastkd.relation import NORMALIZE, normalized
 
+# Similarities that differ by less look alike.
+LEAST_SPAN = 0.05
+
 
 def new_figure(width: float, height: float) -> Any:
     """A matplotlib figure that needs no display and no global state."""
@@ -36,6 +39,8 @@ def plot_layer_similarity(
     names: tuple[str, str] = ("layer", "layer"),
 ) -> Any:
     """Draw a matrix of layer similarities, of one model or two, as a heat map.
+
+    The colours are those of its own smallest and largest value, as the colour bar says.
 
     Args:
         matrix: (L, M), values in [0, 1], as `layer_similarity`, `svcca_matrix` and `cka_matrix`
@@ -59,23 +64,71 @@ def plot_layer_similarity(
     if ax is None:
         width, height = (max(3.6, 0.42 * layers + 1.6) for layers in (columns, rows))
         ax = new_figure(width + 0.9, height).subplots()
+    image = _heat_map(ax, matrix, _scale([matrix]), names)
+    if title:
+        ax.set_title(title, parse_math=False)
+    ax.figure.colorbar(image, ax=ax, fraction=0.046)
+    _save(ax.figure, path)
+    return ax.figure
+
+
+def _heat_map(ax: Any, matrix: Tensor, scale: tuple[float, float], names: tuple[str, str]) -> Any:
     values = matrix.detach().double().cpu().numpy()
-    image = ax.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis")
+    rows, columns = values.shape
+    low, high = scale
+    image = ax.imshow(values, vmin=low, vmax=high, cmap="viridis")
     if max(rows, columns) <= 13:
         for i in range(rows):
             for j in range(columns):
-                colour = "black" if values[i, j] > 0.6 else "white"
+                colour = "black" if values[i, j] > low + 0.6 * (high - low) else "white"
                 text = f"{values[i, j]:.2f}"
                 ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=7)
     for layers, set_ticks in ((columns, ax.set_xticks), (rows, ax.set_yticks)):
         set_ticks(range(0, layers, 1 if layers <= 25 else layers // 12))
     ax.set_xlabel(f"{names[1]} (0: embeddings)")
     ax.set_ylabel(names[0])
-    if title:
-        ax.set_title(title, parse_math=False)
-    ax.figure.colorbar(image, ax=ax, fraction=0.046)
-    _save(ax.figure, path)
-    return ax.figure
+    return image
+
+
+def _scale(matrices: Sequence[Tensor]) -> tuple[float, float]:
+    """What the colours span: all values, but no less than is worth a difference."""
+    low = min(float(matrix.min()) for matrix in matrices)
+    high = max(float(matrix.max()) for matrix in matrices)
+    return min(low, high - LEAST_SPAN), high
+
+
+def plot_layer_panels(
+    rows: Sequence[Sequence[tuple[str, tuple[str, str], Tensor]]],
+    path: str | PathLike | None = None,
+    *,
+    title: str,
+) -> Any:
+    """Draw several matrices of layer similarities on one scale of colours.
+
+    Args:
+        rows: rows of panels, the first the longest: each a heading, whose layers its rows and
+            columns are, and the (L, M) matrix.
+        path: where to save the picture; None saves nothing.
+        title: what the values are.
+
+    Returns:
+        The matplotlib figure.
+    """
+    matrices = [matrix for row in rows for *_, matrix in row]
+    side = max(3.4, 0.42 * max(map(len, matrices)) + 1.2)  # inches
+    columns = len(rows[0])
+    figure = new_figure(columns * side + 1.2, len(rows) * side)
+    grid = figure.add_gridspec(len(rows), 2 * columns)
+    scale, axes = _scale(matrices), []
+    for i, row in enumerate(rows):
+        for j, (heading, names, matrix) in enumerate(row):
+            first = columns - len(row) + 2 * j  # shorter rows stand in the middle
+            axes.append(figure.add_subplot(grid[i, first : first + 2]))
+            image = _heat_map(axes[-1], matrix, scale, names)
+            axes[-1].set_title(heading, parse_math=False)
+    figure.colorbar(image, ax=axes, label=title, fraction=0.03, aspect=30)
+    _save(figure, path)
+    return figure
 
 
 def relation_maps(features: Tensor) -> dict[str, Tensor]:
@@ -142,7 +195,8 @@ def plot_sentence(
     """Draw a sentence's relation maps under the four normalisations, a row for each model.
 
     The first model is the teacher; above each other map stands its Pearson correlation with the
-    teacher's (FCD, eq. 6). It doesn't depend on a map's scale, so every map has its own colours.
+    teacher's (FCD, eq. 6). It doesn't depend on a map's scale, so every map has its own colours,
+    and a colour bar beside it.
 
     Args:
         features: a model's name and its (N, D), such as of the teacher, of the student before
@@ -156,7 +210,7 @@ def plot_sentence(
     Example:
         >>> features = {"teacher": torch.randn(3, 8), "student": torch.randn(3, 4)}
         >>> len(plot_sentence(features, ["[CLS]", "word", "[SEP]"]).axes)
-        8
+        16
     """
     if not features or not tokens:
         raise ValueError("features of a model and a token are needed, got none")
@@ -167,15 +221,16 @@ def plot_sentence(
                 f"tokens, got {tuple(x.shape)}"
             )
     side = min(max(2.4, 0.17 * len(tokens)), 6.0)  # inches
-    said = range(0, len(tokens), -(-len(tokens) // 48))  # more would not be read
-    labels = [tokens[i] for i in said]
-    figure = new_figure(len(NORMALIZE) * side + 1.2, len(features) * (side + 0.4) + 0.6)
+    said, labels = _shown(tokens, 48)
+    figure = new_figure(len(NORMALIZE) * (side + 0.6) + 1.2, len(features) * (side + 0.4) + 0.6)
     axes = figure.subplots(len(features), len(NORMALIZE), squeeze=False)
     teacher = next(iter(features.values()))
     for row, (name, x) in zip(axes, features.items(), strict=True):
         rho = relation_agreement(x, teacher)
         for ax, (kind, values) in zip(row, relation_maps(x).items(), strict=True):
-            ax.imshow(values.numpy(), cmap="viridis")
+            image = ax.imshow(values.numpy(), cmap="viridis")
+            bar = figure.colorbar(image, ax=ax, fraction=0.046, pad=0.02)
+            bar.ax.tick_params(labelsize=7)
             title = kind if x is teacher else f"{kind}, ρ = {rho[kind]:.3f}"
             ax.set_title(title, fontsize=9)
             ax.set_xticks([])
@@ -193,6 +248,8 @@ def plot_relations(
     teacher_features: Tensor,
     mask: Tensor | None = None,
     path: str | PathLike | None = None,
+    *,
+    tokens: Sequence[Sequence[str]] | None = None,
 ) -> Any:
     """Draw the token relation maps of student and teacher side by side, one row per sample.
 
@@ -205,6 +262,7 @@ def plot_relations(
         teacher_features: (B, N, Dt) or (N, Dt).
         mask: (B, N) or (N,), 1 = real token; padded tokens are left out of the maps.
         path: where to save the picture; None saves nothing.
+        tokens: the N tokens of each of the B samples, beside the maps; None numbers them from 0.
 
     Returns:
         The matplotlib figure.
@@ -229,23 +287,39 @@ def plot_relations(
         check_shape("mask", mask, student_features.shape[:-1], "the tokens of student_features")
         mask = mask.detach().cpu().bool().reshape(student.shape[:2])
     rows = len(student)
+    if tokens is not None and [len(x) for x in tokens] != [student.shape[1]] * rows:
+        raise ValueError(
+            f"tokens must have {student.shape[1]} tokens for each of {rows} samples, got "
+            f"{[len(x) for x in tokens]}"
+        )
     figure = new_figure(8.4, 3.7 * rows)
     axes = figure.subplots(rows, 2, squeeze=False)
     for row, (s, t, real) in enumerate(zip(student, teacher, mask, strict=True)):
+        names: Sequence[Any] = range(len(real)) if tokens is None else tokens[row]
+        names = [token for token, there in zip(names, real, strict=True) if there]
+        said, labels = _shown(names, 16 if tokens is None else 32)
         s, t = (functional.normalize(x[real], dim=-1) for x in (s, t))
         maps = (s @ s.T, t @ t.T)
         if not len(s):
             maps = (torch.zeros(1, 1, dtype=torch.float64, device="cpu"),) * 2
         low = min(float(m.min()) for m in maps)
         rho = _correlation(*maps)
-        for ax, name, values in zip(axes[row], ("student", "teacher"), maps, strict=True):
+        for ax, who, values in zip(axes[row], ("student", "teacher"), maps, strict=True):
             image = ax.imshow(values.numpy(), vmin=low, vmax=1.0, cmap="viridis")
-            ax.set_title(f"{name}, ρ = {rho:.3f}" if name == "student" else name)
+            ax.set_title(f"{who}, ρ = {rho:.3f}" if who == "student" else who)
             ax.set_xlabel("token")
+            ax.set_xticks(said, labels, rotation=90, fontsize=7, parse_math=False)
+            ax.set_yticks(said, labels, fontsize=7, parse_math=False)
         axes[row][0].set_ylabel("token")
         figure.colorbar(image, ax=list(axes[row]), fraction=0.03)
     _save(figure, path)
     return figure
+
+
+def _shown(tokens: Sequence[Any], most: int) -> tuple[range, list[str]]:
+    """Which tokens are written beside a map, at most so many, and their texts."""
+    places = range(0, len(tokens), max(1, -(-len(tokens) // most)))
+    return places, [str(tokens[i]) for i in places]
 
 
 def _save(figure: Any, path: str | PathLike | None) -> None:
@@ -253,4 +327,4 @@ def _save(figure: Any, path: str | PathLike | None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a script that the font doesn't have
-            figure.savefig(path, dpi=130)
+            figure.savefig(path, dpi=130, bbox_inches="tight")

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 from fastkd.analysis.layers import IntraClass, Pool, check_layers, gathered, rccc, stream
 from fastkd.analysis.measures import Measure, matrix, moments_for
 from fastkd.analysis.pictures import (
-    new_figure,
+    plot_layer_panels,
     plot_layer_similarity,
     plot_sentence,
     relation_agreement,
@@ -263,16 +263,14 @@ def _draw(path: Path, measure: str, panels: list, report: dict[str, Any]) -> Non
         values = torch.tensor(panels[0][2])
         plot_layer_similarity(values, path, title=f"{title} {report['model']}".strip())
         return
-    # Each alone above, and below against the model.
-    columns = (len(panels) + 1) // 2
-    side = max(3.6, 0.42 * max(len(values) for *_, values in panels) + 1.6)
-    figure = new_figure(columns * (side + 0.9), 2 * side)
-    alone, against = figure.subplots(2, columns, squeeze=False)
-    against[0].set_axis_off()
-    for ax, (a, b, values) in zip((*alone, *against[1:]), panels, strict=True):
+    # Each alone, and those against the model, which are below if there are several.
+    rows: tuple[list, list] = [], []
+    for a, b, values in panels:
+        heading = SAID[a] if a == b else f"{SAID[b]} against the {SAID[a]}"
         names = (f"layer of the {SAID[a]}", f"layer of the {SAID[b]}")
-        plot_layer_similarity(torch.tensor(values), ax=ax, title=title, names=names)
-    figure.savefig(path, dpi=130)
+        rows[a != b].append((heading, names, torch.tensor(values)))
+    one = len(rows[1]) == 1
+    plot_layer_panels([rows[0] + rows[1]] if one else rows, path, title=title)
 
 
 def draw_sentence(

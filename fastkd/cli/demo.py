@@ -193,12 +193,14 @@ def _keep_best(report: dict[str, Any], study: Study, work: TaskWork, size: Size)
     batch = run.collate([held_out[int(held_out.lengths.argmax())]])
     inputs = {k: v.to(work.device) for k, v in batch.items() if k != "labels"}
 
+    tokens = work.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+
     def features(model: nn.Module) -> torch.Tensor:
         with torch.no_grad():
             return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
 
     pair = features(student), features(work.teacher)
-    plot_relations(*pair, inputs["attention_mask"], out / "relations.png")
+    plot_relations(*pair, inputs["attention_mask"], out / "relations.png", tokens=[tokens])
 
 
 def _draw(report: dict[str, Any], path: Any) -> None:
@@ -207,26 +209,35 @@ def _draw(report: dict[str, Any], path: Any) -> None:
     names = sorted(students, key=lambda name: students[name]["accuracy"])
     base = students[LABELS_ONLY]["accuracy"]
     teacher = report["teacher"]["scores"]["accuracy"]
-    figure = new_figure(8, 4)
+    figure = new_figure(8.4, 4.2)
     ax = figure.subplots()
+    reach = teacher  # of what is drawn, beside which the shares stand
     for i, name in enumerate(names):
         row = students[name]
         colour = "#1a7f37" if _ahead(row) else "#9aa0a6"
         ax.barh(i, 100 * row["accuracy"], color=colour, height=0.6)
         if row["difference"]:
-            ends = [100 * (base + row["difference"][k]) for k in ("low", "high")]
-            ax.plot(ends, [i, i], color="black", linewidth=1.2)
-        share = row["recovered"]
+            low, high = (base + row["difference"][k] for k in ("low", "high"))
+            ax.plot([100 * low, 100 * high], [i, i], color="black", linewidth=1.2)
+            reach = max(reach, high)
         text = f"{100 * row['accuracy']:.1f}"
         ax.text(1, i, text, va="center", color="white", fontsize=9)
+    for i, name in enumerate(names):
+        share = students[name]["recovered"]
         if share:
-            ax.text(100 * teacher + 0.8, i, f"{share['mean']:.0%} of the gap", va="center")
+            ax.text(100 * reach + 2, i, f"{share['mean']:.0%} of the gap", va="center")
     ax.axvline(100 * base, color="black", linestyle=":", linewidth=1)
     ax.axvline(100 * teacher, color="black", linewidth=1.5)
-    ax.text(100 * teacher, len(names) - 0.4, f"teacher {100 * teacher:.1f}", ha="center")
+    top = len(names) - 0.4
+    ax.text(100 * teacher, top, f"teacher {100 * teacher:.1f}", ha="center", va="bottom")
+    ax.set_ylim(-0.6, top)
     ax.set_yticks(range(len(names)), [TITLES[name] for name in names])
-    ax.set_xlim(0, 100 * teacher + 14)
-    ax.set_xlabel("accuracy on held-out docstrings, %")
+    ax.set_xticks(range(0, 101, 10))
+    ax.set_xlim(0, 100 * reach + 18)
+    ax.set_xlabel(
+        f"accuracy on held-out docstrings, %, with {LEVEL:.0%} intervals of the gain over labels "
+        "only (dotted);\ngreen: the whole interval lies above it"
+    )
     size = report["size"]
     ax.set_title(
         f"{size['student_layers']}-layer students with {size['labelled']} labels among "

@@ -13,6 +13,7 @@ from fastkd.analysis import (
     relation_agreement,
     relation_maps,
 )
+from fastkd.analysis.pictures import plot_layer_panels
 
 
 def test_layer_similarity_shows_the_matrix(tmp_path):
@@ -24,8 +25,28 @@ def test_layer_similarity_shows_the_matrix(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plot_layer_similarity(matrix, ax=figure.add_subplot()) is figure
     assert plot_layer_similarity(torch.ones(2, 3), names=("teacher", "student")).axes
+    # From 0 to 1, values from 0.96 on were all of one colour.
+    near = plot_layer_similarity(0.96 + 0.04 * torch.eye(3))
+    assert near.axes[0].images[0].get_clim() == pytest.approx((0.95, 1.0))
     with pytest.raises(ValueError, match="not empty"):
         plot_layer_similarity(torch.ones(3))
+
+
+def test_panels_share_their_colours_and_leave_no_corner_empty(tmp_path):
+    """Five panels had one title, a bar of colours each, and a hole beside the last two."""
+    teacher, student, across = torch.eye(7), torch.eye(4), 0.3 + 0.5 * torch.rand(7, 4)
+    names = ("layer", "layer")
+    rows = (
+        [("model", names, teacher), ("before", names, student), ("student", names, student)],
+        [("before against the model", names, across), ("student against it", names, across)],
+    )
+    figure = plot_layer_panels(rows, tmp_path / "svcca.png", title="SVCCA")
+    *panels, bar = figure.axes
+    assert [ax.get_title() for ax in panels] == [title for row in rows for title, *_ in row]
+    assert {ax.images[0].get_clim() for ax in panels} == {(0.0, 1.0)}
+    assert bar.get_ylabel() == "SVCCA"
+    begin = [ax.get_subplotspec().colspan.start for ax in panels]
+    assert begin == [0, 2, 4, 1, 3]  # of six columns: the last two stand in the middle
 
 
 def test_relations_leave_padding_out(tmp_path):
@@ -38,6 +59,14 @@ def test_relations_leave_padding_out(tmp_path):
     rows = torch.nn.functional.normalize(teacher[0, :4].double(), dim=-1)
     torch.testing.assert_close(torch.tensor(maps[1]), rows @ rows.T)
     assert (tmp_path / "relations.png").stat().st_size > 1000
+    # Tokens are counted in whole numbers, or named.
+    numbers = [text.get_text() for text in figure.axes[0].get_xticklabels()]
+    assert numbers == ["0", "1", "2", "3"]
+    words = [list("abcdef"), list("uvwxyz")]
+    named = plot_relations(student, teacher, mask, tokens=words)
+    assert [text.get_text() for text in named.axes[3].get_yticklabels()] == ["u", "v"]
+    with pytest.raises(ValueError, match="tokens must have 6 tokens for each of 2 samples"):
+        plot_relations(student, teacher, mask, tokens=words[:1])
     with pytest.raises(ValueError, match="equal B and N"):
         plot_relations(student, teacher[:, :5])
 
@@ -51,7 +80,8 @@ def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
     }
     figure = plot_sentence(features, tokens, tmp_path / "relations.png")
     assert (tmp_path / "relations.png").read_bytes().startswith(b"\x89PNG")
-    axes = iter(figure.axes)
+    axes = iter(figure.axes[:12])
+    assert len(figure.axes) == 24  # a bar of colours for each map
     for name, x in features.items():
         x = x.double()
         centred = x - x.mean(1, keepdim=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fastkd._extras import MissingExtra
+from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
 from fastkd.distill import METHODS
 from fastkd.study import task
@@ -120,6 +121,27 @@ def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):
     assert (out / "student" / "config.json").exists()
     assert "2 areas: language, numbers (chance: 0.500)" in output
     assert "8 of them with a label" in output
+
+
+def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
+    """They were written over the lines of intervals that reach beyond the teacher."""
+    figures = []
+    monkeypatch.setattr(
+        demo, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1]
+    )
+    gain = {"mean": 0.2, "low": -0.1, "high": 0.5}
+    students = {
+        "labels": {"accuracy": 0.4, "difference": None, "recovered": None},
+        "fcd": {"accuracy": 0.6, "difference": gain, "recovered": {"mean": 2 / 3}},
+    }
+    about = {"teacher": {"scores": {"accuracy": 0.7}}, "seeds": [0, 1], "rows": {"train": 9}}
+    size = {"student_layers": 3, "labelled": 4}
+    demo._draw({**about, "students": students, "size": size}, tmp_path / "students.png")
+    (ax,) = figures[0].axes
+    ends = [max(line.get_xdata()) for line in ax.lines if len(set(line.get_xdata())) > 1]
+    (share,) = (text for text in ax.texts if "of the gap" in text.get_text())
+    assert ends == [90.0] and share.get_text() == "67% of the gap"
+    assert 90 < share.get_position()[0] < ax.get_xlim()[1]
 
 
 def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
