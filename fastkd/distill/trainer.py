@@ -146,11 +146,15 @@ class DistillationTrainer(Trainer):
             inputs = {**inputs, "num_items": num_items_in_batch / (batches * shares)}
             loss_scale = 1 / batches
         output = model(**inputs)
-        for name, value in output.terms.items():
-            total, count = self._logged.get(name, (0, 0))
-            self._logged[name] = total + value, count + 1
+        self._note(output.terms)
         loss = loss_scale * output.loss
         return (loss, output) if return_outputs else loss
+
+    def _note(self, terms: dict[str, Tensor]) -> None:
+        """Keep a batch's terms for the next log."""
+        for name, value in terms.items():
+            total, count = self._logged.get(name, (0, 0))
+            self._logged[name] = total + value, count + 1
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
@@ -78,6 +78,7 @@ class Feed(_Trainer):
 
     steps: Steps
     gather = False
+    share = 1.0
 
     def feed(self, rows_a_step: int) -> None:
         """Say how many rows all processes read in a step."""
@@ -113,9 +114,9 @@ class Feed(_Trainer):
     ) -> Any:
         """The mean over this process's rows, times their share."""
         inputs = dict(inputs)
-        share = inputs.pop(SHARE, 1.0)
+        self.share = inputs.pop(SHARE, 1.0)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss if share == 1.0 else loss * share
+        return loss if self.share == 1.0 else loss * self.share
 
 
 class TeacherTrainer(Feed):
@@ -141,6 +142,9 @@ class StudentTrainer(Feed, DistillationTrainer):
             with torch.random.fork_rng():
                 self.distiller.prepare(self._bare(whole))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _note(self, terms: dict[str, Tensor]) -> None:
+        super()._note({name: value * self.share for name, value in terms.items()})
 
     def _bare(self, steps: Steps) -> Iterator[dict[str, Any]]:
         for number, batch in enumerate(self.loader(steps)):

@@ -121,6 +121,8 @@ def same_students(one, other):
             assert (value - b[name]).abs().max() <= 1e-5, name
     first, second = report_of(one), report_of(other)
     assert first["student"] == second["student"] and first["teacher"] == second["teacher"]
+    for ours, theirs in zip(first["history"], second["history"], strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
 
 
 @pytest.mark.slow
