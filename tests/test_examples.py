@@ -22,7 +22,7 @@ def numbers(lines):
     ]
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore", "error::DeprecationWarning:__main__")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, capsys, tmp_path):
     assert len(path.read_text().splitlines()) < 60
