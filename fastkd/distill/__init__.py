@@ -56,6 +56,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # transformers.Trainer takes seconds to import, and only this class needs it.
     if name == "DistillationTrainer":

@@ -325,6 +325,7 @@ def test_every_method_has_a_name_and_is_public():
     for kind in found:
         assert kind.__name__ in distill.__all__, f"fastkd.distill lacks {kind.__name__}"
         assert f"`{kind.__name__}`" in DESIGN, f"docs/design.md has no {kind.__name__}"
+    assert set(distill.__all__) <= set(dir(distill))
 
 
 def test_papers_values():
