@@ -405,8 +405,8 @@ class Step:
             ends = [x.flatten() for x in labels]
             # As transformers does it: a position beyond the text doesn't count.
             ends = [y.clamp(0, N).masked_fill((y >= N) | (y == IGNORED), IGNORED) for y in ends]
-            term = self._softened_place if spread else self._cross_entropy
-            return _average([term(z, y, spread) for z, y in zip(logits, ends, strict=True)])
+            pairs = zip(logits, ends, strict=True)
+            return _average([self._place_loss(z, y, spread) for z, y in pairs])
         if self.regression:
             if labels.numel() != logits.numel():
                 raise _misfit(labels, logits)
@@ -425,9 +425,13 @@ class Step:
             return self.mean(total, known.sum())
         return self._cross_entropy(logits, labels, spread)
 
-    def _softened_place(self, logits: Tensor, places: Tensor, spread: float) -> Tensor:
-        """Cross-entropy of an answer's end (B,), whose softened target leaves padding out."""
+    def _place_loss(self, logits: Tensor, places: Tensor, spread: float) -> Tensor:
+        """Cross-entropy of an answer's end (B,) among the real tokens.
+
+        transformers has padding compete: a row's loss then follows the longest row beside it.
+        """
         _check_labels(places, logits)
+        self._counted(logits, places)  # refuses packed rows
         mask = self.token_mask
         mask = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
         log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
