@@ -233,12 +233,10 @@ def _last_name(about: dict[str, Any], layer: int) -> str:
 def wanted_of(method: Method) -> dict[str, Any]:
     """What a method reads of the teacher."""
     wanted = method.wanted("teacher")
-    weights = [method.weights(progress) for progress in (0.0, 1.0)]
-    on_logits = [term for term in method.logit_terms if term.rpartition(".")[2] != "task"]
     return {
         "layers": sorted(set(wanted.layers)),
         "pool": method.teacher_pool,
-        "logits": any(w.get(term) for w in weights for term in on_logits),
+        "logits": method.compares_logits(0.0, 1.0),
         "inside": bool(wanted.attentions or wanted.qkv),
     }
 

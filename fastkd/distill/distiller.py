@@ -481,9 +481,14 @@ class Distiller(InGroup):
         _check_read("teacher", teacher, backbone)
         if teacher.training:  # put there since, by a module that holds it too
             teacher.eval()
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as stack:
             inputs = placed_for(teacher, own.teacher_inputs)
+            read = method.compares_logits(self.progress)
+            if not read:
+                stack.enter_context(without_vocabulary(backbone))
             outputs = _run(backbone, inputs, method.wanted("teacher"), own, part.device)
+            if not read:
+                outputs = outputs.without_logits()
             if part.spans is not None:
                 return part.spans.pool(outputs, 1, backbone, own.feature_mask)
             if own is part:
@@ -678,6 +683,23 @@ def _run(
         attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
         qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
     )
+
+
+@contextlib.contextmanager
+def without_vocabulary(backbone: Backbone) -> Iterator[None]:
+    """The head over a vocabulary, where it is a module of its own, reads a token of each row."""
+    head = None
+    # What a model does behind its head is known of transformers alone.
+    if backbone.shows_states and not backbone.compiled:
+        head = backbone.inner.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    handle = head.register_forward_pre_hook(lambda module, args: (args[0][..., :1, :], *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def split_inputs(

@@ -87,7 +87,8 @@ class Method(nn.Module):
     #: The paper's hyper-parameters where the defaults are others; docs/studies says why.
     paper: Mapping[str, Any] = {}
     #: Terms that read logits. They are means over items which don't know of each other, and take
-    #: them with ``step.mean``.
+    #: them with ``step.mean``. Where none but the task counts, the teacher has no logits: its
+    #: vocabulary's head doesn't run over all tokens.
     logit_terms: tuple[str, ...] = ("task", "soft")
     #: Whether a term compares with the teacher; it isn't run otherwise.
     uses_teacher: bool = True
@@ -181,6 +182,11 @@ class Method(nn.Module):
     def weights(self, progress: float) -> dict[str, float]:
         """Weight of each term when ``progress`` (0 to 1) of the training is done."""
         raise NotImplementedError
+
+    def compares_logits(self, *progress: float) -> bool:
+        """Whether a term reads the teacher's logits when so much of the training is done."""
+        terms = [term for term in self.logit_terms if term.rpartition(".")[2] != "task"]
+        return any(self.weights(share).get(term) for share in progress for term in terms)
 
     def forward(self, step: Step, progress: float, on_logits: bool | None = None) -> list[Term]:
         """The terms that count now; those on logits or the others only, where asked for."""

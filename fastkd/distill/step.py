@@ -503,6 +503,11 @@ class Step:
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model
+        if outputs.logits is None and {"logits", "start_logits"} & {*outputs.names}:
+            raise ValueError(
+                f"a term reads the {side}'s logits as {term} terms do, and they are kept only for "
+                "those that the method names in logit_terms"
+            )
         if outputs.logits is None:
             given = ", ".join(outputs.names) or "a tuple"
             raise ValueError(

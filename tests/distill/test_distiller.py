@@ -19,8 +19,10 @@ from fastkd.distill import (
     SoftTargets,
     method_by_name,
     methods,
+    student_from_teacher,
 )
 from fastkd.distill.capture import Backbone, replaced_embeddings
+from tests.distill import support
 from tests.distill.models import (
     FAMILIES,
     SMALL,
@@ -249,6 +251,49 @@ def test_unit_gradient_needs_the_embedding_layer():
         distiller._run_teacher = lambda *inputs: None
         distiller._add_up = lambda step: (step.student.logits.sum(), {})
         distiller(inputs_embeds=embeddings, labels=batch()["labels"])
+
+
+VOCABULARIES = [(family, head) for family in support.FAMILIES for head in support.heads(family)]
+VOCABULARIES = [(f, h) for f, h in VOCABULARIES if h in ("masked words", "next word")]
+
+
+@pytest.mark.parametrize(("family", "head"), [x for x in VOCABULARIES if x[0] != "bart"])
+def test_a_teachers_vocabulary_is_not_multiplied_by_where_no_term_reads_logits(family, head):
+    teacher, data = support.model_of(family, head), support.data_of(family, head)
+    student = student_from_teacher(teacher, [1, 3])
+    distiller = Distiller(teacher, student, FCD(task_weight=0.5)).eval()
+    rows = set()
+    vocabulary = teacher.get_output_embeddings()
+    vocabulary.register_forward_hook(lambda module, args, out: rows.add(out.shape[:-1].numel()))
+    loss = distiller(**data).loss
+    assert rows == (set() if family == "mobilebert" else {4})  # its head multiplies by itself
+    reads = Distiller(teacher, student, Reads(task_weight=0.5)).eval()
+    assert torch.equal(reads(**data).loss, loss)
+
+
+class Reads(FCD):
+    """Has a term on the teacher's logits."""
+
+    def weights(self, progress):
+        return {**super().weights(progress), "soft": 1.0}
+
+    def soft(self, step):
+        assert step.teacher.logits.shape == (4, 10, 60)
+        return step.student.hidden[1].new_zeros(())
+
+
+class ReadsUndeclared(Reads):
+    logit_terms = ("task",)
+
+    def soft(self, step):
+        return step.soft_loss(1.0, "forward_kl", True)
+
+
+def test_a_term_on_logits_that_a_method_does_not_name_is_told_so():
+    teacher = model(t.AutoModelForCausalLM, "llama")
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), ReadsUndeclared())
+    with pytest.raises(ValueError, match=r"the teacher's logits .* names in logit_terms"):
+        distiller(**support.data_of("llama", "next word"))
 
 
 def test_a_schedule_that_nobody_drives_warns_once():
