@@ -147,3 +147,32 @@ def test_functions_are_short(module):
         given = function.args
         parameters = len(given.posonlyargs + given.args + given.kwonlyargs)
         assert parameters <= MOST_PARAMETERS, f"{function.name} has {parameters} parameters"
+
+
+def python_files() -> Iterator[Path]:
+    for folder in ("fastkd", "bench", "tools", "tests", "examples"):
+        yield from (path for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_a_distiller_keeps_its_private_members():
+    """Others take its engine; and only who makes the sides of a step looks what a teacher is."""
+    home = ROOT / "fastkd/distill/distiller.py"
+    (distiller,) = (
+        node
+        for node in ast.parse(home.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Distiller"
+    )
+    private = {
+        name
+        for node in ast.walk(distiller)
+        for name in (getattr(node, "attr", None), getattr(node, "name", None))
+        if name and name.startswith("_") and not name.endswith("__")
+    }
+    assert "_student" in private
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in private and path != home:
+                assert "distiller" not in ast.unparse(node.value), f"{path}: {ast.unparse(node)}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                asks = "TeacherCache" in ast.unparse(node)
+                assert not asks or path.name == "sides.py", f"{path}: {ast.unparse(node)}"

@@ -3,36 +3,33 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastkd.distill.engine import DistillerOutput, Engine
 from fastkd.distill.method import weighted
 from fastkd.distill.step import IGNORED, Items, Outputs, Step, everyones
 
-if TYPE_CHECKING:
-    from fastkd.distill.distiller import Distiller, DistillerOutput
-
 
 def accumulate(
-    distiller: "Distiller", batches: Iterable[dict[str, Any]], model: nn.Module
-) -> Iterator["DistillerOutput"]:
+    engine: Engine, batches: Iterable[dict[str, Any]], model: nn.Module
+) -> Iterator[DistillerOutput]:
     """See `Distiller.accumulate`."""
-    parts = [MicroBatch(distiller, batch) for batch in batches]
+    parts = [MicroBatch(engine, batch) for batch in batches]
     if not parts:
         raise ValueError("batches is empty; pass at least one micro-batch")
-    distiller._check_schedule()
-    if distiller._perturbs:
-        whole = Whole(distiller, parts)
+    if engine.perturbs:
+        whole = Whole(engine, parts)
         for i, part in enumerate(parts):
-            with distiller._leaf_embeddings() as embeddings:
+            with engine.leaf_embeddings() as embeddings:
                 loss = whole.share(i)[0]
-            part.shift = distiller._unit_gradient(loss, embeddings, part.inputs)
+            part.shift = engine.unit_gradient(loss, embeddings, part.inputs)
         for part in parts:
             part.random = None  # the moved embeddings get a dropout of their own
-    whole = Whole(distiller, parts)
+    whole = Whole(engine, parts)
     for i in range(len(parts)):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last else _unsynchronised(model):
@@ -48,10 +45,10 @@ def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 class MicroBatch:
     """One part: its inputs, its teacher's outputs, the random state its student ran under."""
 
-    def __init__(self, distiller: "Distiller", batch: dict[str, Any]) -> None:
-        self.distiller = distiller
+    def __init__(self, engine: Engine, batch: dict[str, Any]) -> None:
+        self.engine = engine
         # The numbers of items of all parts are known here: num_items has nothing to say.
-        self.inputs = distiller._part_of(batch)
+        self.inputs = engine.read(batch)
         self.teacher: Outputs | None = None
         self.shift: Tensor | None = None
         self.random: list[Tensor] | None = None
@@ -67,28 +64,28 @@ class MicroBatch:
                 torch.set_rng_state(self.random[0])
                 for device, state in zip(devices, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(self.distiller._moved_embeddings(self.shift))
-            student = self.distiller._run_student(self.inputs)
-        teacher = self.teacher or self.distiller._run_teacher(self.inputs)
-        if not self.distiller.counts_positions:
+            stack.enter_context(self.engine.moved_embeddings(self.shift))
+            student = self.engine.run_student(self.inputs)
+        teacher = self.teacher or self.engine.run_teacher(self.inputs)
+        if not self.engine.student.per_token:
             self.teacher = teacher
         # Else it runs again: logits of a vocabulary for all parts would fill the memory.
-        return self.distiller._step(self.inputs, student, teacher, items)
+        return self.engine.step(self.inputs, student, teacher, items)
 
 
 class Whole:
     """The loss of all parts: its gradient at what the method compares, and its numbers of items."""
 
-    def __init__(self, distiller: "Distiller", parts: list[MicroBatch]) -> None:
-        self.distiller, self.parts = distiller, parts
-        ranks = distiller._ranks()
+    def __init__(self, engine: Engine, parts: list[MicroBatch]) -> None:
+        self.engine, self.parts = engine, parts
+        ranks = engine.ranks
         steps: list[Step] = []
         counts: list[list[Tensor]] = []
         with torch.no_grad():
             for part in parts:
                 seen: list[Tensor] = []
                 step = part.run(Items(seen=seen))
-                distiller._terms(step, on_logits=True)  # for the numbers of items alone
+                engine.terms(step, on_logits=True)  # for the numbers of items alone
                 counts.append(seen)
                 step.student = step.student.without_logits()
                 step.teacher = step.teacher.without_logits()
@@ -114,7 +111,7 @@ class Whole:
 
         with torch.enable_grad():
             step.student = step.student.features(leaf)
-            terms = self.distiller._terms(step.among_ranks(), on_logits=False)
+            terms = self.engine.terms(step.among_ranks(), on_logits=False)
             if not terms:
                 return
             found = torch.autograd.grad(
@@ -127,12 +124,12 @@ class Whole:
         self.compared = {t.name: (t.weight, v) for t, v in zip(terms, values, strict=True)}
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.distiller.method.parameters() if p.requires_grad]
+        return [p for p in self.engine.method.parameters() if p.requires_grad]
 
     def share(self, index: int) -> tuple[Tensor, dict[str, Tensor], Step]:
         """Loss of one part, whose gradients add up, its terms, and its step."""
         step = self.parts[index].run(Items(known=self.items))
-        terms = self.distiller._terms(step, on_logits=True)
+        terms = self.engine.terms(step, on_logits=True)
         count = len(self.parts)
         shown = {name: value / count for name, (_, value) in self.compared.items()}
         shown.update((term.name, term.value.detach()) for term in terms)

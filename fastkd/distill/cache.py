@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,10 @@ from torch.nn import functional as F
 
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
-from fastkd.analysis.layers import Batches
-from fastkd.distill.adapters import AdaptersOff
-from fastkd.distill.capture import Model, placed_for
+from fastkd.distill.batch import Part
+from fastkd.distill.capture import Backbone, Model, placed_for
 from fastkd.distill.method import Method
 from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
-
-if TYPE_CHECKING:
-    from fastkd.distill.distiller import Distiller, Part
 
 FORMAT = 3
 ABOUT = "teacher.json"
@@ -176,7 +173,7 @@ class TeacherCache(nn.Module):
                 f"{method} has soft targets, but {self.path} keeps no logits; write another cache"
             )
 
-    def outputs(self, part: "Part", wanted: dict[str, Any], device: torch.device) -> Outputs:
+    def outputs(self, part: Part, wanted: dict[str, Any], device: torch.device) -> Outputs:
         """The teacher's outputs on a batch, as if it had run."""
         keys, mask = sample_keys(part)
         lengths = mask.sum(1).tolist()
@@ -241,7 +238,7 @@ def wanted_of(method: Method) -> dict[str, Any]:
     }
 
 
-def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
+def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
     """A digest of each sample's tokens and what else the teacher reads of it, and which tokens
     (S, L) are real; waits for the device."""
     if "decoder_input_ids" in part.batch:
@@ -256,7 +253,7 @@ def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
     whole = torch.ones(tokens.shape, dtype=torch.bool, device="cpu")
     mask = whole if mask is None else mask.cpu()
     digests = [hashlib.blake2b(digest_size=16) for _ in mask]
-    others = {n: x for n, x in part.teacher_inputs.items() if isinstance(x, Tensor)}
+    others = {n: x for n, x in part.inputs.items() if isinstance(x, Tensor)}
     for name in ["input_ids", *sorted(others.keys() - {"input_ids", *PLACES})]:
         x = others[name]
         by_rows = x.shape[: ids.dim() - 1] == ids.shape[:-1]
@@ -276,33 +273,21 @@ def sample_keys(part: "Part") -> tuple[list[bytes], Tensor]:
 
 
 def write_cache(
-    distiller: "Distiller",
-    batches: Batches,
+    teacher: Backbone,
+    method: Method,
+    parts: Iterable[Part],
     path: str | os.PathLike[str],
     tokenizer: Any,
     shard_bytes: int,
 ) -> TeacherCache:
     """See `Distiller.cache_teacher`."""
     check_positive_int("shard_bytes", shard_bytes)
-    if isinstance(distiller.teacher, nn.ModuleList):
-        raise ValueError(
-            "several teachers are cached one by one: Distiller(teacher, student, method)"
-            ".cache_teacher(...) for each, then Distiller([cache, ...], ...)"
-        )
-    if isinstance(distiller.teacher, TeacherCache):
-        raise ValueError("the teacher is a cache already; pass a model to write another")
-    if isinstance(distiller.teacher, AdaptersOff):
-        raise ValueError(
-            "the teacher is the student's base; write its cache with a student of its own, before "
-            "adapters are added"
-        )
-    distiller.teacher.eval()
+    teacher.model.eval()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     writer: _Writer | None = None
     known: set[bytes] = set()
-    for batch in batches:
-        part = distiller._part_of(batch)
+    for part in parts:
         if part.teacher is not None:
             raise ValueError(
                 "the teacher has inputs of its own (teacher_...), and a cache knows samples by the "
@@ -310,7 +295,7 @@ def write_cache(
             )
         keys, mask = sample_keys(part)
         if writer is None:
-            writer = _Writer(distiller, folder, tokenizer, shard_bytes, part)
+            writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, part)
             known = set(writer.cache._rows)
         if known.issuperset(keys):
             continue
@@ -326,24 +311,31 @@ class _Writer:
     """Collects rows and writes them in shards, each complete or not there at all."""
 
     def __init__(
-        self, distiller: "Distiller", folder: Path, tokenizer: Any, shard_bytes: int, first: "Part"
+        self,
+        teacher: Backbone,
+        method: Method,
+        folder: Path,
+        tokenizer: Any,
+        shard_bytes: int,
+        first: Part,
     ) -> None:
-        self.distiller, self.folder, self.shard_bytes = distiller, folder, shard_bytes
-        self.wanted = wanted_of(distiller.method)
+        self.teacher, self.method = teacher, method
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.wanted = wanted_of(method)
         if self.wanted["inside"]:
-            CachedModel(_facts(distiller)).check_eager(type(distiller.method).__name__)
+            CachedModel(_facts(teacher)).check_eager(type(method).__name__)
         head = self._head(first) if self.wanted["logits"] else None
         head_data = None if head is None else _safetensors().torch.save(head)
         outputs = self._run(first, with_last=False)
         about = {
             "format": FORMAT,
-            "model": _facts(distiller),
+            "model": _facts(teacher),
             "kept": {name: self.wanted[name] for name in ("layers", "pool", "logits")},
             "head": None if head_data is None else _digest(head_data),
             "spans": isinstance(outputs.logits, tuple),
-            "precision": _precision(distiller.teacher),
+            "precision": _precision(teacher.model),
             "fingerprint": {
-                "teacher": _weights_digest(distiller.teacher),
+                "teacher": _weights_digest(teacher.model),
                 "tokenizer": _tokenizer_digest(tokenizer),
             },
         }
@@ -360,9 +352,9 @@ class _Writer:
         self.columns: dict[str, list[Tensor]] = {}
         self.size = 0
 
-    def _head(self, part: "Part") -> dict[str, Tensor] | None:
+    def _head(self, part: Part) -> dict[str, Tensor] | None:
         """The vocabulary's matrix, if the logits are its product with the last hidden state."""
-        teacher = self.distiller._teacher_backbone
+        teacher = self.teacher
         find = getattr(teacher.inner, "get_output_embeddings", None)
         module: Any = None if find is None else find()
         weight = getattr(module, "weight", None)
@@ -378,22 +370,21 @@ class _Writer:
         head = module.state_dict()
         return {name: value.detach().cpu().contiguous() for name, value in head.items()}
 
-    def _run(self, part: "Part", with_last: bool) -> Outputs:
+    def _run(self, part: Part, with_last: bool) -> Outputs:
         """The teacher on the batch as it is; its rows are taken apart later."""
         layers = tuple(self.wanted["layers"])
         if with_last:
-            layers = tuple({*layers, self.distiller._teacher_backbone.num_layers})
-        wanted = self.distiller.method.wanted("teacher")._replace(layers=layers)
+            layers = tuple({*layers, self.teacher.num_layers})
+        wanted = self.method.wanted("teacher")._replace(layers=layers)
         with torch.no_grad():
-            inputs = placed_for(self.distiller.teacher, part.teacher_inputs)
-            output, kept = self.distiller._teacher_backbone.observe(inputs, wanted)
+            inputs = placed_for(self.teacher.model, part.inputs)
+            output, kept = self.teacher.observe(inputs, wanted)
         return Outputs.of(output, kept).to(part.token_mask.device)
 
-    def add(self, part: "Part", keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
+    def add(self, part: Part, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""
         outputs = self._run(part, with_last=bool(self.about["head"]))
-        teacher = self.distiller._teacher_backbone
-        raw = part.token_mask
+        teacher, raw = self.teacher, part.token_mask
         lengths = mask.sum(1).tolist()
         rows: dict[str, list[Tensor]] = {}
         for layer in self.wanted["layers"]:
@@ -445,7 +436,7 @@ class _Writer:
         self.columns, self.size = {}, 0
 
 
-def _choices(part: "Part") -> bool:
+def _choices(part: Part) -> bool:
     """Whether samples are the choices (B, C, N) of questions, each with one logit."""
     return bool(part.batch["input_ids"].dim() == 3)
 
@@ -456,8 +447,7 @@ def _placed(rows: Tensor, mask: Tensor) -> Tensor:
     return rows.new_zeros(*mask.shape, *rows.shape[1:]).index_put((mask,), rows)
 
 
-def _facts(distiller: "Distiller") -> dict[str, Any]:
-    teacher = distiller._teacher_backbone
+def _facts(teacher: Backbone) -> dict[str, Any]:
     unknown = () if teacher.sizes else ("num_layers", "hidden_size")
     facts = {name: None if name in unknown else getattr(teacher, name) for name in FACTS}
     kept = (REGRESSION, MULTI_LABEL)  # of classes transformers notes it when it first sees labels

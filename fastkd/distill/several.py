@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from fastkd.analysis.layers import Batches
-from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.method import Method, Term, check_method
 from fastkd.distill.step import Step
 
 
-class Teachers(Model):
+class SeveralModels(Model):
     """What is known of several teachers, in their order."""
 
     def __init__(self, models: Sequence[Model]) -> None:
@@ -70,7 +69,7 @@ class Several(Method):
     def build(self, teacher: Model, student: Backbone) -> None:
         """See `Method.build`."""
         count = len(self.methods)
-        teachers = teacher.models if isinstance(teacher, Teachers) else [teacher] * count
+        teachers = teacher.models if isinstance(teacher, SeveralModels) else [teacher] * count
         if len(teachers) != count:
             raise ValueError(f"pass a teacher for each of the {count} methods, or one for all")
         for method, model in zip(self.each, teachers, strict=True):
@@ -82,15 +81,12 @@ class Several(Method):
         return Wanted(*(tuple(sorted(set().union(*layers))) for layers in zip(*each, strict=True)))
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:
-        """Let each method choose."""
+        """Let each method choose from one teacher."""
         if self.prepared:
             return
         batches = list(batches)
-        one_for_all = [teacher] * len(self.methods)
-        teachers = list(teacher) if isinstance(teacher, nn.ModuleList) else one_for_all
-        for method, model in zip(self.each, teachers, strict=True):
-            if not isinstance(model, TeacherCache):
-                method.prepare(model, batches)
+        for method in self.each:
+            method.prepare(teacher, batches)
 
     @property
     def prepared(self) -> bool:

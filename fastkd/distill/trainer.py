@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
-from fastkd.distill.capture import Backbone
-from fastkd.distill.distiller import Distiller, split_inputs
+from fastkd.distill.batch import split_inputs
+from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class DistillationTrainer(Trainer):
                     "leave it out"
                 )
         if self.args.label_names is None:
-            student_class = type(self.distiller._student_backbone.inner)
+            student_class = type(self.distiller.engine.student.inner)
             self.label_names = transformers.utils.find_labels(student_class)
         # Heads with one prediction per token are averaged over the positions of all accumulated
         # batches, which Trainer then counts.
@@ -173,7 +173,7 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
         own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
-        own = self.distiller._student_backbone.readable(own)
+        own = self.distiller.engine.student.readable(own)
         return super().prediction_step(self.distiller.student, own, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -190,10 +190,9 @@ class DistillationTrainer(Trainer):
         if self._signature_columns is None:
             # A wrapped student's own signature may say less, and a teacher may read more of the
             # student's inputs than the student does: token types above all.
-            distiller = self.distiller
-            sides = [backbone for _, backbone, _ in distiller._sides()]
-            teachers = [side.known_inputs for side in sides if isinstance(side, Backbone)]
-            shared = set().union(distiller._student_backbone.known_inputs, *teachers)
+            engine = self.distiller.engine
+            teachers = [backbone.known_inputs for backbone in engine.teacher.live]
+            shared = set().union(engine.student.known_inputs, *teachers)
             own = {f"teacher_{name}" for name in set().union(*teachers)}
             targets = {"label", "label_ids", *self.label_names}
             packing = {"segments", "student_spans", "teacher_spans"}

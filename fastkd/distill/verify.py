@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,9 +24,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.blocks import BlocksBackbone
-from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.documents import MixedDocuments
 from fastkd.distill.step import IGNORED
@@ -229,15 +228,8 @@ class _Step:
 
     def _positions(self, lengths: Tensor) -> Tensor:
         """position_ids of tokens that stand at 0, 1, ... in their documents."""
-        student = self.distiller._student_backbone
-        models = [student]
-        models += [
-            backbone
-            for teacher, backbone, _ in self.distiller._sides()
-            if not isinstance(teacher, TeacherCache)
-        ]
-        starts = set()
-        for model in models:
+        engine, starts = self.distiller.engine, set()
+        for model in (engine.student, *engine.teacher.live):
             if not model.takes("position_ids"):
                 raise _CannotDo(f"{model.class_name} takes no position_ids")
             embeddings: Any = None if isinstance(model, BlocksBackbone) else model.embeddings
@@ -251,7 +243,7 @@ class _Step:
 
     def left_padded(self) -> Gradients:
         mask = self._mask()
-        student = self.distiller._student_backbone
+        student = self.distiller.engine.student
         if student.has_head and not (student.per_token or student.sentence_last):
             raise _CannotDo("the head reads the first position")
         N = mask.shape[1]
@@ -265,7 +257,7 @@ class _Step:
 
     def packed(self) -> Gradients:
         mask = self._mask().bool()
-        student = self.distiller._student_backbone
+        student = self.distiller.engine.student
         if student.has_head and not student.per_token:
             raise _CannotDo("the head gives one prediction a row")
         row = {name: x[mask][None] for name, x in self._of_tokens()}
@@ -301,15 +293,13 @@ class _Step:
         return _gradients(self.distiller)
 
     def cached(self) -> Gradients:
-        if isinstance(self.distiller.teacher, TeacherCache):
-            raise _CannotDo("the teacher is a cache")
-        if isinstance(self.distiller.teacher, AdaptersOff):
-            raise _CannotDo("the teacher is the student's base")
-        if isinstance(self.distiller.teacher, nn.ModuleList):
-            raise _CannotDo("there are several teachers")
+        try:
+            self.distiller.engine.teacher.to_cache()
+        except ValueError as error:
+            raise _CannotDo(re.split("[;:]", str(error))[0]) from error
         if any(name.startswith("teacher_") for name in self.batch):
             raise _CannotDo("the teacher has inputs of its own")
-        if self.distiller._student_backbone.writes:
+        if self.distiller.engine.student.writes:
             raise _CannotDo("a cache keeps nothing of encoder-decoders")
         wanted = self.distiller.method.wanted("teacher")
         if wanted.attentions or wanted.qkv:
@@ -360,7 +350,7 @@ class _Step:
             optimizer.step()
 
     def compiled(self, backend: str) -> Gradients:
-        if self.distiller._perturbs:
+        if self.distiller.engine.perturbs:
             raise _CannotDo("the method moves the embeddings inside the student")
         twin = copy.deepcopy(self.distiller)
         try:

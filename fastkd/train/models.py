@@ -318,7 +318,7 @@ def _cached_config(settings: Pairing) -> Any:
 
 def make_student(
     settings: Pairing,
-    teacher: PreTrainedModel | TeacherCache,
+    teacher: Any,
     tokenizer: Any,
     layers: list[int] | None = None,
 ) -> PreTrainedModel:
@@ -326,13 +326,13 @@ def make_student(
 
     Those are by default what --teacher-layers says.
     """
-    if isinstance(teacher, TeacherCache):
+    if settings.teacher_cache is not None:
         if settings.student is not None:
             config = _cached_config(settings)
             return _student_from_path(settings, settings.student, config, tokenizer)
         return load(
             "--teacher-cache",
-            str(teacher.path / STUDENT),
+            str(settings.teacher_cache / STUDENT),
             AutoModelForSequenceClassification,
             settings.trust_remote_code,
             **attention_for(settings.method, settings.attention),

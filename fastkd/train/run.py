@@ -88,11 +88,14 @@ class Run:
         plan: Plan,
         max_length: int,
         display: Display,
+        cached: Mapping[str, Any] = MappingProxyType({}),
     ):
+        #: The report of `fastkd cache`, where its cache is the teacher.
+        self.cached = cached
         #: None if only what it said is there.
-        self.teacher_model = None if isinstance(teacher, TeacherCache) else teacher
-        if self.teacher_model is not None:
-            check_length(max_length, tokenizer, self.teacher_model, "teacher")
+        self.teacher_model: Any = None if cached else teacher
+        if not cached:
+            check_length(max_length, tokenizer, cast(PreTrainedModel, teacher), "teacher")
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
         self.plan, self.display = plan, display
@@ -108,9 +111,6 @@ class Run:
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
         self.collate = DataCollatorWithPadding(tokenizer)
-
-    #: The report of `fastkd cache`, where its cache is the teacher.
-    cached: Mapping[str, Any] = MappingProxyType({})
 
     def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
         """The teacher's size, of which a cache remembers the ``name``."""
@@ -317,8 +317,7 @@ def _with_teacher(
         student = read_json(cache.path / STUDENT / MARKER)["files"]
         parts = [cache.digest, json.dumps(student, sort_keys=True)]
         prints["teacher cache"] = fingerprint(part.encode() for part in parts)
-        run = Run(corpus, tokenizer, cache, plan, settings.max_length, display)
-        run.cached = about
+        run = Run(corpus, tokenizer, cache, plan, settings.max_length, display, about)
         return run, prints
     assert settings.teacher is not None
     tokenizer = load_tokenizer(settings)

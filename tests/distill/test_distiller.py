@@ -22,6 +22,7 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from fastkd.distill.capture import Backbone, replaced_embeddings
+from fastkd.distill.engine import Engine
 from tests.distill import support
 from tests.distill.models import (
     FAMILIES,
@@ -200,18 +201,20 @@ def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient(
     torch.testing.assert_close(gradients_of(student), gradients)
 
 
-def shifts_of(distiller):
+@pytest.fixture
+def shifts(monkeypatch):
     """Filled with what the embeddings are moved by."""
-    shifts = []
-    original = distiller._unit_gradient
-    distiller._unit_gradient = lambda *run: shifts.append(original(*run)) or shifts[0]
-    return shifts
+    found = []
+    original = Engine.unit_gradient
+    monkeypatch.setattr(
+        Engine, "unit_gradient", lambda *run: found.append(original(*run)) or found[0]
+    )
+    return found
 
 
 @pytest.mark.parametrize("family", ["xlnet", "gpt2", "albert", "llama"])
-def test_unit_gradient_is_per_sample_in_every_layout(family):
+def test_unit_gradient_is_per_sample_in_every_layout(family, shifts):
     distiller = make("lrc_bert", family).train()
-    shifts = shifts_of(distiller)
     distiller(**batch_for(family))
     shift = shifts[0].transpose(0, Backbone(distiller.student).batch_dim)
     torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.ones(6))
@@ -244,12 +247,12 @@ def test_unit_gradient_without_a_gradient_moves_nothing():
     assert all(p.grad is None or p.grad.isfinite().all() for p in distiller.parameters())
 
 
-def test_unit_gradient_needs_the_embedding_layer():
+def test_unit_gradient_needs_the_embedding_layer(monkeypatch):
     distiller = make("lrc_bert", "gpt2").train()
     embeddings = torch.randn(6, 10, 16)
     with pytest.raises(ValueError, match="pass input_ids, or set perturb=False"):
-        distiller._run_teacher = lambda *inputs: None
-        distiller._add_up = lambda step: (step.student.logits.sum(), {})
+        monkeypatch.setattr(Engine, "run_teacher", lambda *inputs: None)
+        monkeypatch.setattr(Engine, "add_up", lambda _, step: (step.student.logits.sum(), {}))
         distiller(inputs_embeds=embeddings, labels=batch()["labels"])
 
 
@@ -782,10 +785,9 @@ def test_autocast_is_close_to_full_precision(family, name):
     assert trained.isfinite()
 
 
-def test_unit_gradient_survives_gradients_too_small_for_float16():
+def test_unit_gradient_survives_gradients_too_small_for_float16(shifts):
     """A weak loss: unscaled, its float16 gradients at the embeddings would all be zero."""
     distiller = make("lrc_bert", alpha=1e-6, beta=1e-6, gamma=1e-6).train()
-    shifts = shifts_of(distiller)
     with torch.autocast("cpu", torch.float16):
         loss = distiller(**batch()).loss
     assert loss.isfinite()

@@ -55,7 +55,7 @@ def test_a_model_that_was_replaced_is_named(name):
     old = getattr(distiller, name)
     setattr(distiller, name, torch.nn.Sequential(old))  # around it, as wrappers do
     distiller(**batch())
-    setattr(distiller, name, classifier("bert", len(distiller._student_backbone.blocks)))
+    setattr(distiller, name, classifier("bert", len(distiller.engine.student.blocks)))
     with pytest.raises(ValueError, match=f"the {name} was replaced .* make a new Distiller"):
         distiller(**batch())
     with pytest.raises(ValueError, match="DataParallel runs copies of the models"):

@@ -112,8 +112,8 @@ def test_accumulation_is_the_whole_batch_for_a_frozen_student_and_under_autocast
 
 
 def test_accumulation_tells_of_a_schedule_that_nobody_drives():
-    distiller = distiller_of("lrc_bert")
-    distiller._progress = None
+    made = distiller_of("lrc_bert")
+    distiller = Distiller(made.teacher, made.student, made.method)
     with pytest.warns(UserWarning, match="call distiller.set_progress"):
         next(distiller.accumulate([data_of()]))
 

@@ -1,0 +1,157 @@
+"""One batch: whose inputs are whose, which tokens are real, where documents and spans lie."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkd.analysis.layers import frames_mask
+from fastkd.distill.capture import Backbone
+from fastkd.distill.documents import Documents, decoder_tokens, find_documents
+from fastkd.distill.spans import Spans
+
+SPAN_LABELS = ("start_positions", "end_positions")
+
+
+@dataclass
+class Part:
+    """A batch's inputs, and what was read from them."""
+
+    batch: dict[str, Any]
+    labels: Tensor | tuple[Tensor, Tensor] | None
+    num_items: float | Tensor | None
+    shape: tuple[int, int] | None  # (B, N) of the tokens
+    mask: Tensor | None
+    documents: Documents | None
+    teacher: "Part | None" = None  # the teacher's inputs where they are its own
+    spans: Spans | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: dict[str, Any],
+        labels: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        segments: Tensor | None = None,
+        *,
+        student: Backbone,
+        unmasks: bool,
+    ) -> "Part":
+        """What one side reads; packed rows lose their mask where the models ``unmask`` them."""
+        decoded = decoder_tokens(batch, labels)
+        if decoded is None:
+            mask = frames_mask(student.inner, batch, _token_mask(batch))
+            shape = _batch_shape(batch, mask)
+            documents = find_documents(shape, mask, batch, segments)
+        elif segments is not None:
+            raise ValueError("segments number documents in packed rows; a decoder's row is one")
+        else:
+            mask, shape = decoded
+            documents = find_documents(shape, mask, {}, None)
+        if documents is not None and documents.packed and unmasks:
+            # With a mask transformers takes each row for one document. Nothing real sees padding:
+            # no position goes on from the greatest.
+            batch = {name: x for name, x in batch.items() if name != "attention_mask"}
+            positions = batch.get("position_ids")
+            if mask is not None and isinstance(positions, Tensor) and positions.shape == mask.shape:
+                batch["position_ids"] = positions.masked_fill(~mask, positions.max())
+        targets: Tensor | tuple[Tensor, Tensor] | None = labels
+        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
+            targets = batch["start_positions"], batch["end_positions"]
+        return cls(batch, targets, num_items, shape, mask, documents)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batch is; parameters that are sharded and offloaded are elsewhere."""
+        return next(x.device for x in self.batch.values() if isinstance(x, Tensor))
+
+    @property
+    def feature_mask(self) -> Tensor | None:
+        """Which tokens of features are real, each document in a row of its own."""
+        return self.mask if self.documents is None else self.documents.mask
+
+    @property
+    def owner(self) -> Tensor | None:
+        """The document of each token, where rows are packed with several."""
+        documents = self.documents
+        return documents.owner if documents is not None and documents.packed else None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no rows, as in the last batch of a process that has run out."""
+        return any(isinstance(x, Tensor) and x.dim() and not len(x) for x in self.batch.values())
+
+    @property
+    def token_mask(self) -> Tensor:
+        """`mask`, also where there is none."""
+        if self.mask is not None:
+            return self.mask
+        assert self.shape is not None
+        return torch.ones(self.shape, dtype=torch.bool)
+
+    @property
+    def read_by_teacher(self) -> "Part":
+        """The teacher's own, or this."""
+        return self.teacher or self
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Inputs without targets."""
+        return {name: value for name, value in self.batch.items() if name not in SPAN_LABELS}
+
+    def align(self, spans: tuple[Tensor, Tensor]) -> None:
+        """Note the spans that the tokens of both sides make up."""
+        sides = zip((self, self.read_by_teacher), spans, strict=True)
+        self.spans = Spans.of(*(side._unpacked_spans(x) for side, x in sides))
+
+    def _unpacked_spans(self, spans: Tensor) -> Tensor:
+        """Spans of the tokens of features."""
+        if spans.shape != self.shape:
+            raise ValueError(
+                f"spans have shape {tuple(spans.shape)}, but their tokens {self.shape}"
+            )
+        if self.documents is None:
+            return spans
+        if self.documents.packed:
+            raise ValueError("packed rows have no spans; give each document a row of its own")
+        return self.documents.unpack(spans).masked_fill(~self.documents.mask, -1)
+
+
+def split_inputs(
+    batch: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, Tensor] | None]:
+    """The student's inputs, the teacher's own, and the spans of both."""
+    student, own = {}, {}
+    for name, x in batch.items():
+        if name.startswith("teacher_"):
+            own[name.removeprefix("teacher_")] = x
+        else:
+            student[name] = x
+    spans = student.pop("student_spans", None), own.pop("spans", None)
+    if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
+        raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
+    return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
+
+
+def _token_mask(batch: dict[str, Any]) -> Tensor | None:
+    """attention_mask as bool (B, N); the choices of a question are rows of their own."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    if mask.dim() not in (2, 3):
+        raise ValueError(f"attention_mask must be (B, N), got shape {tuple(mask.shape)}")
+    return mask.bool().flatten(0, -2)
+
+
+def _batch_shape(batch: dict[str, Any], mask: Tensor | None) -> tuple[int, int] | None:
+    """(B, N) of the tokens, None where only the models know it."""
+    tokens = mask if mask is not None else batch.get("input_ids")
+    if not isinstance(tokens, Tensor):
+        tokens = batch.get("inputs_embeds")
+        tokens = tokens[..., 0] if isinstance(tokens, Tensor) else None
+    if tokens is None or tokens.dim() < 2:
+        return None
+    rows, length = tokens.flatten(0, -2).shape
+    return rows, length

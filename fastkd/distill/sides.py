@@ -1,0 +1,205 @@
+"""Who takes part in a step: models that run, a teacher's cache, several teachers.
+
+Every teacher is asked the same, whichever of these it is.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkd.analysis.layers import Batches
+from fastkd.distill.adapters import AdaptersOff
+from fastkd.distill.batch import Part
+from fastkd.distill.blocks import backbone_of
+from fastkd.distill.cache import TeacherCache, wanted_of
+from fastkd.distill.capture import QKV, Backbone, Model, Wanted, placed_for
+from fastkd.distill.documents import check_apart
+from fastkd.distill.method import Method
+from fastkd.distill.several import Several, SeveralModels
+from fastkd.distill.step import Outputs, pooled_rows
+
+
+class Teacher:
+    """A model that runs, and what a step asks of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.model = module, backbone_of(module, "teacher")
+        #: The model that runs, if one does.
+        self.live = [self.model]
+
+    def serve(self, method: Method, device: torch.device) -> None:
+        """Raise unless a built method gets all that it wants."""
+
+    def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
+        """Raise unless the method can compare what is said about other tokens."""
+        name, wanted = type(method).__name__, wanted_of(method)
+        if wanted["inside"]:
+            raise ValueError(f"{name} compares attention, which other tokens don't share")
+        if wanted["logits"] and per_token:
+            raise ValueError(
+                f"{name} compares the predictions for each token, and the teacher's inputs are "
+                "others; set the weight of soft targets to 0"
+            )
+        if wanted["layers"] and wanted["pool"] == "tokens" and not spans:
+            raise ValueError(
+                f"{name} compares tokens, and the teacher's are others; pass student_spans and "
+                "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
+            )
+
+    def run(self, part: Part, method: Method, progress: float) -> Outputs:
+        """What it says about a batch."""
+        own, model = part.read_by_teacher, self.model
+        if self.module.training:  # put there since, by a module that holds it too
+            self.module.eval()
+        inputs = placed_for(self.module, own.inputs)
+        reads = method.compares_logits(progress)
+        with torch.no_grad(), contextlib.nullcontext() if reads else without_vocabulary(model):
+            outputs = run(model, inputs, method.wanted("teacher"), own, part.device)
+            outputs = outputs if reads else outputs.without_logits()
+            if part.spans is not None:
+                return part.spans.pool(outputs, 1, model, own.feature_mask)
+            if own is part:
+                return outputs
+            pool, mask = method.teacher_pool, own.feature_mask
+            rows = outputs.features(lambda x, tokens: pooled_rows(pool, model, x, mask)[:, None])
+            return dataclasses.replace(rows, pooled=True)
+
+
+class CachedTeacher(Teacher):
+    """What a teacher said before: nothing runs."""
+
+    def __init__(self, cache: TeacherCache) -> None:
+        self.module: Any = cache
+        self.model: Any = cache.model
+        self.live = []
+
+    def serve(self, method: Method, device: torch.device) -> None:
+        self.module.to(device).serve(method)
+
+    def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
+        raise ValueError(
+            "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
+        )
+
+    def run(self, part: Part, method: Method, progress: float) -> Outputs:
+        outputs: Outputs = self.module.outputs(part, wanted_of(method), part.device)
+        return outputs
+
+
+class Teachers:
+    """One teacher, or several with a method each."""
+
+    def __init__(self, module: Any, method: Method) -> None:
+        self.several = isinstance(module, nn.ModuleList)
+        if self.several and not isinstance(method, Several):
+            raise TypeError("several teachers want a method each: Several(first, second)")
+        # The one place that looks at what a teacher is.
+        self.each = [
+            CachedTeacher(x) if isinstance(x, TeacherCache) else Teacher(x)
+            for x in (module if self.several else [module])
+        ]
+        self.live = [model for teacher in self.each for model in teacher.live]
+        models = [teacher.model for teacher in self.each]
+        #: What methods ask about them.
+        self.model: Model = SeveralModels(models) if self.several else models[0]
+
+    def with_methods(self, method: Any) -> Iterator[tuple[Teacher, Method]]:
+        """Each with the method that compares it."""
+        return zip(self.each, method.each if self.several else [method], strict=True)
+
+    def prepare(self, method: Method, batches: Batches) -> None:
+        """Let methods choose from data; a cache was written after that."""
+        if self.several and method.prepared:
+            return
+        batches = list(batches) if self.several else batches
+        for teacher, each in self.with_methods(method):
+            if teacher.live:
+                each.prepare(teacher.module, batches)
+
+    def to_cache(self) -> Backbone:
+        """The model whose outputs a cache would keep."""
+        if self.several:
+            raise ValueError(
+                "several teachers are cached one by one: Distiller(teacher, student, method)"
+                ".cache_teacher(...) for each, then Distiller([cache, ...], ...)"
+            )
+        if not self.live:
+            raise ValueError("the teacher is a cache already; pass a model to write another")
+        if isinstance(self.each[0].module, AdaptersOff):
+            raise ValueError(
+                "the teacher is the student's base; write its cache with a student of its own, "
+                "before adapters are added"
+            )
+        return self.live[0]
+
+
+def check_in_place(name: str, module: nn.Module, read: nn.Module) -> None:
+    """Raise if another module has been put in the place of the one that is read, or around it."""
+    if all(part is not read for part in module.modules()):
+        raise ValueError(
+            f"the {name} was replaced after the Distiller was made, which runs the one before; "
+            "make a new Distiller"
+        )
+
+
+def check_documents(name: str, backbone: Backbone, part: Part) -> None:
+    """Raise where a model would read the documents of packed rows as one."""
+    if part.documents is not None and part.documents.packed:
+        inputs = placed_for(backbone.model, part.inputs)
+        check_apart(backbone, name, inputs, part.documents)
+
+
+def run(
+    backbone: Backbone,
+    inputs: dict[str, Any],
+    wanted: Wanted,
+    part: Part,
+    device: torch.device | None = None,
+) -> Outputs:
+    """What the model says about a part, on ``device``."""
+    if part.empty:
+        return Outputs.of(*backbone.observe(_one_row(inputs), wanted)).rows(0).to(device)
+    outputs = Outputs.of(*backbone.observe(inputs, wanted)).to(device)
+    documents = part.documents
+    if documents is None:
+        return outputs
+    return dataclasses.replace(
+        outputs,
+        hidden={layer: documents.unpack(x) for layer, x in outputs.hidden.items()},
+        attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
+        qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
+    )
+
+
+@contextlib.contextmanager
+def without_vocabulary(backbone: Backbone) -> Iterator[None]:
+    """The head over a vocabulary, where it is a module of its own, reads a token of each row."""
+    head = None
+    # What a model does behind its head is known of transformers alone.
+    if backbone.shows_states and not backbone.compiled:
+        head = backbone.inner.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    handle = head.register_forward_pre_hook(lambda module, args: (args[0][..., :1, :], *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """In the place of no rows, of which models can't make anything: zeros, nothing padded.
+
+    The parameters then take part in the loss, as data-parallel training wants it.
+    """
+    row = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, torch.Tensor) and x.dim() and not len(x):
+            shape = [1, *(max(1, size) for size in x.shape[1:])]
+            row[name] = x.new_ones(shape) if "mask" in name else x.new_zeros(shape)
+    return row
