@@ -396,6 +396,44 @@ class Backbone(Model):
             )
 
 
+class Hooks:
+    """Hooks on modules until `remove`, which torch.compile follows.
+
+    It can't trace the counter behind the handles of the public functions, but what a module calls.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+        self.before_traced: list[tuple[nn.Module, str, Any]] = []
+
+    def before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call ``hook(module, args, kwargs)`` before the module runs."""
+        if torch.compiler.is_compiling():
+            self._trace(module, "_forward_pre_hooks", hook)
+            self._trace(module, "_forward_pre_hooks_with_kwargs", True)
+        else:
+            self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call ``hook(module, args, output)`` when the module has run."""
+        if torch.compiler.is_compiling():
+            self._trace(module, "_forward_hooks", hook)
+        else:
+            self.handles.append(module.register_forward_hook(hook))
+
+    def _trace(self, module: nn.Module, kind: str, entry: Any) -> None:
+        before = vars(module)[kind]  # getattr would leave a copy behind
+        self.before_traced.append((module, kind, before))
+        setattr(module, kind, {**before, f"fastkd {len(before)}": entry})
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self.handles:
+            handle.remove()
+        for module, kind, before in reversed(self.before_traced):
+            setattr(module, kind, before)
+
+
 @contextlib.contextmanager
 def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """Keep the hidden states ``(B, N, D)`` of ``layers`` (0 = embeddings) while the model runs.
@@ -405,7 +443,7 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
     """
     kept: dict[int, Tensor] = {}
     wanted = {*layers}  # torch 2.10 does not compile set() of a set
-    handles = []
+    hooks = Hooks()
     calls = 0
 
     def keep(layer: int, result: Any) -> None:
@@ -430,18 +468,16 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
     try:
         if backbone.shared_blocks:
             for block in backbone.blocks:
-                handles.append(block.register_forward_pre_hook(count_calls, with_kwargs=True))
+                hooks.before(block, count_calls)
         else:
             for layer in wanted - {backbone.num_layers} if wanted else ():
-                block = backbone.blocks[layer]
-                handles.append(block.register_forward_pre_hook(reader(layer), with_kwargs=True))
+                hooks.before(backbone.blocks[layer], reader(layer))
         if wanted and backbone.num_layers in wanted:
             for module in backbone.last_modules:
-                handles.append(module.register_forward_hook(read_last))
+                hooks.after(module, read_last)
         yield kept
     finally:
-        for handle in handles:
-            handle.remove()
+        hooks.remove()
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -489,18 +525,17 @@ def capture_qkv(backbone: Backbone, layers: Sequence[int]) -> Iterator[dict[int,
 
         return hook
 
-    handles = []
+    hooks = Hooks()
     try:
         for layer in layers:
             separate, fused = _projections(backbone, layer)
             for place, module in enumerate(separate):
-                handles.append(module.register_forward_hook(reader(layer, place)))
+                hooks.after(module, reader(layer, place))
             if fused is not None:
-                handles.append(fused.register_forward_hook(fused_reader(layer)))
+                hooks.after(fused, fused_reader(layer))
         yield kept
     finally:
-        for handle in handles:
-            handle.remove()
+        hooks.remove()
 
 
 def _heads(backbone: Backbone) -> int:

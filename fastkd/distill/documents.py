@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkd._numerics import values_readable
 from fastkd.analysis.layers import IGNORED, in_eval_mode
 from fastkd.distill.capture import Backbone, Wanted
 
@@ -35,7 +36,8 @@ class Documents:
 
     def unpack(self, x: Tensor) -> Tensor:
         """Features (B, N, ...) as (S, L, ...)."""
-        return x.flatten(0, 1)[self.index]
+        rows = x.flatten(0, 1).index_select(0, self.index.flatten())
+        return rows.unflatten(0, self.index.shape)
 
     def unpack_heads(self, x: Tensor) -> Tensor:
         """Queries, keys or values (B, H, N, D) as (S, H, L, D)."""
@@ -171,8 +173,13 @@ def find_documents(
         positions = positions.reshape(-1, shape[1]).expand(shape)
     else:
         positions = None  # none, or several a token (M-RoPE)
-    if segments is None and positions is None and (mask is None or bool(mask[:, 0].all())):
-        return None
+    if segments is None and positions is None:
+        if mask is None:
+            return None
+        if not values_readable(mask):
+            return _moved_to_front(mask)
+        if bool(mask[:, 0].all()):
+            return None
     sample = next(x for x in (segments, positions, mask) if x is not None)
     real = torch.ones(shape, dtype=torch.bool, device=sample.device) if mask is None else mask
     rows, columns = real.nonzero(as_tuple=True)
@@ -199,6 +206,19 @@ def find_documents(
     owner = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
     owner[rows, columns] = numbers
     return Documents(index, there, owner, packed)
+
+
+def _moved_to_front(mask: Tensor) -> Documents:
+    """Each row's tokens from the first real one on, without a look at the mask's values.
+
+    Rows are turned: no token has two places, so that gradients are added nowhere.
+    """
+    B, N = mask.shape
+    rows = torch.arange(B, device=mask.device)[:, None]
+    first = mask.to(torch.uint8).argmax(1, keepdim=True)  # (B, 1), 0 where none is real
+    index = rows * N + (torch.arange(N, device=mask.device) + first) % N  # (B, N)
+    there = mask.flatten()[index]
+    return Documents(index, there, torch.where(mask, rows, B), packed=False)
 
 
 def _given_segments(shape: tuple[int, int], batch: dict[str, Any]) -> Tensor | None:

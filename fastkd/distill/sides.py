@@ -16,7 +16,7 @@ from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.batch import Part
 from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, wanted_of
-from fastkd.distill.capture import QKV, Backbone, Model, Wanted, placed_for
+from fastkd.distill.capture import QKV, Backbone, Hooks, Model, Wanted, placed_for
 from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
@@ -185,11 +185,12 @@ def without_vocabulary(backbone: Backbone) -> Iterator[None]:
     if head is None:
         yield
         return
-    handle = head.register_forward_pre_hook(lambda module, args: (args[0][..., :1, :], *args[1:]))
+    hooks = Hooks()
+    hooks.before(head, lambda module, args, kwargs: ((args[0][..., :1, :], *args[1:]), kwargs))
     try:
         yield
     finally:
-        handle.remove()
+        hooks.remove()
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

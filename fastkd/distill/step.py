@@ -145,7 +145,8 @@ class Items:
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """``total`` over the number of items: this part's share of the mean."""
-        count = torch.as_tensor(count, device=total.device)
+        if not isinstance(count, Tensor):  # copied from the host it would wait for the device
+            count = torch.full((), count, dtype=torch.int64, device=total.device)
         if self.seen is not None:
             self.seen.append(count)
         return total / (everyones(count, self.ranks) if self.known is None else next(self.known))

@@ -132,7 +132,7 @@ def verify(
         "resumed in the middle": step.resumed,
     }
     if compile_backend is not None:
-        ways["compiled"] = lambda: step.compiled(compile_backend)
+        ways[f"compiled ({compile_backend})"] = lambda: step.compiled(compile_backend)
     for count in (ranks,) if isinstance(ranks, int) else ranks:
         if count:
             ways[f"{count} processes, gather=True"] = functools.partial(step.processes, count)

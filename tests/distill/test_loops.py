@@ -2,11 +2,20 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, IntraClassKNN, student_from_teacher
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    METHODS,
+    Distiller,
+    IntraClassKNN,
+    student_from_teacher,
+)
 from fastkd.distill.capture import Backbone, Wanted
-from tests.distill.models import batch, classifier, pair
-from tests.distill.support import data_of, model_of
+from tests.distill.models import batch, classifier, eager, pair, recipe
+from tests.distill.support import data_of, method_of, model_of
 
 
 def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
@@ -134,12 +143,31 @@ def test_a_teacher_with_adapters_has_to_be_merged_first():
         student_from_teacher(teacher, [1])
 
 
-def test_a_compiled_distiller_is_the_plain_one():
+@pytest.mark.parametrize(
+    ("family", "head", "name"),
+    [("bert", "sequence", "fcd"), ("llama", "next word", "fcd"), ("albert", "tokens", "lrkd")],
+)
+def test_a_compiled_distiller_is_the_plain_one_in_one_graph(family, head, name):
     """Hooks and closures of one call must not serve the next."""
-    torch.manual_seed(0)
-    teacher = classifier("bert", layers=2)
-    distiller = Distiller(teacher, student_from_teacher(teacher, [2]), FCD()).eval()
-    compiled = torch.compile(distiller, backend="eager")
-    for rows in (4, 6, 5):
-        data = batch(rows=rows)
-        torch.testing.assert_close(compiled(**data).loss, distiller(**data).loss)
+    teacher, data = model_of(family, head), data_of(family, head)
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), recipe(name)).eval()
+    compiled = torch.compile(distiller, backend="eager", fullgraph=True)
+    hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in distiller.modules()]
+    left = {key: x if x.dim() == 1 else x.flip(1) for key, x in data.items()}
+    for rows in (data, left, {key: x[:3] for key, x in data.items()}):
+        torch.testing.assert_close(compiled(**rows).loss, distiller(**rows).loss)
+    for module, (before, after) in zip(distiller.modules(), hooks, strict=True):
+        assert module._forward_pre_hooks is before and module._forward_hooks is after
+        assert not before and not after
+
+
+@pytest.mark.parametrize("name", [*METHODS, "attention"])
+def test_a_step_reads_no_value(name):
+    """On a GPU each would wait for the device; a fake tensor has none."""
+    teacher, data = model_of("bert", "sequence"), data_of("bert", "sequence")
+    models = eager((teacher, student_from_teacher(teacher, [1, 3])))
+    distiller = Distiller(*models, method_of(name, "sequence"))
+    distiller.prepare([data])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out = distiller(**{key: mode.from_tensor(x) for key, x in data.items()})
+        out.loss.backward()

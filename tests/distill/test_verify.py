@@ -52,7 +52,7 @@ def test_a_compiled_step_is_the_same(name, recwarn, monkeypatch):
     torch.manual_seed(0)
     distiller = distiller_of(classifier("bert", layers=2), name, [2])  # compiling takes seconds
     check = verify(distiller, batch(rows=6), ranks=0)[-1]
-    assert check.name == "compiled", check
+    assert check.name == "compiled (aot_eager)", check
     assert check.verdict == ("not here" if name == "lrc_bert" else "equal"), check
     assert not heard and not [w for w in recwarn if issubclass(w.category, FutureWarning)]
 
