@@ -28,6 +28,7 @@ from fastkd._numerics import (
     values_readable,
     working_dtype,
 )
+from fastkd._products import add_product, product, product_back, ready, sums_like
 from fastkd.kernels.launch import operator
 
 Divergence = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
@@ -620,7 +621,7 @@ def linear_soft_targets(
     rows, dtype = h_s.shape[0], working_dtype(h_s)
     loss = h_s.new_empty(rows, dtype=dtype)
     dh = h_s.new_empty(h_s.shape, dtype=dtype) if needs_dh else None
-    dw = torch.zeros_like(w_s, dtype=dtype) if needs_dw else None
+    dw = sums_like(w_s) if needs_dw else None
     if weights is None and (needs_dh or needs_dw):
         weights = torch.ones_like(loss)
     if mask is not None:
@@ -628,7 +629,7 @@ def linear_soft_targets(
         weights = None if weights is None else weights.masked_fill(~mask, 0)
     with autocast_off(h_s):
         for chunk in _linear_chunks(rows, w_s.shape[0], h_s):
-            student, teacher = h_s[chunk] @ w_s.T, h_t[chunk] @ w_t.T
+            student, teacher = product(h_s[chunk], w_s), product(h_t[chunk], w_t)
             wider = torch.promote_types(student.dtype, teacher.dtype)
             kept, weight = (None if x is None else x[chunk] for x in (mask, weights))
             loss[chunk], grad = _weighted_rows(
@@ -636,13 +637,12 @@ def linear_soft_targets(
             )
             if grad is None:
                 continue
-            grad = grad.to(h_s.dtype)
+            grad, factor = ready(grad.to(dtype), h_s.dtype)
             if dh is not None:
-                dh[chunk] = grad @ w_s
-            if dw is not None and dw.dtype == grad.dtype:
-                dw.addmm_(grad.T, h_s[chunk])
-            elif dw is not None:
-                dw += grad.T @ h_s[chunk]
+                part = product_back(grad, w_s)
+                dh[chunk] = part if factor is None else part * factor
+            if dw is not None:
+                add_product(dw, grad, h_s[chunk], factor)
     return [x for x in (loss, dh, dw) if x is not None]
 
 

@@ -710,6 +710,29 @@ def test_linear_dtypes(backend, device, dtype):
     check_linear(make_heads(30, dtype=dtype, device=device), backend)
 
 
+@pytest.fixture(scope="module")
+def wide_heads():
+    """Logits of a spread of 3, and words enough for their roundings to add up."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (24, 512), (8000, 512), (24, 512), (8000, 512)
+    heads = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x if len(x) == 24 else x * 3 / 512**0.5 for x in heads]
+
+
+@divergences
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_half_types_are_rounded_once(wide_heads, divergence, dtype):
+    heads = [x.to(dtype) for x in wide_heads]
+    exact = linear_value_and_grads(
+        linear_soft_target_loss_ref, [x.double() for x in heads], divergence=divergence
+    )
+    found = linear_value_and_grads(linear_soft_target_loss, heads, divergence=divergence)
+    assert_accurate(found[0], exact[0], torch.float32)
+    for gradient, right in zip(found[1:], exact[1:], strict=True):
+        rounded = compare.relative_error(right.to(dtype), right)
+        assert compare.relative_error(gradient, right) <= 2 * rounded
+
+
 def test_linear_ignores_nan_in_padding(backend, device):
     heads = make_heads(3, 4, dtype=exact_dtype(backend), device=device)
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device).bool()

@@ -1,0 +1,83 @@
+"""Matrix products of half types that leave in float32, as sums in the losses have to.
+
+A product in a half type rounds every logit to 8 or 11 bits, and gradients of logits with it. GPUs
+multiply half types into float32 as they are. CPUs can't: there the matrices are widened by tiles.
+"""
+
+import torch
+from torch import Tensor
+
+from fastkd._numerics import upcast, working_dtype
+
+# Entries of a matrix that are widened, or added to another, at a time: on the CPU and on a GPU.
+TILES = (1 << 20, 1 << 24)
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (M, K) · weight (N, K)ᵀ in the working dtype; both have one dtype."""
+    if x.dtype not in HALF:
+        return x @ weight.T
+    if not _widens(x):
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    wide, out = x.float(), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    for tile in _tiles(weight):
+        torch.mm(wide, weight[tile].float().T, out=out[:, tile])
+    return out
+
+
+def product_back(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad (M, N) · weight (N, K), where ``grad`` is `ready` for ``weight``."""
+    if weight.dtype not in HALF:
+        return grad @ weight
+    if not _widens(weight):
+        return torch.mm(grad, weight, out_dtype=torch.float32)
+    out = grad.new_zeros(len(grad), weight.shape[1])
+    for tile in _tiles(weight):
+        out.addmm_(grad[:, tile], weight[tile].float())
+    return out
+
+
+def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None) -> None:
+    """Add gradᵀ (N, M) · x (M, K), times ``factor``, to ``total`` (N, K) of the working dtype.
+
+    ``grad`` and ``factor`` are `ready` for ``x``. No second matrix of the size of ``total``.
+    """
+    if x.dtype not in HALF or _widens(x):
+        total.addmm_(grad.T, upcast(x))
+        return
+    for tile in _tiles(total):
+        part = torch.mm(grad[:, tile].T, x, out_dtype=torch.float32)
+        if factor is not None:
+            part *= factor
+        total[tile] += part
+
+
+def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A gradient in the working dtype for products with tensors of ``dtype``, and their factor.
+
+    Float16 has no room for small probabilities: there the gradient is multiplied by a power of 2
+    that takes its largest entry near the largest number, and the products are divided by it.
+    """
+    if dtype not in HALF or _widens(grad):
+        return grad, None
+    if dtype == torch.bfloat16 or grad.numel() == 0:
+        return grad.to(dtype), None
+    factor = torch.exp2(grad.abs().amax().clamp_min(2.0**-80).log2().ceil() - 14)
+    return (grad / factor).to(dtype), factor
+
+
+def sums_like(x: Tensor) -> Tensor:
+    """Zeros of the shape of ``x`` in its working dtype."""
+    return torch.zeros(x.shape, dtype=working_dtype(x), device=x.device)
+
+
+def _widens(x: Tensor) -> bool:
+    return x.device.type not in ("cuda", "meta")
+
+
+def _tiles(matrix: Tensor) -> list[slice]:
+    rows, columns = matrix.shape
+    step = max(TILES[matrix.device.type == "cuda"] // max(columns, 1), 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
