@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd.soft_targets import (
-    Divergence,
+    DivergenceWord,
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
     soft_target_loss,
@@ -44,7 +44,7 @@ def why_no_liger(device: torch.device) -> str | None:
     return why_not_installed("liger-kernel", "liger_kernel")
 
 
-def liger(divergence: Divergence) -> tuple[Provider, ...]:
+def liger(divergence: DivergenceWord) -> tuple[Provider, ...]:
     """Liger's KL and JSD; both take log-probabilities, so the softmax before them counts."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
@@ -73,7 +73,7 @@ def cost(*, rows, V) -> tuple[int, int]:
     return 3 * rows * V, 12 * rows * V
 
 
-def case(*more: Any, divergence: Divergence = "forward_kl", **rest: Any) -> Case:
+def case(*more: Any, divergence: DivergenceWord = "forward_kl", **rest: Any) -> Case:
     functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
     title, options = NAMES[divergence], {"divergence": divergence}
     work = Work(LOSS, title, make, *functions, cost, liger(divergence), options)
@@ -85,9 +85,9 @@ def make_linear(*, rows, Ds, Dt, V, device, dtype) -> dict[str, Tensor]:
     make = functools.partial(features, device=device, dtype=torch.float32, shared=0.0)
     return {
         "student_hidden": make(rows, Ds, seed=0).to(dtype).requires_grad_(),
-        "student_weight": make(V, Ds, seed=1).mul_(Ds**-0.5).to(dtype).requires_grad_(),
+        "student_head": make(V, Ds, seed=1).mul_(Ds**-0.5).to(dtype).requires_grad_(),
         "teacher_hidden": make(rows, Dt, seed=2).to(dtype),
-        "teacher_weight": make(V, Dt, seed=3).mul_(Dt**-0.5).to(dtype),
+        "teacher_head": make(V, Dt, seed=3).mul_(Dt**-0.5).to(dtype),
     }
 
 
@@ -108,7 +108,7 @@ def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
     return (rows + V) * (2 * Ds + Dt), 2 * rows * V * (3 * Ds + Dt)
 
 
-def linear_case(*more: Any, divergence: Divergence = "js", **rest: Any) -> Case:
+def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> Case:
     functions = linear_soft_target_loss_ref, linear_soft_target_loss, "linear_soft_target_loss"
     title, options = f"from hidden states, {NAMES[divergence]}", {"divergence": divergence}
     peers = (liger_linear(),) if divergence == "js" else ()
@@ -132,11 +132,11 @@ def cases() -> Iterator[Case]:
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):
         yield case("vocab", half, headline=v == 152064, rows=8192, V=v, check_sizes=fewer)
-    others: tuple[Divergence, ...] = ("reverse_kl", "js", "adaptive_kl")
+    others: tuple[DivergenceWord, ...] = ("reverse_kl", "js", "adaptive_kl")
     for divergence in others:
         sizes: dict[str, Any] = {"rows": 8192, "V": 152064}
         yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
-    two: tuple[Divergence, ...] = ("forward_kl", "js")
+    two: tuple[DivergenceWord, ...] = ("forward_kl", "js")
     for divergence in two:
         sizes = {"rows": 8192, "Ds": 2048, "Dt": 4096, "V": 128256}
         yield linear_case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)

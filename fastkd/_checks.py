@@ -159,6 +159,13 @@ def check_number(
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
+def check_fraction(name: str, value: float) -> None:
+    """Raise unless ``value`` is a number from 0 to 1."""
+    check_number(name, value, at_least=0)
+    if value > 1:
+        raise ValueError(f"{name} must be at most 1, got {value}")
+
+
 def layer_pairs(
     student: Tensor | Sequence[Tensor], teacher: Tensor | Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:

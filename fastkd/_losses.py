@@ -5,7 +5,7 @@ names, what its kernels can do, and an input for each function. tests/test_losse
 new row still lacks, and what is public without a row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,17 @@ class Kernels:
     """What the Triton kernels behind a public name can do; everything else is left to PyTorch."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    words: Mapping[str, str] = field(default_factory=dict)  # option → the one value they know
+    words: Mapping[str, Collection[str]] = field(default_factory=dict)  # option → what they know
     at_most: Mapping[str, int] = field(default_factory=dict)  # size → their largest
 
     def lack(self, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
         """What of a call they can't do, in words; ``facts`` has its words and sizes."""
         if dtype not in self.dtypes:
             return f"{str(dtype).removeprefix('torch.')} is left to PyTorch"
-        for name, word in self.words.items():
-            if facts[name] != word:
-                return f"its kernels know {name}={word!r}, got {facts[name]!r}"
+        for name, words in self.words.items():
+            if facts[name] not in words:
+                known = " or ".join(map(repr, words))
+                return f"its kernels know {name}={known}, got {facts[name]!r}"
         for name, most in self.at_most.items():
             if facts[name] > most:
                 return f"its kernels take at most {most} {name}, got {facts[name]}"
@@ -114,6 +115,13 @@ def _definite(n: int) -> Inputs:
     )
 
 
+_SOFT_TARGETS = Kernels(
+    words={
+        "divergence": ("forward_kl", "reverse_kl", "adaptive_kl", "js"),
+        "teacher": ("logits",),  # not its top k
+    }
+)
+
 LOSSES = (
     Loss(
         name="relation",
@@ -122,7 +130,7 @@ LOSSES = (
         "Correlation Distillation*, 2023",
         functions={"relation_loss": _features(4, 10, 16, teacher=(4, 10, 24), masked=True)},
         modules=("FCDLoss",),
-        kernels={"relation_loss": Kernels(words={"normalize": "l2", "distance": "pearson"})},
+        kernels={"relation_loss": Kernels(words={"normalize": ("l2",), "distance": ("pearson",)})},
         kernel_files=("relation", "relation_rows", "relation_small", "relation_long"),
     ),
     Loss(
@@ -187,7 +195,7 @@ LOSSES = (
             "linear_soft_target_loss": _heads(20, 8, 12, 33),
         },
         modules=("SoftTargetLoss",),
-        kernels={"soft_target_loss": Kernels(), "linear_soft_target_loss": Kernels()},
+        kernels={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
         kernel_files=("soft_targets",),
     ),
     Loss(

@@ -7,7 +7,7 @@ multiply half types into float32 as they are. CPUs can't: there the matrices are
 import torch
 from torch import Tensor
 
-from fastkd._numerics import upcast, working_dtype
+from fastkd._numerics import upcast
 
 # Entries of a matrix that are widened, or added to another, at a time: on the CPU and on a GPU.
 TILES = (1 << 20, 1 << 24)
@@ -39,19 +39,23 @@ def product_back(grad: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None) -> None:
+def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, first: bool) -> None:
     """Add gradᵀ (N, M) · x (M, K), times ``factor``, to ``total`` (N, K) of the working dtype.
 
-    ``grad`` and ``factor`` are `ready` for ``x``. No second matrix of the size of ``total``.
+    The ``first`` to be added takes the place of what stands there. ``grad`` and ``factor`` are
+    `ready` for ``x``. No second matrix of the size of ``total``.
     """
     if x.dtype not in HALF or _widens(x):
-        total.addmm_(grad.T, upcast(x))
+        total.addmm_(grad.T, upcast(x), beta=0 if first else 1)
         return
     for tile in _tiles(total):
         part = torch.mm(grad[:, tile].T, x, out_dtype=torch.float32)
         if factor is not None:
             part *= factor
-        total[tile] += part
+        if first:
+            total[tile] = part
+        else:
+            total[tile] += part
 
 
 def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -66,11 +70,6 @@ def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return grad.to(dtype), None
     factor = torch.exp2(grad.abs().amax().clamp_min(2.0**-80).log2().ceil() - 14)
     return (grad / factor).to(dtype), factor
-
-
-def sums_like(x: Tensor) -> Tensor:
-    """Zeros of the shape of ``x`` in its working dtype."""
-    return torch.zeros(x.shape, dtype=working_dtype(x), device=x.device)
 
 
 def _widens(x: Tensor) -> bool:

@@ -15,89 +15,130 @@ from fastkd._checks import (
     check_mask,
     check_no_grad,
     check_number,
+    check_positive_int,
     check_shape,
 )
 from fastkd._dispatch import Backend, use_triton
+from fastkd._divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
+from fastkd._linear_soft_targets import (
+    CHUNK_BYTES,
+    TERMS,
+    HeadForm,
+    LinearSoftTargets,
+    Options,
+    Recipe,
+)
 from fastkd._numerics import (
     apply,
     as_rows,
-    autocast_off,
     once_differentiable,
     saveable,
     upcast,
     values_readable,
     working_dtype,
 )
-from fastkd._products import add_product, product, product_back, ready, sums_like
-from fastkd.kernels.launch import operator
+from fastkd._rows import Soft, Task, weighed_rows
+from fastkd.head import Head, as_head
+from fastkd.targets import CrossEntropy, TopK
 
-Divergence = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
-DIVERGENCES = get_args(Divergence)
 Reduction = Literal["batchmean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
-
-# Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
-# enough that threads do not wait for each other after every small operation.
-CHUNK = 1 << 21
-
-# Softened further, distributions differ by so little, and τ²·KL weighs its rounding so much, that
-# float32 would leave few digits.
-HOT = 10.0
-
-# Logits that linear_soft_target_loss holds at a time, on the CPU and on a GPU: enough positions
-# for matrix products that are not bound by reading the vocabulary's weights.
-LINEAR_CHUNK = (1 << 22, 1 << 27)
 
 
 def soft_target_loss_ref(
     student_logits: Tensor,
-    teacher_logits: Tensor,
+    teacher_logits: Tensor | TopK,
     *,
     temperature: float = 1.0,
-    divergence: Divergence = "forward_kl",
+    divergence: DivergenceWord | Divergence = "forward_kl",
     mask: Tensor | None = None,
     reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
+    vocabulary: int | None = None,
 ) -> Tensor:
     """The divergences as written in the literature. See `soft_target_loss`."""
     if mask is None:
         mask = torch.ones(student_logits.shape[:-1], device=student_logits.device)
     real = mask.bool()[..., None]  # (..., 1)
-    log_ps = torch.log_softmax(upcast(student_logits).where(real, 0) / temperature, dim=-1)
-    log_pt = torch.log_softmax(upcast(teacher_logits).where(real, 0) / temperature, dim=-1)
-    p_s, p_t = log_ps.exp(), log_pt.exp()
-
-    if divergence == "forward_kl":
-        loss = _kl_ref(p_t, log_pt, log_ps)
-    elif divergence == "reverse_kl":
-        loss = _kl_ref(p_s, log_ps, log_pt)
-    elif divergence == "js":
-        log_m = torch.logaddexp(log_ps, log_pt) - math.log(2)
-        loss = (_kl_ref(p_t, log_pt, log_m) + _kl_ref(p_s, log_ps, log_m)) / 2
+    student = upcast(student_logits)[..., :vocabulary].where(real, 0)
+    log_ps = torch.log_softmax(student / temperature, dim=-1)
+    if isinstance(teacher_logits, TopK):
+        log_ps, log_pt = _outcomes_ref(log_ps, teacher_logits, real)
     else:
+        teacher = upcast(teacher_logits)[..., :vocabulary].where(real, 0)
+        log_pt = torch.log_softmax(teacher / temperature, dim=-1)
+    loss = _divergence_ref(log_ps, log_pt, divergence)
+    loss = loss.where(real[..., 0], 0) * (temperature**2 if scale_by_t2 else 1.0)
+    return _reduced_ref(loss, real, reduction, denominator)
+
+
+def _divergence_ref(
+    log_ps: Tensor, log_pt: Tensor, divergence: DivergenceWord | Divergence
+) -> Tensor:
+    if not isinstance(divergence, Divergence):
+        divergence = Divergence(divergence)
+    name, beta, skew, mix = divergence.name, divergence.beta, divergence.skew, divergence.mix
+    p_s, p_t = log_ps.exp(), log_pt.exp()
+    if name == "forward_kl" or (name == "js" and beta == 0):
+        return _kl_ref(p_t, log_pt, log_ps)
+    if name == "reverse_kl" or (name == "js" and beta == 1):
+        return _kl_ref(p_s, log_ps, log_pt)
+    if name == "js":
+        log_m = _log_mixture_ref(log_pt, log_ps, beta)
+        forward, reverse = _kl_ref(p_t, log_pt, log_m), _kl_ref(p_s, log_ps, log_m)
+        return beta * forward + (1 - beta) * reverse
+    if name == "skew_kl":
+        return _kl_ref(p_t, log_pt, _log_mixture_ref(log_pt, log_ps, skew))
+    if name == "skew_reverse_kl":
+        return _kl_ref(p_s, log_ps, _log_mixture_ref(log_ps, log_pt, skew))
+    if name == "total_variation":
+        return (p_t - p_s).abs().sum(-1) / 2
+    weight = torch.tensor(mix, dtype=p_s.dtype, device=p_s.device)
+    if name == "adaptive_kl":
         gap = (p_t - p_s).detach().abs()
         ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
-        mass = _mass(ranked)
+        mass = mass_by_first(ranked)
         in_head = mass <= mass[..., -1:] / 2  # μ = ½ (Wu et al. 2024)
         in_head[..., 0] = True
         gap = gap.gather(-1, order)
         g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
         weight = torch.where(g_head + g_tail > 0, g_head / (g_head + g_tail), 0.5)
-        forward_kl, reverse_kl = _kl_ref(p_t, log_pt, log_ps), _kl_ref(p_s, log_ps, log_pt)
-        loss = _weigh_ref(weight, forward_kl) + _weigh_ref(1 - weight, reverse_kl)
-
-    loss = loss.where(real[..., 0], 0) * (temperature**2 if scale_by_t2 else 1.0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
+    forward_kl, reverse_kl = _kl_ref(p_t, log_pt, log_ps), _kl_ref(p_s, log_ps, log_pt)
+    return _weigh_ref(weight, forward_kl) + _weigh_ref(1 - weight, reverse_kl)
 
 
-def _mass(ranked: Tensor) -> Tensor:
-    """What descending probabilities add up to, by the first: half of equal ones is half of it."""
-    return (ranked / ranked[..., :1]).cumsum(-1)
+def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms of both sides' probabilities of the k words and, in a bucket, of all others."""
+    log_probs = top.log_probs.to(log_ps.dtype).where(real, -math.log(2 * top.ids.shape[-1]))
+    absent = log_probs == -torch.inf
+    ids = top.ids.long().where(real & ~absent, 0)
+    q_s = log_ps.exp().gather(-1, ids).masked_fill(absent, 0)
+    q_t = log_probs.exp()
+    if top.tail == "bucket":
+        of_teacher = (1 - q_t.sum(-1, keepdim=True)).clamp(min=0)
+        if ids.shape[-1] == log_ps.shape[-1]:
+            of_teacher = torch.zeros_like(of_teacher)
+        q_t = torch.cat([q_t, of_teacher], -1)
+        one_hot = torch.zeros_like(log_ps).scatter_add(-1, ids, (~absent).to(log_ps.dtype))
+        of_student = log_ps.exp().masked_fill(one_hot > 0, 0).sum(-1, keepdim=True)
+        q_s = torch.cat([q_s, of_student], -1)
+    q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
+    log_qs, log_qt = (
+        torch.where(q > 0, torch.where(q > 0, q, 1).log(), -torch.inf) for q in (q_s, q_t)
+    )
+    return log_qs, log_qt
+
+
+def _log_mixture_ref(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
+    """log(share·p + (1 − share)·q)."""
+    if share in (0, 1):
+        return log_p if share else log_q
+    # In a backward pass the logarithm of 0 + 0 would be NaN.
+    neither = (log_p == -torch.inf) & (log_q == -torch.inf)
+    log_p, log_q = (x.masked_fill(neither, 0) for x in (log_p, log_q))
+    mixture = torch.logaddexp(log_p + math.log(share), log_q + math.log(1 - share))
+    return mixture.masked_fill(neither, -torch.inf)
 
 
 def _kl_ref(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -112,16 +153,27 @@ def _weigh_ref(weight: Tensor, loss: Tensor) -> Tensor:
     return (weight * loss).masked_fill(weight == 0, 0)
 
 
+def _reduced_ref(
+    loss: Tensor, real: Tensor, reduction: Reduction, denominator: float | Tensor | None
+) -> Tensor:
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
+
+
 def soft_target_loss(
     student_logits: Tensor,
-    teacher_logits: Tensor,
+    teacher_logits: Tensor | TopK,
     *,
     temperature: float = 1.0,
-    divergence: Divergence = "forward_kl",
+    divergence: DivergenceWord | Divergence = "forward_kl",
     mask: Tensor | None = None,
     reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
+    vocabulary: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Divergence between the softened output distributions of teacher and student.
@@ -142,9 +194,10 @@ def soft_target_loss(
 
     Args:
         student_logits: (..., V).
-        teacher_logits: (..., V), same shape, dtype and device; must not require grad.
+        teacher_logits: (..., V), same shape, dtype and device; must not require grad. Or a
+            `fastkd.TopK` of the teacher's most probable words.
         temperature: τ > 0.
-        divergence: one of the four above.
+        divergence: one of the four above, or a `fastkd.Divergence` with its coefficient.
         mask: (...), bool or 0/1, 1 = real; the rest adds nothing and gets no gradient.
         reduction: "batchmean" divides the sum by the number of real positions, "sum" does not,
             "none" gives one value a position, 0 where masked.
@@ -152,6 +205,8 @@ def soft_target_loss(
         denominator: a positive number, or a 0-d tensor of any real dtype and any device, to
             divide by in place of this batch's own count (gradient accumulation); only with
             "batchmean". The dtype of the loss stays its own.
+        vocabulary: n, where only the first n words of both sides are the same: the others, such
+            as a head's padding, are out of both distributions, and V may differ.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -167,48 +222,85 @@ def soft_target_loss(
     >>> round(loss.item(), 4)  # ¼·log(½) + ¾·log(3/2)
     0.1308
     """
-    _check_logits(student_logits, teacher_logits)
-    _check_options(temperature, divergence, reduction, denominator)
-    leading = student_logits.shape[:-1]
+    student_logits, teacher = _cut_logits(student_logits, teacher_logits, vocabulary)
+    form, coefficient = _check_options(temperature, divergence, reduction, denominator)
+    leading, V = student_logits.shape[:-1], student_logits.shape[-1]
     mask = check_mask(mask, leading, student_logits.device)
-    denominator = _as_tensor(denominator, student_logits)
-    options = _Options(divergence, float(temperature), scale_by_t2, reduction)
-    student, teacher = as_rows(student_logits), as_rows(teacher_logits)
-    mask = None if mask is None else mask.flatten()
-    if use_triton(backend, "soft_target_loss", student):
-        loss = apply(_SoftTargetsTriton, options, student, teacher, mask, denominator)
+    scale = float(temperature) ** 2 if scale_by_t2 else 1.0
+    tail, rows = "", []
+    if isinstance(teacher, TopK):
+        teacher.check(leading, V, student_logits.device, mask)
+        tail, rows = teacher.tail, [saveable(x) for x in teacher.rows(mask)]
     else:
-        loss = apply(_SoftTargets, options, student, teacher, mask)
+        rows = [as_rows(teacher)]
+    denominator = _as_tensor(denominator, student_logits)
+    options = _Options(Soft(form, coefficient, float(temperature), scale, tail), reduction)
+    student = as_rows(student_logits)
+    mask = None if mask is None else mask.flatten()
+    facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
+    if use_triton(backend, "soft_target_loss", student, **facts):
+        loss = apply(_SoftTargetsTriton, options, student, rows[0], mask, denominator)
+    else:
+        loss = apply(_SoftTargets, options, student, mask, *rows)
         if reduction != "none":
             loss = _divide(loss.sum(), leading.numel(), mask, reduction, denominator)
     return loss.reshape(leading) if reduction == "none" else loss
 
 
-def _check_logits(student: Tensor, teacher: Tensor) -> None:
+def _cut_logits(
+    student: Tensor, teacher: Tensor | TopK, vocabulary: int | None
+) -> tuple[Tensor, Tensor | TopK]:
+    """Both, checked, without columns beyond the vocabulary."""
     check_floating("student_logits", student)
+    if isinstance(teacher, TopK):
+        _check_vocabularies("logits", vocabulary, student)
+        return student[..., :vocabulary], teacher
     check_floating("teacher_logits", teacher)
     check_like("teacher_logits", teacher, "student_logits", student)
     check_no_grad("teacher_logits", teacher)
-    _check_vocabularies("logits", student, student.shape[-1], teacher.shape[-1])
+    _check_vocabularies("logits", vocabulary, student, student.shape[-1], teacher.shape[-1])
+    student, teacher = student[..., :vocabulary], teacher[..., :vocabulary]
     check_shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
+    return student, teacher
 
 
-def _check_vocabularies(name: str, student: Tensor, of_student: int, of_teacher: int) -> None:
-    if of_student != of_teacher:
+def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *sizes: int) -> None:
+    """``sizes``: of the student and the teacher; without them of the student alone."""
+    of_student, *of_teacher = sizes or (student.shape[-1],)
+    if vocabulary is not None:
+        check_positive_int("vocabulary", vocabulary)
+        least = min([of_student, *of_teacher])
+        if vocabulary > least:
+            raise ValueError(
+                f"vocabulary must be at most {least}, what both have, got {vocabulary}"
+            )
+    elif of_teacher and of_teacher != [of_student]:
         raise ValueError(
             f"student_{name} has a vocabulary of {of_student} entries but teacher_{name} of "
-            f"{of_teacher}; logits of different vocabularies can't be compared"
+            f"{of_teacher[0]}; logits of different vocabularies can't be compared, those of their "
+            "first n words can with vocabulary=n"
         )
     if of_student == 0:
         raise ValueError(f"student_{name} has no entry to compare, got {tuple(student.shape)}")
 
 
 def _check_options(
-    temperature: float, divergence: str, reduction: str, denominator: float | Tensor | None
-) -> None:
+    temperature: float,
+    divergence: DivergenceWord | Divergence,
+    reduction: str,
+    denominator: float | Tensor | None,
+) -> tuple[str, float]:
+    """The divergence's form and coefficient."""
     check_number("temperature", temperature, above=0)
-    check_choice("divergence", divergence, DIVERGENCES)
+    if not isinstance(divergence, Divergence):
+        check_choice("divergence", divergence, DIVERGENCES)
+        divergence = Divergence(divergence)
     check_choice("reduction", reduction, REDUCTIONS)
+    _check_denominator(denominator, reduction)
+    return divergence.form
+
+
+def _check_denominator(denominator: float | Tensor | None, reduction: str) -> None:
     if denominator is None:
         return
     if reduction != "batchmean":
@@ -257,21 +349,10 @@ def _divide(
     return total / (max(rows, 1) if mask is None else mask.sum().clamp(min=1))
 
 
-# What the losses of single rows depend on: divergence, temperature and their factor.
-PerRow = tuple[str, float, float]
-
-
 @dataclass(frozen=True)
 class _Options:
-    divergence: str
-    temperature: float
-    scale_by_t2: bool
+    soft: Soft
     reduction: str
-
-    @property
-    def per_row(self) -> PerRow:
-        scale = self.temperature**2 if self.scale_by_t2 else 1.0
-        return self.divergence, self.temperature, scale
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
@@ -283,10 +364,12 @@ class _SoftTargets(torch.autograd.Function):
     """Loss of every row and, in the same pass over the logits, its gradient."""
 
     @staticmethod
-    def forward(ctx, options, student, teacher, mask):
-        # student, teacher (R, V); mask (R,)
-        ctx.dtype = student.dtype
-        loss, dstudent = _rows(student, teacher, mask, ctx.needs_input_grad[1], options.per_row)
+    def forward(ctx, options, student, mask, *teacher):
+        # student (R, V), mask (R,); the teacher's logits (R, V), or its ids and log_probs (R, K)
+        ctx.dtype, ctx.teachers = student.dtype, len(teacher)
+        loss, dstudent = weighed_rows(
+            student, list(teacher), mask, ctx.needs_input_grad[1], options.soft
+        )
         _save(ctx, dstudent, mask)
         return loss
 
@@ -296,7 +379,7 @@ class _SoftTargets(torch.autograd.Function):
         dstudent, mask = ctx.saved_tensors
         if mask is not None:
             grad = grad.masked_fill(~mask, 0)
-        return None, (dstudent * grad[:, None]).to(ctx.dtype), None, None
+        return None, (dstudent * grad[:, None]).to(ctx.dtype), None, *[None] * ctx.teachers
 
 
 class _SoftTargetsTriton(torch.autograd.Function):
@@ -308,7 +391,7 @@ class _SoftTargetsTriton(torch.autograd.Function):
 
         student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
         ctx.options = options
-        loss, stats = soft_target_forward(student, teacher, mask, *options.per_row)
+        loss, stats = soft_target_forward(student, teacher, mask, *options.soft.per_row)
         divisor = None
         if options.reduction != "none":
             counts = options.reduction == "batchmean"
@@ -323,362 +406,219 @@ class _SoftTargetsTriton(torch.autograd.Function):
 
         student, teacher, mask, stats, divisor = ctx.saved_tensors
         dstudent = soft_target_backward(
-            student, teacher, mask, stats, divisor, grad, *ctx.options.per_row
+            student, teacher, mask, stats, divisor, grad, *ctx.options.soft.per_row
         )
         return None, dstudent, None, None, None
 
 
-def _rows(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    wants_grad: bool,
-    per_row: PerRow,
-) -> tuple[Tensor, Tensor | None]:
-    """Loss (R,) of every row, 0 where masked, and its gradient (R, V) with respect to student.
-
-    The gradient stays in the working dtype: half types would lose small probabilities before a
-    loss scale reaches them. In a masked row it is finite, but not zero.
-    """
-    divergence, temperature, scale = per_row
-    rows, vocabulary = student.shape
-    dtype = working_dtype(student)
-    loss = student.new_empty(rows, dtype=dtype)
-    dstudent = student.new_empty(student.shape, dtype=dtype) if wants_grad else None
-    row_divergence = _ROW_DIVERGENCES[divergence]
-    with autocast_off(student):
-        for chunk in _chunks(rows, vocabulary, student):
-            log_ps = _log_softmax(student[chunk], mask, chunk, temperature)
-            log_pt = _log_softmax(teacher[chunk], mask, chunk, temperature)
-            value, grad = row_divergence(log_ps, log_pt, wants_grad)
-            loss[chunk] = value * scale
-            if dstudent is not None and grad is not None:
-                torch.mul(grad, scale / temperature, out=dstudent[chunk])
-        if mask is not None:
-            loss = loss.masked_fill(~mask, 0)
-    return loss, dstudent
-
-
-def _chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
-    """Row ranges to work on one at a time; one range where a loop would not pay."""
-    if not values_readable(x):  # on a GPU or traced
-        return [slice(None)]
-    step = max(CHUNK // vocabulary, 1)
-    return [slice(start, start + step) for start in range(0, rows, step)]
-
-
-def _log_softmax(logits: Tensor, mask: Tensor | None, chunk: slice, temperature: float) -> Tensor:
-    z = logits.double() if temperature > HOT else upcast(logits)
-    if mask is not None:
-        z = z.masked_fill(~mask[chunk, None], 0)
-    return torch.log_softmax(z if temperature == 1 else z / temperature, dim=-1)
-
-
-def _forward_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """KL(p_t ‖ p_s) of every row and its gradient with respect to z_s/τ: p_s − p_t."""
-    p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_ps)
-    return value, log_ps.exp().sub_(p_t) if wants_grad else None
-
-
-def _reverse_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """KL(p_s ‖ p_t) and its gradient: p_s (log p_s − log p_t − KL)."""
-    p_s = log_ps.exp()
-    ratio = log_ps - log_pt
-    value = _weighted_sum(p_s, ratio)
-    return value, _expectation_grad(p_s, ratio, value) if wants_grad else None
-
-
-def _js(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """½KL(p_t ‖ m) + ½KL(p_s ‖ m) and its gradient: ½p_s (log p_s − log m − KL(p_s ‖ m))."""
-    log_m = torch.logaddexp(log_ps, log_pt).sub_(math.log(2))
-    p_s = log_ps.exp()
-    ratio = log_ps - log_m
-    student_side = _weighted_sum(p_s, ratio)
-    value = (student_side + _weighted_sum(log_pt.exp(), log_pt - log_m)) / 2
-    return value, _expectation_grad(p_s, ratio, student_side).div_(2) if wants_grad else None
-
-
-def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Forward and reverse KL weighted by the gap of the head and of the tail."""
-    p_s, p_t = log_ps.exp(), log_pt.exp()
-    head = _head_share(p_s, p_t)  # (R,)
-    forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad)
-    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad)
-    value = _weigh(head, forward_value) + _weigh(1 - head, reverse_value)
-    if forward_grad is None or reverse_grad is None:
-        return value, None
-    head = head[:, None]
-    return value, _weigh(head, forward_grad) + _weigh(1 - head, reverse_grad)
-
-
-_ROW_DIVERGENCES = {
-    "forward_kl": _forward_kl,
-    "reverse_kl": _reverse_kl,
-    "js": _js,
-    "adaptive_kl": _adaptive_kl,
-}
-
-
-def _weighted_sum(p: Tensor, x: Tensor) -> Tensor:
-    """Σ p·x over the vocabulary, where a probability of 0 counts nothing even against ∞."""
-    return (p * x).masked_fill_(p == 0, 0).sum(-1)
-
-
-def _weigh(weight: Tensor, x: Tensor) -> Tensor:
-    """weight · x, where a weight of 0 counts nothing even against ∞; not a lerp, which makes
-    ∞ − ∞ of one infinite end."""
-    return (weight * x).masked_fill_(weight == 0, 0)
-
-
-def _expectation_grad(p: Tensor, x: Tensor, mean: Tensor) -> Tensor:
-    return (x - mean[:, None]).mul_(p).masked_fill_(p == 0, 0)
-
-
-def _head_share(p_s: Tensor, p_t: Tensor) -> Tensor:
-    """g_head / (g_head + g_tail) of every row; ½ where the distributions are the same."""
-    gap = (p_t - p_s).abs_()
-    total = gap.sum(-1)
-    ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
-    mass = _mass(ranked)
-    in_head = mass <= mass[:, -1:] / 2  # teacher probability that the head may hold, μ = ½
-    in_head[:, 0] = True
-    head = gap.gather(-1, order).masked_fill_(~in_head, 0).sum(-1)
-    return torch.where(total > 0, head / total, 0.5)
-
-
 def linear_soft_target_loss_ref(
     student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    student_head: Tensor | Head,
+    teacher_hidden: Tensor | TopK,
+    teacher_head: Tensor | Head | None = None,
+    *,
+    soft_weight: float = 1.0,
+    task: CrossEntropy | None = None,
+    return_terms: bool = False,
     **options: Any,
-) -> Tensor:
-    """`soft_target_loss_ref` on the logits. See `linear_soft_target_loss`."""
-    return soft_target_loss_ref(
-        student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **options
+) -> Any:
+    """`soft_target_loss_ref` and cross-entropy of the logits. See `linear_soft_target_loss`."""
+    student = as_head("student_head", student_head).logits(student_hidden)
+    teacher = teacher_hidden
+    if not isinstance(teacher, TopK):
+        teacher = as_head("teacher_head", teacher_head).logits(teacher)
+    mask = options.pop("mask", None)
+    if mask is None:
+        mask = torch.ones(student.shape[:-1], device=student.device)
+    mask = mask.bool()
+    if task is not None:
+        mask = mask & (task.labels != task.ignore_index)
+    soft = soft_target_loss_ref(student, teacher, mask=mask, **options)
+    reduction, denominator = options.get("reduction", "batchmean"), options.get("denominator")
+    V = options.get("vocabulary")
+    rows = _task_ref(upcast(student)[..., :V].where(mask[..., None], 0), mask, task)
+    of_task, entropy, accuracy = (
+        _reduced_ref(x.where(mask, 0), mask, reduction, denominator) for x in rows
     )
+    loss = soft_weight * soft
+    if task is not None:
+        loss = loss + task.weight * of_task
+    terms = dict(zip(TERMS, (soft, of_task, entropy, accuracy), strict=True))
+    return (loss, {name: x.detach() for name, x in terms.items()}) if return_terms else loss
+
+
+def _task_ref(logits: Tensor, mask: Tensor, task: CrossEntropy | None) -> tuple[Tensor, ...]:
+    """Cross-entropy, entropy and accuracy of each position."""
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+    if task is None:
+        return torch.zeros_like(entropy), entropy, torch.zeros_like(entropy)
+    labels = task.labels.long().where(mask, 0)[..., None]
+    loss = -(1 - task.label_smoothing) * log_p.gather(-1, labels)[..., 0]
+    if task.label_smoothing:
+        loss = loss - task.label_smoothing * log_p.mean(-1)
+    loss = loss + task.z_loss * logits.logsumexp(-1).square()
+    return loss, entropy, (logits.argmax(-1) == labels[..., 0]).to(loss.dtype)
 
 
 def linear_soft_target_loss(
     student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    student_head: Tensor | Head,
+    teacher_hidden: Tensor | TopK,
+    teacher_head: Tensor | Head | None = None,
     *,
     temperature: float = 1.0,
-    divergence: Divergence = "forward_kl",
+    divergence: DivergenceWord | Divergence = "forward_kl",
     mask: Tensor | None = None,
     reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
+    vocabulary: int | None = None,
+    chunk_bytes: int | None = None,
+    soft_weight: float = 1.0,
+    task: CrossEntropy | None = None,
+    return_terms: bool = False,
     backend: Backend = "auto",
-) -> Tensor:
+) -> Any:
     """`soft_target_loss` from hidden states and vocabulary heads, without all the logits.
 
     Equals soft_target_loss(H_s W_sᵀ, H_t W_tᵀ, ...), computed for a few positions at a time, so
-    that (positions, V) logits never stand in memory. The logits of a side have the wider dtype of
-    its states and its weight, as those of the model's own head do outside autocast.
+    that (positions, V) logits never stand in memory. With a task it is
+    ``soft_weight``·soft + ``task.weight``·cross-entropy, both of the same logits: their gradients
+    are one, made in the forward pass. Logits leave the products in float32 (float64).
 
     Args:
-        student_hidden: (..., Ds).
-        student_weight: (V, Ds), the weight of the student's vocabulary head; any floating dtype.
-        teacher_hidden: (..., Dt), the same leading dimensions and dtype; must not require grad.
-        teacher_weight: (V, Dt), the same vocabulary, any floating dtype; must not require grad.
-            A head that both share is given twice, here as ``student_weight.detach()``.
-        temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
-            `soft_target_loss`; the mask is over the leading dimensions.
+        student_hidden: (..., Ds), what the student's head multiplies.
+        student_head: the weight (V, Ds) of the student's vocabulary head, or a `fastkd.Head`; any
+            floating dtype.
+        teacher_hidden: (..., Dt), the same leading dimensions and dtype; must not require grad. Or
+            a `fastkd.TopK`, without ``teacher_head``.
+        teacher_head: weight (V, Dt) or `fastkd.Head` of the same vocabulary, any floating dtype;
+            must not require grad. A head that both share is given twice, here with ``.detach()``.
+        temperature, divergence, mask, reduction, scale_by_t2, denominator, vocabulary, backend: as
+            in `soft_target_loss`; the mask is over the leading dimensions.
+        chunk_bytes: of logits that stand in memory at a time, 64 MiB on the CPU and 2 GiB on a GPU
+            unless given. The result doesn't depend on it, but for rounding.
+        soft_weight: of the soft targets, at least 0. At 0 the teacher is asked for nothing, unless
+            for terms.
+        task: a `fastkd.CrossEntropy`. A position that the mask or its ``ignore_index`` leaves out
+            counts in neither term.
+        return_terms: also return what the loss is made of.
 
     Returns:
-        As `soft_target_loss`, with gradients to ``student_hidden`` and ``student_weight``.
+        As `soft_target_loss`, with gradients to ``student_hidden`` and what the student's head is
+        made of. With ``return_terms`` also a dictionary, detached and reduced as the loss:
+        "soft", "task", the student's "entropy" at temperature 1 and the "accuracy" of its
+        likeliest words; without labels "task" and "accuracy" are 0.
 
     Raises:
         ValueError, TypeError: as `soft_target_loss`.
 
     >>> hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(10, 4)
-    >>> linear_soft_target_loss(hidden, weight, torch.randn(2, 3, 8), torch.randn(10, 8)).shape
+    >>> teacher = torch.randn(2, 3, 8), Head(torch.randn(10, 8), torch.zeros(10))
+    >>> labels = torch.randint(10, (2, 3))
+    >>> linear_soft_target_loss(hidden, weight, *teacher, task=CrossEntropy(labels)).shape
     torch.Size([])
     """
-    _check_heads(student_hidden, student_weight, teacher_hidden, teacher_weight)
-    _check_options(temperature, divergence, reduction, denominator)
-    leading = student_hidden.shape[:-1]
+    student = as_head("student_head", student_head)
+    teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, vocabulary)
+    form, coefficient = _check_options(temperature, divergence, reduction, denominator)
+    check_number("soft_weight", soft_weight, at_least=0)
+    leading, V = student_hidden.shape[:-1], vocabulary or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
-    h_s, w_s = _one_dtype(student_hidden, student_weight)
-    h_t, w_t = _one_dtype(teacher_hidden, teacher_weight)
-    denominator = _as_tensor(denominator, h_s)
-    wider = h_t if h_t.dtype == torch.float64 else h_s
-    triton = use_triton(backend, "linear_soft_target_loss", wider)
-    options = _LinearOptions(divergence, float(temperature), scale_by_t2, reduction, triton)
-    mask = None if mask is None else mask.flatten()
-    # (R,) or, summed, ()
-    loss = apply(_LinearSoftTargets, options, as_rows(h_s), w_s, as_rows(h_t), w_t, mask)
+    mask, labels = _counted(mask, task, leading, student_hidden.device, V)
+    given: list[Tensor | None] = []
+    of_teacher, tail = HeadForm(), ""
+    if isinstance(teacher, TopK):
+        teacher.check(leading, V, student_hidden.device, mask)
+    if not (soft_weight or return_terms):
+        pass
+    elif isinstance(teacher, TopK):
+        given, tail = [*teacher.rows(mask)], teacher.tail
+    elif isinstance(teacher_hidden, Tensor):
+        given, of_teacher = teacher.on(as_rows(teacher_hidden)), teacher.form
+    learning = student.on(as_rows(student_hidden))
+    scale = float(temperature) ** 2 if scale_by_t2 else 1.0
+    recipe = Recipe(
+        Soft(form, coefficient, float(temperature), scale, tail),
+        Task(float(task.label_smoothing), float(task.z_loss)) if task else Task(0.0, 0.0),
+        float(soft_weight),
+        float(task.weight) if task else 0.0,
+        student.form,
+        of_teacher,
+        vocabulary or 0,
+        _chunk_bytes(chunk_bytes, student_hidden),
+        return_terms,
+    )
+    facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
+    double = any(x is not None and x.dtype == torch.float64 for x in (*learning, *given))
+    wider = student_hidden.double() if double else student_hidden
+    triton = use_triton(backend, "linear_soft_target_loss", wider, **facts)
+    options = Options(recipe, reduction, triton and soft_weight > 0, len(learning))
+    mask, labels = (None if x is None else saveable(x.flatten()) for x in (mask, labels))
+    denominator = _as_tensor(denominator, student_hidden)
+    loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *learning, *given)
     if reduction == "none":
-        return loss.reshape(leading)
-    return _divide(loss, leading.numel(), mask, reduction, denominator)
+        loss, terms = loss.reshape(leading), terms.reshape(len(TERMS), *leading)
+    return (loss, dict(zip(TERMS, terms, strict=True))) if return_terms else loss
 
 
-def _one_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider of their dtypes."""
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    return hidden.to(dtype), weight.to(dtype)
+def _chunk_bytes(asked: int | None, x: Tensor) -> int:
+    if asked is not None:
+        check_positive_int("chunk_bytes", asked)
+        return asked
+    return CHUNK_BYTES[x.device.type == "cuda"]
 
 
-def _check_heads(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
-) -> None:
+def _counted(
+    mask: Tensor | None,
+    task: CrossEntropy | None,
+    leading: torch.Size,
+    device: torch.device,
+    V: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions that count, and their labels."""
+    if task is None:
+        return mask, None
+    if not isinstance(task, CrossEntropy):
+        raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
+    counted = task.counted(leading, device, mask)
+    return counted, task.labels_below(V, counted)
+
+
+def _teacher(
+    student_hidden: Tensor,
+    student: Head,
+    teacher_hidden: Tensor | TopK,
+    teacher_head: Tensor | Head | None,
+    vocabulary: int | None,
+) -> Head | TopK:
+    """The teacher's head, or its top k; all but the latter's words is checked."""
     check_floating("student_hidden", student_hidden)
-    for name, x, ndim in (
-        ("student_weight", student_weight, 2),
-        ("teacher_hidden", teacher_hidden, None),
-        ("teacher_weight", teacher_weight, 2),
-    ):
-        check_floating(name, x, ndim)
-        check_device(name, x, "student_hidden", student_hidden)
+    V, D = student.weight.shape
+    check_device("student_head", student.weight, "student_hidden", student_hidden)
+    if student_hidden.shape[-1] != D:
+        shape = (V, student_hidden.shape[-1])
+        check_shape("student_head", student.weight, shape, "the vocabulary, Ds")
+    if isinstance(teacher_hidden, TopK):
+        if teacher_head is not None:
+            raise ValueError("teacher_head must be None beside a TopK, which has no hidden states")
+        _check_vocabularies("head", vocabulary, student.weight, V)
+        return teacher_hidden
+    if teacher_head is None:
+        raise TypeError("teacher_head must be a Tensor or Head, got None")
+    teacher = as_head("teacher_head", teacher_head)
+    check_floating("teacher_hidden", teacher_hidden)
+    check_device("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
+    check_device("teacher_head", teacher.weight, "student_hidden", student_hidden)
     check_like("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
     check_no_grad("teacher_hidden", teacher_hidden)
-    check_no_grad("teacher_weight", teacher_weight)
-    V, Ds = student_weight.shape[0], student_hidden.shape[-1]
-    _check_vocabularies("weight", student_weight, V, teacher_weight.shape[0])
-    shape = (*student_hidden.shape[:-1], teacher_weight.shape[1])
+    for x in teacher.tensors:
+        check_no_grad("teacher_head", x)
+    _check_vocabularies("head", vocabulary, student.weight, V, teacher.weight.shape[0])
+    shape = (*student_hidden.shape[:-1], teacher.weight.shape[1])
     check_shape("teacher_hidden", teacher_hidden, shape, "student_hidden's positions, Dt")
-    check_shape("student_weight", student_weight, (V, Ds), "the vocabulary, Ds")
-
-
-@dataclass(frozen=True)
-class _LinearOptions(_Options):
-    triton: bool
-
-
-class _LinearSoftTargets(torch.autograd.Function):
-    """Loss and gradients of a chunk of positions at a time, then their logits are forgotten.
-
-    A sum needs no upstream gradient to know how its rows weigh, so its gradients are made along
-    with the loss. The losses of single rows are weighed by the upstream gradient, so there the
-    backward pass computes the logits once more.
-    """
-
-    @staticmethod
-    def forward(ctx, options, h_s, w_s, h_t, w_t, mask):
-        ctx.options = options
-        ctx.dtype = h_s.dtype
-        given = h_s, w_s, h_t, w_t, mask, None
-        passes = options.triton, *options.per_row
-        if options.reduction == "none":
-            _save(ctx, *given[:-1])
-            return linear_soft_targets(*given, False, False, *passes)[0]
-        needs = ctx.needs_input_grad[1:3]
-        loss, *grads = linear_soft_targets(*given, *needs, *passes)
-        _save(ctx, *_placed(grads, *needs))
-        return loss.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        if ctx.options.reduction == "none":
-            needs = ctx.needs_input_grad[1:3]
-            passes = ctx.options.triton, *ctx.options.per_row
-            h_s, w_s, h_t, w_t, mask = ctx.saved_tensors
-            _, *grads = linear_soft_targets(h_s, w_s, h_t, w_t, mask, grad, *needs, *passes)
-            dh, dw = _placed(grads, *needs)
-        else:
-            dh, dw = (None if saved is None else saved * grad for saved in ctx.saved_tensors)
-        dh, dw = (None if x is None else x.to(ctx.dtype) for x in (dh, dw))
-        return None, dh, dw, None, None, None
-
-
-def _placed(grads: list[Tensor], needs_dh: bool, needs_dw: bool) -> tuple[Tensor | None, ...]:
-    """The gradients to the states and to the weight, those of the two that were needed."""
-    return grads[0] if needs_dh else None, grads[-1] if needs_dw else None
-
-
-def _linear_shapes(h_s, w_s, h_t, w_t, mask, weights, needs_dh, needs_dw, *options):
-    needed = ((h_s, needs_dh), (w_s, needs_dw))
-    grads = [torch.empty_like(x, dtype=working_dtype(h_s)) for x, needs in needed if needs]
-    return [h_s.new_empty(h_s.shape[0], dtype=working_dtype(h_s)), *grads]
-
-
-# An operator on PyTorch too: how many chunks there are would be a graph of its own for each.
-@operator(_linear_shapes)
-def linear_soft_targets(
-    h_s: Tensor,
-    w_s: Tensor,
-    h_t: Tensor,
-    w_t: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    needs_dh: bool,
-    needs_dw: bool,
-    triton: bool,
-    divergence: str,
-    temperature: float,
-    scale: float,
-) -> list[Tensor]:
-    """Losses (R,) and the gradients of Σ weights·loss to h_s (R, Ds) and w_s (V, Ds), if needed.
-
-    Without weights (R,) all are 1.
-    """
-    per_row = divergence, temperature, scale
-    rows, dtype = h_s.shape[0], working_dtype(h_s)
-    loss = h_s.new_empty(rows, dtype=dtype)
-    dh = h_s.new_empty(h_s.shape, dtype=dtype) if needs_dh else None
-    dw = sums_like(w_s) if needs_dw else None
-    if weights is None and (needs_dh or needs_dw):
-        weights = torch.ones_like(loss)
-    if mask is not None:
-        h_s, h_t = h_s.where(mask[:, None], 0), h_t.where(mask[:, None], 0)
-        weights = None if weights is None else weights.masked_fill(~mask, 0)
-    with autocast_off(h_s):
-        for chunk in _linear_chunks(rows, w_s.shape[0], h_s):
-            student, teacher = product(h_s[chunk], w_s), product(h_t[chunk], w_t)
-            wider = torch.promote_types(student.dtype, teacher.dtype)
-            kept, weight = (None if x is None else x[chunk] for x in (mask, weights))
-            loss[chunk], grad = _weighted_rows(
-                student.to(wider), teacher.to(wider), kept, weight, triton, per_row
-            )
-            if grad is None:
-                continue
-            grad, factor = ready(grad.to(dtype), h_s.dtype)
-            if dh is not None:
-                part = product_back(grad, w_s)
-                dh[chunk] = part if factor is None else part * factor
-            if dw is not None:
-                add_product(dw, grad, h_s[chunk], factor)
-    return [x for x in (loss, dh, dw) if x is not None]
-
-
-def _weighted_rows(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    triton: bool,
-    per_row: PerRow,
-) -> tuple[Tensor, Tensor | None]:
-    """Loss (R,) of every row and, with weights (R,), the gradient of Σ weights·loss (R, V).
-
-    The gradient has the dtype of the logits, and may stand where the student's stood.
-    """
-    if not triton:
-        loss, grad = _rows(student, teacher, mask, weights is not None, per_row)
-        if grad is None or weights is None:
-            return loss, None
-        return loss, (grad * weights[:, None]).to(student.dtype)
-
-    from fastkd.kernels.soft_targets import fill_gradient, soft_target_forward
-
-    loss, stats = soft_target_forward(student, teacher, mask, *per_row)
-    if weights is None:
-        return loss, None
-    fill_gradient(student, student, teacher, mask, stats, None, weights, *per_row)
-    return loss, student
-
-
-def _linear_chunks(rows: int, vocabulary: int, x: Tensor) -> list[slice]:
-    """Ranges of positions whose logits stand in memory together."""
-    step = max(LINEAR_CHUNK[x.device.type == "cuda"] // vocabulary, 1)
-    if step > 128:
-        step -= step % 128  # whole tiles of the products, and an aligned start in every vector
-    return [slice(start, start + step) for start in range(0, rows, step)]
+    return teacher
 
 
 class SoftTargetLoss(nn.Module):
@@ -692,7 +632,7 @@ class SoftTargetLoss(nn.Module):
     def __init__(
         self,
         temperature: float = 1.0,
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord | Divergence = "forward_kl",
         reduction: Reduction = "batchmean",
         scale_by_t2: bool = True,
         backend: Backend = "auto",
@@ -706,7 +646,7 @@ class SoftTargetLoss(nn.Module):
     def forward(
         self,
         student_logits: Tensor,
-        teacher_logits: Tensor,
+        teacher_logits: Tensor | TopK,
         mask: Tensor | None = None,
         denominator: float | Tensor | None = None,
     ) -> Tensor:

@@ -24,6 +24,8 @@ FEATURES = torch.ones(2, 3, 4)
 CONTRACT = (Path(__file__).parent.parent / "docs/design.md").read_text().split("## Contract")[1]
 PUBLIC = [name for loss in LOSSES for name in (*loss.compared, *loss.measures, *loss.modules)]
 
+PARTS = ["CrossEntropy", "Divergence", "Head", "TopK"]  # arguments of their own
+
 # What a reference lacks: it is plain PyTorch, in one process.
 AROUND = {"backend", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.compared]
@@ -56,11 +58,17 @@ def written(arguments: str) -> list[Argument]:
         name, *_ = declared.split()
         choices = [ast.literal_eval(x) for x in pieces(values, "|") if not x.startswith("(")]
         default, *_ = choices or [inspect.Parameter.empty]
-        words = choices if isinstance(default, str) else ()
+        known = choices if isinstance(default, str) else ()
         # Those of backend stand in "Rules that every loss keeps".
-        words = get_args(Backend) if name == "backend" else words
-        found.append(Argument(name, keyword_only, default, frozenset(words)))
+        known = get_args(Backend) if name == "backend" else known
+        found.append(Argument(name, keyword_only, default, frozenset(known)))
     return found
+
+
+def words(kind: Any) -> frozenset[str]:
+    """The fixed words of an annotation, alone or beside other types."""
+    kinds = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    return frozenset(word for one in kinds if get_origin(one) is Literal for word in get_args(one))
 
 
 def coded(function: Callable[..., Any]) -> list[Argument]:
@@ -70,20 +78,22 @@ def coded(function: Callable[..., Any]) -> list[Argument]:
             name,
             parameter.kind is inspect.Parameter.KEYWORD_ONLY,
             parameter.default,
-            frozenset(get_args(kinds[name]) if get_origin(kinds[name]) is Literal else ()),
+            words(kinds[name]),
         )
         for name, parameter in parameters.items()
         if name != "self"
     ]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, *PARTS])
 def test_signature_is_the_contracts(name):
     entry = re.search(rf"`{name}(\(.*?)( -> .*?)?`", CONTRACT)
     assert entry, f"the contract in docs/design.md has no {name}"
     calls = [piece[1:-1] for piece in re.findall(r"\((?:[^()]|\([^()]*\))*\)", entry[1])]
     public = getattr(fastkd, name)
-    functions = [public.__init__, public.forward] if inspect.isclass(public) else [public]
+    functions = [public]
+    if inspect.isclass(public):
+        functions = [public.__init__] if name in PARTS else [public.__init__, public.forward]
     assert list(map(written, calls)) == list(map(coded, functions))
 
 

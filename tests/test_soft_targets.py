@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd import soft_targets
+from fastkd import _rows
+from fastkd._linear_soft_targets import _Pass
 from fastkd.soft_targets import (
     DIVERGENCES,
     SoftTargetLoss,
@@ -166,7 +167,7 @@ def test_ragged_shapes(backend, device, divergence, shape):
 def test_chunks_do_not_change_the_result(divergence, monkeypatch):
     student, teacher = make_logits(7, 10)
     whole = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
-    monkeypatch.setattr(soft_targets, "CHUNK", 20)
+    monkeypatch.setattr(_rows, "CHUNK", 20)
     chunked = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
 
@@ -572,31 +573,42 @@ def linear_value_and_grads(loss, heads, **options):
     return values_and_grads(loss, heads[:2], *heads[2:], **options)
 
 
-def check_linear(heads, backend, **options):
-    functions = linear_soft_target_loss, linear_soft_target_loss_ref
+def check_linear(heads, backend, chunk_bytes=None, **options):
+    loss = functools.partial(linear_soft_target_loss, chunk_bytes=chunk_bytes)
+    functions = loss, linear_soft_target_loss_ref
     assert_matches_reference(*functions, backend, heads[:2], *heads[2:], **options)
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """How many positions' logits stood in memory together, chunk by chunk."""
+    seen = []
+
+    def spy(self, chunk, *rest):
+        seen.append(len(range(*chunk.indices(self.terms.shape[1]))))
+        return add(self, chunk, *rest)
+
+    add = _Pass.add
+    monkeypatch.setattr(_Pass, "add", spy)
+    return seen
 
 
 @divergences
 @pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
-@pytest.mark.parametrize("chunk", [55, 1 << 20])
-def test_linear_equals_the_loss_of_the_logits(
-    backend, device, divergence, reduction, chunk, monkeypatch
-):
-    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (chunk, chunk))
+@pytest.mark.parametrize("chunk", [880, None])
+def test_linear_equals_the_loss_of_the_logits(backend, device, divergence, reduction, chunk):
     heads = make_heads(3, 4, dtype=exact_dtype(backend), device=device)
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device)
     upstream = torch.rand(3, 4, device=device) if reduction == "none" else 3.0
     options = dict(divergence=divergence, reduction=reduction, temperature=1.5, upstream=upstream)
     for given_mask in (None, mask):
-        check_linear(heads, backend, mask=given_mask, **options)
+        check_linear(heads, backend, chunk, mask=given_mask, **options)
 
 
-def test_linear_in_chunks_of_whole_tiles(backend, device, monkeypatch):
-    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (1500, 1500))
-    assert soft_targets._linear_chunks(131, 11, torch.empty(0)) == [slice(0, 128), slice(128, 256)]
-    heads = make_heads(131, dtype=exact_dtype(backend), device=device)
-    check_linear(heads, backend, mask=torch.rand(131, device=device) < 0.6)
+def test_linear_in_chunks_of_whole_tiles(backend, device, chunks):
+    heads = make_heads(200, dtype=torch.float32, device=device)
+    check_linear(heads, backend, 150 * 11 * 8)
+    assert chunks == [128, 72]
 
 
 @divergences
@@ -623,10 +635,9 @@ def test_linear_sizes_stay_symbolic(backend, device, reduction, masked):
     )
 
 
-def test_linear_chunks_are_no_graphs_of_their_own(backend, device, monkeypatch):
-    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (33, 33))
+def test_linear_chunks_are_no_graphs_of_their_own(backend, device):
     check_graphs(
-        functools.partial(linear_soft_target_loss, backend=backend),
+        functools.partial(linear_soft_target_loss, chunk_bytes=3 * 11 * 8, backend=backend),
         (make_heads(rows, dtype=torch.float32, device=device) for rows in (4, 7, 11, 16)),
     )
 
@@ -677,13 +688,13 @@ def test_linear_heads_wider_than_the_states(backend, device, reduction):
         [x.double() for x in (h_s, wide[1], h_t, wide[3])],
         **options,
     )
-    for teacher_weight in (wide[3], wide[3].bfloat16()):
-        heads = h_s, wide[1], h_t, teacher_weight
+    for teacher_head in (wide[3], wide[3].bfloat16()):
+        heads = h_s, wide[1], h_t, teacher_head
         value, dh, dw = linear_value_and_grads(
             linear_soft_target_loss, heads, backend=backend, **options
         )
         assert (dh.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
-        if teacher_weight.dtype == torch.float32:
+        if teacher_head.dtype == torch.float32:
             assert_accurate(value, exact[0], torch.float32)
             assert_accurate(dh, exact[1], torch.bfloat16)
             assert_accurate(dw, exact[2], torch.float32)
@@ -797,19 +808,10 @@ def test_linear_compiled_and_under_autocast(backend, device, reduction):
     torch.testing.assert_close(linear_value_and_grads(compiled, heads), plain)
 
 
-def test_linear_holds_few_logits(backend, device, monkeypatch):
-    seen = []
-    rows = soft_targets._weighted_rows
-
-    def spy(student, *rest):
-        seen.append(student.shape)
-        return rows(student, *rest)
-
-    monkeypatch.setattr(soft_targets, "_weighted_rows", spy)
-    monkeypatch.setattr(soft_targets, "LINEAR_CHUNK", (33, 33))
+def test_linear_holds_few_logits(backend, device, chunks):
     heads = make_heads(7, dtype=torch.float32, device=device)
-    linear_soft_target_loss(*heads, backend=backend)
-    assert seen == [(3, 11), (3, 11), (1, 11)]
+    linear_soft_target_loss(*heads, chunk_bytes=3 * 11 * 8 + 5, backend=backend)
+    assert chunks == [3, 3, 1]
 
 
 def test_linear_bad_inputs():
@@ -818,13 +820,13 @@ def test_linear_bad_inputs():
         linear_soft_target_loss(h_s, w_s, h_t, w_t[:5])
     with pytest.raises(ValueError, match="teacher_hidden must have shape"):
         linear_soft_target_loss(h_s, w_s, h_t[:2], w_t)
-    with pytest.raises(ValueError, match="student_weight must have shape"):
+    with pytest.raises(ValueError, match="student_head must have shape"):
         linear_soft_target_loss(h_s, w_s[:, :5], h_t, w_t)
-    with pytest.raises(ValueError, match="teacher_weight requires grad"):
+    with pytest.raises(ValueError, match="teacher_head requires grad"):
         linear_soft_target_loss(h_s, w_s, h_t, w_t.clone().requires_grad_())
     with pytest.raises(TypeError, match="teacher_hidden is torch"):
         linear_soft_target_loss(h_s, w_s, h_t.float(), w_t)
-    with pytest.raises(ValueError, match="student_weight has no entry to compare"):
+    with pytest.raises(ValueError, match="student_head has no entry to compare"):
         linear_soft_target_loss(h_s, w_s[:0], h_t, w_t[:0])
     with pytest.raises(ValueError, match="linear_soft_target_loss: float64 is left to PyTorch"):
         linear_soft_target_loss(h_s, w_s, h_t, w_t, backend="triton")

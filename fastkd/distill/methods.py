@@ -38,7 +38,7 @@ from fastkd.distill.step import Step
 from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss
 from fastkd.relation import Distance, FCDLoss, Normalize
-from fastkd.soft_targets import DIVERGENCES, Divergence
+from fastkd.soft_targets import DIVERGENCES, DivergenceWord
 
 
 class FCD(Method):
@@ -103,10 +103,10 @@ class _Soft(Method):
     """A method with soft targets."""
 
     temperature: float
-    divergence: Divergence
+    divergence: DivergenceWord
     scale_by_t2: bool
 
-    def _set_soft(self, temperature: float, divergence: Divergence, scale_by_t2: bool) -> None:
+    def _set_soft(self, temperature: float, divergence: DivergenceWord, scale_by_t2: bool) -> None:
         check_number("temperature", temperature, above=0)
         check_choice("divergence", divergence, DIVERGENCES)
         self.temperature, self.divergence = temperature, divergence
@@ -148,7 +148,7 @@ class SoftTargets(_Soft):
         *,
         alpha: float = 0.5,
         temperature: float = 2.0,
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class IntraClassKNN(_Soft):
         tolerance: float = 0.5,
         pool: knn.Pool = "cls",
         reduction: Literal["sum", "mean"] = "sum",
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class LRCBERT(_Soft):
         first_stage: float = 0.0,
         perturb: bool = False,
         layers: Layers = "uniform",
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = False,
     ) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class MC3KD(_Soft):
         ridge: float = 1e-4,
         top_k: int | None = None,
         pool: cca.Pool = "tokens",
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -455,7 +455,7 @@ class LRKD(_Soft):
         temperature: float = 2.0,
         projection_layers: int = 2,
         orthogonal: bool = True,
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ class AttentionMSE(_Soft):
         heads: Heads = "match",
         layers: Layers = "uniform",
         temperature: float = 1.0,
-        divergence: Divergence = "forward_kl",
+        divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = False,
     ) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from fastkd._numerics import upcast, working_dtype
 from fastkd._pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept, Model
 from fastkd.distributed import Ranks
-from fastkd.soft_targets import Divergence, soft_target_loss
+from fastkd.soft_targets import DivergenceWord, soft_target_loss
 
 IGNORED = -100  # transformers' label of a position that doesn't count
 
@@ -350,7 +350,9 @@ class Step:
         """−softmax(y/τ)·log softmax(z_S), y the one-hot label (LRC-BERT, eq. 5)."""
         return self._hard_loss(method, spread=math.exp(-1 / temperature))
 
-    def soft_loss(self, temperature: float, divergence: Divergence, scale_by_t2: bool) -> Tensor:
+    def soft_loss(
+        self, temperature: float, divergence: DivergenceWord, scale_by_t2: bool
+    ) -> Tensor:
         """Divergence between softened output distributions, or MSE for regression.
 
         Of spans it is the mean over start and end, each a distribution over the real tokens; of

@@ -11,6 +11,7 @@ from unittest import mock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
+NO_TENSORS = ("promote_types",)
 
 
 class Launches(list):
@@ -28,7 +29,7 @@ class _CountOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not (self.paused or func.is_view or func._opname in ALLOCATIONS):
+        if not (self.paused or func.is_view or func._opname in ALLOCATIONS + NO_TENSORS):
             self.launches.append(str(func))
         return result
 

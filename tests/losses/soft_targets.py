@@ -142,8 +142,8 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         draw.dtype = torch.float32  # the logits themselves are rounded in half types
     divergence, mask = draw.pick(["forward_kl", "reverse_kl", "js"]), draw.mask(R)
 
-    def oracle(student_hidden, student_weight, teacher_hidden, teacher_weight) -> Tensor:
-        student, teacher = student_hidden @ student_weight.mT, teacher_hidden @ teacher_weight.mT
+    def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
+        student, teacher = student_hidden @ student_head.mT, teacher_hidden @ teacher_head.mT
         rows = soft_targets(student, teacher, 2.0, divergence)
         return torch.where(mask, rows, 0).sum() / mask.sum().clamp_min(1)
 

@@ -21,9 +21,9 @@ def logits(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Made]:
 def heads(*leading: int, V: int, student=learns, dtype: torch.dtype) -> dict[str, Made]:
     return {
         "student_hidden": student(*leading, 48, dtype=dtype),
-        "student_weight": student(V, 48, dtype=dtype),
+        "student_head": student(V, 48, dtype=dtype),
         "teacher_hidden": given(*leading, 64, dtype=dtype),
-        "teacher_weight": given(V, 64, dtype=dtype),
+        "teacher_head": given(V, 64, dtype=dtype),
     }
 
 

@@ -1,0 +1,471 @@
+"""Soft targets and labels from hidden states: a few positions' logits at a time, then forgotten.
+
+A chunk of positions goes through the head, its logits become their gradient in place, and the
+gradient goes back through the head into float32 sums. No more of (positions, V) stands in memory
+than `Recipe.chunk_bytes`, and no second matrix of the head's size beside the sums.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastkd._numerics import (
+    autocast_off,
+    once_differentiable,
+    saveable,
+    upcast,
+    values_readable,
+    working_dtype,
+)
+from fastkd._products import HALF, add_product, product, product_back, ready
+from fastkd._rows import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
+from fastkd.kernels.launch import operator
+
+# Bytes of logits that stand in memory together, on the CPU and on a GPU: enough positions for
+# products that are not bound by reading the head and by adding to its gradient.
+CHUNK_BYTES = (1 << 26, 1 << 31)
+
+# Rows of what the operator says of each position.
+TERMS = ("soft", "task", "entropy", "accuracy")
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """What a head does to its products and bias; without a cap it is 0."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the loss is made of, besides tensors."""
+
+    soft: Soft
+    task: Task
+    soft_weight: float
+    task_weight: float
+    student: HeadForm
+    teacher: HeadForm
+    vocabulary: int  # 0 for all
+    chunk_bytes: int
+    terms: bool  # entropy and accuracy too
+
+    def flat(self) -> tuple[str, str, list[float], list[int]]:
+        """As an operator takes it."""
+        soft, task = self.soft, self.task
+        numbers = [soft.coefficient, soft.temperature, soft.scale]
+        numbers += [task.label_smoothing, task.z_loss, self.soft_weight, self.task_weight]
+        for form in (self.student, self.teacher):
+            numbers += [form.scale, form.softcap]
+        return soft.form, soft.tail, numbers, [self.vocabulary, self.chunk_bytes, int(self.terms)]
+
+    @staticmethod
+    def of(form: str, tail: str, numbers: list[float], sizes: list[int]) -> "Recipe":
+        """From `flat`."""
+        coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms = numbers
+        return Recipe(
+            Soft(form, coefficient, temperature, scale, tail),
+            Task(smoothing, z_loss),
+            soft,
+            task,
+            HeadForm(*forms[:2]),
+            HeadForm(*forms[2:]),
+            sizes[0],
+            sizes[1],
+            bool(sizes[2]),
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    recipe: Recipe
+    reduction: str
+    triton: bool
+    students: int  # of the tensors, those of the student's head
+
+
+class LinearSoftTargets(torch.autograd.Function):
+    """Loss, terms and gradients of all chunks.
+
+    A sum needs no upstream gradient to know how its rows weigh, so its gradients are made along
+    with the loss. The losses of single rows are weighed by the upstream gradient, so there the
+    backward pass computes the logits once more.
+
+    ``tensors`` are the student's head on its hidden states: these (R, D) and the weight (V, D), any
+    number of further states (R, r) and weights (V, r) that add to the products, and last the bias
+    (V) or None; then the teacher's likewise, or the ids and log-probabilities (R, K) of its top k,
+    or none where nothing is asked about the teacher.
+    """
+
+    @staticmethod
+    def forward(ctx, options, mask, labels, denominator, *tensors):
+        ctx.options = options
+        student, teacher = list(tensors[: options.students]), list(tensors[options.students :])
+        ctx.dtypes = [None if x is None else x.dtype for x in student]
+        ctx.teachers = len(teacher)
+        needs = list(ctx.needs_input_grad[4 : 4 + len(student)])
+        recipe: Recipe = options.recipe
+        given = student, teacher, labels, mask
+        if options.reduction == "none":
+            _save(ctx, labels, mask, *tensors)
+            no_needs = [False] * len(needs)
+            (rows,) = linear_soft_targets(*given, None, no_needs, *recipe.flat(), options.triton)
+            total = rows
+        else:
+            divisor = _divisor(student[0], mask, options.reduction, denominator)
+            weights = None
+            if any(needs):
+                weights = divisor.reciprocal().expand(student[0].shape[0])
+            rows, *grads = linear_soft_targets(
+                *given, weights, needs, *recipe.flat(), options.triton
+            )
+            _save(ctx, *grads)
+            total = rows.sum(-1) / divisor
+        ctx.mark_non_differentiable(total)
+        return _weighed(total, recipe), total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        options, students = ctx.options, len(ctx.dtypes)
+        needs = list(ctx.needs_input_grad[4 : 4 + students])
+        if options.reduction == "none":
+            recipe: Recipe = options.recipe
+            labels, mask, *tensors = ctx.saved_tensors
+            _, *made = linear_soft_targets(
+                tensors[:students],
+                tensors[students:],
+                labels,
+                mask,
+                grad.contiguous(),
+                needs,
+                *recipe.flat(),
+                options.triton,
+            )
+            upstream = None
+        else:
+            made, upstream = list(ctx.saved_tensors), grad
+        grads = iter(made)
+        scaled = (
+            _scaled(next(grads), upstream, dtype) if need else None
+            for need, dtype in zip(needs, ctx.dtypes, strict=True)
+        )
+        return None, None, None, None, *scaled, *[None] * ctx.teachers
+
+
+def _save(ctx, *tensors: Tensor | None) -> None:
+    """For the backward pass, also what was made under ``torch.inference_mode``."""
+    ctx.save_for_backward(*(None if x is None else saveable(x) for x in tensors))
+
+
+def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
+    """What the sum over rows is divided by, ()."""
+    one = torch.ones((), dtype=working_dtype(x), device=x.device)
+    if reduction == "sum":
+        return one
+    if denominator is not None:
+        return denominator
+    return one * max(x.shape[0], 1) if mask is None else mask.sum().clamp(min=1).to(one.dtype)
+
+
+def _weighed(terms: Tensor, recipe: Recipe) -> Tensor:
+    """The loss, of terms (4, ...); a weight of 0 counts nothing even against ∞."""
+    soft, task, *_ = terms
+    if recipe.task_weight == 0:
+        return soft * recipe.soft_weight
+    if recipe.soft_weight == 0:
+        return task * recipe.task_weight
+    return soft * recipe.soft_weight + task * recipe.task_weight
+
+
+def _scaled(saved: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A gradient times the upstream one, in the dtype of what it is the gradient of.
+
+    A matrix of a head's size is worth some care: it is copied only if it changes.
+    """
+    if upstream is None:
+        return saved.to(dtype)
+    if values_readable(upstream) and upstream.item() == 1:
+        return saved.to(dtype)
+    if saved.dtype == dtype or torch.compiler.is_compiling():
+        return (saved * upstream).to(dtype)
+    return _scaled_into(torch.empty_like(saved, dtype=dtype), saved, upstream)
+
+
+def _scaled_into(out: Tensor, saved: Tensor, upstream: Tensor) -> Tensor:
+    """In parts, so that no product of the whole stands beside it."""
+    step = max((1 << 24) // max(saved[:1].numel(), 1), 1)
+    for start in range(0, len(saved), step):
+        part = slice(start, start + step)
+        out[part] = saved[part] * upstream
+    return out
+
+
+def _shapes(student, teacher, labels, mask, weights, needs, *rest):
+    hidden, dtype = student[0], working_dtype(student[0])
+    needed = [x for x, need in zip(student, needs, strict=True) if need]
+    grads = [x.new_empty(x.shape, dtype=dtype) for x in needed]
+    return [hidden.new_empty((len(TERMS), hidden.shape[0]), dtype=dtype), *grads]
+
+
+# An operator on PyTorch too: how many chunks there are would be a graph of its own for each.
+@operator(_shapes)
+def linear_soft_targets(
+    student: list[Tensor | None],
+    teacher: list[Tensor | None],
+    labels: Tensor | None,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    needs: list[bool],
+    form: str,
+    tail: str,
+    numbers: list[float],
+    sizes: list[int],
+    triton: bool,
+) -> list[Tensor]:
+    """Terms (4, R) of every row, and gradients of Σ weights·loss to those of student in need.
+
+    Tensors as in `LinearSoftTargets`, `Recipe.flat` for the rest; 0 where the mask (R,) is False.
+    """
+    recipe = Recipe.of(form, tail, numbers, sizes)
+    hidden = student[0]
+    assert hidden is not None
+    R, kept = len(hidden), None
+    if mask is not None and values_readable(hidden):
+        kept, mask = mask.nonzero()[:, 0], None
+    student = _rows_of(student, kept, mask)
+    teacher = teacher if tail else _rows_of(teacher, kept, mask)
+    if kept is not None:
+        labels, weights = (None if x is None else x[kept] for x in (labels, weights))
+        teacher = [None if x is None else x[kept] for x in teacher] if tail else teacher
+    elif mask is not None and weights is not None:
+        weights = weights.masked_fill(~mask, 0)
+    with autocast_off(hidden):
+        work = _Pass(student, teacher, recipe, needs, triton)
+        for chunk in work.chunks():
+            work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
+    terms, grads = work.terms, work.grads
+    if mask is not None:
+        terms = terms.masked_fill(~mask, 0)
+    if kept is not None:
+        terms = _spread(terms.T, kept, R).T.contiguous()
+        grads = {i: _spread(x, kept, R) if _has_rows(student, i) else x for i, x in grads.items()}
+    return [terms, *(grads[i] for i in sorted(grads))]
+
+
+def _has_rows(side: list[Tensor | None], i: int) -> bool:
+    """Whether the tensor i of a head is states: they and weights take turns, the bias is last."""
+    return i % 2 == 0 and i < len(side) - 1
+
+
+def _rows_of(
+    side: list[Tensor | None], kept: Tensor | None, mask: Tensor | None
+) -> list[Tensor | None]:
+    """A head with the states of real positions alone, or with zeros for the others."""
+
+    def real(x: Tensor) -> Tensor:
+        return x[kept] if kept is not None else x if mask is None else x.where(mask[:, None], 0)
+
+    return [real(x) if x is not None and _has_rows(side, i) else x for i, x in enumerate(side)]
+
+
+def _spread(x: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """(kept, ...) in their places among all rows, which are 0."""
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, kept, x)
+
+
+class _Side:
+    """A head on its hidden states, cut to the vocabulary."""
+
+    def __init__(self, tensors: list[Tensor | None], form: HeadForm, vocabulary: int) -> None:
+        *pairs, bias = tensors
+        self.states = [x for x in pairs[::2] if x is not None]
+        self.weights = [x[:vocabulary] for x in pairs[1::2] if x is not None]
+        self.bias = None if bias is None else bias[:vocabulary]
+        self.form = form
+
+    def products(self, chunk: slice) -> Tensor:
+        first, *more = (
+            product(x[chunk], w) for x, w in zip(self.states, self.weights, strict=True)
+        )
+        for other in more:
+            first += other
+        return first
+
+    def finish(self, z: Tensor) -> Tensor:
+        """Logits of the products (R, V), in their place."""
+        if self.bias is not None:
+            z += self.bias
+        if self.form.scale != 1:
+            z *= self.form.scale
+        if self.form.softcap:
+            z.div_(self.form.softcap).tanh_().mul_(self.form.softcap)
+        return z
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Of the cap, at its logits."""
+        if not self.form.softcap:
+            return None
+        return (logits / self.form.softcap).square_().neg_().add_(1)
+
+
+class _Pass:
+    """One walk over all positions."""
+
+    def __init__(
+        self,
+        student: list[Tensor | None],
+        teacher: list[Tensor | None],
+        recipe: Recipe,
+        needs: list[bool],
+        triton: bool,
+    ) -> None:
+        self.recipe, self.triton = recipe, triton
+        assert student[1] is not None
+        self.V = V = recipe.vocabulary or len(student[1])
+        self.student = _Side(student, recipe.student, V)
+        self.teacher, self.top_k = None, []
+        if recipe.soft.tail:
+            self.top_k = [x for x in teacher if x is not None]
+        elif teacher:
+            self.teacher = _Side(teacher, recipe.teacher, V)
+        hidden = self.student.states[0]
+        self.dtype = hidden.dtype if self.teacher is None else self.teacher.states[0].dtype
+        self.dtype = torch.promote_types(working_dtype(hidden), self.dtype)
+        self.terms = hidden.new_zeros(len(TERMS), len(hidden), dtype=working_dtype(hidden))
+        needed = {i: x for i, (x, need) in enumerate(zip(student, needs, strict=True)) if need}
+        self.grads = {i: self.sums(i, x) for i, x in needed.items() if x is not None}
+
+    def sums(self, i: int, x: Tensor) -> Tensor:
+        """Where the gradient of a tensor adds up; what the first chunk will fill stays empty."""
+        filled = i % 2 == 1 and len(x) == self.V and len(self.student.states[0]) > 0
+        return (torch.empty if filled else torch.zeros)(
+            x.shape, dtype=working_dtype(x), device=x.device
+        )
+
+    def chunks(self) -> Iterator[slice]:
+        """Ranges of positions whose logits stand in memory together."""
+        hidden = self.student.states[0]
+        sides = 1 + (self.teacher is not None)
+        bytes_each = sides * torch.finfo(self.dtype).bits // 8 + 2 * (hidden.dtype in HALF)
+        step = max(self.recipe.chunk_bytes // (bytes_each * self.V), 1)
+        if step > 128:
+            step -= step % 128  # whole tiles of the products, an aligned start in every vector
+        return (slice(start, start + step) for start in range(0, len(hidden), step))
+
+    def add(
+        self,
+        chunk: slice,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """A chunk's terms and, with weights (R,), its part of the gradients."""
+        student = self.student.products(chunk).to(self.dtype)
+        if self.teacher is not None:
+            teacher = [self.teacher.products(chunk).to(self.dtype)]
+        else:
+            teacher = [x[chunk] for x in self.top_k]
+        terms = self.terms[:, chunk]
+        if self.triton:
+            self.fill(student, teacher, terms, labels, mask, weights)
+        else:
+            for rows in row_chunks(student):
+                rest = [None if x is None else x[rows] for x in (labels, mask, weights)]
+                self.fill(student[rows], [x[rows] for x in teacher], terms[:, rows], *rest)
+        if weights is not None:
+            self.back(chunk, student, None if self.triton else weights[:, None])
+
+    def fill(
+        self,
+        student: Tensor,
+        teacher: list[Tensor],
+        terms: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Fill in the terms (4, R) of products (R, V), and their gradient in the student's place.
+
+        Only the kernels weigh the gradient by the rows' weights (R,); else `back` does.
+        """
+        recipe, wants_grad = self.recipe, weights is not None
+        self.student.finish(student)
+        if self.teacher is not None:
+            self.teacher.finish(teacher[0])
+        if recipe.terms:
+            terms[2], terms[3] = seen_rows(student, labels)
+        slope = self.student.slope(student) if wants_grad else None
+        of_soft = weights if teacher and recipe.soft_weight else None
+        of_task = wants_grad and labels is not None and recipe.task_weight != 0
+        grad = None
+        if labels is not None:
+            out = student if of_task and not teacher else None
+            terms[1], grad = task_rows(student, labels, of_task, recipe.task, out)
+        if teacher:
+            terms[0] = self.fill_soft(student, teacher, mask, of_soft)
+        if weights is None:
+            return
+        if grad is None:
+            if of_soft is None:
+                student.zero_()
+        elif of_soft is None:
+            if grad is not student or recipe.task_weight != 1:
+                torch.mul(grad, recipe.task_weight, out=student)
+        elif self.triton:
+            student.addcmul_(grad, weights[:, None], value=recipe.task_weight)
+        else:
+            student.add_(grad, alpha=recipe.task_weight)
+        if slope is not None:
+            student *= slope
+        if recipe.student.scale != 1:
+            student *= recipe.student.scale
+
+    def fill_soft(
+        self, student: Tensor, teacher: list[Tensor], mask: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        """Divergences (R,) and, with weights, their gradient in the student's place."""
+        soft, weight = self.recipe.soft, self.recipe.soft_weight
+        if not self.triton:
+            value, grad = soft_rows(student, teacher, weights is not None, soft)
+            if grad is not None:
+                torch.mul(grad, weight * soft.scale / soft.temperature, out=student)
+            return value * soft.scale
+
+        from fastkd.kernels.soft_targets import fill_gradient, soft_target_forward
+
+        form, temperature, scale = soft.per_row
+        loss, stats = soft_target_forward(student, teacher[0], mask, form, temperature, scale)
+        if weights is not None:
+            given = student, teacher[0], mask, stats, None, weights
+            fill_gradient(student, *given, form, temperature, scale * weight)
+        return loss
+
+    def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:
+        """Add what a chunk's gradient (R, V) with respect to the products makes of the head's.
+
+        Weights (R, 1) are left to the states, which have fewer columns, unless a half type would
+        round these.
+        """
+        states, head = self.student.states, self.student.weights
+        if weights is not None and states[0].dtype in HALF and states[0].is_cuda:
+            grad, weights = grad.mul_(weights), None
+        bias = 2 * len(states)
+        if bias in self.grads:
+            self.grads[bias][: self.V] += (grad if weights is None else grad * weights).sum(0)
+        if not self.grads.keys() - {bias}:
+            return
+        grad, factor = ready(grad.to(working_dtype(states[0])), states[0].dtype)
+        for i, (x, w) in enumerate(zip(states, head, strict=True)):
+            if 2 * i in self.grads:
+                part = product_back(grad, w)
+                for scale in (weights, factor):
+                    part = part if scale is None else part.mul_(scale)
+                self.grads[2 * i][chunk] = part
+            if 2 * i + 1 in self.grads:
+                x = x[chunk] if weights is None else upcast(x[chunk]) * weights
+                total = self.grads[2 * i + 1][: self.V]
+                add_product(total, grad, x, factor, first=chunk.start == 0)

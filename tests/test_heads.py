@@ -1,0 +1,481 @@
+"""Soft targets and labels of whole heads, top-k targets and the divergences with coefficients."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastkd
+from fastkd import CrossEntropy, Divergence, Head, TopK
+from fastkd.soft_targets import (
+    linear_soft_target_loss,
+    linear_soft_target_loss_ref,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
+from tests.compare import every_two_meet, relative_error, value_and_grad
+
+DIVERGENCES = [
+    "forward_kl",
+    "adaptive_kl",
+    Divergence("js", beta=0.2),
+    Divergence("js", beta=0.0),
+    Divergence("js", beta=1.0),
+    Divergence("skew_kl"),
+    Divergence("skew_reverse_kl", skew=0.3),
+    Divergence("total_variation"),
+    Divergence("mixed", mix=0.3),
+]
+ids = functools.partial(str)
+V = 13
+
+
+def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
+    """The k likeliest words of random distributions, and these."""
+    full = (2 * torch.randn(*shape, words, dtype=dtype)).log_softmax(-1)
+    log_probs, words = full.topk(k)
+    return TopK(words, log_probs, tail), full
+
+
+# Divergences by hand and against each other
+
+
+@pytest.mark.parametrize(
+    ("divergence", "value"),
+    [
+        # p_t = (¾, ¼), p_s = (½, ½)
+        (Divergence("total_variation"), 0.25),
+        (Divergence("skew_kl", skew=0.5), 0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)),
+        (Divergence("skew_reverse_kl", skew=0.5), 0.5 * math.log(4 / 5) + 0.5 * math.log(4 / 3)),
+        (
+            Divergence("js", beta=0.2),  # m = 0.2·p_t + 0.8·p_s = (0.55, 0.45)
+            0.2 * (0.75 * math.log(0.75 / 0.55) + 0.25 * math.log(0.25 / 0.45))
+            + 0.8 * (0.5 * math.log(0.5 / 0.55) + 0.5 * math.log(0.5 / 0.45)),
+        ),
+        (
+            Divergence("mixed", mix=0.25),
+            0.25 * (0.75 * math.log(3 / 2) + 0.25 * math.log(1 / 2))
+            + 0.75 * (0.5 * math.log(2 / 3) + 0.5 * math.log(2)),
+        ),
+    ],
+    ids=ids,
+)
+def test_by_hand(divergence, value):
+    student, teacher = torch.zeros(1, 2).double(), torch.tensor([[3.0, 1.0]]).double().log()
+    for loss in (soft_target_loss, soft_target_loss_ref):
+        assert loss(student, teacher, divergence=divergence).item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Divergence("js"), "js"),
+        (Divergence("js", beta=0), "forward_kl"),
+        (Divergence("js", beta=1), "reverse_kl"),
+        (Divergence("skew_kl", skew=0), "forward_kl"),
+        (Divergence("skew_reverse_kl", skew=0), "reverse_kl"),
+        (Divergence("mixed", mix=1), "forward_kl"),
+        (Divergence("mixed", mix=0), "reverse_kl"),
+        (Divergence("adaptive_kl"), "adaptive_kl"),
+    ],
+    ids=ids,
+)
+def test_at_their_ends_they_are_the_words(one, other):
+    student, teacher = torch.randn(2, 3, 7, dtype=torch.float64)
+    loss = functools.partial(value_and_grad, soft_target_loss, student, teacher)
+    assert all(map(torch.equal, loss(divergence=one), loss(divergence=other)))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_of_logits(divergence, reduction):
+    student, teacher = 2 * torch.randn(2, 5, 9, dtype=torch.float64)
+    student[:, 3] = teacher[:, 3] = -torch.inf
+    mask = torch.tensor([1, 0, 1, 1, 1])
+    options = dict(divergence=divergence, temperature=1.6, reduction=reduction, mask=mask)
+    options["upstream"] = torch.rand(5) if reduction == "none" else 3.0
+    found = value_and_grad(soft_target_loss, student, teacher, **options)
+    wanted = value_and_grad(soft_target_loss_ref, student, teacher, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl", "total_variation"])
+def test_bounded_ones_stay_finite_where_a_side_excludes_words(name):
+    inf = float("inf")
+    student = torch.tensor([[0.0, 1.0, -inf], [90.0, 0.0, -90.0]])
+    teacher = torch.tensor([[0.0, -inf, 1.0], [-90.0, 0.0, 90.0]])
+    value, grad = value_and_grad(
+        soft_target_loss, student, teacher, divergence=Divergence(name, beta=0.3)
+    )
+    assert value.isfinite() and grad.isfinite().all()
+
+
+def test_kernels_leave_them_to_pytorch():
+    pair = torch.randn(2, 3, 7)
+    for divergence in (Divergence("js", beta=0.2), Divergence("total_variation")):
+        with pytest.raises(ValueError, match="its kernels know divergence="):
+            soft_target_loss(*pair, divergence=divergence, backend="triton")
+    top, _ = top_k(3, k=2, words=7)
+    with pytest.raises(ValueError, match="its kernels know teacher='logits'"):
+        soft_target_loss(pair[0], top, backend="triton")
+
+
+# Whole heads
+
+
+def heads(*leading, dtype=torch.float64, learns=True):
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+    student = draw(*leading, 6), draw(V, 6), draw(V)
+    teacher = draw(*leading, 5), draw(V + 2, 5), draw(V + 2)
+    return [x.requires_grad_(learns) for x in student], teacher
+
+
+TEACHERS = ("logits", "bucket", "renormalise")
+
+
+@pytest.mark.parametrize(
+    ("divergence", "reduction", "masked", "chunk_bytes", "teacher", "softcap", "scale", "task"),
+    every_two_meet(
+        DIVERGENCES,
+        ["batchmean", "sum", "none"],
+        [False, True],
+        [None, 400],
+        TEACHERS,
+        [None, 2.0],
+        [1.0, 0.7],
+        [None, (0.0, 0.0), (0.1, 0.01)],
+    ),
+)
+def test_every_pair_of_options(
+    divergence, reduction, masked, chunk_bytes, teacher, softcap, scale, task
+):
+    student, (h_t, w_t, b_t) = heads(3, 4)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]) if masked else None
+    n = V - 2
+    if teacher == "logits":
+        given = h_t, Head(w_t, b_t, 0.5, 3.0)
+    else:
+        given = (top_k(3, 4, k=4, tail=teacher, words=n)[0],)
+    options = dict(divergence=divergence, reduction=reduction, mask=mask, vocabulary=n)
+    options |= dict(temperature=1.7, soft_weight=0.4, return_terms=True)
+    if task is not None:
+        labels = torch.randint(n, (3, 4)).masked_fill(torch.rand(3, 4) < 0.3, -100)
+        smoothing, z_loss = task
+        options["task"] = CrossEntropy(labels, 0.7, label_smoothing=smoothing, z_loss=z_loss)
+    found = made(
+        linear_soft_target_loss,
+        student,
+        scale,
+        softcap,
+        given,
+        chunk_bytes=chunk_bytes,
+        **options,
+    )
+    wanted = made(linear_soft_target_loss_ref, student, scale, softcap, given, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def made(loss, student, scale, softcap, given, **options):
+    """Value, gradients of states, weight and bias, and terms; NaN stands behind the mask."""
+    states, weight, bias = (x.detach().requires_grad_() for x in student)
+    hidden, padded, mask = states, given, options["mask"]
+    if mask is not None and loss is linear_soft_target_loss:
+        hidden = states.masked_fill(mask[..., None] == 0, torch.nan)
+        if isinstance(given[0], torch.Tensor):
+            padded = given[0].masked_fill(mask[..., None] == 0, torch.nan), *given[1:]
+    value, terms = loss(hidden, Head(weight, bias, scale, softcap), *padded, **options)
+    assert not any(x.requires_grad for x in terms.values())
+    upstream = torch.arange(1.0, value.numel() + 1).reshape(value.shape).to(value)
+    grads = torch.autograd.grad(value, (states, weight, bias), upstream)
+    return value.detach(), *grads, *terms.values()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_task_is_torchs_cross_entropy(softcap):
+    (h, w, b), (h_t, w_t, _) = heads(20)
+    labels = torch.randint(V, (20,))
+    labels[3] = -1
+    task = CrossEntropy(labels, label_smoothing=0.2, ignore_index=-1)
+    loss, terms = linear_soft_target_loss(
+        h, Head(w, b, softcap=softcap), h_t, w_t[:V], soft_weight=0.0, task=task, return_terms=True
+    )
+    logits = h @ w.T + b
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    wanted = F.cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.2)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(wanted, (h, w, b))
+    )
+    kept = labels != -1
+    right = (logits.argmax(-1) == labels)[kept].double().mean()
+    torch.testing.assert_close(terms["accuracy"], right)
+    entropy = torch.distributions.Categorical(logits=logits[kept].detach()).entropy().mean()
+    torch.testing.assert_close(terms["entropy"], entropy)
+
+
+def test_a_weight_of_0_asks_the_teacher_for_nothing():
+    (h, w, _), (h_t, w_t, _) = heads(4)
+    h_t[1] = torch.nan
+    task = CrossEntropy(torch.randint(V, (4,)))
+    options = dict(soft_weight=0.0, task=task)
+    assert linear_soft_target_loss(h, w, h_t, w_t[:V], **options).isfinite()
+    loss, terms = linear_soft_target_loss(h, w, h_t, w_t[:V], return_terms=True, **options)
+    assert loss.isfinite() and terms["soft"].isnan()
+
+
+def test_micro_batches_add_up():
+    (h, w, b), (h_t, w_t, _) = heads(6)
+    labels = torch.tensor([1, -100, 3, 4, -100, 6])
+
+    def loss(rows, denominator=None):
+        task = CrossEntropy(labels[rows], 0.3)
+        given = h[rows], Head(w, b), h_t[rows], w_t[:V]
+        return linear_soft_target_loss(*given, task=task, denominator=denominator)
+
+    parts = loss(slice(0, 1), 4) + loss(slice(1, 6), 4)
+    torch.testing.assert_close(parts, loss(slice(None)))
+
+
+def test_what_learns():
+    """Any of states, weight and bias alone; a head shared by both sides; nothing at all."""
+    student, (h_t, w_t, b_t) = heads(5)
+    teacher = h_t, Head(w_t, b_t)
+    options = dict(vocabulary=V)
+    whole = torch.autograd.grad(
+        linear_soft_target_loss(student[0], Head(*student[1:]), *teacher, **options), student
+    )
+    for subset in itertools.product([False, True], repeat=3):
+        parts = [x.detach().requires_grad_(n) for x, n in zip(student, subset, strict=True)]
+        loss = linear_soft_target_loss(parts[0], Head(*parts[1:]), *teacher, **options)
+        assert loss.requires_grad == any(subset)
+        if any(subset):
+            grads = torch.autograd.grad(loss, [x for x in parts if x.requires_grad])
+            wanted = [g for g, needed in zip(whole, subset, strict=True) if needed]
+            torch.testing.assert_close(list(grads), wanted)
+    h, w, b = student
+    own = linear_soft_target_loss(h, Head(w, b), h.detach(), Head(w, b).detach())
+    assert own.abs() < 1e-12
+
+
+def test_backward_twice_and_in_any_size():
+    (h, w, _), (h_t, w_t, _) = heads(4, dtype=torch.float32)
+    loss = linear_soft_target_loss(h, w, h_t, w_t[:V])
+    first = torch.autograd.grad(loss, (h, w), retain_graph=True)
+    half = torch.autograd.grad(loss, (h, w), torch.tensor(0.5), retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for a, b, x in zip(first, half, (h, w), strict=True):
+        torch.testing.assert_close(x.grad, 2 * a)
+        torch.testing.assert_close(b, a / 2)
+
+
+def test_gradcheck_of_everything():
+    student, (h_t, w_t, b_t) = heads(4)
+    labels = torch.tensor([1, 2, -100, 0])
+    for reduction in ("batchmean", "none"):
+
+        def loss(h, w, b, reduction=reduction):
+            return linear_soft_target_loss(
+                h,
+                Head(w, b, 0.8, 4.0),
+                h_t,
+                Head(w_t, b_t),
+                vocabulary=V - 1,
+                divergence=Divergence("js", beta=0.3),
+                task=CrossEntropy(labels, 0.4, label_smoothing=0.1, z_loss=0.1),
+                reduction=reduction,
+            )
+
+        assert torch.autograd.gradcheck(loss, student)
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_compiled(teacher):
+    def step(h, w, b, h_t, w_t, labels, words, log_probs):
+        given = (h_t, Head(w_t)) if teacher == "logits" else (TopK(words, log_probs, teacher),)
+        loss, terms = linear_soft_target_loss(
+            h,
+            Head(w, b, softcap=5.0),
+            *given,
+            divergence=Divergence("mixed"),
+            task=CrossEntropy(labels),
+            return_terms=True,
+        )
+        return loss + 0 * terms["soft"]
+
+    student, (h_t, w_t, _) = heads(6, dtype=torch.float32)
+    top, _ = top_k(6, k=3, dtype=torch.float32)
+    labels = torch.tensor([1, 2, -100, 0, 5, 6])
+    given = *student, h_t, w_t[:V].clone(), labels, top.ids, top.log_probs
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = [(x := run(*given), *torch.autograd.grad(x, student)) for run in (compiled, step)]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(dtype):
+    """Labels too: no logit is rounded on its way."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (24, 512), (8000, 512), (24, 256), (8000, 256)
+    h, w, h_t, w_t = (torch.randn(s, generator=generator) for s in shapes)
+    w, w_t = w * 3 / 512**0.5, w_t * 3 / 256**0.5
+    labels = torch.arange(24) * 300
+    parts = [x.to(dtype) for x in (h, w, h_t, w_t)]
+
+    def grads(loss, h, w, *teacher):
+        h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(
+            loss(h, Head(w, softcap=30.0), *teacher, task=CrossEntropy(labels, 0.5)), (h, w)
+        )
+
+    exact = grads(linear_soft_target_loss_ref, *(x.double() for x in parts))
+    for found, right in zip(grads(linear_soft_target_loss, *parts), exact, strict=True):
+        assert found.dtype == dtype
+        assert relative_error(found, right) <= 2 * relative_error(right.to(dtype), right)
+
+
+# Vocabularies
+
+
+def test_columns_beyond_the_vocabulary_are_out():
+    (h, w, b), (h_t, w_t, b_t) = heads(4)
+    labels = torch.tensor([1, 2, 3, 4])
+    task = CrossEntropy(labels, label_smoothing=0.1)
+    whole = linear_soft_target_loss(h, Head(w, b), h_t, Head(w_t, b_t), vocabulary=9, task=task)
+    cut = linear_soft_target_loss(h, Head(w[:9], b[:9]), h_t, Head(w_t[:9], b_t[:9]), task=task)
+    torch.testing.assert_close(whole, cut)
+    grads = torch.autograd.grad(whole, (w, b))
+    assert all((g[9:] == 0).all() and (g[:9] != 0).any() for g in grads)
+    logits = torch.randn(4, 15), torch.randn(4, 12)
+    value, grad = value_and_grad(soft_target_loss, *logits, vocabulary=9)
+    cut = value_and_grad(soft_target_loss, *(z[:, :9] for z in logits))
+    torch.testing.assert_close((value, grad[:, :9]), cut)
+    assert (grad[:, 9:] == 0).all()
+
+
+# Top k
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
+def test_all_words_are_the_whole_distribution(divergence):
+    student = torch.randn(5, V, dtype=torch.float64)
+    top, full = top_k(5, k=V)
+    for tail in ("bucket", "renormalise"):
+        found = value_and_grad(
+            soft_target_loss, student, TopK(top.ids, top.log_probs, tail), divergence=divergence
+        )
+        wanted = value_and_grad(soft_target_loss, student, full, divergence=divergence)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 3, 12])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js", "skew_kl", "total_variation"])
+def test_a_bucket_is_between_nothing_and_the_whole(name, k):
+    student = 2 * torch.randn(50, V, dtype=torch.float64)
+    top, full = top_k(50, k=k)
+    options = dict(divergence=Divergence(name), reduction="none")
+    bucket = soft_target_loss(student, top, **options)
+    assert (bucket >= 0).all()
+    assert (bucket <= soft_target_loss(student, full, **options) * (1 + 1e-8)).all()
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_top_k_of_logits(tail, divergence, reduction):
+    student = 2 * torch.randn(5, V, dtype=torch.float64)
+    top, _ = top_k(5, k=4, tail=tail)
+    options = dict(divergence=divergence, temperature=1.6, reduction=reduction)
+    options |= dict(mask=torch.tensor([1, 0, 1, 1, 1]))
+    options["upstream"] = torch.rand(5) if reduction == "none" else 3.0
+    found = value_and_grad(soft_target_loss, student, top, **options)
+    wanted = value_and_grad(soft_target_loss_ref, student, top, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+def test_shorter_lists_are_filled_up(tail):
+    student = torch.randn(3, V, dtype=torch.float64)
+    top, _ = top_k(3, k=2, tail=tail)
+    inf = torch.full((3, 2), -torch.inf, dtype=torch.float64)
+    longer = TopK(torch.cat([top.ids, top.ids], -1), torch.cat([top.log_probs, inf], -1), tail)
+    found = value_and_grad(soft_target_loss, student, longer)
+    torch.testing.assert_close(found, value_and_grad(soft_target_loss, student, top))
+
+
+def test_rounded_log_probabilities_add_up_to_no_more_than_1():
+    """An inference server's, in half types."""
+    student = torch.randn(20, V)
+    top, _ = top_k(20, k=V - 1, dtype=torch.float32)
+    rounded = TopK(top.ids, (top.log_probs * 0.99).to(torch.bfloat16))
+    value, grad = value_and_grad(soft_target_loss, student, rounded)
+    assert value >= 0 and grad.isfinite().all()
+
+
+def test_a_likely_tail_the_student_excludes_costs_infinity():
+    student = torch.tensor([[0.0, 0.0, -torch.inf]])
+    top = TopK(torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]]).log())
+    assert soft_target_loss(student, top) == torch.inf
+    value, grad = value_and_grad(soft_target_loss, student, top, divergence="js")
+    assert value.isfinite() and grad.isfinite().all()
+
+
+# Mistakes
+
+
+def wrong_calls():
+    (h, w, b), (h_t, w_t, _) = heads(3)
+    w_t = w_t[:V]
+    top, _ = top_k(3, k=2)
+    labels = torch.tensor([0, 1, 2])
+    loss = linear_soft_target_loss
+    log_probs = top.log_probs
+    return [
+        ("bias must have shape", lambda: Head(w, b[:3])),
+        ("softcap must be greater than 0", lambda: Head(w, softcap=0.0)),
+        ("name must be one of .* did you mean 'skew_kl'", lambda: Divergence("skew")),
+        ("beta must be at most 1", lambda: Divergence("js", beta=2)),
+        ("labels must be integers", lambda: CrossEntropy(labels.float())),
+        ("label_smoothing must be at most 1", lambda: CrossEntropy(labels, label_smoothing=2)),
+        ("weight must be at least 0", lambda: CrossEntropy(labels, -1.0)),
+        (
+            "labels must be words 0 to 12 .* got 99",
+            lambda: loss(h, w, h_t, w_t, task=CrossEntropy(labels + 97)),
+        ),
+        ("labels must have shape", lambda: loss(h, w, h_t, w_t, task=CrossEntropy(labels[:2]))),
+        ("task must be a CrossEntropy", lambda: loss(h, w, h_t, w_t, task=labels)),
+        ("soft_weight must be at least 0", lambda: loss(h, w, h_t, w_t, soft_weight=-1)),
+        ("chunk_bytes must be at least 1", lambda: loss(h, w, h_t, w_t, chunk_bytes=0)),
+        ("vocabulary must be at most 13", lambda: loss(h, w, h_t, w_t, vocabulary=14)),
+        ("teacher_head must be a Tensor or Head, got None", lambda: loss(h, w, h_t)),
+        ("teacher_head must be None beside a TopK", lambda: loss(h, w, top, w_t)),
+        ("teacher_head requires grad", lambda: loss(h, w, h_t, Head(w_t, b))),
+        ("student_head must be a Tensor or Head", lambda: loss(h, "head", h_t, w_t)),
+        ("divergence must be one of", lambda: loss(h, w, h_t, w_t, divergence="skew_kl")),
+        ("ids must have shape", lambda: TopK(top.ids[:2], log_probs)),
+        ("ids must be integers", lambda: TopK(top.ids.float(), log_probs)),
+        ("tail must be one of", lambda: TopK(top.ids, log_probs, "rest")),
+        ("ids must be words 0 to 12", lambda: loss(h, w, TopK(top.ids + 13, log_probs))),
+        ("a word twice", lambda: loss(h, w, TopK(top.ids * 0, log_probs))),
+        ("log_probs must be logarithms", lambda: loss(h, w, TopK(top.ids, -log_probs))),
+        ("the student's positions, K", lambda: soft_target_loss(torch.randn(4, V), top)),
+    ]
+
+
+@pytest.mark.parametrize("place", range(25))
+def test_mistakes(place):
+    message, call = wrong_calls()[place]
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_public():
+    for name in ("CrossEntropy", "Divergence", "Head", "TopK"):
+        assert name in fastkd.__all__
