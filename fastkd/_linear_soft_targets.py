@@ -333,8 +333,9 @@ class _Pass:
         elif teacher:
             self.teacher = _Side(teacher, recipe.teacher, V)
         hidden = self.student.states[0]
-        self.dtype = hidden.dtype if self.teacher is None else self.teacher.states[0].dtype
-        self.dtype = torch.promote_types(working_dtype(hidden), self.dtype)
+        sides = [self.student, *([self.teacher] if self.teacher else [])]
+        double = any(x.dtype == torch.float64 for side in sides for x in side.states)
+        self.dtype = torch.float64 if double else torch.float32
         self.terms = hidden.new_zeros(len(TERMS), len(hidden), dtype=working_dtype(hidden))
         needed = {i: x for i, (x, need) in enumerate(zip(student, needs, strict=True)) if need}
         self.grads = {i: self.sums(i, x) for i, x in needed.items() if x is not None}
@@ -451,21 +452,22 @@ class _Pass:
         round these.
         """
         states, head = self.student.states, self.student.weights
-        if weights is not None and states[0].dtype in HALF and states[0].is_cuda:
+        if weights is not None and states[0].is_cuda and any(x.dtype in HALF for x in states):
             grad, weights = grad.mul_(weights), None
         bias = 2 * len(states)
         if bias in self.grads:
             self.grads[bias][: self.V] += (grad if weights is None else grad * weights).sum(0)
         if not self.grads.keys() - {bias}:
             return
-        grad, factor = ready(grad.to(working_dtype(states[0])), states[0].dtype)
+        made = {x.dtype: ready(grad.to(working_dtype(x)), x.dtype) for x in states}
         for i, (x, w) in enumerate(zip(states, head, strict=True)):
+            ready_grad, factor = made[x.dtype]
             if 2 * i in self.grads:
-                part = product_back(grad, w)
+                part = product_back(ready_grad, w)
                 for scale in (weights, factor):
                     part = part if scale is None else part.mul_(scale)
                 self.grads[2 * i][chunk] = part
             if 2 * i + 1 in self.grads:
                 x = x[chunk] if weights is None else upcast(x[chunk]) * weights
                 total = self.grads[2 * i + 1][: self.V]
-                add_product(total, grad, x, factor, first=chunk.start == 0)
+                add_product(total, ready_grad, x, factor, first=chunk.start == 0)

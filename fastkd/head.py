@@ -1,10 +1,39 @@
 """The vocabulary head of a language model: what makes words' logits of its last hidden states."""
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from fastkd._checks import check_device, check_floating, check_number, check_shape
+import torch
+from torch import Tensor, nn
+
+from fastkd._checks import FLOATING, check_device, check_floating, check_number, check_shape
 from fastkd._linear_soft_targets import HeadForm
+
+# Attributes of transformers' configurations by which models change the products of their head:
+# a cap, a factor, a divisor.
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+FACTORS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling",)
+MULTIPLIED_BY_DIVISOR = ("hyperclovax",)
+# Whose output layer is a part of what multiplies.
+MORE_THAN_A_LAYER = ("mobilebert",)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """scale · (dropout(h) Aᵀ) Bᵀ, beside the product with a head's weight: LoRA, unmerged."""
+
+    down: Tensor  # A (r, D)
+    up: Tensor  # B (V, r)
+    scale: float = 1.0
+    dropout: Callable[[Tensor], Tensor] | None = None
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """What B multiplies (..., r)."""
+        hidden = hidden.to(self.down.dtype)
+        hidden = hidden if self.dropout is None else self.dropout(hidden)
+        return hidden @ self.down.T * self.scale
 
 
 class Head:
@@ -45,11 +74,48 @@ class Head:
         self.bias = bias
         self.scale = float(scale)
         self.softcap = None if softcap is None else float(softcap)
+        self.low_rank: tuple[LowRank, ...] = ()
+
+    @staticmethod
+    def of(model: nn.Module) -> "Head":
+        """The head of a causal or masked language model from transformers, sharing its tensors.
+
+        Tied weights are the embeddings'; PEFT's LoRA on the head stays beside the weight as a
+        product of low rank, in which what learns learns; a quantised head that dequantises itself
+        is dequantised. Read it anew at each step where weights may be replaced, as FSDP2 does.
+
+        The hidden states that belong to it are those that go into the model's output layer
+        (`output_layer`): a decoder's after its final norm, which transformers call
+        ``hidden_states[-1]``. A masked model has a transform before that layer (a dense layer, an
+        activation and a norm): they are those that come out of it, not the encoder's.
+
+        Args:
+            model: with ``get_output_embeddings()``; PEFT's, DistributedDataParallel's and compiled
+                ones too.
+
+        Raises:
+            TypeError, ValueError: without a head, or with one that is not one product: packed
+                weights, adapters other than LoRA, MobileBERT's.
+
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2))
+        >>> Head.of(model)
+        Head(50 words of 8, bias=False, scale=1.0, softcap=None)
+        """
+        layer = output_layer(model)
+        low_rank: list[LowRank] = []
+        if hasattr(layer, "lora_A"):
+            layer, low_rank = _without_lora(layer)
+        scale, softcap = _form_of(_unwrapped(model))
+        head = Head(_dense(layer), getattr(layer, "bias", None), scale, softcap)
+        head.low_rank = tuple(low_rank)
+        return head
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that it is made of."""
-        return [x for x in (self.weight, self.bias) if x is not None]
+        more = [x for part in self.low_rank for x in (part.down, part.up)]
+        return [x for x in (self.weight, self.bias, *more) if x is not None]
 
     @property
     def form(self) -> HeadForm:
@@ -57,27 +123,38 @@ class Head:
 
     def on(self, hidden: Tensor) -> list[Tensor | None]:
         """Itself on hidden states (R, D), as `fastkd._linear_soft_targets` takes heads."""
-        dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
-        return [hidden.to(dtype), self.weight.to(dtype), self.bias]
+        pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
+        tensors: list[Tensor | None] = []
+        for states, weight in pairs:
+            dtype = torch.promote_types(states.dtype, weight.dtype)
+            tensors += [states.to(dtype), weight.to(dtype)]
+        return [*tensors, self.bias]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D), in the wider of their dtypes."""
+        """Logits (..., V) of hidden states (..., D), in the widest of their dtypes."""
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         logits = hidden.to(dtype) @ self.weight.to(dtype).T
+        for part in self.low_rank:
+            logits = logits + part.states(hidden) @ part.up.T
         if self.bias is not None:
-            logits = logits + self.bias.to(dtype)
+            logits = logits + self.bias
         if self.scale != 1:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def detach(self) -> "Head":
-        """The same without gradients: a teacher's side of a head that both share."""
+        """The same without gradients: the teacher's side of a head that both share."""
         bias = None if self.bias is None else self.bias.detach()
-        return Head(self.weight.detach(), bias, self.scale, self.softcap)
+        head = Head(self.weight.detach(), bias, self.scale, self.softcap)
+        head.low_rank = tuple(
+            LowRank(x.down.detach(), x.up.detach(), x.scale, x.dropout) for x in self.low_rank
+        )
+        return head
 
     def __repr__(self) -> str:
         V, D = self.weight.shape
-        return f"Head({V} words of {D}, bias={self.bias is not None}, scale={self.scale}, " + (
+        return (
+            f"Head({V} words of {D}, bias={self.bias is not None}, scale={self.scale}, "
             f"softcap={self.softcap})"
         )
 
@@ -90,3 +167,92 @@ def as_head(name: str, head: Tensor | Head | None) -> Head:
         raise TypeError(f"{name} must be a Tensor or Head, got {type(head).__name__}")
     check_floating(name, head, 2)
     return Head(head)
+
+
+def output_layer(model: nn.Module) -> nn.Module:
+    """The layer that multiplies by the vocabulary's weight; its input belongs to `Head.of`."""
+    inner = _unwrapped(model)
+    if not hasattr(inner, "get_output_embeddings"):
+        raise TypeError(
+            f"model must be a transformers language model, got {type(model).__name__}; "
+            "for another, make a Head of its weight"
+        )
+    layer = inner.get_output_embeddings()
+    name = type(inner).__name__
+    if layer is None:
+        raise ValueError(f"{name} has no vocabulary head; take a causal or masked language model")
+    if getattr(inner.config, "model_type", "") in MORE_THAN_A_LAYER:
+        raise ValueError(f"{name} multiplies by more than its output layer; make a Head of it")
+    if hasattr(layer, "modules_to_save") and hasattr(layer, "original_module"):  # PEFT's copy
+        chosen = [x for x in layer.active_adapters if x in layer.modules_to_save]
+        whole = layer.disable_adapters or not chosen
+        layer = layer.original_module if whole else layer.modules_to_save[chosen[0]]
+    return layer
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """The model of a compiled, a data-parallel and a PEFT one."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        else:
+            return inner
+
+
+def _form_of(model: Any) -> tuple[float, float | None]:
+    """Factor and cap of a model's logits, by its configuration."""
+    config = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def first(names: tuple[str, ...]) -> float | None:
+        return next(
+            (x for n in names if isinstance(x := getattr(config, n, None), (int, float))), None
+        )
+
+    factor, divisor = first(FACTORS), first(DIVISORS)
+    if divisor is not None:
+        divided = config.model_type not in MULTIPLIED_BY_DIVISOR
+        factor = (factor or 1.0) * (1 / divisor if divided else divisor)
+    return 1.0 if factor is None else float(factor), first(CAPS)
+
+
+def _dense(layer: nn.Module) -> Tensor:
+    """The weight (V, D) of an output layer, dequantised by itself if it has to be."""
+    weight = getattr(layer, "weight", None)
+    if hasattr(layer, "dequantize"):
+        weight = layer.dequantize()  # type: ignore[operator]
+    elif weight is not None and type(weight).dequantize is not Tensor.dequantize:
+        weight = weight.dequantize()
+    plain = isinstance(weight, Tensor) and weight.dtype in FLOATING and weight.dim() == 2
+    if not plain or not isinstance(weight, Tensor):
+        kind = "no weight" if weight is None else f"a weight of {weight.dtype}"
+        raise ValueError(
+            f"the model's output layer {type(layer).__name__} has {kind}, which can't be read; "
+            'leave the head out of the quantisation, by llm_int8_skip_modules=["lm_head"] or alike'
+        )
+    return weight
+
+
+def _without_lora(layer: Any) -> tuple[nn.Module, list[LowRank]]:
+    """The layer under PEFT's LoRA, and what the active adapters add to it."""
+    base = layer.get_base_layer()
+    if layer.disable_adapters or layer.merged:
+        return base, []
+    low_rank = []
+    for name in (x for x in layer.active_adapters if x in layer.lora_A):
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        if name in getattr(layer, "lora_variant", {}) or up.bias is not None:
+            raise ValueError(
+                f"the adapter {name!r} on the model's head is no plain LoRA; merge it first: "
+                "model = model.merge_and_unload()"
+            )
+        dropout = layer.lora_dropout[name]
+        none = isinstance(dropout, nn.Identity) or not dropout.training
+        scale = float(layer.scaling[name])
+        low_rank.append(LowRank(down.weight, up.weight, scale, None if none else dropout))
+    return base, low_rank

@@ -1,0 +1,172 @@
+"""The heads of models from transformers: their own logits, from what goes into the output layer."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fastkd import Head
+from fastkd.head import output_layer
+from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
+from tests.compare import relative_error
+
+SMALL = dict(
+    vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
+)
+GQA = SMALL | dict(num_key_value_heads=2, head_dim=8)
+GPT = dict(vocab_size=60, n_embd=16, n_layer=1, n_head=2)
+
+MODELS = {
+    "gpt2": ("causal", GPT),
+    "llama": ("causal", GQA),
+    "llama, tied": ("causal", GQA | {"tie_word_embeddings": True}),
+    "qwen3": ("causal", GQA),
+    "gemma2": ("causal", GQA | {"final_logit_softcapping": 0.5}),
+    "nanochat": ("causal", GQA | {"final_logit_softcapping": 0.5}),
+    "recurrent_gemma": ("causal", SMALL | {"logits_soft_cap": 0.3, "lru_width": 16}),
+    "granite": ("causal", GQA | {"logits_scaling": 3.0}),
+    "hyperclovax": ("causal", GQA | {"logits_scaling": 3.0}),
+    "cohere": ("causal", GQA | {"logit_scale": 0.25}),
+    "phi": ("causal", SMALL),  # with a bias
+    "bert": ("masked", SMALL),
+    "roberta": ("masked", SMALL),
+    "distilbert": ("masked", dict(vocab_size=60, dim=16, n_layers=1, n_heads=2, hidden_dim=24)),
+    "electra": ("masked", SMALL | {"embedding_size": 8}),
+    "modernbert": ("masked", SMALL),
+}
+
+
+def model_of(name):
+    kind, options = MODELS[name]
+    config = transformers.AutoConfig.for_model(name.split(",")[0], **options)
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        if (getattr(config, token, None) or 0) >= 60:
+            setattr(config, token, 0)
+    auto = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}[kind]
+    model = getattr(transformers, auto).from_config(config)
+    with torch.no_grad():  # a bias of zeros would tell nothing
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def head_states_and_logits(model, layer=None):
+    """The head, what goes into its layer, and the model's own logits."""
+    seen = []
+    layer = output_layer(model) if layer is None else layer
+    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model.config.use_cache = False
+    logits = model(torch.randint(60, (2, 7))).logits
+    hook.remove()
+    return Head.of(model), seen[0], logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_models(name):
+    model = model_of(name)
+    head, states, logits = head_states_and_logits(model)
+    assert relative_error(head.logits(states), logits) < 1e-5
+    assert head.weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    model = model_of("llama")
+    config = peft.LoraConfig(r=3, **({"target_modules": ["lm_head"]} | options))
+    model = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.normal_()
+    return model
+
+
+def test_lora_on_the_head_stays_beside_the_weight():
+    model = lora()
+    head, states, logits = head_states_and_logits(model)
+    assert len(head.low_rank) == 1
+    assert relative_error(head.logits(states), logits) < 1e-5
+    teacher = torch.randn(2, 7, 5), torch.randn(60, 5)
+    loss = linear_soft_target_loss(states, head, *teacher)
+    wanted = soft_target_loss(logits, teacher[0] @ teacher[1].T)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    assert len(learning) == 2
+    torch.testing.assert_close(loss, wanted)
+    found = torch.autograd.grad(loss, learning, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, learning))
+    with torch.no_grad():  # a teacher's adapters do not learn
+        itself = linear_soft_target_loss(states, head, states, head.detach())
+    assert itself.abs() < 1e-6
+    with pytest.raises(ValueError, match="teacher_head requires grad"):
+        linear_soft_target_loss(states.detach(), head, states.detach(), head)
+
+
+def test_lora_switched_off_and_merged():
+    model = lora()
+    with model.disable_adapter():
+        head, states, logits = head_states_and_logits(model)
+        assert not head.low_rank and relative_error(head.logits(states), logits) < 1e-5
+    model.merge_adapter()
+    head, states, logits = head_states_and_logits(model)
+    assert not head.low_rank and relative_error(head.logits(states), logits) < 1e-5
+
+
+def test_a_whole_head_that_peft_saves():
+    model = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    head, states, logits = head_states_and_logits(model)
+    assert relative_error(head.logits(states), logits) < 1e-5
+    assert head.weight.requires_grad
+
+
+def test_dropout_is_the_adapters():
+    model = lora(lora_dropout=0.5).train()
+    assert Head.of(model).low_rank[0].dropout is not None
+    assert Head.of(model.eval()).low_rank[0].dropout is None
+
+
+def test_other_adapters_are_refused():
+    with pytest.raises(ValueError, match="no plain LoRA; merge it"):
+        Head.of(lora(use_dora=True))
+
+
+class Packed(nn.Module):
+    """As libraries of quantised layers have them."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter((weight * 100).to(torch.int8), requires_grad=False)
+
+
+class Dequantising(Packed):
+    def dequantize(self):
+        return self.weight.float() / 100
+
+
+def test_quantised_heads_dequantise_themselves_or_are_refused():
+    model = model_of("llama")
+    weight = model.lm_head.weight.detach()
+    model.lm_head = Dequantising(weight)
+    assert (Head.of(model).weight - weight).abs().max() <= 0.01
+    model.lm_head = Packed(weight)
+    with pytest.raises(ValueError, match=r"Packed has a weight of torch.int8.*skip_modules"):
+        Head.of(model)
+
+
+def test_wrapped_models():
+    model = model_of("gpt2")
+    compiled = torch.compile(model, backend="eager")
+    assert Head.of(compiled).weight is model.lm_head.weight
+
+
+def test_models_without_a_head():
+    with pytest.raises(TypeError, match="must be a transformers language model, got Linear"):
+        Head.of(nn.Linear(2, 3))
+    config = transformers.BertConfig(**SMALL)
+    with pytest.raises(ValueError, match="BertModel has no vocabulary head"):
+        Head.of(transformers.BertModel(config))
+    config = transformers.MobileBertConfig(**(SMALL | dict(embedding_size=8)))
+    with pytest.raises(ValueError, match="MobileBertForMaskedLM multiplies by more"):
+        Head.of(transformers.MobileBertForMaskedLM(config))
