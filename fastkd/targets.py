@@ -155,11 +155,12 @@ class TopK:
     def rows(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ids (R, K) as int64 and log-probabilities (R, K), finite where masked."""
         ids, log_probs = self.ids.long().flatten(0, -2), self.log_probs.flatten(0, -2)
-        none = log_probs == -torch.inf
-        if mask is not None:
-            none = none | ~mask.reshape(-1, 1)
-            log_probs = log_probs.where(mask.reshape(-1, 1), -math.log(2 * ids.shape[-1]))
-        return ids.masked_fill(none, 0), log_probs
+        ids = ids.masked_fill(log_probs == -torch.inf, 0)
+        if mask is not None:  # elsewhere the first words, of half the mass
+            K, real = ids.shape[-1], mask.reshape(-1, 1)
+            ids = torch.where(real, ids, torch.arange(K, device=ids.device))
+            log_probs = log_probs.where(real, -math.log(2 * K))
+        return ids, log_probs
 
 
 def _check_integers(name: str, x: Tensor) -> None:

@@ -399,6 +399,20 @@ def test_top_k_of_logits(tail, divergence, reduction):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("k", [2, V])
+def test_masked_lists_may_hold_anything(k):
+    student = torch.randn(3, V, dtype=torch.float64)
+    top, _ = top_k(3, k=k)
+    mask = torch.tensor([1, 0, 1])
+    loss = functools.partial(
+        value_and_grad, soft_target_loss, student, mask=mask, divergence="reverse_kl"
+    )
+    wanted = loss(top)
+    top.ids[1], top.log_probs[1] = -5, torch.nan
+    assert all(map(torch.equal, loss(top), wanted))
+    assert wanted[1].isfinite().all() and (wanted[1][1] == 0).all()
+
+
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 def test_shorter_lists_are_filled_up(tail):
     student = torch.randn(3, V, dtype=torch.float64)

@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fastkd
+from fastkd import Divergence
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tests.draw import SIZES, Case, Draw
 from tests.subject import D_S, D_T, Subject, of_module
@@ -19,6 +21,8 @@ def soft_targets(student, teacher, temperature, divergence, working=torch.float6
     """
     log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
     p_s, p_t = (_held(x / temperature, working) for x in (student, teacher))
+    if isinstance(divergence, Divergence):
+        return divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence)
     if divergence == "js":
         return (_kl(p_t, log_t, log_m) + _kl(p_s, log_s, log_m)) / 2
     forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
@@ -32,6 +36,42 @@ def soft_targets(student, teacher, temperature, divergence, working=torch.float6
     ]
     w = torch.tensor(weights, dtype=student.dtype).reshape(student.shape[:-1])
     return torch.where(w == 0, 0, w * forward) + torch.where(w == 1, 0, (1 - w) * reverse)
+
+
+def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) -> Tensor:
+    def log_mixture(p: Tensor, q: Tensor, share: float) -> Tensor:
+        m = share * p + (1 - share) * q
+        return torch.where(m == 0, -torch.inf, torch.where(m == 0, 1, m).log())
+
+    forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
+    if divergence.name == "js":
+        beta = divergence.beta
+        log_m = log_mixture(p_t, p_s, beta)
+        return beta * _kl(p_t, log_t, log_m) + (1 - beta) * _kl(p_s, log_s, log_m)
+    if divergence.name == "skew_kl":
+        return _kl(p_t, log_t, log_mixture(p_t, p_s, divergence.skew))
+    if divergence.name == "skew_reverse_kl":
+        return _kl(p_s, log_s, log_mixture(p_s, p_t, divergence.skew))
+    if divergence.name == "total_variation":
+        return (p_t - p_s).abs().sum(-1) / 2
+    return divergence.mix * forward + (1 - divergence.mix) * reverse
+
+
+def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, temperature, divergence):
+    """The divergence over the k words, and over a bucket of all others or not."""
+    p_s, p_t = (student / temperature).softmax(-1), log_probs.exp()
+    of_words = torch.stack([row[i] for row, i in zip(p_s, ids, strict=True)])
+    if tail == "bucket":
+        rest = p_s.scatter(-1, ids, 0).sum(-1, keepdim=True)
+        of_teacher = (1 - p_t.sum(-1, keepdim=True)).clamp_min(0)
+        if ids.shape[-1] == student.shape[-1]:
+            of_teacher = 0 * of_teacher
+        of_words, p_t = torch.cat([of_words, rest], -1), torch.cat([p_t, of_teacher], -1)
+    q_s, q_t = (p / p.sum(-1, keepdim=True) for p in (of_words, p_t))
+    logs = (torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t))
+    if isinstance(divergence, Divergence):
+        return divergence_with_coefficient(q_s, q_t, *logs, divergence)
+    return soft_targets(*logs, 1.0, divergence)
 
 
 def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, ...]:
@@ -136,28 +176,71 @@ def random_soft_targets(draw: Draw) -> Case:
     )
 
 
+def _any_divergence(draw: Draw) -> str | Divergence:
+    share = draw.pick([0.1, 0.3, 0.5, 0.9])
+    names = ("js", "skew_kl", "skew_reverse_kl", "total_variation", "mixed")
+    plain = ["forward_kl", "reverse_kl", "js"]
+    if draw.backend == "triton":
+        return draw.pick(plain)
+    objects = [Divergence(name, beta=share, skew=share, mix=share) for name in names]
+    return draw.pick([*plain, *objects])
+
+
 def random_linear_soft_targets(draw: Draw) -> Case:
     R, V, D_s, D_t = draw.size(), draw.pick([2, 17, 64]), draw.size(), draw.size()
-    if draw.dtype in (torch.float16, torch.bfloat16):
-        draw.dtype = torch.float32  # the logits themselves are rounded in half types
-    divergence, mask = draw.pick(["forward_kl", "reverse_kl", "js"]), draw.mask(R)
+    n = draw.pick([V, max(V - 3, 1)])
+    scale, cap = draw.pick([1.0, 0.5]), draw.pick([None, 4.0])
+    options: dict[str, Any] = {"divergence": _any_divergence(draw), "scale_by_t2": False}
+    options |= {"vocabulary": None if n == V else n, "backend": draw.backend}
+    options |= {"chunk_bytes": draw.pick([None, 1, 3000]), "soft_weight": draw.pick([1.0, 0.3])}
+    mask, labels = draw.mask(R), torch.randint(n, (R,), generator=draw.generator)
+    labelled = draw.chance(0.5)
+    if labelled:
+        labels = labels.masked_fill(torch.rand(R, generator=draw.generator) < 0.2, -100)
+        smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
+        mask_of_both = mask & (labels != -100)
+        rest = {"label_smoothing": smoothing, "z_loss": z_loss}
+        options["task"] = fastkd.CrossEntropy(labels, 0.7, **rest)
+    else:
+        mask_of_both = mask
 
-    def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
-        student, teacher = student_hidden @ student_head.mT, teacher_hidden @ teacher_head.mT
-        rows = soft_targets(student, teacher, 2.0, divergence)
-        return torch.where(mask, rows, 0).sum() / mask.sum().clamp_min(1)
+    def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        z = scale * (hidden @ weight.mT + bias)[:, :n]
+        return z if cap is None else cap * (z / cap).tanh()
+
+    def oracle(
+        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias
+    ):
+        student = logits_of(student_hidden, student_head, student_bias)
+        teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
+        rows = options["soft_weight"] * soft_targets(student, teacher, 2.0, options["divergence"])
+        if labelled:
+            log_p = student.log_softmax(-1)
+            right = log_p.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+            task = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
+            rows = rows + 0.7 * (task + z_loss * student.logsumexp(-1).square())
+        return torch.where(mask_of_both, rows, 0).sum() / mask_of_both.sum().clamp_min(1)
+
+    def call(
+        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias, mask
+    ):
+        student = fastkd.Head(student_head, student_bias, scale, cap)
+        teacher = fastkd.Head(teacher_head, teacher_bias, scale, cap)
+        return fastkd.linear_soft_target_loss(
+            student_hidden, student, teacher_hidden, teacher, mask=mask, temperature=2.0, **options
+        )
 
     learning, given = (
         {
             f"{side}_hidden": draw.features(R, D, scales=(3.0,)),
-            f"{side}_weight": draw.features(V, D, scales=(2.0,)),
+            f"{side}_head": draw.features(V, D, scales=(2.0,)),
+            f"{side}_bias": draw.laid_out(draw.normal(V).to(draw.dtype)),
         }
         for side, D in (("student", D_s), ("teacher", D_t))
     )
-    largest = max(x.norm() for x in (*learning.values(), *given.values()))
-    options = {"divergence": divergence, "scale_by_t2": False, "backend": draw.backend}
+    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
     return Case(
-        functools.partial(fastkd.linear_soft_target_loss, temperature=2.0, **options),
+        call,
         oracle,
         learning,
         given,
@@ -165,11 +248,50 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         scale=10.0,
         mask=mask,
         masked=("student_hidden", "teacher_hidden"),
-        slope=lambda x: x.new_full(x.shape[:-1], float(largest)),
+        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
     )
 
 
-RANDOM = {"soft_targets": random_soft_targets, "linear_soft_targets": random_linear_soft_targets}
+def random_top_k(draw: Draw) -> Case:
+    R, V = draw.size(), draw.pick([3, 17, 64])
+    K = draw.pick([1, 2, V])
+    tail, temperature = draw.pick(["bucket", "renormalise"]), draw.pick([1.0, 2.5])
+    divergence, mask = _any_divergence(draw), draw.mask(R)
+    divergence = Divergence("js", beta=0.3) if divergence == "reverse_kl" else divergence
+    log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(K)
+    given = log_probs.to(draw.dtype)
+
+    def oracle(student_logits: Tensor) -> Tensor:
+        rows = of_top_k(student_logits, ids, given.double(), tail, temperature, divergence)
+        return torch.where(mask, rows, 0).sum() / mask.sum().clamp_min(1)
+
+    def call(student_logits: Tensor, mask: Tensor) -> Tensor:
+        return fastkd.soft_target_loss(
+            student_logits,
+            fastkd.TopK(ids, given, tail),
+            temperature=temperature,
+            divergence=divergence,
+            mask=mask,
+            scale_by_t2=False,
+            backend="auto",  # left to PyTorch
+        )
+
+    return Case(
+        call,
+        oracle,
+        {"student_logits": draw.features(R, V, scales=(0.01, 5.0))},
+        options={"mask": draw.mask_argument(mask)},
+        scale=10.0,
+        mask=mask,
+        slope=lambda x: x.new_ones(x.shape[:1]),
+    )
+
+
+RANDOM = {
+    "soft_targets": random_soft_targets,
+    "linear_soft_targets": random_linear_soft_targets,
+    "top_k": random_top_k,
+}
 
 
 def subjects(backend: str) -> Iterator[Subject]:

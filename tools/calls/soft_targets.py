@@ -4,8 +4,10 @@ import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastkd
+from fastkd import Divergence
 from fastkd._dispatch import BACKENDS
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tools.calls import ALL_TYPES, BOTH, Call, Calls, Made, given, learns, mask_of, numbers
@@ -25,6 +27,31 @@ def heads(*leading: int, V: int, student=learns, dtype: torch.dtype) -> dict[str
         "teacher_hidden": given(*leading, 64, dtype=dtype),
         "teacher_head": given(V, 64, dtype=dtype),
     }
+
+
+def whole_head(rows: int, V: int, dtype: torch.dtype, top_k: str, **options: Any) -> Tensor:
+    """A call of `linear_soft_target_loss` with all that a head has, or a teacher's top k."""
+    inputs = {name: x.tensor() for name, x in heads(rows, V=V, dtype=dtype).items()}
+    bias = learns(V, dtype=dtype).tensor()
+    inputs["student_head"] = fastkd.Head(inputs["student_head"], bias, 0.5, 30.0)
+    if top_k:
+        ids, log_probs = numbers(rows, 4).tensor(), given(rows, 4).tensor()
+        inputs |= {"teacher_hidden": fastkd.TopK(ids, log_probs, top_k), "teacher_head": None}
+    task = fastkd.CrossEntropy(numbers(rows).tensor(), label_smoothing=0.1, z_loss=0.1)
+    loss, terms = fastkd.linear_soft_target_loss(**inputs, task=task, return_terms=True, **options)
+    return loss + terms["soft"]
+
+
+def calls_of_heads() -> Calls:
+    share = Divergence("js", beta=0.2)
+    for divergence, dtype, reduction, top_k in itertools.product(
+        ("forward_kl", share), ALL_TYPES, REDUCTIONS, ("", "bucket", "renormalise")
+    ):
+        options = {"rows": 6, "V": 1025, "dtype": dtype, "top_k": top_k, "vocabulary": 1000}
+        options |= {"divergence": divergence, "reduction": reduction, "chunk_bytes": 1 << 15}
+        yield Call(whole_head, {}, options)
+    for name in ("skew_kl", "skew_reverse_kl", "total_variation", "mixed"):
+        yield Call(fastkd.soft_target_loss, logits(6, 50), {"divergence": Divergence(name)})
 
 
 def calls() -> Calls:
@@ -49,6 +76,7 @@ def calls() -> Calls:
             yield Call(of, logits(6, 50), options)
         inputs = heads(3, V=50, student=given, dtype=torch.float32)
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
+    yield from calls_of_heads()
     extras = {"mask": numbers(6), "denominator": numbers()}
     yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})
     for divergence, dtype, masked, V in itertools.product(
