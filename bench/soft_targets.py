@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastkd import CrossEntropy
+from fastkd._dispatch import Backend
 from fastkd.soft_targets import (
     DivergenceWord,
     linear_soft_target_loss,
@@ -16,7 +18,7 @@ from fastkd.soft_targets import (
     soft_target_loss_ref,
 )
 
-from .features import features
+from .features import features, labels
 from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
 
 LOSS = "soft_targets"
@@ -68,6 +70,30 @@ def liger(divergence: DivergenceWord) -> tuple[Provider, ...]:
     return (Provider("liger-kernel", bind, why_no_liger),)
 
 
+def trl(divergence: DivergenceWord) -> tuple[Provider, ...]:
+    """TRL's generalised Jensen-Shannon divergence of logits, or of hidden states and heads."""
+    betas = {"forward_kl": 0.0, "js": 0.5, "reverse_kl": 1.0}
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from trl.experimental.gkd import GKDTrainer
+
+        def forward() -> Tensor:
+            sides = list(inputs.values())
+            if len(sides) == 4:
+                sides = [sides[0] @ sides[1].T, sides[2] @ sides[3].T]
+            student, teacher = (z[None] for z in sides)
+            counted = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
+            return GKDTrainer.generalized_jsd_loss(
+                student, teacher, labels=counted, beta=betas[divergence]
+            )
+
+        return Bound(forward, leaves_of(inputs))
+
+    if divergence not in betas:
+        return ()
+    return (Provider("trl", bind, lambda device: why_not_installed("trl", "trl")),)
+
+
 def cost(*, rows, V) -> tuple[int, int]:
     """One read of both logits, one write of the gradient."""
     return 3 * rows * V, 12 * rows * V
@@ -76,7 +102,8 @@ def cost(*, rows, V) -> tuple[int, int]:
 def case(*more: Any, divergence: DivergenceWord = "forward_kl", **rest: Any) -> Case:
     functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
     title, options = NAMES[divergence], {"divergence": divergence}
-    work = Work(LOSS, title, make, *functions, cost, liger(divergence), options)
+    peers = liger(divergence) + trl(divergence)
+    work = Work(LOSS, title, make, *functions, cost, peers, options)
     return work.case(*more, **rest)
 
 
@@ -111,8 +138,60 @@ def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
 def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> Case:
     functions = linear_soft_target_loss_ref, linear_soft_target_loss, "linear_soft_target_loss"
     title, options = f"from hidden states, {NAMES[divergence]}", {"divergence": divergence}
-    peers = (liger_linear(),) if divergence == "js" else ()
+    peers: tuple[Provider, ...] = (liger_linear(),) if divergence == "js" else ()
+    peers += trl(divergence)
     work = Work(LOSS, title, make_linear, *functions, linear_cost, peers, options)
+    return work.case(*more, compile=False, **rest)
+
+
+def make_labelled(*, rows, D, V, device, dtype) -> dict[str, Tensor]:
+    inputs = make_linear(rows=rows, Ds=D, Dt=1, V=V, device=device, dtype=dtype)
+    student = {name: inputs[name] for name in ("student_hidden", "student_head")}
+    return student | {"labels": labels(rows, V, device=device, seed=4)}
+
+
+def cross_entropy_ref(student_hidden: Tensor, student_head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(student_hidden @ student_head.T, labels)
+
+
+def cross_entropy(
+    student_hidden: Tensor, student_head: Tensor, labels: Tensor, backend: Backend = "auto"
+) -> Tensor:
+    """The task alone: a teacher of weight 0 is asked for nothing."""
+    teacher = student_hidden.detach(), student_head.detach()
+    task = CrossEntropy(labels)
+    return linear_soft_target_loss(
+        student_hidden, student_head, *teacher, soft_weight=0.0, task=task, backend=backend
+    )
+
+
+def torch_linear(chunked: bool) -> Provider:
+    """torch's own, from 2.13 on, whose default holds all logits."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        options = torch.nn.LinearCrossEntropyOptions() if chunked else None
+        hidden, head, labels = inputs.values()
+        return Bound(
+            lambda: F.linear_cross_entropy(hidden, head, labels, options=options),
+            leaves_of(inputs),
+        )
+
+    def why_not(device: torch.device) -> str | None:
+        return None if hasattr(F, "linear_cross_entropy") else "it came with torch 2.13"
+
+    return Provider("torch, chunked" if chunked else "torch, linear", bind, why_not)
+
+
+def labelled_cost(*, rows, D, V) -> tuple[int, int]:
+    """Logits, and the gradients of state and weight."""
+    return (rows + V) * 2 * D, 6 * rows * V * D
+
+
+def labelled_case(*more: Any, **rest: Any) -> Case:
+    functions = cross_entropy_ref, cross_entropy, "linear_soft_target_loss"
+    peers = torch_linear(False), torch_linear(True)
+    title = "from hidden states, cross-entropy"
+    work = Work(LOSS, title, make_labelled, *functions, labelled_cost, peers)
     return work.case(*more, compile=False, **rest)
 
 
@@ -128,6 +207,8 @@ def cases() -> Iterator[Case]:
     for v in (2048, 8192, 32768, 131072):
         yield case("cpu", compile=False, sweep="V", rows=32, V=v)
     yield linear_case("cpu", rows=128, Ds=384, Dt=768, V=30522)
+    yield labelled_case("cpu", rows=64, D=384, V=8192)
+    yield labelled_case("cpu", rows=512, D=384, V=32768)
     yield case("bert", half, rows=4096, V=30522, check_sizes=fewer)
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):
