@@ -82,7 +82,9 @@ class Head:
 
         Tied weights are the embeddings'; PEFT's LoRA on the head stays beside the weight as a
         product of low rank, in which what learns learns; a quantised head that dequantises itself
-        is dequantised. Read it anew at each step where weights may be replaced, as FSDP2 does.
+        is dequantised. A weight that is sharded over processes (FSDP2, tensor parallel) is gathered
+        here, once, and its gradient goes back as the mean over them. So read the head anew at each
+        step.
 
         The hidden states that belong to it are those that go into the model's output layer
         (`output_layer`): a decoder's after its final norm, which transformers call
@@ -107,8 +109,11 @@ class Head:
         if hasattr(layer, "lora_A"):
             layer, low_rank = _without_lora(layer)
         scale, softcap = _form_of(_unwrapped(model))
-        head = Head(_dense(layer), getattr(layer, "bias", None), scale, softcap)
-        head.low_rank = tuple(low_rank)
+        bias = getattr(layer, "bias", None)
+        head = Head(_whole(_dense(layer)), None if bias is None else _whole(bias), scale, softcap)
+        head.low_rank = tuple(
+            LowRank(_whole(x.down), _whole(x.up), x.scale, x.dropout) for x in low_rank
+        )
         return head
 
     @property
@@ -236,6 +241,29 @@ def _dense(layer: nn.Module) -> Tensor:
             'leave the head out of the quantisation, by llm_int8_skip_modules=["lm_head"] or alike'
         )
     return weight
+
+
+class _MeanOverProcesses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole, processes):
+        ctx.processes = processes
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.processes, None
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A DTensor in one piece in every process; its gradient is the mean of theirs, as FSDP's is."""
+    sharded: Any = x
+    if not hasattr(sharded, "full_tensor"):
+        return x
+    from torch.distributed.tensor import Partial
+
+    mesh = sharded.device_mesh
+    whole = sharded.full_tensor(grad_placements=[Partial() for _ in range(mesh.ndim)])
+    return _MeanOverProcesses.apply(whole, mesh.size())
 
 
 def _without_lora(layer: Any) -> tuple[nn.Module, list[LowRank]]:

@@ -170,3 +170,36 @@ def test_models_without_a_head():
     config = transformers.MobileBertConfig(**(SMALL | dict(embedding_size=8)))
     with pytest.raises(ValueError, match="MobileBertForMaskedLM multiplies by more"):
         Head.of(transformers.MobileBertForMaskedLM(config))
+
+
+def a_sharded_head(rank, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    torch.manual_seed(0)
+    model = model_of("llama")
+    layer = model.lm_head
+    whole = layer.weight.detach().clone()
+    states, teacher, given = torch.randn(2, 5, 16), torch.randn(2, 5, 8), torch.randn(60, 8)
+
+    def loss(head, part):
+        return linear_soft_target_loss(states[part], head, teacher[part], given)
+
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    assert layer.weight.to_local().shape == (30, 16)
+    value = loss(Head.of(model), rank)
+    value.backward()
+    plain = whole.requires_grad_()
+    torch.testing.assert_close(value, loss(plain, rank))
+    ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
+    found = layer.weight.grad.full_tensor()
+    torch.testing.assert_close(found, plain.grad)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_head_is_gathered(tmp_path):
+    torch.multiprocessing.spawn(a_sharded_head, args=(tmp_path,), nprocs=2)
