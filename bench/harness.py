@@ -164,8 +164,12 @@ def compiled(function: Callable[..., Tensor]) -> Provider:
 
 
 def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provider]:
-    """``function`` on PyTorch, on Triton, and the better of the two replayed from a CUDA graph."""
-    from fastkd._dispatch import TRITON_FUNCTIONS, why_not_triton
+    """``function`` on PyTorch, in C++ rows, on Triton, and the better of the first and the last
+    replayed from a CUDA graph."""
+    from fastkd._dispatch import TRITON_FUNCTIONS, why_not_cpp, why_not_triton
+
+    def no_cpp(device: torch.device) -> str | None:
+        return why_not_cpp(name, torch.empty(0, device=device))
 
     def no_triton(device: torch.device) -> str | None:
         if name in TRITON_FUNCTIONS and device.type != "cuda":
@@ -175,7 +179,9 @@ def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provide
     def no_graph(device: torch.device) -> str | None:
         return None if device.type == "cuda" else "CUDA graphs need a CUDA device"
 
-    bind_torch, bind_triton = call(function, backend="torch"), call(function, backend="triton")
+    bind_torch, bind_triton, bind_cpp = (
+        call(function, backend=backend) for backend in ("torch", "triton", "cpp")
+    )
 
     def bind_graph(inputs: dict[str, Any]) -> Bound:
         device = leaves_of(inputs)[0].device
@@ -183,6 +189,7 @@ def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provide
 
     return [
         Provider("fastkd torch", bind_torch),
+        Provider("fastkd cpp", bind_cpp, no_cpp),
         Provider("fastkd triton", bind_triton, no_triton),
         Provider("fastkd, CUDA graph", bind_graph, no_graph),
     ]

@@ -14,6 +14,7 @@ COLOURS = {
     REFERENCE: "#999999",
     "torch.compile": "#E69F00",
     "fastkd torch": "#0072B2",
+    "fastkd cpp": "#D55E00",
     "fastkd triton": "#009E73",
     "fastkd, CUDA graph": "#56B4E9",
     "fastkd": "#0072B2",

@@ -21,6 +21,7 @@ from .features import features
 from .harness import REFERENCE, Bound, Case, Provider, Work, call, leaves_of
 
 LOSS = "projection"
+KERNELS: tuple[Backend, ...] = ("torch", "cpp", "triton")
 
 
 def make_pair(*, rows, D, device, dtype) -> dict[str, Tensor]:
@@ -133,11 +134,13 @@ def dual(backend: Backend) -> Provider:
 
         return Bound(lambda: loss(student, teacher), [*leaves_of([student]), *raw], between)
 
-    from fastkd._dispatch import why_not_triton
+    from fastkd._dispatch import why_not_cpp, why_not_triton
 
     def why_not(device: torch.device) -> str | None:
         if backend == "torch":
             return None
+        if backend == "cpp":
+            return why_not_cpp("layer_norm_mse", torch.empty(0, device=device))
         if device.type != "cuda":
             return "Triton kernels need a CUDA device"
         return why_not_triton("layer_norm_mse", torch.empty(0, device=device))
@@ -156,7 +159,7 @@ def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
         sizes=sizes,
         dtype=torch.float32,
         make=make_dual,
-        providers=(Provider(REFERENCE, call(dual_ref)), dual("torch"), dual("triton")),
+        providers=(Provider(REFERENCE, call(dual_ref)), *map(dual, KERNELS)),
         bytes_moved=4 * (2 * 2 * 2 * side**2 + B * (2 * Ds + Dt)),
         operations=4 * (2 * side**3 // 3 + 6 * B * side**2),
         headline=headline,

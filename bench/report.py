@@ -18,7 +18,7 @@ from .table import cells, dtype, families, mebibytes, milliseconds, sizes, speed
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-FASTKD = ("fastkd, CUDA graph", "fastkd triton", "fastkd torch", "fastkd")
+FASTKD = ("fastkd, CUDA graph", "fastkd triton", "fastkd cpp", "fastkd torch", "fastkd")
 NOT_MEASURED = "not measured"
 
 HOW = """\

@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd, "eigh")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "layer_norm_mse_backward")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -30,7 +30,33 @@ def _roots_meta(a: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
     return a.new_empty(a.shape), *_eigh_meta(a)
 
 
+def _layer_norm_mse_meta(x: Tensor, y: Tensor, eps: float, divisor: int) -> tuple[Tensor, Tensor]:
+    """Shapes of (loss, statistics)."""
+    return _scalar(x), x.new_empty(x.shape[0], 4, dtype=torch.float64)
+
+
+def _layer_norm_mse_backward_meta(
+    x: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    dloss: Tensor,
+    eps: float,
+    divisor: int,
+    needs_dx: bool,
+    needs_dy: bool,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
+
+
+def _scalar(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 if CPU:
+    torch.library.register_fake("fastkd_cpp::layer_norm_mse_forward")(_layer_norm_mse_meta)
+    torch.library.register_fake("fastkd_cpp::layer_norm_mse_backward")(
+        _layer_norm_mse_backward_meta
+    )
     torch.library.register_fake("fastkd::eigh")(_eigh_meta)
     for name in ("sqrtm", "inv_sqrtm", "roots_by_threads"):
         torch.library.register_fake(f"fastkd::{name}")(_roots_meta)

@@ -18,7 +18,7 @@ Inputs = Callable[[torch.Generator], tuple[list[Tensor], list[Tensor], dict[str,
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the Triton kernels behind a public name can do; everything else is left to PyTorch."""
+    """What the kernels behind a public name can do; everything else is left to PyTorch."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     words: Mapping[str, Collection[str]] = field(default_factory=dict)  # option → what they know
@@ -49,13 +49,18 @@ class Loss:
     parts: Mapping[str, Inputs] = field(default_factory=dict)  # likewise, but no losses
     modules: tuple[str, ...] = ()
     measures: tuple[str, ...] = ()  # public functions without a reference
-    kernels: Mapping[str, Kernels] = field(default_factory=dict)  # by public name
+    kernels: Mapping[str, Kernels] = field(default_factory=dict)  # Triton's, by public name
+    row_kernels: Mapping[str, Kernels] = field(default_factory=dict)  # C++ ones, likewise
     kernel_files: tuple[str, ...] = ()  # kernels/<file>.py
 
     @property
     def compared(self) -> dict[str, Inputs]:
         """All functions that have a reference."""
         return {**self.functions, **self.parts}
+
+
+# The C++ kernels know them all.
+_ROWS = Kernels(dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
@@ -175,6 +180,7 @@ LOSSES = (
             "cayley": Kernels(),
             "OrthogonalProjection": Kernels(dtypes=(torch.float32,)),
         },
+        row_kernels={"layer_norm_mse": _ROWS},
         kernel_files=("projection", "cayley"),
     ),
     Loss(

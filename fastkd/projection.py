@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._dispatch import BACKENDS, Backend, use_triton
+from fastkd._dispatch import BACKENDS, Backend, backend_of, use_triton
 from fastkd._numerics import (
     apply,
     as_rows,
@@ -459,7 +459,7 @@ def layer_norm_mse(
         eps: added to the variance.
         reduction: divides the sum over all elements by their number ("mean"), by the number of
             rows ("batchmean") or by 1 ("sum").
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch", "triton" or "cpp".
 
     Returns:
         Scalar in float32 (float64 for float64); 0 when there is no row.
@@ -483,9 +483,11 @@ def layer_norm_mse(
 
 def _layer_norm_mse(x: Tensor, y: Tensor, options: "_Options", backend: Backend) -> Tensor:
     x, y = saveable(x), saveable(y)
-    if use_triton(backend, "layer_norm_mse", x, columns=x.shape[-1]):
-        return apply(_LayerNormMSETriton, options, as_rows(x), as_rows(y))
-    return apply(_LayerNormMSE, options, x, y)
+    runs_on = backend_of(backend, "layer_norm_mse", x, columns=x.shape[-1])
+    if runs_on == "torch":
+        return apply(_LayerNormMSE, options, x, y)
+    options = replace(options, runs_on=runs_on)
+    return apply(_LayerNormMSEByKernels, options, as_rows(x), as_rows(y))
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
@@ -498,6 +500,7 @@ def _divisor(x: Tensor, reduction: str) -> int:
 class _Options:
     eps: float
     reduction: str
+    runs_on: str = "torch"
 
 
 class _LayerNormMSE(torch.autograd.Function):
@@ -582,16 +585,24 @@ def _row_gradient(
     return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 
 
-class _LayerNormMSETriton(torch.autograd.Function):
+def _kernels(runs_on: str) -> Any:
+    """The launchers of Triton's kernels, or those of the same names in C++."""
+    if runs_on == "cpp":
+        return torch.ops.fastkd_cpp
+    from fastkd.kernels import projection
+
+    return projection
+
+
+class _LayerNormMSEByKernels(torch.autograd.Function):
     """The same in two kernels, on rows (R, D)."""
 
     @staticmethod
     def forward(ctx, options, x, y):
-        from fastkd.kernels.projection import layer_norm_mse_forward
-
         x, y = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, y))
         divisor = _divisor(x, options.reduction)
-        loss, stats = layer_norm_mse_forward(x, y, options.eps, divisor)
+        launch = _kernels(options.runs_on).layer_norm_mse_forward
+        loss, stats = launch(x, y, options.eps, divisor)
         ctx.save_for_backward(x, y, stats)
         ctx.options = options
         return loss
@@ -599,12 +610,11 @@ class _LayerNormMSETriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.projection import layer_norm_mse_backward
-
         needs_dx, needs_dy = ctx.needs_input_grad[1:]
         x, y, stats = ctx.saved_tensors
         eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
-        grads = layer_norm_mse_backward(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
+        launch = _kernels(ctx.options.runs_on).layer_norm_mse_backward
+        grads = launch(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
         return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
 
 
@@ -658,7 +668,10 @@ class DualProjectionLoss(nn.Module):
         check_choice("reduction", reduction, REDUCTIONS)
         self.gamma, self.reduction, self.backend = gamma, reduction, backend
         self.student_projection, self.teacher_projection = (
-            OrthogonalProjection(*sizes, layers, orthogonal, backend)
+            # In C++ is the distance only.
+            OrthogonalProjection(
+                *sizes, layers, orthogonal, "torch" if backend == "cpp" else backend
+            )
             for sizes in ((student_dim, teacher_dim), (teacher_dim, student_dim))
         )
 

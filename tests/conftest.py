@@ -57,12 +57,20 @@ def device() -> torch.device:
 
 
 def pytest_generate_tests(metafunc):
-    """``backend``: torch, and triton in a module whose ``TRITON_FUNCTION`` has a kernel."""
+    """``backend``: torch, and those for which a module's ``TRITON_FUNCTION`` has a kernel.
+
+    C++ not in tests of another function, whose names hold a word of the module's ``WITHOUT_CPP``.
+    """
     if "backend" not in metafunc.fixturenames:
         return
     backends: list = ["torch"]
     if getattr(metafunc.module, "TRITON_FUNCTION", None) in _dispatch.TRITON_FUNCTIONS:
         backends.append(pytest.param("triton", marks=MARKS["triton"]))
+    without_cpp = getattr(metafunc.module, "WITHOUT_CPP", ())
+    if getattr(metafunc.module, "TRITON_FUNCTION", None) in _dispatch.CPP_FUNCTIONS and not any(
+        word in metafunc.function.__name__ for word in without_cpp
+    ):
+        backends.append(pytest.param("cpp", marks=MARKS["cpp"]))
     metafunc.parametrize("backend", backends)
 
 

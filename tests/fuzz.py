@@ -103,8 +103,14 @@ FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
 TORCH_ONLY = {name for loss in LOSSES if not loss.kernels for name in FILES[loss.name].RANDOM}
 
 
+CPP = {name for loss in LOSSES if loss.row_kernels for name in FILES[loss.name].RANDOM}
+# Of functions beside them that have no kernels in C++.
+CPP -= {"cayley", "projection", "linear_soft_targets"}
+
+
 def backends(name: str) -> tuple[str, ...]:
-    return ("torch",) if name in TORCH_ONLY else ("torch", "triton")
+    triton = () if name in TORCH_ONLY else ("triton",)
+    return ("torch", *triton, *(("cpp",) if name in CPP | set(USES) else ()))
 
 
 def failure(name: str, backend: str, seed: int) -> str | None:

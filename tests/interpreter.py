@@ -10,12 +10,23 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.version import Version
 
+from fastkd import _extension
 from fastkd._dispatch import TRITON_INSTALLED
 
 # Of a test that runs on a backend.
-MARKS = {"torch": [], "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")]}
+MARKS = {
+    "torch": [],
+    "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")],
+    "cpp": [
+        pytest.mark.skipif(
+            not _extension.CPU or torch.cuda.is_available(),
+            reason="no extension, or the tests' tensors are on a GPU",
+        )
+    ],
+}
 
 
 def _triton_from(version: str) -> bool:

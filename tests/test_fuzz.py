@@ -5,7 +5,7 @@ import pytest
 from tests import fuzz
 from tests.interpreter import MARKS
 
-SEEDS = {"torch": 8, "triton": 4}  # the interpreter is slow
+SEEDS = {"torch": 8, "triton": 4, "cpp": 8}  # the interpreter is slow
 
 
 CASES = [

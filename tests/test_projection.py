@@ -29,6 +29,7 @@ from tests.compare import (
 )
 
 TRITON_FUNCTION = "layer_norm_mse"
+WITHOUT_CPP = ("test_projection",)
 
 few_examples = settings(max_examples=20, deadline=None)
 

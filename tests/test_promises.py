@@ -31,9 +31,9 @@ def _parameters(*backends: str, masked: bool = False) -> list:
     ]
 
 
-every_loss = pytest.mark.parametrize("loss", _parameters("torch", "triton"), indirect=True)
+every_loss = pytest.mark.parametrize("loss", _parameters(*MARKS), indirect=True)
 every_loss_with_mask = pytest.mark.parametrize(
-    "loss", _parameters("torch", "triton", masked=True), indirect=True
+    "loss", _parameters(*MARKS, masked=True), indirect=True
 )
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fastkd
-from fastkd._dispatch import why_not_triton
+from fastkd._dispatch import why_not_cpp, why_not_triton
 from fastkd._losses import LOSSES, Inputs
 from fastkd._versions import TESTED
 from fastkd.train.display import say
@@ -95,11 +95,11 @@ def examine(console: Console) -> bool:
     line("device", _describe(device))
     line("extension", _extension())
 
-    table = Table("check", "torch", "triton", box=box.SIMPLE_HEAD)
+    table = Table("check", "torch", "triton", "cpp", box=box.SIMPLE_HEAD)
     good = True
     for check in CHECKS:
         cells = []
-        for backend in ("torch", "triton"):
+        for backend in ("torch", "triton", "cpp"):
             reason = _unavailable(check, backend, device)
             if reason is None:
                 cell, right = _verdict(check, backend, device)
@@ -134,7 +134,7 @@ def _extension() -> str:
     try:
         importlib.import_module("fastkd._C")
     except ModuleNotFoundError:
-        return "fastkd._C is not built; matrix roots run on PyTorch code"
+        return "fastkd._C is not built; matrix roots and row kernels run on PyTorch code"
     except Exception as error:
         return f"fastkd._C is built but can't be loaded ({_first_line(error)})"
     return "fastkd._C is built"
@@ -143,9 +143,13 @@ def _extension() -> str:
 def _unavailable(check: Check, backend: str, device: torch.device) -> str | None:
     if backend == "torch":
         return None
+    why_not, kernel = {
+        "triton": (why_not_triton, "Triton"),
+        "cpp": (why_not_cpp, "C++"),
+    }[backend]
     if not has_backends(check.load()):
-        return f"{check.function} has no Triton kernel"
-    return why_not_triton(check.function, torch.empty(0, device=device))
+        return f"{check.function} has no {kernel} kernel"
+    return why_not(check.function, torch.empty(0, device=device))
 
 
 def _verdict(check: Check, backend: str, device: torch.device) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ from torch import Tensor
 HALF_AND_FULL = (torch.bfloat16, torch.float16, torch.float32)
 ALL_TYPES = (*HALF_AND_FULL, torch.float64)
 BOTH = (False, True)
+ON_A_GPU = ("auto", "torch", "triton")
 # One layer has a launch of its own, up to 8 share one.
 LAYERS = (1, 2)
 MANY_LAYERS = 9

@@ -3,9 +3,8 @@
 import itertools
 
 import fastkd
-from fastkd._dispatch import BACKENDS
 from fastkd.projection import REDUCTIONS
-from tools.calls import ALL_TYPES, BOTH, Call, Calls, given, learns, mask_of, numbers
+from tools.calls import ALL_TYPES, BOTH, ON_A_GPU, Call, Calls, given, learns, mask_of, numbers
 
 
 def calls() -> Calls:
@@ -19,20 +18,20 @@ def calls() -> Calls:
     for dtype, D, (x, y) in itertools.product(ALL_TYPES, columns, sides):
         pair = {"x": x(5, D, dtype=dtype), "y": y(5, D, dtype=dtype)}
         yield Call(fastkd.layer_norm_mse, pair, {})
-    for reduction, backend in itertools.product(REDUCTIONS, BACKENDS):
+    for reduction, backend in itertools.product(REDUCTIONS, ON_A_GPU):
         pair = {"x": learns(2, 3, 48), "y": learns(2, 3, 48)}
         yield Call(fastkd.layer_norm_mse, pair, {"reduction": reduction, "backend": backend})
     yield Call(fastkd.layer_norm_mse, {"x": learns(2**22, 768), "y": learns(2**22, 768)}, {})
     for (n, out), rows, backend in itertools.product(
         ((1, 1), (48, 32), (48, 64), (256, 256), (257, 257), (2047, 2047), (2048, 2048)),
         (4, 4096),
-        BACKENDS,
+        ON_A_GPU,
     ):
         options = {"in_dim": n, "out_dim": out, "backend": backend}
         yield Call(fastkd.OrthogonalProjection, {"x": learns(rows, n)}, options)
     sizes = {"student_dim": 48, "teacher_dim": 64}
     for shape, orthogonal, reduction, backend in itertools.product(
-        ((8,), (8, 16)), BOTH, REDUCTIONS, BACKENDS
+        ((8,), (8, 16)), BOTH, REDUCTIONS, ON_A_GPU
     ):
         features = {"student": learns(*shape, 48), "teacher": given(*shape, 64)}
         mask = mask_of(*shape, masked=len(shape) == 2)

@@ -8,9 +8,19 @@ from torch import Tensor
 
 import fastkd
 from fastkd import Divergence
-from fastkd._dispatch import BACKENDS
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
-from tools.calls import ALL_TYPES, BOTH, Call, Calls, Made, given, learns, mask_of, numbers
+from tools.calls import (
+    ALL_TYPES,
+    BOTH,
+    ON_A_GPU,
+    Call,
+    Calls,
+    Made,
+    given,
+    learns,
+    mask_of,
+    numbers,
+)
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Made]:
@@ -70,7 +80,7 @@ def calls() -> Calls:
         if not isinstance(number, Made):
             inputs = heads(2, 3, V=V, dtype=dtype) | extras
             yield Call(fastkd.linear_soft_target_loss, inputs, options)
-    for divergence, reduction, backend in itertools.product(DIVERGENCES, REDUCTIONS, BACKENDS):
+    for divergence, reduction, backend in itertools.product(DIVERGENCES, REDUCTIONS, ON_A_GPU):
         options = {"divergence": divergence, "reduction": reduction, "backend": backend}
         for of in (fastkd.SoftTargetLoss, fastkd.soft_target_loss):
             yield Call(of, logits(6, 50), options)

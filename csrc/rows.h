@@ -1,0 +1,73 @@
+// Rows of any type, read and written as rows of the type that a loss is computed in.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fastkd {
+
+enum class Type { kBFloat16, kHalf, kFloat, kDouble };
+
+inline int64_t size_of(Type type) {
+  return type == Type::kDouble ? 8 : type == Type::kFloat ? 4 : 2;
+}
+
+inline bool is_of(Type type, float) { return type == Type::kFloat; }
+inline bool is_of(Type type, double) { return type == Type::kDouble; }
+
+// n numbers of another type, and back to the nearest, of two as near to the even one.
+void widen(const void* row, Type type, int64_t n, float* wide);
+void widen(const void* row, Type type, int64_t n, double* wide);
+void narrow(const float* wide, int64_t n, Type type, void* row);
+void narrow(const double* wide, int64_t n, Type type, void* row);
+
+// Room for rows of n, made when first asked for; none where the rows are of type W already.
+template <typename W>
+struct Copies {
+  Type type;
+  int64_t n;
+  std::vector<W> memory{};
+
+  W* operator[](int i) {
+    if (is_of(type, W())) return nullptr;
+    if (memory.empty()) memory.resize(kMostCopies * n);
+    return memory.data() + i * n;
+  }
+
+  static constexpr int kMostCopies = 4;
+};
+
+// (R, n) with rows ``stride`` apart, each dense.
+struct Rows {
+  char* data;
+  int64_t stride, n;
+  Type type;
+
+  char* place(int64_t row, int64_t start) const {
+    return data + (row * stride + start) * size_of(type);
+  }
+
+  // ``count`` numbers of a row: where they lie if they are of type W, else widened into ``copy``.
+  template <typename W>
+  const W* read(int64_t row, int64_t start, int64_t count, W* copy) const {
+    const char* from = place(row, start);
+    if (is_of(type, W())) return reinterpret_cast<const W*>(from);
+    widen(from, type, count, copy);
+    return copy;
+  }
+
+  // Where to write them; `written` then brings them to their place. Null rows are not written.
+  template <typename W>
+  W* write(int64_t row, int64_t start, W* copy) const {
+    if (data == nullptr) return nullptr;
+    return is_of(type, W()) ? reinterpret_cast<W*>(place(row, start)) : copy;
+  }
+
+  template <typename W>
+  void written(int64_t row, int64_t start, int64_t count, const W* copy) const {
+    if (data == nullptr || is_of(type, W())) return;
+    narrow(copy, count, type, place(row, start));
+  }
+};
+
+}  // namespace fastkd

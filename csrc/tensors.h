@@ -1,0 +1,71 @@
+// What the row kernels' operators share: tensors as rows, scalars, threads.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "rows.h"
+
+namespace fastkd {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Type type_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: return Type::kBFloat16;
+    case ScalarType::Half: return Type::kHalf;
+    case ScalarType::Double: return Type::kDouble;
+    default: return Type::kFloat;
+  }
+}
+
+inline ScalarType working_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <typename T>
+inline T* data(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+// (R, n), the last dimension dense.
+inline Rows rows_of(const Tensor& x) {
+  return {data<char>(x), x.stride(0), x.size(1), type_of(x)};
+}
+
+inline Tensor new_rows(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
+  return torch::stable::new_empty(like, {rows, columns}, type);
+}
+
+// A scalar of the type that ``like`` is computed in.
+inline Tensor scalar(double value, const Tensor& like) {
+  const Tensor result = torch::stable::new_empty(like, {}, working_type(like));
+  const Rows one{data<char>(result), 1, 1, type_of(result)};
+  *one.write(0, 0, &value) = value;
+  one.written(0, 0, 1, &value);
+  return result;
+}
+
+// The i-th number of a vector, or of a scalar.
+inline double value_at(const Tensor& x, int64_t i = 0) {
+  const Rows vector{data<char>(x), 1, 1, type_of(x)};
+  double copy;
+  return *vector.read(i * (x.dim() ? x.stride(0) : 0), 0, 1, &copy);
+}
+
+// body(begin, end) on the threads, of rows of so many bytes; no less than takes microseconds.
+template <typename Body>
+inline void each_row(int64_t rows, int64_t bytes, const Body& body) {
+  const int64_t grain = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(bytes, 1));
+  torch::stable::parallel_for(0, rows, grain, body);
+}
+
+}  // namespace fastkd
