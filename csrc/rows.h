@@ -68,6 +68,17 @@ struct Rows {
     if (data == nullptr || is_of(type, W())) return;
     narrow(copy, count, type, place(row, start));
   }
+
+  // One number, of rows of one.
+  void put(int64_t row, double value) const {
+    *write(row, 0, &value) = value;
+    written(row, 0, 1, &value);
+  }
+
+  double get(int64_t row) const {
+    double copy;
+    return *read(row, 0, 1, &copy);
+  }
 };
 
 }  // namespace fastkd

@@ -45,20 +45,18 @@ inline Tensor new_rows(const Tensor& like, int64_t rows, int64_t columns, Scalar
   return torch::stable::new_empty(like, {rows, columns}, type);
 }
 
+// A vector, or a scalar, which then is all of its numbers.
+inline Rows numbers_of(const Tensor& x) {
+  return {data<char>(x), x.dim() ? x.stride(0) : 0, 1, type_of(x)};
+}
+
+inline double value_of(const Tensor& scalar) { return numbers_of(scalar).get(0); }
+
 // A scalar of the type that ``like`` is computed in.
 inline Tensor scalar(double value, const Tensor& like) {
   const Tensor result = torch::stable::new_empty(like, {}, working_type(like));
-  const Rows one{data<char>(result), 1, 1, type_of(result)};
-  *one.write(0, 0, &value) = value;
-  one.written(0, 0, 1, &value);
+  numbers_of(result).put(0, value);
   return result;
-}
-
-// The i-th number of a vector, or of a scalar.
-inline double value_at(const Tensor& x, int64_t i = 0) {
-  const Rows vector{data<char>(x), 1, 1, type_of(x)};
-  double copy;
-  return *vector.read(i * (x.dim() ? x.stride(0) : 0), 0, 1, &copy);
 }
 
 // body(begin, end) on the threads, of rows of so many bytes; no less than takes microseconds.

@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "layer_norm_mse_backward")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "fill_gradient")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -48,15 +48,29 @@ def _layer_norm_mse_backward_meta(
     return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
 
 
+def _soft_target_meta(student: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    """Shapes of (losses, statistics)."""
+    rows = student.shape[0]
+    losses = student.new_empty(rows, dtype=_scalar(student).dtype)
+    return losses, student.new_empty(rows, 6, dtype=torch.float64)
+
+
 def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
+ROW_KERNELS = {
+    "layer_norm_mse_forward": _layer_norm_mse_meta,
+    "layer_norm_mse_backward": _layer_norm_mse_backward_meta,
+    "soft_target_forward": _soft_target_meta,
+    "soft_target_reduce": lambda loss, *rest: (loss.new_empty(()), loss.new_empty(())),
+    "soft_target_backward": lambda student, *rest: student.new_empty(student.shape),
+    "fill_gradient": lambda *arguments: None,
+}
+
 if CPU:
-    torch.library.register_fake("fastkd_cpp::layer_norm_mse_forward")(_layer_norm_mse_meta)
-    torch.library.register_fake("fastkd_cpp::layer_norm_mse_backward")(
-        _layer_norm_mse_backward_meta
-    )
+    for name, shapes in ROW_KERNELS.items():
+        torch.library.register_fake(f"fastkd_cpp::{name}")(shapes)
     torch.library.register_fake("fastkd::eigh")(_eigh_meta)
     for name in ("sqrtm", "inv_sqrtm", "roots_by_threads"):
         torch.library.register_fake(f"fastkd::{name}")(_roots_meta)

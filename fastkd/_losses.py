@@ -6,7 +6,7 @@ new row still lacks, and what is public without a row.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -201,6 +201,7 @@ LOSSES = (
             "linear_soft_target_loss": _heads(20, 8, 12, 33),
         },
         modules=("SoftTargetLoss",),
+        row_kernels={"soft_target_loss": replace(_SOFT_TARGETS, dtypes=_ROWS.dtypes)},
         kernels={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
         kernel_files=("soft_targets",),
     ),

@@ -1,7 +1,7 @@
 """Distillation from logits: the divergence of the teacher's and the student's softened output."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +18,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._dispatch import Backend, use_triton
+from fastkd._dispatch import Backend, backend_of, use_triton
 from fastkd._divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
 from fastkd._linear_soft_targets import (
     CHUNK_BYTES,
@@ -207,7 +207,7 @@ def soft_target_loss(
             "batchmean". The dtype of the loss stays its own.
         vocabulary: n, where only the first n words of both sides are the same: the others, such
             as a head's padding, are out of both distributions, and V may differ.
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch", "triton" or "cpp".
 
     Returns:
         Scalar, or (...) for "none", in float32 (float64 for float64). 0 without any real position.
@@ -238,8 +238,10 @@ def soft_target_loss(
     student = as_rows(student_logits)
     mask = None if mask is None else mask.flatten()
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
-    if use_triton(backend, "soft_target_loss", student, **facts):
-        loss = apply(_SoftTargetsTriton, options, student, rows[0], mask, denominator)
+    runs_on = backend_of(backend, "soft_target_loss", student, **facts)
+    if runs_on != "torch":
+        options = replace(options, runs_on=runs_on)
+        loss = apply(_SoftTargetsByKernels, options, student, rows[0], mask, denominator)
     else:
         loss = apply(_SoftTargets, options, student, mask, *rows)
         if reduction != "none":
@@ -353,6 +355,7 @@ def _divide(
 class _Options:
     soft: Soft
     reduction: str
+    runs_on: str = "torch"
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
@@ -382,30 +385,36 @@ class _SoftTargets(torch.autograd.Function):
         return None, (dstudent * grad[:, None]).to(ctx.dtype), None, *[None] * ctx.teachers
 
 
-class _SoftTargetsTriton(torch.autograd.Function):
+def _kernels(runs_on: str) -> Any:
+    """The launchers of Triton's kernels, or those of the same names in C++."""
+    if runs_on == "cpp":
+        return torch.ops.fastkd_cpp
+    from fastkd.kernels import soft_targets
+
+    return soft_targets
+
+
+class _SoftTargetsByKernels(torch.autograd.Function):
     """The same, reduced too, by two kernels and a third that reads the logits for the gradient."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, mask, denominator):
-        from fastkd.kernels.soft_targets import soft_target_forward, soft_target_reduce
-
+        kernels = _kernels(options.runs_on)
         student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
         ctx.options = options
-        loss, stats = soft_target_forward(student, teacher, mask, *options.soft.per_row)
+        loss, stats = kernels.soft_target_forward(student, teacher, mask, *options.soft.per_row)
         divisor = None
         if options.reduction != "none":
             counts = options.reduction == "batchmean"
-            loss, divisor = soft_target_reduce(loss, mask, denominator, counts)
+            loss, divisor = kernels.soft_target_reduce(loss, mask, denominator, counts)
         _save(ctx, student, teacher, mask, stats, divisor)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.soft_targets import soft_target_backward
-
         student, teacher, mask, stats, divisor = ctx.saved_tensors
-        dstudent = soft_target_backward(
+        dstudent = _kernels(ctx.options.runs_on).soft_target_backward(
             student, teacher, mask, stats, divisor, grad, *ctx.options.soft.per_row
         )
         return None, dstudent, None, None, None

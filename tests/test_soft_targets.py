@@ -30,6 +30,7 @@ from tests.compare import (
 )
 
 TRITON_FUNCTION = "soft_target_loss"
+WITHOUT_CPP = ("linear",)
 
 few_examples = settings(max_examples=20, deadline=None)
 divergences = pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -425,6 +426,7 @@ def test_inductor(device):
 SIZES = {
     "torch": [(4, 4), (5, 6), (17, 9), (16, 64), (64, 33), (33, 7)],
     "triton": [(4, 4), (5, 6), (7, 9), (4, 64), (6, 33)],
+    "cpp": [(4, 4), (5, 6), (17, 9), (16, 64), (64, 33)],
 }
 
 
