@@ -1,4 +1,5 @@
 // The operators of the row kernels: named as the launchers in kernels/, with the same arguments.
+#include "cos_nce.h"
 #include "layer_norm_mse.h"
 #include "soft_targets.h"
 #include "tensors.h"
@@ -133,6 +134,96 @@ Tensor soft_target_backward(const Tensor& student, const Tensor& teacher, const 
   return dstudent;
 }
 
+// (samples, positions, D), the last dimension dense; others have one sample, or one position.
+Positions positions_of(const Tensor& x) {
+  return {data<char>(x), x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), type_of(x)};
+}
+
+// Σ x/‖x‖ (classes, P, D) over rows (K, P, D), each for its class of ``segments`` (K,).
+Tensor direction_sums(const Tensor& rows, const Mask& mask, const std::optional<Tensor>& segments,
+                      int64_t classes) {
+  const Positions of = positions_of(rows);
+  const Tensor total =
+      torch::stable::new_empty(rows, {classes, of.positions, of.D}, working_type(rows));
+  const Positions sums = positions_of(total);
+  Tensor holder, places;
+  const bool* real = bytes_of(mask, holder);
+  if (segments) places = torch::stable::contiguous(*segments);
+  const int64_t* place = segments ? data<const int64_t>(places) : nullptr;
+  each_row(of.positions, of.samples * of.D * 4, [&](int64_t begin, int64_t end) {
+    Angles angles(of.D);
+    std::vector<double> added(classes * of.D);
+    for (int64_t p = begin; p < end; ++p) {
+      std::fill(added.begin(), added.end(), 0.0);
+      for (int64_t k = 0; k < of.samples; ++k) {
+        if (real && !real[k * of.positions + p]) continue;
+        angles.add_direction(of.row(k, p), added.data() + (place ? place[k] : 0) * of.D);
+      }
+      for (int64_t c = 0; c < classes; ++c) sums.row(c, p).fill(added.data() + c * of.D);
+    }
+  });
+  return total;
+}
+
+// Of every position (B, P): 1/‖z‖, 1/‖t‖, ẑ·S and ẑ·t̂ (4, B, P); S (C, P, D) is the sum of its
+// negatives' directions, that of its class ``own`` (B,).
+Tensor cos_nce_angles(const Tensor& student, const Tensor& teacher, const Tensor& total,
+                      const std::optional<Tensor>& own, const Mask& mask) {
+  const Positions z = positions_of(student), t = positions_of(teacher), s = positions_of(total);
+  const int64_t count = z.samples * z.positions;
+  const Tensor result =
+      torch::stable::new_empty(student, {4, z.samples, z.positions}, ScalarType::Double);
+  double* out = data<double>(result);
+  Tensor holder, places;
+  const bool* real = bytes_of(mask, holder);
+  if (own) places = torch::stable::contiguous(*own);
+  const int64_t* place = own ? data<const int64_t>(places) : nullptr;
+  each_row(count, 2 * z.D * size_of(z.type), [&](int64_t begin, int64_t end) {
+    Angles angles(z.D);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / z.positions, p = i % z.positions;
+      Angles::Of of{};
+      if (!real || real[i]) of = angles.of(z.row(b, p), t.row(b, p), s.row(place ? place[b] : 0, p));
+      const double numbers[] = {of.inverse_z, of.inverse_t, of.with_sum, of.with_teacher};
+      for (int64_t k = 0; k < 4; ++k) out[k * count + i] = numbers[k];
+    }
+  });
+  return result;
+}
+
+// dz (B, P, D) = (w·S − v·t̂ − pull·ẑ)·outer; weights (4, B, P) in float64, the angles as above.
+// Zero where a position is not ``compared``, whatever stands there.
+Tensor cos_nce_angles_backward(const Tensor& student, const Tensor& teacher, const Tensor& total,
+                               const std::optional<Tensor>& own, const Tensor& compared,
+                               const Tensor& angles_of, const Tensor& weights_of) {
+  const Positions z = positions_of(student), t = positions_of(teacher), s = positions_of(total);
+  const int64_t count = z.samples * z.positions;
+  const Tensor result = torch::stable::new_empty(student, {z.samples, z.positions, z.D});
+  const Positions dz = positions_of(result);
+  const Tensor weights_holder = torch::stable::contiguous(weights_of);
+  const double *of = data<double>(angles_of), *by = data<double>(weights_holder);
+  Tensor holder, places;
+  const bool* real = bytes_of(compared, holder);
+  if (own) places = torch::stable::contiguous(*own);
+  const int64_t* place = own ? data<const int64_t>(places) : nullptr;
+  each_row(count, 3 * z.D * size_of(z.type), [&](int64_t begin, int64_t end) {
+    Angles angles(z.D);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / z.positions, p = i % z.positions;
+      const Rows out = dz.row(b, p);
+      if (!real[i]) {
+        std::memset(out.data, 0, z.D * size_of(z.type));
+        continue;
+      }
+      const auto at = [=](const double* numbers, int64_t k) { return numbers[k * count + i]; };
+      angles.gradient(z.row(b, p), t.row(b, p), s.row(place ? place[b] : 0, p),
+                      {at(of, 0), at(of, 1), at(of, 2), at(of, 3)},
+                      {at(by, 0), at(by, 1), at(by, 2), at(by, 3)}, out);
+    }
+  });
+  return result;
+}
+
 }  // namespace
 }  // namespace fastkd
 
@@ -156,6 +247,14 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "fill_gradient(Tensor(a!) dstudent, Tensor student, Tensor teacher, Tensor? mask,"
       " Tensor stats, Tensor? divisor, Tensor dloss, str divergence, float temperature,"
       " float scale) -> ()");
+  m.def(
+      "direction_sums(Tensor rows, Tensor? mask, Tensor? segments, SymInt classes) -> Tensor");
+  m.def(
+      "cos_nce_angles(Tensor student, Tensor teacher, Tensor total, Tensor? own, Tensor? mask)"
+      " -> Tensor");
+  m.def(
+      "cos_nce_angles_backward(Tensor student, Tensor teacher, Tensor total, Tensor? own,"
+      " Tensor compared, Tensor angles, Tensor weights) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
@@ -165,4 +264,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("soft_target_reduce", TORCH_BOX(&fastkd::soft_target_reduce));
   m.impl("soft_target_backward", TORCH_BOX(&fastkd::soft_target_backward));
   m.impl("fill_gradient", TORCH_BOX(&fastkd::fill_gradient));
+  m.impl("direction_sums", TORCH_BOX(&fastkd::direction_sums));
+  m.impl("cos_nce_angles", TORCH_BOX(&fastkd::cos_nce_angles));
+  m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace fastkd {
@@ -67,6 +68,15 @@ struct Rows {
   void written(int64_t row, int64_t start, int64_t count, const W* copy) const {
     if (data == nullptr || is_of(type, W())) return;
     narrow(copy, count, type, place(row, start));
+  }
+
+  // The first row from numbers in float64.
+  void fill(const double* numbers) const {
+    if (type == Type::kDouble) {
+      std::memcpy(data, numbers, n * sizeof(double));
+    } else {
+      narrow(numbers, n, type, data);
+    }
   }
 
   // One number, of rows of one.

@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "fill_gradient")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "cos_nce_angles")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -55,6 +55,12 @@ def _soft_target_meta(student: Tensor, *options: object) -> tuple[Tensor, Tensor
     return losses, student.new_empty(rows, 6, dtype=torch.float64)
 
 
+def _direction_sums_meta(
+    rows: Tensor, mask: Tensor | None, segments: Tensor | None, classes: int
+) -> Tensor:
+    return rows.new_empty(classes, *rows.shape[1:], dtype=_scalar(rows).dtype)
+
+
 def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
@@ -66,6 +72,11 @@ ROW_KERNELS = {
     "soft_target_reduce": lambda loss, *rest: (loss.new_empty(()), loss.new_empty(())),
     "soft_target_backward": lambda student, *rest: student.new_empty(student.shape),
     "fill_gradient": lambda *arguments: None,
+    "direction_sums": _direction_sums_meta,
+    "cos_nce_angles": lambda student, *rest: student.new_empty(
+        4, *student.shape[:2], dtype=torch.float64
+    ),
+    "cos_nce_angles_backward": lambda student, *rest: student.new_empty(student.shape),
 }
 
 if CPU:

@@ -155,6 +155,7 @@ LOSSES = (
         "2021",
         functions={"cos_nce_loss": _features(6, 10, 16)},
         modules=("CosNCELoss",),
+        row_kernels={"cos_nce_loss": _ROWS},
         kernels={"cos_nce_loss": Kernels()},
         kernel_files=("contrastive",),
     ),

@@ -21,7 +21,7 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import Backend, use_triton
+from fastkd._dispatch import Backend, backend_of
 from fastkd._labels import add_by_class, comparable, label_segments
 from fastkd._numerics import (
     apply,
@@ -142,7 +142,7 @@ def cos_nce_loss(
         negatives_labels: (K,) or (B, K), as ``negatives``; a sample keeps those that differ from
             its own of ``labels``.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch", "triton" or "cpp".
         gather: take the samples of all processes for one batch, and shared ``negatives`` for one
             bank; see `fastkd.distributed`.
         group: the processes that gather, by default all.
@@ -205,7 +205,7 @@ def _cos_nce_layers(
             students, teachers, given, labels, mask, ranks
         )
         first = students[0]
-    kernels = use_triton(backend, "cos_nce_loss", first)
+    runs_on = backend_of(backend, "cos_nce_loss", first)
 
     students, teachers = [_flat(x) for x in students], [_flat(saveable(x)) for x in teachers]
     if mask is not None:
@@ -217,12 +217,13 @@ def _cos_nce_layers(
         given, labels = _flat_given(given, rows[0].shape[:-1], labels)
     layers = list(zip(students, teachers, negatives, strict=True))
     which = (labels, mask, given.labels, given.mask)
-    if kernels and students[0].numel() > 0:
+    if runs_on == "triton" and students[0].numel() > 0:
         loss = _triton_layers(layers, which, reduction)
     else:
         losses = []
         for layer in layers:
-            terms, compared = apply(_CosNCE, *layer, *which)
+            function = _CosNCEByRows if runs_on == "cpp" else _CosNCE
+            terms, compared = apply(function, *layer, *which)
             losses.append(reduced(terms, compared, reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
@@ -460,12 +461,8 @@ class _CosNCE(torch.autograd.Function):
             rows = (negatives, negatives_labels, negatives_mask)
             rows = (teacher, None, mask) if negatives is None else rows
             total, own, count = _negatives(blocks, labels, *rows)
-            # Of a batch without labels S holds each sample's own teacher too.
             own_too = negatives is None and labels is None
-            count = (count - int(own_too)).expand(student.shape[:2])
-            compared = count > 0 if mask is None else (count > 0) & mask
-            w = torch.where(count > 0, 0.5 / count.clamp_min(1), 0)
-            v = w + 1.5 if own_too else torch.full_like(w, 1.5)
+            compared, w, v = _weights(count.expand(student.shape[:2]), mask, own_too)
             pull = torch.zeros_like(w)  # (B, P), ẑ·a
             for part in blocks.parts:
                 z, _ = blocks.directions(student, part)
@@ -495,11 +492,52 @@ class _CosNCE(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
+class _CosNCEByRows(torch.autograd.Function):
+    """The same in C++: a position's rows are read once a pass."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, negatives, labels, mask, negatives_labels, negatives_mask):
+        student, teacher = _alike([student])[0], _alike([teacher])[0]
+        blocks = _Blocks(student, mask, by_rows=True)
+        rows = (negatives, negatives_labels, negatives_mask)
+        rows = (teacher, None, mask) if negatives is None else rows
+        total, own, count = _negatives(blocks, labels, *rows)
+        own_too = negatives is None and labels is None
+        compared, w, v = _weights(count.expand(student.shape[:2]).double(), mask, own_too)
+        angles = torch.ops.fastkd_cpp.cos_nce_angles(student, teacher, total, own, mask)
+        pull = w * angles[2] - v * angles[3]
+        losses = torch.where(compared, 2 + pull, 0).to(blocks.dtype)
+        ctx.save_for_backward(student, teacher, total, own, compared, angles, w, v, pull)
+        ctx.mark_non_differentiable(compared)
+        return losses, compared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        student, teacher, total, own, compared, angles, w, v, pull = ctx.saved_tensors
+        weights = torch.stack([w, v, pull, angles[0] * grad])
+        dx = torch.ops.fastkd_cpp.cos_nce_angles_backward(
+            student, teacher, total, own, compared, angles, weights
+        )
+        return dx, None, None, None, None, None, None
+
+
+def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which positions (B, P) have a negative, and their w and v, from the numbers of those.
+
+    ``own_too``: S holds each sample's own teacher too, as that of a batch without labels does.
+    """
+    count = count - int(own_too)
+    compared = count > 0 if mask is None else (count > 0) & mask
+    w = torch.where(count > 0, 0.5 / count.clamp_min(1), 0)
+    return compared, w, w + 1.5 if own_too else torch.full_like(w, 1.5)
+
+
 class _Blocks:
     """Samples in blocks, as directions in the working dtype, with the padding zeroed."""
 
-    def __init__(self, like: Tensor, mask: Tensor | None):
-        self.mask = mask
+    def __init__(self, like: Tensor, mask: Tensor | None, by_rows: bool = False):
+        self.mask, self.by_rows = mask, by_rows
         self.dtype = working_dtype(like)
         self.readable = values_readable(like)
         self.parts = self.split(like.shape[0], like.shape[1:].numel())
@@ -558,20 +596,36 @@ def _negatives(
     elif groups:
         own = torch.arange(groups[0], device=rows.device)
     zeros = functools.partial(torch.zeros, dtype=blocks.dtype, device=rows.device)
-    total, count = zeros(*groups, positions, features), zeros(*groups, positions)
-    for part in blocks.split(K, total.numel() if segments is None else positions * features):
-        real = None if rows_mask is None else rows_mask[..., part, :]
-        directions, _ = blocks.directions_of(rows[..., part, :, :], real)
-        if segments is None:
-            total += directions.sum(-3)
-        else:
-            add_by_class(total, segments[part], directions)
+    count = zeros(*groups, positions)
+    if blocks.by_rows:
+        total = _sums_by_rows(rows, rows_mask, segments, groups[0] if groups else 1)
+    else:
+        total = zeros(*groups, positions, features)
+        for part in blocks.split(K, total.numel() if segments is None else positions * features):
+            real = None if rows_mask is None else rows_mask[..., part, :]
+            directions, _ = blocks.directions_of(rows[..., part, :, :], real)
+            if segments is None:
+                total += directions.sum(-3)
+            else:
+                add_by_class(total, segments[part], directions)
     if segments is None:
         count += K if rows_mask is None else rows_mask.sum(-2)
         return total, own, count
     real = zeros(rows.shape[:-1]) + 1 if rows_mask is None else rows_mask.to(blocks.dtype)
     count = _sum_of_others(add_by_class(count, segments, real))
     return _sum_of_others(total), own, count[own]
+
+
+def _sums_by_rows(
+    rows: Tensor, mask: Tensor | None, segments: Tensor | None, classes: int
+) -> Tensor:
+    """Sums (classes, P, D) of the directions of rows (K, P, D), or (classes, K, P, D)."""
+    if rows.dim() == 4:
+        K = rows.shape[1]
+        segments = torch.arange(classes * K, device=rows.device) // max(K, 1)
+        rows, mask = rows.flatten(0, 1), None if mask is None else mask.flatten(0, 1)
+    (rows,) = _alike([rows])
+    return torch.ops.fastkd_cpp.direction_sums(rows, mask, segments, classes)
 
 
 def _segments(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Tensor, Tensor, int]:

@@ -1,0 +1,161 @@
+// Data path. Forward: a position's teacher rows are read and their directions added, in float64;
+// then each student row, its teacher's and the sum give two norms and two products in one pass.
+// Backward: one read of both rows and of the sum, one write of the gradient. With E = B·P·D
+// elements of s bytes that is 5Es bytes, as the second read of the teacher comes from the cache.
+//
+// Rows whose squares leave the range of their type are divided by their largest entry, in float64.
+#include "cos_nce.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "vectors.h"
+
+namespace fastkd {
+namespace {
+
+struct Products {
+  double z_z, t_t, z_t, z_s;
+};
+
+template <typename W>
+inline double squares(const W* x, int64_t n) {
+  Vector<W> total{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> part = load(x + i, count);
+    total += part * part;
+  });
+  return sum<W>(total);
+}
+
+template <typename W>
+inline void add(const W* x, int64_t n, double factor, double* sums) {
+  for (int64_t i = 0; i < n; ++i) sums[i] += double(x[i]) * factor;
+}
+
+template <typename W>
+inline Products multiply(const W* z, const W* t, const W* s, int64_t n) {
+  Vector<W> z_z{}, t_t{}, z_t{}, z_s{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> a = load(z + i, count), b = load(t + i, count);
+    z_z += a * a, t_t += b * b, z_t += a * b, z_s += a * load(s + i, count);
+  });
+  return {sum<W>(z_z), sum<W>(t_t), sum<W>(z_t), sum<W>(z_s)};
+}
+
+template <typename W>
+inline void combine(const W* z, const W* t, const W* s, int64_t n, W of_z, W of_t, W of_s, W outer,
+                    W* dz) {
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> away = load(s + i, count) * of_s - load(t + i, count) * of_t;
+    store<W>(dz + i, (away - load(z + i, count) * of_z) * outer, count);
+  });
+}
+
+FASTKD_CLONES double squares_of(const float* x, int64_t n) { return squares(x, n); }
+FASTKD_CLONES double squares_of(const double* x, int64_t n) { return squares(x, n); }
+FASTKD_CLONES void add_to(const float* x, int64_t n, double factor, double* sums) {
+  add(x, n, factor, sums);
+}
+FASTKD_CLONES void add_to(const double* x, int64_t n, double factor, double* sums) {
+  add(x, n, factor, sums);
+}
+FASTKD_CLONES Products products_of(const float* z, const float* t, const float* s, int64_t n) {
+  return multiply(z, t, s, n);
+}
+FASTKD_CLONES Products products_of(const double* z, const double* t, const double* s, int64_t n) {
+  return multiply(z, t, s, n);
+}
+FASTKD_CLONES void combination_of(const float* z, const float* t, const float* s, int64_t n,
+                                  float of_z, float of_t, float of_s, float outer, float* dz) {
+  combine(z, t, s, n, of_z, of_t, of_s, outer, dz);
+}
+FASTKD_CLONES void combination_of(const double* z, const double* t, const double* s, int64_t n,
+                                  double of_z, double of_t, double of_s, double outer,
+                                  double* dz) {
+  combine(z, t, s, n, of_z, of_t, of_s, outer, dz);
+}
+
+bool is_usual(double squares, Type type) {
+  return type == Type::kDouble ? squares > 1e-290 && squares < 1e290
+                               : squares > 1e-30 && squares < 1e30;
+}
+
+double inverse_root(double squares) { return squares == 0 ? 0 : 1 / std::sqrt(squares); }
+
+// x divided by its largest entry, which it returns.
+double shrink(const double* x, int64_t n, double* shrunk) {
+  double peak = 0;
+  for (int64_t i = 0; i < n; ++i) peak = std::max(peak, std::abs(x[i]));
+  if (peak == 0) peak = 1;
+  for (int64_t i = 0; i < n; ++i) shrunk[i] = x[i] / peak;
+  return peak;
+}
+
+}  // namespace
+
+template <>
+float* Angles::copy(int place) {
+  if (narrow_.empty()) narrow_.resize(4 * D_);
+  return narrow_.data() + place * D_;
+}
+
+template <>
+double* Angles::copy(int place) {
+  if (wide_.empty()) wide_.resize(4 * D_);
+  return wide_.data() + place * D_;
+}
+
+template <typename W>
+const W* Angles::read(const Rows& x, int place) {
+  return x.read(0, 0, D_, is_of(x.type, W()) ? nullptr : copy<W>(place));
+}
+
+void Angles::add_direction(const Rows& x, double* sums) {
+  const auto as = [&](auto* row) {
+    const double found = squares_of(row, D_);
+    if (is_usual(found, x.type)) add_to(row, D_, 1 / std::sqrt(found), sums);
+    return is_usual(found, x.type);
+  };
+  if (x.type == Type::kDouble ? as(read<double>(x, 0)) : as(read<float>(x, 0))) return;
+  double* shrunk = copy<double>(1);
+  shrink(read<double>(x, 0), D_, shrunk);
+  add_to(shrunk, D_, inverse_root(squares_of(shrunk, D_)), sums);
+}
+
+Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s) {
+  const bool wide = z.type == Type::kDouble;
+  const Products found =
+      wide ? products_of(read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_)
+           : products_of(read<float>(z, 0), read<float>(t, 1), read<float>(s, 2), D_);
+  const auto cosines = [](const Products& of) {
+    const double inverse_z = inverse_root(of.z_z), inverse_t = inverse_root(of.t_t);
+    return Of{inverse_z, inverse_t, of.z_s * inverse_z, of.z_t * inverse_z * inverse_t};
+  };
+  if (is_usual(found.z_z, z.type) && is_usual(found.t_t, z.type)) return cosines(found);
+  double *shrunk_z = copy<double>(0), *shrunk_t = copy<double>(1);
+  const double peak_z = shrink(read<double>(z, 0), D_, shrunk_z);
+  const double peak_t = shrink(read<double>(t, 1), D_, shrunk_t);
+  Of shrunk = cosines(products_of(shrunk_z, shrunk_t, read<double>(s, 2), D_));
+  shrunk.inverse_z /= peak_z, shrunk.inverse_t /= peak_t;
+  return shrunk;
+}
+
+void Angles::gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of,
+                      const Weights& by, const Rows& dz) {
+  const auto fits = [](double inverse) { return inverse > 1e-15 && inverse < 1e15; };
+  const double of_z = by.pull * of.inverse_z, of_t = by.v * of.inverse_t;
+  if (z.type != Type::kDouble && fits(of.inverse_z) && fits(of.inverse_t)) {
+    float* out = dz.write(0, 0, is_of(dz.type, float()) ? nullptr : copy<float>(3));
+    combination_of(read<float>(z, 0), read<float>(t, 1), read<float>(s, 2), D_, float(of_z),
+                   float(of_t), float(by.w), float(by.outer), out);
+    dz.written(0, 0, D_, out);
+  } else {
+    double* out = dz.write(0, 0, is_of(dz.type, double()) ? nullptr : copy<double>(3));
+    combination_of(read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_, of_z, of_t,
+                   by.w, by.outer, out);
+    dz.written(0, 0, D_, out);
+  }
+}
+
+}  // namespace fastkd

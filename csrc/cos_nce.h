@@ -1,0 +1,52 @@
+// COS-NCE on a CPU: sums of directions, the angles of every position, and their gradient.
+#pragma once
+
+#include "rows.h"
+
+namespace fastkd {
+
+// (samples, positions, D), each row dense.
+struct Positions {
+  char* data;
+  int64_t samples, positions, D, stride_sample, stride_position;
+  Type type;
+
+  Rows row(int64_t sample, int64_t position) const {
+    const int64_t offset = sample * stride_sample + position * stride_position;
+    return {data + offset * size_of(type), 0, D, type};
+  }
+};
+
+// What a thread needs to look at one position after the other.
+class Angles {
+ public:
+  explicit Angles(int64_t D) : D_(D) {}
+
+  // Adds x/‖x‖ to ``sums`` (D,); nothing of a zero vector.
+  void add_direction(const Rows& x, double* sums);
+
+  // 1/‖z‖ and 1/‖t‖, ẑ·s and ẑ·t̂ for a sum of directions s.
+  struct Of {
+    double inverse_z, inverse_t, with_sum, with_teacher;
+  };
+  Of of(const Rows& z, const Rows& t, const Rows& s);
+
+  // dz = (w·s − v·t̂ − pull·ẑ)·outer
+  struct Weights {
+    double w, v, pull, outer;
+  };
+  void gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of, const Weights& by,
+                const Rows& dz);
+
+ private:
+  template <typename W>
+  const W* read(const Rows& x, int place);
+  template <typename W>
+  W* copy(int place);
+
+  int64_t D_;
+  std::vector<float> narrow_;
+  std::vector<double> wide_;
+};
+
+}  // namespace fastkd
