@@ -1,4 +1,5 @@
 // The operators of the row kernels: named as the launchers in kernels/, with the same arguments.
+#include "attention.h"
 #include "cos_nce.h"
 #include "layer_norm_mse.h"
 #include "soft_targets.h"
@@ -224,6 +225,68 @@ Tensor cos_nce_angles_backward(const Tensor& student, const Tensor& teacher, con
   return result;
 }
 
+AttentionMaps attention_maps(const Tensor& student, const Tensor& teacher, const bool* mask,
+                             bool mean) {
+  const int64_t N = student.size(3);
+  const auto rows = [=](const Tensor& x) { return Rows{data<char>(x), N, N, type_of(x)}; };
+  return {rows(student), rows(teacher), student.size(1), teacher.size(1), N, mean, mask};
+}
+
+// Losses (B,) of the samples, these layers' share of ``layers``, and the samples' real tokens.
+std::tuple<Tensor, Tensor> attention_forward(const std::vector<Tensor>& students,
+                                             const std::vector<Tensor>& teachers, const Mask& mask,
+                                             bool mean, int64_t layers) {
+  const Tensor& first = students[0];
+  const int64_t B = first.size(0), N = first.size(3);
+  const Tensor losses = torch::stable::new_empty(first, {B}, working_type(first));
+  const Tensor tokens = torch::stable::new_empty(first, {B}, ScalarType::Int);
+  Tensor holder;
+  const bool* real = bytes_of(mask, holder);
+  std::vector<double> totals(B);
+  for (size_t layer = 0; layer < students.size(); ++layer) {
+    const AttentionMaps of = attention_maps(students[layer], teachers[layer], real, mean);
+    const int64_t groups = of.groups();
+    std::vector<double> maps(B * groups);
+    each_row(B * groups, 2 * N * N * size_of(of.student.type), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) maps[i] = of.squares(i / groups, i % groups);
+    });
+    for (int64_t i = 0; i < B * groups; ++i) totals[i / groups] += maps[i] / double(groups);
+  }
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t n = real ? std::count(real + b * N, real + (b + 1) * N, true) : N;
+    data<int32_t>(tokens)[b] = int32_t(n);
+    const double pairs = double(std::max<int64_t>(n, 1)) * double(std::max<int64_t>(n, 1));
+    numbers_of(losses).put(b, totals[b] / pairs / double(layers));
+  }
+  return {losses, tokens};
+}
+
+Tensor attention_backward(const std::vector<Tensor>& students, const std::vector<Tensor>& teachers,
+                          const Mask& mask, const Tensor& tokens, const Tensor& dloss, bool mean,
+                          int64_t layers) {
+  const Tensor& first = students[0];
+  const int64_t B = first.size(0), H = first.size(1), N = first.size(3);
+  const int64_t count = int64_t(students.size());
+  const Tensor result = torch::stable::new_empty(first, {count, B, H, N, N});
+  const Rows weights = numbers_of(dloss);
+  Tensor holder;
+  const bool* real = bytes_of(mask, holder);
+  for (int64_t layer = 0; layer < count; ++layer) {
+    const AttentionMaps of = attention_maps(students[layer], teachers[layer], real, mean);
+    Rows dx = of.student;
+    dx.data = data<char>(result) + layer * B * H * N * N * size_of(dx.type);
+    const int64_t groups = of.groups();
+    each_row(B * groups, 3 * N * N * size_of(dx.type), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const double n = std::max(data<int32_t>(tokens)[i / groups], 1);
+        const double factor = 2 * weights.get(i / groups) / (n * n * double(H * layers));
+        of.gradient(i / groups, i % groups, factor, dx);
+      }
+    });
+  }
+  return result;
+}
+
 }  // namespace
 }  // namespace fastkd
 
@@ -255,6 +318,12 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
   m.def(
       "cos_nce_angles_backward(Tensor student, Tensor teacher, Tensor total, Tensor? own,"
       " Tensor compared, Tensor angles, Tensor weights) -> Tensor");
+  m.def(
+      "attention_forward(Tensor[] students, Tensor[] teachers, Tensor? mask, bool mean,"
+      " int layers) -> (Tensor losses, Tensor tokens)");
+  m.def(
+      "attention_backward(Tensor[] students, Tensor[] teachers, Tensor? mask, Tensor tokens,"
+      " Tensor dloss, bool mean, int layers) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
@@ -267,4 +336,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("direction_sums", TORCH_BOX(&fastkd::direction_sums));
   m.impl("cos_nce_angles", TORCH_BOX(&fastkd::cos_nce_angles));
   m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));
+  m.impl("attention_forward", TORCH_BOX(&fastkd::attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&fastkd::attention_backward));
 }

@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "cos_nce_angles")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "attention_forward")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -72,6 +72,13 @@ ROW_KERNELS = {
     "soft_target_reduce": lambda loss, *rest: (loss.new_empty(()), loss.new_empty(())),
     "soft_target_backward": lambda student, *rest: student.new_empty(student.shape),
     "fill_gradient": lambda *arguments: None,
+    "attention_forward": lambda students, *rest: (
+        students[0].new_empty(students[0].shape[0], dtype=_scalar(students[0]).dtype),
+        students[0].new_empty(students[0].shape[0], dtype=torch.int32),
+    ),
+    "attention_backward": lambda students, *rest: students[0].new_empty(
+        len(students), *students[0].shape
+    ),
     "direction_sums": _direction_sums_meta,
     "cos_nce_angles": lambda student, *rest: student.new_empty(
         4, *student.shape[:2], dtype=torch.float64

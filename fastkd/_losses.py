@@ -190,6 +190,7 @@ LOSSES = (
         paper="Jiao et al., *TinyBERT: Distilling BERT for Natural Language Understanding*, 2020",
         functions={"attention_loss": _maps(3, 4, 6)},
         modules=("AttentionLoss",),
+        row_kernels={"attention_loss": _ROWS},
         kernels={"attention_loss": Kernels()},
         kernel_files=("attention",),
     ),

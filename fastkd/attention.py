@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fastkd._checks import check_choice, check_mask, check_pair, check_shape, layer_pairs
-from fastkd._dispatch import BACKENDS, Backend, use_triton
+from fastkd._dispatch import BACKENDS, Backend, backend_of
 from fastkd._numerics import (
     apply,
     autocast_off,
@@ -69,7 +69,7 @@ def attention_loss(
             the heads of each side, for any numbers of heads.
         reduction: over the samples' losses: "mean" over those with a real token, "sum", or "none"
             for (B,).
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch", "triton" or "cpp".
 
     Returns:
         Scalar, or (B,), in float32 (float64 for float64).
@@ -139,17 +139,18 @@ def _attention_layers(
     first = pairs[0][0]
     real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
-    kernels = [use_triton(backend, "attention_loss", student) for student, _ in pairs]
+    found = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
+    runs_on = found.pop() if len(found) == 1 else "torch"
     groups = [[i] for i in range(len(pairs))]
-    if all(kernels):
+    if runs_on == "triton":
         from fastkd.kernels.pointers import layer_groups
 
         groups = layer_groups(pairs)
     parts = []
     for group in groups:
         students, teachers = zip(*(pairs[i] for i in group), strict=True)
-        options = _Options(heads == "mean", len(pairs))
-        function = _AttentionTriton if all(kernels) else _Attention
+        options = _Options(heads == "mean", len(pairs), runs_on)
+        function = _Attention if runs_on == "torch" else _AttentionByKernels
         parts.append(apply(function, options, real, *students, *teachers))
     losses = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     compared = torch.ones_like(losses, dtype=torch.bool) if real is None else real.any(1)
@@ -179,6 +180,7 @@ def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -
 class _Options:
     mean: bool  # over the heads
     layers: int  # in all: a group's losses are its share of their average
+    runs_on: str
 
 
 class _Attention(torch.autograd.Function):
@@ -228,18 +230,26 @@ def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     return tokens.clamp(min=1).square() * (h * options.layers)
 
 
-class _AttentionTriton(torch.autograd.Function):
-    """The same of layers of one shape by `fastkd.kernels.attention`."""
+def _kernels(runs_on: str) -> Any:
+    """The launchers of Triton's kernels, or those of the same names in C++."""
+    if runs_on == "cpp":
+        return torch.ops.fastkd_cpp
+    from fastkd.kernels import attention
+
+    return attention
+
+
+class _AttentionByKernels(torch.autograd.Function):
+    """The same of layers of one shape by `fastkd.kernels.attention`, or in C++."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
-        from fastkd.kernels.attention import attention_forward
-
         mask, *maps = tensors
         mask = None if mask is None else mask.contiguous()
         maps = [x.contiguous() for x in maps]
         n = len(maps) // 2
-        losses, tokens = attention_forward(maps[:n], maps[n:], mask, options.mean, options.layers)
+        launch = _kernels(options.runs_on).attention_forward
+        losses, tokens = launch(maps[:n], maps[n:], mask, options.mean, options.layers)
         ctx.save_for_backward(mask, tokens, *maps)
         ctx.options = options
         return losses
@@ -247,11 +257,9 @@ class _AttentionTriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.attention import attention_backward
-
         mask, tokens, *maps = ctx.saved_tensors
         n = len(maps) // 2
-        dx = attention_backward(
+        dx = _kernels(ctx.options.runs_on).attention_backward(
             maps[:n], maps[n:], mask, tokens, grad, ctx.options.mean, ctx.options.layers
         )
         return (None, None, *dx.unbind(), *[None] * n)

@@ -1,0 +1,146 @@
+// Data path. Forward: one read of both maps. Backward: once more, and one write of the gradient.
+// With E entries of s bytes memory moves 5Es bytes, and 6Es where a write reads its line first.
+#include "attention.h"
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace fastkd {
+namespace {
+
+// student − teacher of one query where a key is real (all are without ``real``), 0 elsewhere.
+template <typename W>
+inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, int64_t count) {
+  const Vector<W> d = load(s + i, count) - load(t + i, count);
+  return real == nullptr ? d : load(real + i, count) != 0 ? d : Vector<W>{};
+}
+
+template <typename W>
+inline double squares(const W* s, const W* t, const W* real, int64_t n) {
+  Vector<W> total{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> d = difference(s, t, real, i, count);
+    total += d * d;
+  });
+  return sum<W>(total);
+}
+
+template <typename W>
+inline void scale(const W* s, const W* t, const W* real, int64_t n, W factor, W* dx) {
+  each<W>(n, [&](int64_t i, int64_t count) {
+    store<W>(dx + i, difference(s, t, real, i, count) * factor, count);
+  });
+}
+
+// total ← total + x, or x where it is the first
+template <typename W>
+inline void add(const W* x, int64_t n, bool first, W factor, W* total) {
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> part = load(x + i, count) * factor;
+    store<W>(total + i, first ? part : load(total + i, count) + part, count);
+  });
+}
+
+FASTKD_CLONES double squares_of(const float* s, const float* t, const float* real, int64_t n) {
+  return squares(s, t, real, n);
+}
+FASTKD_CLONES double squares_of(const double* s, const double* t, const double* real, int64_t n) {
+  return squares(s, t, real, n);
+}
+FASTKD_CLONES void scale_to(const float* s, const float* t, const float* real, int64_t n,
+                            float factor, float* dx) {
+  scale(s, t, real, n, factor, dx);
+}
+FASTKD_CLONES void scale_to(const double* s, const double* t, const double* real, int64_t n,
+                            double factor, double* dx) {
+  scale(s, t, real, n, factor, dx);
+}
+FASTKD_CLONES void add_to(const float* x, int64_t n, bool first, float factor, float* total) {
+  add(x, n, first, factor, total);
+}
+FASTKD_CLONES void add_to(const double* x, int64_t n, bool first, double factor, double* total) {
+  add(x, n, first, factor, total);
+}
+
+template <typename W>
+class Queries {
+ public:
+  Queries(const AttentionMaps& of, int64_t sample, int64_t group)
+      : of_(of), sample_(sample), group_(group), copies_(4 * of.N) {
+    if (of.mask == nullptr) return;
+    real_.assign(of.mask + sample * of.N, of.mask + (sample + 1) * of.N);
+  }
+
+  bool is_real(int64_t query) const { return real_.empty() || real_[query] != 0; }
+  const W* real() const { return real_.empty() ? nullptr : real_.data(); }
+
+  // Rows of both sides.
+  const W* student(int64_t query) { return row(of_.student, of_.heads_s, query, 0); }
+  const W* teacher(int64_t query) { return row(of_.teacher, of_.heads_t, query, 1); }
+
+  W* copy(int place) { return copies_.data() + place * of_.N; }
+
+ private:
+  const W* row(const Rows& maps, int64_t heads, int64_t query, int place) {
+    const int64_t first = sample_ * heads * of_.N + query;
+    if (!of_.mean) return maps.read(first + group_ * of_.N, 0, of_.N, copy(place));
+    for (int64_t h = 0; h < heads; ++h) {
+      const W* head = maps.read(first + h * of_.N, 0, of_.N, copy(2));
+      add_to(head, of_.N, h == 0, W(1.0 / double(heads)), copy(place));
+    }
+    return copy(place);
+  }
+
+  const AttentionMaps& of_;
+  int64_t sample_, group_;
+  std::vector<W> copies_, real_;
+};
+
+template <typename W>
+double map_squares(const AttentionMaps& of, int64_t sample, int64_t group) {
+  Queries<W> queries(of, sample, group);
+  double total = 0;
+  for (int64_t q = 0; q < of.N; ++q) {
+    if (!queries.is_real(q)) continue;
+    total += squares_of(queries.student(q), queries.teacher(q), queries.real(), of.N);
+  }
+  return total;
+}
+
+template <typename W>
+void map_gradient(const AttentionMaps& of, int64_t sample, int64_t group, W factor,
+                  const Rows& dx) {
+  Queries<W> queries(of, sample, group);
+  for (int64_t q = 0; q < of.N; ++q) {
+    const int64_t first = (sample * of.heads_s + group) * of.N + q;
+    const int64_t copies = of.mean ? of.heads_s : 1;
+    W* out = dx.write(first, 0, queries.copy(3));
+    if (queries.is_real(q)) {
+      scale_to(queries.student(q), queries.teacher(q), queries.real(), of.N, factor, out);
+    } else {
+      std::fill(out, out + of.N, W(0));
+    }
+    dx.written(first, 0, of.N, out);
+    for (int64_t h = 1; h < copies; ++h) {
+      std::memcpy(dx.place(first + h * of.N, 0), dx.place(first, 0), of.N * size_of(dx.type));
+    }
+  }
+}
+
+}  // namespace
+
+double AttentionMaps::squares(int64_t sample, int64_t group) const {
+  return student.type == Type::kDouble ? map_squares<double>(*this, sample, group)
+                                       : map_squares<float>(*this, sample, group);
+}
+
+void AttentionMaps::gradient(int64_t sample, int64_t group, double factor, const Rows& dx) const {
+  if (student.type == Type::kDouble) {
+    map_gradient<double>(*this, sample, group, factor, dx);
+  } else {
+    map_gradient<float>(*this, sample, group, float(factor), dx);
+  }
+}
+
+}  // namespace fastkd
