@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test tests test-all test-torch test-machines fuzz lint style types bench gpu-check clean
+.PHONY: demo test tests test-all test-torch test-machines fuzz sanitize lint style types bench
+.PHONY: gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -50,6 +51,11 @@ test-machines: $(VENV)/installed
 SECONDS ?= 600
 fuzz: $(VENV)/installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# The extension's CPU code under AddressSanitizer, UBSan and ThreadSanitizer, for longer than in test.
+sanitize: $(VENV)/installed
+	SANITIZE_ROUNDS=50 $(BIN)/python -m pytest -q \
+	  tests/test_row_kernels.py tests/test_extension.py -k "sanitizers or races"
 
 # The packages that fastkd is compared with.
 $(VENV)/peers: $(VENV)/installed

@@ -8,13 +8,7 @@
 #include <cstring>
 #include <limits>
 
-// One binary for every x86-64: the loader picks the clone that the processor can run.
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define FASTKD_CLONES \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
-#else
-#define FASTKD_CLONES
-#endif
+#include "clones.h"
 
 namespace fastkd {
 
@@ -35,6 +29,7 @@ struct FloatFormat;
 template <>
 struct FloatFormat<float> {
   using Bits = int32_t;
+  using Unsigned = uint32_t;  // in which nothing overflows
   static constexpr int kMantissa = 23, kBias = 127;
   // Of 1/k! and of 2/(2k+1): what they leave out lies below half a rounding.
   static constexpr int kExpTerms = 8, kLogTerms = 5;
@@ -44,6 +39,7 @@ struct FloatFormat<float> {
 template <>
 struct FloatFormat<double> {
   using Bits = int64_t;
+  using Unsigned = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr int kExpTerms = 14, kLogTerms = 12;
   static constexpr double kLeastExp = -746, kMostExp = 710;
@@ -51,6 +47,9 @@ struct FloatFormat<double> {
 };
 template <typename W>
 using Bits = VectorN<typename FloatFormat<W>::Bits, kLanes<W>>;
+
+template <typename W>
+using Unsigned = VectorN<typename FloatFormat<W>::Unsigned, kLanes<W>>;
 
 template <typename W>
 inline Vector<W> splat(W x) {
@@ -114,7 +113,8 @@ inline W largest(Vector<W> x) {
 // 2^n for n in the range of normal numbers.
 template <typename W>
 inline Vector<W> power_of_2(Bits<W> n) {
-  return (Vector<W>)((n + FloatFormat<W>::kBias) << FloatFormat<W>::kMantissa);
+  const auto bias = typename FloatFormat<W>::Unsigned(FloatFormat<W>::kBias);
+  return (Vector<W>)(((Unsigned<W>)n + bias) << FloatFormat<W>::kMantissa);
 }
 
 // e^x to about one rounding, over all numbers.
@@ -126,7 +126,7 @@ inline Vector<W> exp(Vector<W> x) {
   // In sums with 1.5·2^mantissa the last bits hold the nearest integer.
   constexpr W kRound = W(3ll << (F::kMantissa - 1));
   const Vector<W> shifted = x * W(1.44269504088896340736) + kRound;
-  const Bits<W> n = (Bits<W>)shifted - (Bits<W>)splat(kRound);
+  const Bits<W> n = (Bits<W>)((Unsigned<W>)shifted - (Unsigned<W>)splat(kRound));
   const Vector<W> turns = shifted - kRound;
   const Vector<W> r = (x - turns * F::kLn2High) - turns * F::kLn2Low;
   W factorial = 1;
@@ -136,7 +136,7 @@ inline Vector<W> exp(Vector<W> x) {
   for (int k = F::kExpTerms - 2; k >= 0; --k) series = series * r + inverse[k];
   // In two steps, since 2^n alone may be no normal number.
   const Bits<W> half = n >> 1;
-  return series * power_of_2<W>(half) * power_of_2<W>(n - half);
+  return series * power_of_2<W>(half) * power_of_2<W>((Bits<W>)((Unsigned<W>)n - (Unsigned<W>)half));
 }
 
 // log x to about one rounding, of positive normal numbers.
@@ -144,9 +144,9 @@ template <typename W>
 inline Vector<W> log(Vector<W> x) {
   using F = FloatFormat<W>;
   // x = 2^exponent·(1 + f) with 1 + f in [√½, √2)
-  const Bits<W> root = (Bits<W>)splat(W(0.70710678118654752440));
-  const Bits<W> exponent = ((Bits<W>)x - root) >> F::kMantissa;
-  const Vector<W> f = (Vector<W>)((Bits<W>)x - (exponent << F::kMantissa)) - W(1);
+  const Unsigned<W> root = (Unsigned<W>)splat(W(0.70710678118654752440)), bits = (Unsigned<W>)x;
+  const Bits<W> exponent = (Bits<W>)(bits - root) >> F::kMantissa;
+  const Vector<W> f = (Vector<W>)(bits - ((Unsigned<W>)exponent << F::kMantissa)) - W(1);
   const Vector<W> s = f / (f + W(2)), z = s * s;
   Vector<W> series = splat(W(2) / W(2 * F::kLogTerms + 1));
   for (int k = F::kLogTerms - 1; k > 0; --k) series = series * z + W(2) / W(2 * k + 1);

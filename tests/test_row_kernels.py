@@ -3,16 +3,20 @@
 Values and gradients are tested with those of the other backends, in each loss's own file.
 """
 
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from fastkd import _dispatch, _extension
-from tests.interpreter import MARKS
 from tests.losses import subjects
 from tests.subject import D_S, D_T
 
-pytestmark = MARKS["cpp"]
+ROOT = Path(__file__).resolve().parent.parent
 SUBJECTS = {subject.name: subject for subject in subjects("cpp")}
 
 
@@ -28,6 +32,16 @@ def threads():
     torch.set_num_threads(before)
 
 
+needs_extension = pytest.mark.usefixtures("extension")
+
+
+@pytest.fixture
+def extension():
+    if not _extension.CPU or torch.cuda.is_available():
+        pytest.skip("no extension, or the tests' tensors are on a GPU")
+
+
+@needs_extension
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_same_bits_on_any_number_of_threads(name, threads):
     student, teacher = torch.randn(40, 30, D_S).requires_grad_(), torch.randn(40, 30, D_T)
@@ -39,6 +53,7 @@ def test_the_same_bits_on_any_number_of_threads(name, threads):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
 
 
+@needs_extension
 def test_auto_takes_them_on_the_cpu_where_they_are():
     x = torch.ones(2, 3)
     for name in _dispatch.CPP_FUNCTIONS:
@@ -48,6 +63,7 @@ def test_auto_takes_them_on_the_cpu_where_they_are():
     assert _dispatch.backend_of("auto", "cayley", x) == "torch"
 
 
+@needs_extension
 def test_says_why_they_can_not_run(monkeypatch):
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"backend='cpp' can't run cayley: .* no C\+\+ kernel"):
@@ -58,3 +74,30 @@ def test_says_why_they_can_not_run(monkeypatch):
     with pytest.raises(ValueError, match="the extension is not built"):
         _dispatch.backend_of("cpp", "layer_norm_mse", x, columns=3)
     assert _dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "torch"
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizer, tmp_path):
+    """Bounds, undefined behaviour and races; other bits on threads; roundings of exp and log.
+
+    As many rounds as SANITIZE_ROUNDS says; `make sanitize` makes more.
+    """
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    sources = ["tests/row_kernels.cpp", "csrc/rows.cpp"]
+    sources += [f"csrc/{name}.cpp" for name in ("layer_norm_mse", "soft_targets", "cos_nce")]
+    # Without clones: what picks them runs before a sanitizer is ready.
+    command = [compiler, "-std=c++17", "-O1", "-g1", "-Wno-psabi", "-DFASTKD_CLONES=", "-pthread"]
+    command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined"]
+    program = str(tmp_path / "row_kernels")
+    command += [*sources, "csrc/attention.cpp", "-o", program]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if built.returncode and "sanitize" in built.stderr:
+        pytest.skip(f"the compiler has no -fsanitize={sanitizer}")
+    assert built.returncode == 0, built.stderr
+    rounds = os.environ.get("SANITIZE_ROUNDS", "1")
+    run = subprocess.run([program, rounds], capture_output=True, text=True)
+    if "FATAL: ThreadSanitizer" in run.stderr:
+        pytest.skip("ThreadSanitizer can't run here")
+    assert run.returncode == 0 and not run.stdout and not run.stderr, run.stdout + run.stderr

@@ -1,0 +1,182 @@
+// The row kernels by themselves, for sanitizers: rows of every type and of awkward sizes in memory
+// that ends where they do, shared out among threads as parallel_for does it, and alone. Prints what
+// is wrong; the argument is the number of rounds.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../csrc/attention.h"
+#include "../csrc/cos_nce.h"
+#include "../csrc/layer_norm_mse.h"
+#include "../csrc/soft_targets.h"
+#include "../csrc/vectors.h"
+
+using namespace fastkd;
+
+constexpr Type kTypes[] = {Type::kBFloat16, Type::kHalf, Type::kFloat, Type::kDouble};
+constexpr int64_t kRows = 7;
+
+// Rows of n numbers with gaps between, and nothing behind the last.
+struct Memory {
+  std::vector<char> bytes;
+  Rows rows;
+
+  Memory(int64_t n, Type type, std::mt19937* random, int64_t count = kRows, int64_t gap = 3)
+      : bytes(((count - 1) * (n + gap) + n) * size_of(type)),
+        rows{bytes.data(), n + gap, n, type} {
+    std::normal_distribution<double> normal;
+    std::vector<double> row(n);
+    for (int64_t i = 0; random && i < count; ++i) {
+      for (double& x : row) x = normal(*random);
+      Rows one = rows;
+      one.data = rows.place(i, 0);
+      one.fill(row.data());
+    }
+  }
+};
+
+// body(begin, end) of all rows at once, or of each third by a thread of its own.
+template <typename Body>
+void share(int64_t rows, bool threads, const Body& body) {
+  std::vector<std::thread> running;
+  const int64_t step = threads ? (rows + 2) / 3 : rows;
+  for (int64_t begin = 0; begin < rows; begin += step) {
+    running.emplace_back([&, begin] { body(begin, std::min(rows, begin + step)); });
+  }
+  for (auto& thread : running) thread.join();
+}
+
+// run(threads, output) writes ``size`` bytes: the same ones however the rows are shared out.
+template <typename Run>
+void compare(const char* what, int64_t n, Type type, size_t size, const Run& run) {
+  std::vector<char> alone(size), shared(size);
+  run(false, alone.data());
+  run(true, shared.data());
+  if (alone != shared) std::printf("%s: other bits on threads, %d of %d\n", what, int(n), int(type));
+}
+
+void layer_norm_mse(int64_t n, Type type, std::mt19937& random) {
+  const Memory x(n, type, &random), y(n, type, &random);
+  const size_t bytes = kRows * n * size_of(type);
+  compare("layer_norm_mse", n, type, 2 * bytes, [&](bool threads, char* out) {
+    std::vector<double> stats(4 * kRows), losses(kRows);
+    const LayerNormMSE of{x.rows, y.rows, 1e-5, stats.data()};
+    const Rows dx{out, n, n, type}, dy{out + bytes, n, n, type};
+    share(kRows, threads, [&](int64_t begin, int64_t end) { of.forward(begin, end, losses.data()); });
+    share(kRows, threads, [&](int64_t begin, int64_t end) { of.backward(begin, end, 0.3, dx, dy); });
+  });
+}
+
+void soft_targets(int64_t n, Type type, std::mt19937& random) {
+  const Memory student(n, type, &random), teacher(n, type, &random);
+  for (const auto divergence : {Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJs,
+                                Divergence::kAdaptiveKl}) {
+    const SoftTargets of{student.rows, teacher.rows, divergence, 0.5};
+    compare("soft_targets", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
+      const Rows gradient{out, n, n, type};
+      share(kRows, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          SoftTargetStats stats;
+          const double loss = of.forward(i, stats);
+          if (!(loss > -1e-5)) std::printf("a divergence of %g\n", loss);
+          of.backward(i, stats, 0.3, gradient);
+        }
+      });
+    });
+  }
+}
+
+void cos_nce(int64_t n, Type type, std::mt19937& random) {
+  const Memory z(n, type, &random), t(n, type, &random);
+  const auto row = [](const Rows& rows, int64_t i) {
+    return Rows{rows.place(i, 0), 0, rows.n, rows.type};
+  };
+  Memory s(n, type == Type::kDouble ? type : Type::kFloat, nullptr, 1, 0);
+  std::vector<double> sums(n);
+  Angles added(n);
+  for (int64_t i = 0; i < kRows; ++i) added.add_direction(row(t.rows, i), sums.data());
+  s.rows.fill(sums.data());
+  compare("cos_nce", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
+    const Rows dz{out, n, n, type};
+    share(kRows, threads, [&](int64_t begin, int64_t end) {
+      Angles angles(n);
+      for (int64_t i = begin; i < end; ++i) {
+        const auto of = angles.of(row(z.rows, i), row(t.rows, i), s.rows);
+        angles.gradient(row(z.rows, i), row(t.rows, i), s.rows, of, {0.1, 1.5, of.with_sum, 0.3},
+                        row(dz, i));
+      }
+    });
+  });
+}
+
+void attention(int64_t N, Type type, std::mt19937& random) {
+  constexpr int64_t kSamples = 2, kHeads = 3;
+  const int64_t rows = kSamples * kHeads * N;
+  const Memory student(N, type, &random, rows, 0), teacher(N, type, &random, rows, 0);
+  const std::unique_ptr<bool[]> mask(new bool[kSamples * N]);
+  for (int64_t i = 0; i < kSamples * N; ++i) mask[i] = random() % 4 != 0;
+  for (const bool mean : {false, true}) {
+    const AttentionMaps of{student.rows, teacher.rows, kHeads, kHeads, N, mean, mask.get()};
+    compare("attention", N, type, rows * N * size_of(type), [&](bool threads, char* out) {
+      const Rows dx{out, N, N, type};
+      share(kSamples * of.groups(), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const double factor = of.squares(i / of.groups(), i % of.groups());
+          of.gradient(i / of.groups(), i % of.groups(), factor, dx);
+        }
+      });
+    });
+  }
+}
+
+// Roundings that exp and log err by, over floats ``step`` apart; without fused sums exp takes 1.2.
+void exp_and_log(uint32_t step) {
+  double worst_exp = 0, worst_log = 0;
+  const auto roundings = [](double found, double exact) {
+    const double unit = std::ldexp(1.0, std::max(std::ilogb(float(exact)) - 23, -149));
+    return std::abs(found - exact) / unit;
+  };
+  for (uint64_t bits = 0; bits < (1ull << 32); bits += kLanes<float> * uint64_t(step)) {
+    float x[kLanes<float>];
+    for (int i = 0; i < kLanes<float>; ++i) {
+      const uint32_t one = uint32_t(bits + i * uint64_t(step));
+      std::memcpy(&x[i], &one, sizeof(one));
+    }
+    const Vector<float> e = exp<float>(load(x)), l = log<float>(load(x));
+    for (int i = 0; i < kLanes<float>; ++i) {
+      const double exact = std::exp(double(x[i]));
+      if (std::isnan(x[i]) || float(exact) == 0 || std::isinf(float(exact))) {
+        const bool right = std::isnan(x[i]) ? std::isnan(e[i]) : e[i] == float(exact);
+        if (!right) std::printf("exp(%g) is %g\n", double(x[i]), double(e[i]));
+      } else {
+        worst_exp = std::max(worst_exp, roundings(e[i], exact));
+      }
+      if (std::isnormal(x[i]) && x[i] > 0 && x[i] != 1) {
+        worst_log = std::max(worst_log, roundings(l[i], std::log(double(x[i]))));
+      }
+    }
+  }
+  if (worst_exp > 1.5) std::printf("exp errs by %g roundings\n", worst_exp);
+  if (worst_log > 1.5) std::printf("log errs by %g roundings\n", worst_log);
+}
+
+int main(int, char** arguments) {
+  const int rounds = std::atoi(arguments[1]);
+  for (int round = 0; round < rounds; ++round) {
+    std::mt19937 random(round);
+    for (const Type type : kTypes) {
+      for (const int64_t n : {1, 2, 7, 16, 17, 65, 1030}) {
+        layer_norm_mse(n, type, random);
+        soft_targets(n, type, random);
+        cos_nce(n, type, random);
+        if (n < 100) attention(n, type, random);
+      }
+    }
+  }
+  exp_and_log(rounds > 1 ? 997 : 99991);
+}
