@@ -1,6 +1,9 @@
 // The operators of the row kernels: named as the launchers in kernels/, with the same arguments.
+#include <cmath>
+
 #include "attention.h"
 #include "cos_nce.h"
+#include "knn.h"
 #include "layer_norm_mse.h"
 #include "soft_targets.h"
 #include "tensors.h"
@@ -287,6 +290,68 @@ Tensor attention_backward(const std::vector<Tensor>& students, const std::vector
   return result;
 }
 
+// Which labels match: a bank's lies between the bounds of a row, and is not the one ignored.
+template <typename T>
+struct SameLabel {
+  const T *low, *high, *labels;
+  T ignored;
+
+  bool operator()(int64_t i, int64_t j) const {
+    return labels[j] >= low[i] && labels[j] <= high[i] && labels[j] != ignored;
+  }
+};
+
+// Losses (N,), over ``count`` if given; their factors (N,) and the rows chosen (N, k) for the
+// gradient. Labels are int64 or float64, those of the bank (M,); ``low`` and ``high`` (N,).
+std::tuple<Tensor, Tensor, Tensor> knn_forward(const Tensor& student, const Tensor& teacher,
+                                               const Tensor& low, const std::optional<Tensor>& high,
+                                               const Tensor& labels,
+                                               const std::optional<Tensor>& count, int64_t k,
+                                               int64_t ignore_index) {
+  const int64_t N = student.size(0), M = teacher.size(0), D = student.size(1);
+  const Tensor losses = torch::stable::new_empty(student, {N}, working_type(student));
+  const Tensor factors = torch::stable::new_empty(student, {N}, ScalarType::Double);
+  const Tensor nearest = new_rows(student, N, k, ScalarType::Long);
+  std::vector<double> distances(N * M);
+  const Neighbours of{rows_of(student), rows_of(teacher), N, M, distances.data()};
+  const Tensor first = torch::stable::contiguous(low), bank = torch::stable::contiguous(labels);
+  const Tensor last = high ? torch::stable::contiguous(*high) : first;
+  const auto measure = [&](auto ignored) {
+    using T = decltype(ignored);
+    const SameLabel<T> same{data<T>(first), data<T>(last), data<T>(bank), ignored};
+    each_row(M, N * D * 4, [&](int64_t begin, int64_t end) { of.measure(begin, end, same); });
+  };
+  if (labels.scalar_type() == ScalarType::Double) {
+    measure(double(ignore_index));
+  } else {
+    measure(ignore_index);
+  }
+  const double divisor = count ? std::max(value_of(*count), 1.0) : 1;
+  each_row(N, M * 64, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const double loss = of.choose(i, k, data<int64_t>(nearest) + i * k);
+      numbers_of(losses).put(i, loss / divisor);
+      data<double>(factors)[i] = std::isnan(loss) ? loss : 2 / (double(D) * divisor);
+    }
+  });
+  return {losses, factors, nearest};
+}
+
+Tensor knn_backward(const Tensor& student, const Tensor& teacher, const Tensor& nearest,
+                    const Tensor& factors, const Tensor& dloss) {
+  const int64_t N = student.size(0), D = student.size(1), k = nearest.size(1);
+  const Tensor dstudent = new_rows(student, N, D, student.scalar_type());
+  const Neighbours of{rows_of(student), rows_of(teacher), N, teacher.size(0), nullptr};
+  const Rows out = rows_of(dstudent), weights = numbers_of(dloss);
+  each_row(N, (k + 2) * D * size_of(out.type), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const double factor = data<double>(factors)[i] * weights.get(i);
+      of.gradient(i, k, data<int64_t>(nearest) + i * k, factor, out);
+    }
+  });
+  return dstudent;
+}
+
 }  // namespace
 }  // namespace fastkd
 
@@ -324,6 +389,13 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
   m.def(
       "attention_backward(Tensor[] students, Tensor[] teachers, Tensor? mask, Tensor tokens,"
       " Tensor dloss, bool mean, int layers) -> Tensor");
+  m.def(
+      "knn_forward(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels,"
+      " Tensor? count, SymInt k, int ignore_index)"
+      " -> (Tensor losses, Tensor factors, Tensor nearest)");
+  m.def(
+      "knn_backward(Tensor student, Tensor teacher, Tensor nearest, Tensor factors, Tensor dloss)"
+      " -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
@@ -338,4 +410,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));
   m.impl("attention_forward", TORCH_BOX(&fastkd::attention_forward));
   m.impl("attention_backward", TORCH_BOX(&fastkd::attention_backward));
+  m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
+  m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
 }

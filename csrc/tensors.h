@@ -50,7 +50,10 @@ inline Rows numbers_of(const Tensor& x) {
   return {data<char>(x), x.dim() ? x.stride(0) : 0, 1, type_of(x)};
 }
 
-inline double value_of(const Tensor& scalar) { return numbers_of(scalar).get(0); }
+inline double value_of(const Tensor& scalar) {
+  if (scalar.scalar_type() == ScalarType::Long) return double(*data<int64_t>(scalar));
+  return numbers_of(scalar).get(0);
+}
 
 // A scalar of the type that ``like`` is computed in.
 inline Tensor scalar(double value, const Tensor& like) {

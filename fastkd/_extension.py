@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "attention_forward")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "knn_forward")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -79,6 +79,12 @@ ROW_KERNELS = {
     "attention_backward": lambda students, *rest: students[0].new_empty(
         len(students), *students[0].shape
     ),
+    "knn_forward": lambda student, teacher, low, high, labels, count, k, ignore_index: (
+        student.new_empty(student.shape[0], dtype=_scalar(student).dtype),
+        student.new_empty(student.shape[0], dtype=torch.float64),
+        student.new_empty(student.shape[0], k, dtype=torch.int64),
+    ),
+    "knn_backward": lambda student, *rest: student.new_empty(student.shape),
     "direction_sums": _direction_sums_meta,
     "cos_nce_angles": lambda student, *rest: student.new_empty(
         4, *student.shape[:2], dtype=torch.float64

@@ -145,6 +145,8 @@ LOSSES = (
         functions={"knn_feature_loss": _features(20, 16, labelled=True)},
         modules=("IntraClassKNNLoss",),
         measures=("intra_class_similarity",),
+        # Beyond, matrix products of all pairs cost less than differences of those of one label.
+        row_kernels={"knn_feature_loss": replace(_ROWS, at_most={"products": 2**27})},
         kernels={"knn_feature_loss": Kernels(at_most={"neighbours": 32})},
         kernel_files=("knn",),
     ),

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from fastkd._checks import (
     check_pair,
     check_positive_int,
 )
-from fastkd._dispatch import Backend, use_triton
+from fastkd._dispatch import Backend, backend_of
 from fastkd._labels import add_by_class, comparable, label_ranges, label_segments
 from fastkd._neighbours import neighbour_losses
 from fastkd._numerics import (
@@ -119,7 +119,7 @@ def knn_feature_loss(
         ignore_index: rows with this label compare with nothing, on either side.
         reduction: "sum" over rows, "mean" (the sum divided by the rows that are not ignored), or
             "none".
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch", "triton" or "cpp".
         gather: take the rows of all processes for one batch; see `fastkd.distributed`.
         group: the processes that gather, by default all.
 
@@ -167,14 +167,15 @@ def knn_feature_loss(
     if ranks is not None and count is not None:
         count = ranks.sum(count)
     k = min(k, bank_size)  # Dynamo makes it sym_min where a size is symbolic
-    kernels = use_triton(backend, "knn_feature_loss", student, neighbours=k)
+    sizes = {"neighbours": k, "products": size * bank_size * student.shape[1]}
+    runs_on = backend_of(backend, "knn_feature_loss", student, **sizes)
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)
     else:
         ranges = label_ranges(student_labels, bank_labels, tolerance, ignore_index)
         losses = apply(
-            _KNNFeatureLossTriton if kernels else _KNNFeatureLoss,
-            _Options(k, ignore_index),
+            _KNNFeatureLoss if runs_on == "torch" else _KNNFeatureLossByKernels,
+            _Options(k, ignore_index, runs_on),
             student,
             teacher,
             *ranges,
@@ -378,6 +379,7 @@ def _same_label(a: Tensor, b: Tensor, tolerance: float | None, ignore_index: int
 class _Options:
     k: int
     ignore_index: int
+    runs_on: str
 
 
 class _KNNFeatureLoss(torch.autograd.Function):
@@ -402,24 +404,34 @@ class _KNNFeatureLoss(torch.autograd.Function):
         return (None, (residual * scale[:, None]).to(ctx.dtype)) + (None,) * 5
 
 
-class _KNNFeatureLossTriton(torch.autograd.Function):
-    """The same by `fastkd.kernels.knn`."""
+def _kernels(runs_on: str) -> Any:
+    """The launchers of Triton's kernels, or those of the same names in C++."""
+    if runs_on == "cpp":
+        return torch.ops.fastkd_cpp
+    from fastkd.kernels import knn
+
+    return knn
+
+
+class _KNNFeatureLossByKernels(torch.autograd.Function):
+    """The same by `fastkd.kernels.knn`, or in C++."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, low, high, labels, count):
-        from fastkd.kernels.knn import knn_forward
-
+        if options.runs_on == "cpp":
+            wide = torch.float64 if labels.is_floating_point() else torch.int64
+            low, high, labels = (None if x is None else x.to(wide) for x in (low, high, labels))
         student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
-        losses, factor, nearest = knn_forward(
+        losses, factor, nearest = _kernels(options.runs_on).knn_forward(
             student, teacher, low, high, labels, count, options.k, options.ignore_index
         )
         ctx.save_for_backward(saveable(student), saveable(teacher), nearest, factor)
+        ctx.runs_on = options.runs_on
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.knn import knn_backward
-
         student, teacher, nearest, factor = ctx.saved_tensors
-        return (None, knn_backward(student, teacher, nearest, factor, grad)) + (None,) * 5
+        launch = _kernels(ctx.runs_on).knn_backward
+        return (None, launch(student, teacher, nearest, factor, grad)) + (None,) * 5
