@@ -5,6 +5,7 @@
 #include "cos_nce.h"
 #include "knn.h"
 #include "layer_norm_mse.h"
+#include "row_norms.h"
 #include "soft_targets.h"
 #include "tensors.h"
 
@@ -352,6 +353,19 @@ Tensor knn_backward(const Tensor& student, const Tensor& teacher, const Tensor& 
   return dstudent;
 }
 
+// ‖x‖ (G, N) of rows (G, N, D).
+Tensor row_norms(const Tensor& x) {
+  const Positions of = positions_of(x);
+  const Tensor result = torch::stable::new_empty(x, {of.samples, of.positions}, working_type(x));
+  const Rows norms{data<char>(result), 1, 1, type_of(result)};
+  each_row(of.samples * of.positions, of.D * size_of(of.type), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      norms.put(i, row_norm(of.row(i / of.positions, i % of.positions), 0));
+    }
+  });
+  return result;
+}
+
 }  // namespace
 }  // namespace fastkd
 
@@ -396,6 +410,7 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
   m.def(
       "knn_backward(Tensor student, Tensor teacher, Tensor nearest, Tensor factors, Tensor dloss)"
       " -> Tensor");
+  m.def("row_norms(Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
@@ -412,4 +427,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&fastkd::attention_backward));
   m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
   m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
+  m.impl("row_norms", TORCH_BOX(&fastkd::row_norms));
 }

@@ -135,6 +135,7 @@ LOSSES = (
         "Correlation Distillation*, 2023",
         functions={"relation_loss": _features(4, 10, 16, teacher=(4, 10, 24), masked=True)},
         modules=("FCDLoss",),
+        row_kernels={"relation_loss": _ROWS},
         kernels={"relation_loss": Kernels(words={"normalize": ("l2",), "distance": ("pearson",)})},
         kernel_files=("relation", "relation_rows", "relation_small", "relation_long"),
     ),

@@ -19,7 +19,7 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import Backend, use_triton
+from fastkd._dispatch import Backend, backend_of
 from fastkd._numerics import (
     apply,
     autocast_off,
@@ -132,7 +132,7 @@ def relation_loss(
             is that of the documents in rows of their own, padded. On the CPU (whatever the device
             of the features) or the device. Values on a GPU or in a graph can't be read, and are
             compared in all pairs: that takes N² numbers for each row, and (B·N)² over samples.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"`` (only ``"l2"`` with ``"pearson"``).
+        backend: ``"auto"``, ``"torch"``, ``"cpp"`` or ``"triton"`` (only ``"l2"``, ``"pearson"``).
         gather: take the samples of all processes for one batch; see `fastkd.distributed`.
         group: the processes that gather, by default all.
 
@@ -233,6 +233,7 @@ class _Options:
     distance: str
     temperature: float
     eps: float
+    by_rows: bool = False  # norms in C++
 
     def __post_init__(self) -> None:
         check_choice("normalize", self.normalize, NORMALIZE)
@@ -313,8 +314,12 @@ def _relations_of(
     if segments is not None:
         unsupported = "its kernels need segments whose values can be read, on the CPU"
     words = {"normalize": options.normalize, "distance": options.distance}
-    if use_triton(backend, "relation_loss", widest, unsupported, **words):
+    runs_on = backend_of(backend, "relation_loss", widest, unsupported, **words)
+    if runs_on == "triton":
         return _by_kernels(students, teachers, mask, options, backend)
+    # In a graph the compiler makes one pass of the norms and what is around them.
+    by_rows = runs_on == "cpp" and values_readable(widest)
+    options = dataclasses.replace(options, by_rows=by_rows)
     with autocast_off(students[0]):
         if segments is not None:
             return _of_segments(students, teachers, mask, segments, options)
@@ -632,8 +637,8 @@ def _relation_term(
     for i in range(chunks):
         part = slice(i * chunk, (i + 1) * chunk)
         part_mask = None if mask is None else mask[part]
-        s = _Centred(student[part], part_mask, options.normalize)
-        t = _Centred(teacher[part], part_mask, options.normalize)
+        s = _Centred(student[part], part_mask, options.normalize, options.by_rows)
+        t = _Centred(teacher[part], part_mask, options.normalize, options.by_rows)
         part_dx = None if dx is None else dx[part]
         if feature_side:
             losses = _pearson_by_features(s, t, group_weight, options.eps, part_dx)
@@ -680,7 +685,10 @@ class _Centred:
     of the relations.
     """
 
-    def __init__(self, x: Tensor, mask: Tensor | None, normalize: str) -> None:
+    def __init__(
+        self, x: Tensor, mask: Tensor | None, normalize: str, by_rows: bool = False
+    ) -> None:
+        self.by_rows = by_rows
         half = x.dtype == torch.float16
         x = upcast(x)
         if mask is not None:
@@ -692,12 +700,15 @@ class _Centred:
             self.count = mask.sum(1, keepdim=True).clamp_min(1).to(x.dtype)
         self.normalized = normalize in ("l2", "layer_norm")
         self.size: int | Tensor = 1
-        factor = None
-        if self.normalized and not half:
+        factor = norm = None
+        if by_rows and normalize == "l2":
+            norm = self.norms(x)
+        if self.normalized and not half and not (norm is not None and _is_in_range(norm)):
             x, factor = in_range(x)
+            norm = None if factor is not None else norm
         if normalize == "l2":
             smallest = 1e-12  # torch.nn.functional.normalize divides by max(‖x‖, this)
-            norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
+            norm = self.norms(x) if norm is None else norm  # (G, N)
             self.short = norm < smallest  # of any length
             self.slack = self.short.to(x.dtype)
             # NaN where the norm overflows: 1/inf would pass the row off as zero.
@@ -736,6 +747,18 @@ class _Centred:
         # its normalised row.
         if half and normalize == "l2":
             self.derivative = self.scale.masked_fill(self.short, 1)
+
+    def norms(self, x: Tensor) -> Tensor:
+        """‖x‖ (G, N) of rows (G, N, D)."""
+        if self.by_rows and x.stride(-1) == 1:
+            return torch.ops.fastkd_cpp.row_norms(x)
+        return torch.linalg.vector_norm(x, dim=-1)
+
+    def norms_of_all(self, x: Tensor) -> Tensor:
+        """Frobenius norms (G,) of (G, N, M)."""
+        if self.by_rows:
+            return self.norms(x.flatten(1)[None])[0]
+        return torch.linalg.vector_norm(x, dim=(1, 2))
 
     def offsets(self, squares: Tensor, centred: bool = False) -> Tensor:
         """h with R_ij = s_i·s_j + h_i + h_j + size, from the squared lengths of ``rows``.
@@ -785,6 +808,11 @@ class _Centred:
         return R
 
 
+def _is_in_range(norm: Tensor) -> bool:
+    """Whether no row of these norms, which can be read, is one that `in_range` would scale."""
+    return not bool((norm > torch.finfo(norm.dtype).max ** 0.25).any())
+
+
 def _reciprocal(x: Tensor) -> Tensor:
     """1/x where x > 0, else 0: the derivative of a norm at 0 is taken as 0."""
     return torch.where(x > 0, 1 / x, 0)
@@ -804,13 +832,12 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
     R_s, R_t = s.relations(pearson), t.relations(pearson)
     if pearson:
         # With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
-        sigma_s = torch.linalg.vector_norm(R_s, dim=(1, 2))
-        sigma_t = torch.linalg.vector_norm(R_t, dim=(1, 2))
+        sigma_s, sigma_t = s.norms_of_all(R_s), t.norms_of_all(R_t)
         denominator = sigma_s * sigma_t + options.eps
         a = R_s.mul_(_reciprocal(sigma_s)[:, None, None])
         b = R_t.mul_(_reciprocal(sigma_t)[:, None, None])
         A = b.sub_(a)
-        losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / 2
+        losses = s.norms_of_all(A).square() / 2
         losses = (sigma_s * sigma_t * losses + options.eps) / denominator
         if gradient:
             A.addcmul_(a, losses[:, None, None])  # b − ρ·a
@@ -824,7 +851,7 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
         A = R_s - R_t + constant
         if padding is not None:
             A = A.masked_fill_(padding, 0)
-        losses = torch.linalg.vector_norm(A, dim=(1, 2)).square() / (2 * M)
+        losses = s.norms_of_all(A).square() / (2 * M)
         return _Distances(losses, A, one / M)
     # Softened relations differ by little, and KL by its square: float32 would cancel.
     log_p_s = _log_softmax(R_s.double() / temperature, padding)
@@ -875,7 +902,7 @@ def _pearson_by_features(
 
     def inner(x: Tensor, y: Tensor, product: Tensor) -> Tensor:
         linear = 2 * n * (x * y).sum(1, keepdim=True)
-        return linear.squeeze(1) + torch.linalg.vector_norm(product, dim=(1, 2)).square()
+        return linear.squeeze(1) + s.norms_of_all(product).square()
 
     sigma_s, sigma_t = inner(u, u, StS).sqrt(), inner(v, v, TtT).sqrt()  # (G,)
     covariance = inner(u, v, TtS)
