@@ -353,17 +353,30 @@ Tensor knn_backward(const Tensor& student, const Tensor& teacher, const Tensor& 
   return dstudent;
 }
 
+// A number (G, N) of every row of ``x`` (G, N, D): number(g, n).
+template <typename Number>
+Tensor of_rows(const Tensor& x, const Number& number) {
+  const int64_t G = x.size(0), N = x.size(1);
+  const Tensor result = torch::stable::new_empty(x, {G, N}, working_type(x));
+  const Rows numbers{data<char>(result), 1, 1, type_of(result)};
+  each_row(G * N, x.size(2) * x.element_size(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) numbers.put(i, number(i / N, i % N));
+  });
+  return result;
+}
+
 // ‖x‖ (G, N) of rows (G, N, D).
 Tensor row_norms(const Tensor& x) {
   const Positions of = positions_of(x);
-  const Tensor result = torch::stable::new_empty(x, {of.samples, of.positions}, working_type(x));
-  const Rows norms{data<char>(result), 1, 1, type_of(result)};
-  each_row(of.samples * of.positions, of.D * size_of(of.type), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      norms.put(i, row_norm(of.row(i / of.positions, i % of.positions), 0));
-    }
+  return of_rows(x, [&](int64_t g, int64_t n) { return row_norm(of.row(g, n), 0); });
+}
+
+// Σ a·b (G, N) of rows (G, N, D).
+Tensor row_products(const Tensor& a, const Tensor& b) {
+  const Positions of_a = positions_of(a), of_b = positions_of(b);
+  return of_rows(a, [&](int64_t g, int64_t n) {
+    return row_product(of_a.row(g, n), of_b.row(g, n));
   });
-  return result;
 }
 
 }  // namespace
@@ -411,6 +424,7 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "knn_backward(Tensor student, Tensor teacher, Tensor nearest, Tensor factors, Tensor dloss)"
       " -> Tensor");
   m.def("row_norms(Tensor x) -> Tensor");
+  m.def("row_products(Tensor a, Tensor b) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
@@ -428,4 +442,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
   m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
   m.impl("row_norms", TORCH_BOX(&fastkd::row_norms));
+  m.impl("row_products", TORCH_BOX(&fastkd::row_products));
 }

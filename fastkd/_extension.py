@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "row_norms")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "row_products")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -85,7 +85,8 @@ ROW_KERNELS = {
         student.new_empty(student.shape[0], k, dtype=torch.int64),
     ),
     "knn_backward": lambda student, *rest: student.new_empty(student.shape),
-    "row_norms": lambda x: x.new_empty(x.shape[:2]),
+    "row_norms": lambda x: x.new_empty(x.shape[:2], dtype=_scalar(x).dtype),
+    "row_products": lambda a, b: a.new_empty(a.shape[:2], dtype=_scalar(a).dtype),
     "direction_sums": _direction_sums_meta,
     "cos_nce_angles": lambda student, *rest: student.new_empty(
         4, *student.shape[:2], dtype=torch.float64

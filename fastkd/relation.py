@@ -754,6 +754,12 @@ class _Centred:
             return torch.ops.fastkd_cpp.row_norms(x)
         return torch.linalg.vector_norm(x, dim=-1)
 
+    def products(self, a: Tensor, b: Tensor) -> Tensor:
+        """a·b (G, N) of rows (G, N, D)."""
+        if self.by_rows and a.stride(-1) == b.stride(-1) == 1:
+            return torch.ops.fastkd_cpp.row_products(a, b)
+        return (a * b).sum(-1)
+
     def norms_of_all(self, x: Tensor) -> Tensor:
         """Frobenius norms (G,) of (G, N, M)."""
         if self.by_rows:
@@ -787,7 +793,7 @@ class _Centred:
         """
         along = row_sums
         if self.normalized:
-            across = (h * self.x).sum(-1) * self.scale
+            across = self.products(h, self.x) * self.scale
             along = self.slack * row_sums - (across / self.size).masked_fill(self.short, 0)
         return h.addcmul_(self.x, (along * self.scale)[..., None])
 
@@ -893,8 +899,8 @@ def _pearson_by_features(
     s: _Centred, t: _Centred, weight: Tensor, eps: float, dx: Tensor | None
 ) -> Tensor:
     """`_distance_by_relations` for Pearson from (D, D) products: ⟨SSᵀ, TTᵀ⟩ = ‖TᵀS‖²."""
-    u = s.centred_offsets(s.rows.square().sum(-1))  # (G, N)
-    v = t.centred_offsets(t.rows.square().sum(-1))
+    u = s.centred_offsets(s.products(s.rows, s.rows))  # (G, N)
+    v = t.centred_offsets(t.products(t.rows, t.rows))
     n = s.count
     StS = torch.bmm(s.rows.mT, s.rows)  # (G, Ds, Ds)
     TtS = torch.bmm(t.rows.mT, s.rows)  # (G, Dt, Ds)
