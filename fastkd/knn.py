@@ -167,7 +167,7 @@ def knn_feature_loss(
     if ranks is not None and count is not None:
         count = ranks.sum(count)
     k = min(k, bank_size)  # Dynamo makes it sym_min where a size is symbolic
-    sizes = {"neighbours": k, "products": size * bank_size * student.shape[1]}
+    sizes: dict[str, Any] = {"neighbours": k, "products": size * bank_size * student.shape[1]}
     runs_on = backend_of(backend, "knn_feature_loss", student, **sizes)
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)

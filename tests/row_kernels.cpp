@@ -12,7 +12,9 @@
 
 #include "../csrc/attention.h"
 #include "../csrc/cos_nce.h"
+#include "../csrc/knn.h"
 #include "../csrc/layer_norm_mse.h"
+#include "../csrc/row_norms.h"
 #include "../csrc/soft_targets.h"
 #include "../csrc/vectors.h"
 
@@ -134,6 +136,31 @@ void attention(int64_t N, Type type, std::mt19937& random) {
   }
 }
 
+void knn(int64_t n, Type type, std::mt19937& random) {
+  const Memory student(n, type, &random), teacher(n, type, &random);
+  const auto same = [](int64_t i, int64_t j) { return i % 3 == j % 3; };
+  constexpr int64_t k = 2;
+  compare("knn", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
+    std::vector<double> distances(kRows * kRows);
+    std::vector<int64_t> nearest(kRows * k);
+    const Neighbours of{student.rows, teacher.rows, kRows, kRows, distances.data()};
+    const Rows gradient{out, n, n, type};
+    share(kRows, threads, [&](int64_t begin, int64_t end) { of.measure(begin, end, same); });
+    share(kRows, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        of.choose(i, k, &nearest[i * k]);
+        of.gradient(i, k, &nearest[i * k], 0.3, gradient);
+      }
+    });
+  });
+  for (int64_t i = 0; i < kRows; ++i) {
+    Rows row = student.rows;
+    row.data = row.place(i, 0);
+    const double norm = row_norm(student.rows, i), squares = row_product(row, row);
+    if (!(std::abs(norm * norm - squares) <= 1e-5 * squares)) std::printf("a norm of %g\n", norm);
+  }
+}
+
 // Roundings that exp and log err by, over floats ``step`` apart; without fused sums exp takes 1.2.
 void exp_and_log(uint32_t step) {
   double worst_exp = 0, worst_log = 0;
@@ -174,6 +201,7 @@ int main(int, char** arguments) {
         layer_norm_mse(n, type, random);
         soft_targets(n, type, random);
         cos_nce(n, type, random);
+        knn(n, type, random);
         if (n < 100) attention(n, type, random);
       }
     }
