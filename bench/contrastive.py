@@ -35,7 +35,7 @@ def cases() -> Iterator[Case]:
     half = torch.bfloat16
     yield tokens("cpu", headline=True, B=32, N=128, D=768)
     for b in (64, 128, 256, 512, 1024):
-        yield cls("cpu", compile=False, sweep="B", B=b, D=768)
+        yield cls("cpu", sweep="B", B=b, D=768)
     yield tokens("bert", half, headline=True, B=32, N=128, D=768)
     yield cls("bert", half, B=32, D=768)
     yield tokens("long", half, B=8, N=4096, D=4096)

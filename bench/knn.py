@@ -75,8 +75,8 @@ def cases() -> Iterator[Case]:
     """Every size."""
     half = torch.bfloat16
     yield case("cpu", "batch", N=32, M=32, D=128 * 768, classes=2)
-    yield case("cpu", "bank", compile=False, headline=True, N=2048, M=16384, D=768, classes=2)
-    yield case("cpu", "bank", compile=False, peer=True, N=32, M=4096, D=768, classes=2)
+    yield case("cpu", "bank", headline=True, N=2048, M=16384, D=768, classes=2)
+    yield case("cpu", "bank", peer=True, N=32, M=4096, D=768, classes=2)
     for k in (1, 8):
         yield case("bert", "batch", half, k=k, N=32, M=32, D=768, classes=2)
     yield case("bert", "tokens", half, N=32, M=32, D=128 * 768, classes=2)

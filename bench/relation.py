@@ -76,10 +76,10 @@ def cases() -> Iterator[Case]:
     yield case("cpu", "samples", headline=True, **bert)
     for n in (64, 128, 256, 512):
         sizes: dict[str, Any] = {"B": 8, "N": n, "Ds": 384, "Dt": 768}
-        yield case("cpu", "tokens", compile=False, sweep="N", **sizes)
+        yield case("cpu", "tokens", sweep="N", **sizes)
     for d in (192, 384, 768, 1536):
         sizes = {"B": 8, "N": 128, "Ds": d, "Dt": d}
-        yield case("cpu", "tokens", compile=False, sweep="D", **sizes)
+        yield case("cpu", "tokens", sweep="D", **sizes)
     for count in (6, 12):
         yield case("bert", "tokens + samples", half, headline=count == 6, **bert, layers=count)
     yield case("bert", "tokens + samples", torch.float32, **bert, layers=6)
