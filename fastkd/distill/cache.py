@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fastkd._checks import check_positive_int
 from fastkd._extras import require
 from fastkd.distill.batch import Part
-from fastkd.distill.capture import Backbone, Model, placed_for
+from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method
 from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
 
@@ -326,7 +326,7 @@ class _Writer:
             CachedModel(_facts(teacher)).check_eager(type(method).__name__)
         head = self._head(first) if self.wanted["logits"] else None
         head_data = None if head is None else _safetensors().torch.save(head)
-        outputs = self._run(first, with_last=False)
+        outputs = self._run(first, with_last=False, logits=True)
         about = {
             "format": FORMAT,
             "model": _facts(teacher),
@@ -360,7 +360,7 @@ class _Writer:
         weight = getattr(module, "weight", None)
         if not (teacher.per_token and isinstance(module, nn.Linear) and weight is not None):
             return None
-        outputs = self._run(part, with_last=True)
+        outputs = self._run(part, with_last=True, logits=True)
         last = outputs.hidden[teacher.num_layers]
         if last.shape[-1] != weight.shape[1]:
             return None  # ALBERT's and ELECTRA's are in the size of the embeddings
@@ -370,48 +370,44 @@ class _Writer:
         head = module.state_dict()
         return {name: value.detach().cpu().contiguous() for name, value in head.items()}
 
-    def _run(self, part: Part, with_last: bool) -> Outputs:
+    def _run(self, part: Part, with_last: bool, logits: bool) -> Outputs:
         """The teacher on the batch as it is; its rows are taken apart later."""
         layers = tuple(self.wanted["layers"])
         if with_last:
             layers = tuple({*layers, self.teacher.num_layers})
         wanted = self.method.wanted("teacher")._replace(layers=layers)
-        with torch.no_grad():
-            inputs = placed_for(self.teacher.model, part.inputs)
-            output, kept = self.teacher.observe(inputs, wanted)
-        return Outputs.of(output, kept).to(part.token_mask.device)
+        inputs = placed_for(self.teacher.model, part.inputs)
+        with torch.no_grad(), reading_logits(self.teacher, logits):
+            outputs = Outputs.of(*self.teacher.observe(inputs, wanted))
+        return (outputs if logits else outputs.without_logits()).to(part.token_mask.device)
 
     def add(self, part: Part, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""
-        outputs = self._run(part, with_last=bool(self.about["head"]))
-        teacher, raw = self.teacher, part.token_mask
-        lengths = mask.sum(1).tolist()
-        rows: dict[str, list[Tensor]] = {}
+        head, pool = bool(self.about["head"]), self.wanted["pool"]
+        outputs = self._run(part, with_last=head, logits=self.wanted["logits"] and not head)
+        of_tokens: dict[str, Tensor] = {}  # (B, N, ...)
+        of_samples: dict[str, Tensor] = {}  # (S, ...)
         for layer in self.wanted["layers"]:
-            hidden = outputs.hidden[layer]
-            if self.wanted["pool"] == "tokens":
-                rows[f"hidden.{layer}"] = list(hidden[raw].cpu().split(lengths))
+            name, hidden = f"hidden.{layer}", outputs.hidden[layer]
+            if pool == "tokens":
+                of_tokens[name] = hidden
                 continue
-            given = part.mask
             if part.documents is not None:
-                hidden, given = part.documents.unpack(hidden), part.documents.mask
-            pooled = pooled_rows(self.wanted["pool"], teacher, hidden, given)
-            rows[f"hidden.{layer}"] = list(pooled.cpu().split(1))
-        if self.wanted["logits"]:
-            if self.about["head"]:
-                last = outputs.hidden[teacher.num_layers]
-                name = _last_name(self.about, teacher.num_layers)
-                rows[name] = list(last[raw].cpu().split(lengths))
-            elif isinstance(outputs.logits, tuple):
-                for name, logits in zip(("start", "end"), outputs.logits, strict=True):
-                    rows[name] = list(logits[raw].cpu().split(lengths))
-            elif outputs.logits is None:
-                raise ValueError(f"{teacher.class_name} returns no logits to keep")
-            elif teacher.per_token:
-                rows["logits"] = list(outputs.logits[raw].cpu().split(lengths))
-            else:
-                logits = outputs.logits.flatten()[:, None] if _choices(part) else outputs.logits
-                rows["logits"] = list(logits.cpu().split(1))
+                hidden = part.documents.unpack(hidden)
+            of_samples[name] = pooled_rows(pool, self.teacher, hidden, part.feature_mask)
+        if head:
+            last = self.teacher.num_layers
+            of_tokens[_last_name(self.about, last)] = outputs.hidden[last]
+        elif isinstance(outputs.logits, tuple):
+            of_tokens.update(zip(("start", "end"), outputs.logits, strict=True))
+        elif outputs.logits is not None:
+            logits = outputs.logits.flatten()[:, None] if _choices(part) else outputs.logits
+            (of_tokens if self.teacher.per_token else of_samples)["logits"] = logits
+        elif self.wanted["logits"]:
+            raise ValueError(f"{self.teacher.class_name} returns no logits to keep")
+        raw, lengths = part.token_mask, mask.sum(1).tolist()
+        rows = {name: x[raw].cpu().split(lengths) for name, x in of_tokens.items()}
+        rows |= {name: x.cpu().split(1) for name, x in of_samples.items()}
         for i, key in enumerate(keys):
             if key in known or key in keys[:i]:
                 continue

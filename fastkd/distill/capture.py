@@ -602,3 +602,18 @@ def replaced_embeddings(
     finally:
         handle.remove()
         backbone._replaced = []
+
+
+@contextlib.contextmanager
+def reading_logits(backbone: Backbone, read: bool) -> Iterator[None]:
+    """Where none are read the vocabulary's head, if a module, runs over one token of each row."""
+    hooks, head = Hooks(), None
+    # What a model does behind its head is known of transformers alone.
+    if not read and backbone.shows_states and not backbone.compiled:
+        head = backbone.inner.get_output_embeddings()
+    if head is not None:
+        hooks.before(head, lambda module, args, kwargs: ((args[0][..., :1, :], *args[1:]), kwargs))
+    try:
+        yield
+    finally:
+        hooks.remove()

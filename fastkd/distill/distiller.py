@@ -85,7 +85,7 @@ class Distiller(InGroup):
         taught: Any = as_teacher(teacher, student)
         if isinstance(teacher, (list, tuple)):
             taught = nn.ModuleList(as_teacher(each, student) for each in teacher)
-        self._taught = Teachers(taught, method)
+        self._teachers = Teachers(taught, method)
         shared = {id(p) for p in taught.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(
@@ -95,9 +95,9 @@ class Distiller(InGroup):
         self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group = gather, group
         self._progress: float | None = None
-        method.build(self._taught.model, self._student)
+        method.build(self._teachers.model, self._student)
         device = next(student.parameters()).device
-        for each, served in self._taught.with_methods(method):
+        for each, served in self._teachers.with_methods(method):
             each.serve(served, device)
         taught.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
@@ -134,7 +134,7 @@ class Distiller(InGroup):
         Args:
             batches: dicts of model inputs; read once, only if the method needs them.
         """
-        self._taught.prepare(self.method, map(self.engine.read_by_teacher, batches))
+        self._teachers.prepare(self.method, map(self.engine.read_by_teacher, batches))
 
     def cache_teacher(
         self,
@@ -165,7 +165,7 @@ class Distiller(InGroup):
         engine = self.engine
         parts = map(engine.read, batches)
         return write_cache(
-            engine.teacher.to_cache(), self.method, parts, path, tokenizer, shard_bytes
+            engine.teachers.to_cache(), self.method, parts, path, tokenizer, shard_bytes
         )
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
@@ -299,10 +299,10 @@ class Distiller(InGroup):
             ValueError: a model has been replaced.
         """
         check_in_place("student", self.student, self._student.model)
-        for teacher in self._taught.each:
+        for teacher in self._teachers.each:
             check_in_place("teacher", self.teacher, teacher.module)
         ranks = ranks_of(self.gather, self.group)
-        return Engine(self._student, self._taught, self.method, self.progress, ranks)
+        return Engine(self._student, self._teachers, self.method, self.progress, ranks)
 
     def _check_schedule(self) -> None:
         if self.training and self.method.scheduled and self._progress is None:

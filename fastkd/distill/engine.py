@@ -51,7 +51,7 @@ class Engine:
     """
 
     student: Backbone
-    teacher: Teachers
+    teachers: Teachers
     method: Method
     progress: float = 0.0
     ranks: Ranks | None = None
@@ -63,26 +63,30 @@ class Engine:
 
     def read(self, batch: Mapping[str, Any], num_items: float | Tensor | None = None) -> Part:
         """A batch of arguments as in `Distiller.forward`; another ``num_items`` is not read."""
-        student, own, spans = split_inputs(batch)
-        options = [student.pop(name, None) for name in ("labels", "num_items", "segments")]
-        student = self.student.with_decoder_inputs(student, options[0])
-        part = self._part(student, options[0], num_items, options[2])
+        part, own, spans = self._split(batch, num_items)
         if own and self.method.uses_teacher:
             part.teacher = self._part(own)
             spanned = self.student.per_token or isinstance(part.labels, tuple)
-            for teacher, method in self.teacher.with_methods(self.method):
+            for teacher, method in self.teachers.with_methods(self.method):
                 teacher.check_own_inputs(method, spanned, spans is not None)
             if spans is not None:
                 part.align(spans)
         check_documents("student", self.student, part)
-        for teacher, method in self.teacher.with_methods(self.method):
+        for teacher, method in self.teachers.with_methods(self.method):
             for backbone in teacher.live if method.uses_teacher else ():
                 check_documents("teacher", backbone, part.read_by_teacher)
         return part
 
+    def _split(self, batch: Mapping[str, Any], num_items: Any = None) -> tuple[Part, Any, Any]:
+        """What the student reads, the teacher's own inputs, and the spans of both."""
+        student, own, spans = split_inputs(batch)
+        labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
+        student = self.student.with_decoder_inputs(student, labels)
+        return self._part(student, labels, num_items, segments), own, spans
+
     def _part(self, batch: dict[str, Any], *targets: Any) -> Part:
         # Only transformers' models are known to take packed rows apart without a mask.
-        unmasks = all(side.shows_states for side in (self.student, *self.teacher.live))
+        unmasks = all(side.shows_states for side in (self.student, *self.teachers.live))
         return Part.of(batch, *targets, student=self.student, unmasks=unmasks)
 
     def read_by_teacher(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,10 +102,7 @@ class Engine:
 
     def count_items(self, batch: Mapping[str, Any]) -> Tensor:
         """See `Distiller.count_items`."""
-        own, labels = split_inputs(batch)[0], batch["labels"]
-        options = [own.pop(name, None) for name in ("labels", "segments")]
-        own = self.student.with_decoder_inputs(own, labels)
-        part = self._part(own, labels, None, options[1])
+        part, labels = self._split(batch)[0], batch["labels"]
         valid = torch.ones_like(labels, dtype=torch.bool) if part.mask is None else part.mask
         counted, _ = countable(labels, valid, part.owner, self.student.causal)
         return counted.sum()
@@ -110,9 +111,9 @@ class Engine:
         """What the teachers say about a batch; nothing where the method doesn't ask."""
         parts = tuple(
             teacher.run(part, method, self.progress) if method.uses_teacher else Outputs({}, None)
-            for teacher, method in self.teacher.with_methods(self.method)
+            for teacher, method in self.teachers.with_methods(self.method)
         )
-        return SeveralOutputs({}, None, parts=parts) if self.teacher.several else parts[0]
+        return SeveralOutputs({}, None, parts=parts) if self.teachers.several else parts[0]
 
     def run_student(self, part: Part) -> Outputs:
         """What the student says about a batch."""
@@ -127,7 +128,7 @@ class Engine:
             student,
             teacher,
             self.student,
-            self.teacher.model,
+            self.teachers.model,
             part.feature_mask if part.spans is None else part.spans.mask,
             part.labels,
             part.num_items,

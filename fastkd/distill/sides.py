@@ -3,7 +3,6 @@
 Every teacher is asked the same, whichever of these it is.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.batch import Part
 from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, wanted_of
-from fastkd.distill.capture import QKV, Backbone, Hooks, Model, Wanted, placed_for
+from fastkd.distill.capture import QKV, Backbone, Model, Wanted, placed_for, reading_logits
 from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
@@ -57,7 +56,7 @@ class Teacher:
             self.module.eval()
         inputs = placed_for(self.module, own.inputs)
         reads = method.compares_logits(progress)
-        with torch.no_grad(), contextlib.nullcontext() if reads else without_vocabulary(model):
+        with torch.no_grad(), reading_logits(model, reads):
             outputs = run(model, inputs, method.wanted("teacher"), own, part.device)
             outputs = outputs if reads else outputs.without_logits()
             if part.spans is not None:
@@ -173,24 +172,6 @@ def run(
         attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
         qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
     )
-
-
-@contextlib.contextmanager
-def without_vocabulary(backbone: Backbone) -> Iterator[None]:
-    """The head over a vocabulary, where it is a module of its own, reads a token of each row."""
-    head = None
-    # What a model does behind its head is known of transformers alone.
-    if backbone.shows_states and not backbone.compiled:
-        head = backbone.inner.get_output_embeddings()
-    if head is None:
-        yield
-        return
-    hooks = Hooks()
-    hooks.before(head, lambda module, args, kwargs: ((args[0][..., :1, :], *args[1:]), kwargs))
-    try:
-        yield
-    finally:
-        hooks.remove()
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class DistillationTrainer(Trainer):
             # A wrapped student's own signature may say less, and a teacher may read more of the
             # student's inputs than the student does: token types above all.
             engine = self.distiller.engine
-            teachers = [backbone.known_inputs for backbone in engine.teacher.live]
+            teachers = [backbone.known_inputs for backbone in engine.teachers.live]
             shared = set().union(engine.student.known_inputs, *teachers)
             own = {f"teacher_{name}" for name in set().union(*teachers)}
             targets = {"label", "label_ids", *self.label_names}

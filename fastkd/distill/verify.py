@@ -229,7 +229,7 @@ class _Step:
     def _positions(self, lengths: Tensor) -> Tensor:
         """position_ids of tokens that stand at 0, 1, ... in their documents."""
         engine, starts = self.distiller.engine, set()
-        for model in (engine.student, *engine.teacher.live):
+        for model in (engine.student, *engine.teachers.live):
             if not model.takes("position_ids"):
                 raise _CannotDo(f"{model.class_name} takes no position_ids")
             embeddings: Any = None if isinstance(model, BlocksBackbone) else model.embeddings
@@ -294,7 +294,7 @@ class _Step:
 
     def cached(self) -> Gradients:
         try:
-            self.distiller.engine.teacher.to_cache()
+            self.distiller.engine.teachers.to_cache()
         except ValueError as error:
             raise _CannotDo(re.split("[;:]", str(error))[0]) from error
         if any(name.startswith("teacher_") for name in self.batch):
