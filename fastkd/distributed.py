@@ -24,6 +24,9 @@ B samples of N tokens, L layer pairs and b bytes a number, besides a few integer
 | dual projection, soft targets, task | how many items count | 8 |
 
 `AcrossRanks` sends every tensor of its arguments.
+
+How many samples the others have is read on the host. torch.compile makes two graphs there, and
+with ``fullgraph=True`` it refuses: leave that out, or compile the models alone.
 """
 
 import copy
@@ -101,6 +104,7 @@ def _exchange(
 
     ``alike``: in words what has to be the same in all. Collectives would hang or mix up bytes.
     """
+    _end_graph()
     words = zlib.crc32(alike.encode())
     own = torch.tensor([words, *numbers], device=device)
     parts = [torch.empty_like(own) for _ in range(world_size(group))]
@@ -113,6 +117,15 @@ def _exchange(
                 "every process must pass the same arguments, of the same dtypes and sizes"
             )
     return [sent[1:] for sent in found]
+
+
+def _end_graph() -> None:
+    """Under torch.compile end the graph here: fullgraph=True then says why."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg="gather=True reads on the host how many samples the other processes have, which is "
+            "no part of a graph; leave fullgraph=True out, or compile the models alone"
+        )
 
 
 def gather_rows(x: Tensor, group: Group = None, *, counts: list[int] | None = None) -> Tensor:
@@ -238,6 +251,7 @@ class Ranks:
 
     def max(self, x: int, device: torch.device) -> int:
         """Largest ``x``; reads the answer on the host."""
+        _end_graph()
         return int(self._reduce(torch.tensor(x, device=device), dist.ReduceOp.MAX))
 
     def _reduce(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:

@@ -108,6 +108,8 @@ def knn_feature_loss(
     Distillation"). Ties go to the lower index. A label with fewer than k teacher rows uses all it
     has; one with none contributes zero, with zero gradient. A NaN or inf in a row, or in any
     teacher row of its label, makes that row's loss NaN; rows of other labels never matter.
+    Where the squares overflow the loss is inf, and its gradient, which sums k differences before it
+    divides them, may be too: there is no step to take from there.
 
     Args:
         student: (N, ...) features. Trailing dimensions are flattened; D is their product.

@@ -21,7 +21,7 @@ from fastkd import (
     knn_feature_loss,
     relation_loss,
 )
-from fastkd.distributed import AcrossRanks, gather_rows, world_size
+from fastkd.distributed import AcrossRanks, Ranks, gather_rows, world_size
 from tests.distill.processes import run_ranks
 
 CLOSE = {"atol": 1e-10, "rtol": 1e-10}
@@ -205,6 +205,15 @@ def test_values_and_gradients_are_those_of_one_process(sizes, tmp_path):
             # The average over the processes takes their number out of each sample's gradient.
             parts = [F.pad(own[1], (0, 0, 0, 5 - own[1].shape[1])) for own in ways]
             torch.testing.assert_close(torch.cat(parts) / len(sizes), gradient, **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: Ranks().gather(x), lambda x: x + Ranks().max(len(x), x.device)]
+)
+def test_one_graph_around_what_is_read_on_the_host_is_refused_in_words(call):
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="gather=True reads on the host how ma"):
+        compiled(torch.ones(2))
 
 
 # What the table of `fastkd.distributed` says of a part: 10 samples of 5 tokens in float32.
