@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
@@ -85,11 +86,15 @@ def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:
     Positions outside ``mask`` (bool, the leading dimensions of ``x``) enter no product, and come
     back as zeros.
     """
-    dtype = linear.weight.dtype
+    dtype = torch.promote_types(linear.weight.dtype, x.dtype)
     x = zero_padding(x, mask)
     with autocast_off(x):
-        projected = linear(x.to(dtype))
-    return zero_padding(projected.to(torch.promote_types(dtype, x.dtype)), mask)
+        if dtype == linear.weight.dtype:
+            projected = linear(x.to(dtype))
+        else:  # means of a half type's tokens are wider than its weight
+            bias = None if linear.bias is None else linear.bias.to(dtype)
+            projected = F.linear(x, linear.weight.to(dtype), bias)
+    return zero_padding(projected, mask)
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,10 +1,15 @@
-"""The derivative rule that every loss keeps."""
+"""The rules of precision and derivatives that every loss keeps."""
+
+import copy
 
 import pytest
 import torch
 
 import fastkd
 from fastkd._losses import LOSSES
+from fastkd.distill.spans import Spans
+from fastkd.distill.step import Outputs
+from tests.compare import relative_error, values_and_grads
 
 FUNCTIONS = {
     name: (getattr(fastkd, name), inputs)
@@ -26,3 +31,58 @@ def test_a_gradient_penalty_raises(name):
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         (loss + gradient.square().sum()).backward()
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])) + 3.0
+
+
+def means_over_spans(x):
+    """Over 514 tokens, a number that bfloat16 can't count to."""
+
+    class Model:
+        @staticmethod
+        def sentence_token(x, mask):
+            return x[:, 0]
+
+    spans = (torch.arange(x.shape[1]) // 514).expand(x.shape[:2])
+    pooled = Spans.of(spans, spans).pool(Outputs({1: x}, None), 0, Model, None)
+    return pooled.hidden[1][:, 1:]
+
+
+# A function or Module, and the shapes of its features; the first one's learn.
+SUMS = {
+    "means over spans": (lambda: means_over_spans, (2, 2570, 8)),
+    "CosNCELoss": (lambda: fastkd.CosNCELoss(24, 32), (16, 7, 24), (16, 7, 32)),
+    "CosNCELoss mean": (lambda: fastkd.CosNCELoss(24, 32, "mean"), (16, 700, 24), (16, 700, 32)),
+    "IntraClassKNNLoss": (
+        lambda: LabelledKNN(1, 24, 32, pool="mean"), (16, 700, 24), (16, 700, 32)
+    ),
+    "CCALoss": (lambda: fastkd.CCALoss(), (64, 7, 12), (64, 7, 16)),
+    "DualProjectionLoss": (lambda: fastkd.DualProjectionLoss(24, 32), (16, 7, 24), (16, 7, 32)),
+    "OrthogonalProjection": (lambda: fastkd.OrthogonalProjection(24, 32), (700, 24)),
+    "layer_norm_mse of long rows": (lambda: fastkd.layer_norm_mse, (2, 65536), (2, 65536)),
+    "cos_nce_loss of many samples": (lambda: fastkd.cos_nce_loss, (65536, 4), (65536, 4)),
+}  # fmt: skip
+
+
+class LabelledKNN(fastkd.IntraClassKNNLoss):
+    def forward(self, student, teacher):
+        return super().forward(student, teacher, torch.arange(len(student)) % 3)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_half_types_are_summed_to_is_rounded_last(name):
+    """Errors of bfloat16 are at most twice what rounding the exact result costs."""
+    make, *shapes = SUMS[name]
+    torch.manual_seed(0)
+    function = make()
+    exact = function
+    if isinstance(function, torch.nn.Module):
+        exact = copy.deepcopy(function.bfloat16()).double()
+    features = [normal(*shape).bfloat16() for shape in shapes]
+    found = values_and_grads(function, features[:1], *features[1:], upstream=1.0)
+    features = [x.double() for x in features]
+    wanted = values_and_grads(exact, features[:1], *features[1:], upstream=1.0)
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_error(x, y) <= 2 * relative_error(y.bfloat16(), y)

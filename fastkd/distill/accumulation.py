@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastkd._numerics import working_dtype
 from fastkd.distill.engine import DistillerOutput, Engine
 from fastkd.distill.method import weighted
 from fastkd.distill.step import IGNORED, Items, Outputs, Step, everyones
@@ -133,8 +134,10 @@ class Whole:
         count = len(self.parts)
         shown = {name: value / count for name, (_, value) in self.compared.items()}
         shown.update((term.name, term.value.detach()) for term in terms)
+        # All of it in the last part: shares of half precision would add up with a rounding each.
+        whole = float(index == count - 1)
         pairs = zip(self._parameters(), self.of_parameters, strict=False)
-        linear = [(p * g).sum() / count for p, g in pairs if g is not None]
+        linear = [_inner(p, g) * whole for p, g in pairs if g is not None]
         linear += self._linear(step, index)
         value = sum(weight * value for weight, value in self.compared.values()) / count
         loss = weighted(terms) if terms else torch.zeros_like(torch.as_tensor(value))
@@ -155,11 +158,15 @@ class Whole:
                 gradient = gradient[start : start + self.rows[index]]
                 for dim in (-2, -1)[:tokens]:  # not the padding that the whole batch has
                     gradient = gradient.narrow(dim, 0, x.shape[dim])
-                products.append((x.to(gradient.dtype) * gradient).sum())
+                products.append(_inner(x.to(gradient.dtype), gradient))
             return x
 
         step.student.features(multiply)
         return products
+
+
+def _inner(x: Tensor, gradient: Tensor) -> Tensor:
+    return (x * gradient).sum(dtype=working_dtype(x))
 
 
 def concatenate(steps: list[Step], items: Items) -> Step:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkd._checks import check_shape
-from fastkd._numerics import autocast_off, zero_padding
+from fastkd._numerics import autocast_off, upcast, zero_padding
 from fastkd.distill.capture import Model
 from fastkd.distill.step import Outputs
 
@@ -139,9 +139,9 @@ class Spans:
         members = _members(self.tokens[side], self.mask.shape[1] - 1)  # (B, S, N)
 
         def pooled(x: Tensor, tokens: int) -> Tensor:
+            rows = zero_padding(upcast(x), self.tokens[side] >= 0)
             with autocast_off(x):
-                sums = members.to(x.dtype) @ zero_padding(x, self.tokens[side] >= 0)
-            means = sums / members.sum(2, keepdim=True).clamp(min=1)
+                means = members.to(rows.dtype) @ rows / members.sum(2, keepdim=True).clamp(min=1)
             return torch.cat([model.sentence_token(x, mask)[:, None], means.to(x.dtype)], 1)
 
         return dataclasses.replace(outputs.features(pooled), spans=True)

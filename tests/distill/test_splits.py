@@ -111,6 +111,23 @@ def test_accumulation_is_the_whole_batch_for_a_frozen_student_and_under_autocast
             assert (found[name] - gradient).abs().max() < accuracy * size, name
 
 
+def test_what_a_method_learns_is_not_summed_in_half_precision():
+    """One part or nine: the gradient of its parameters is rounded once."""
+    torch.manual_seed(0)
+    models = classifier("bert"), classifier("bert", 2, hidden_size=32, intermediate_size=64)
+    set_dropout(models[1])
+    distiller = ready(*(each.bfloat16() for each in models), "lrc_bert", perturb=False)
+    data = {name: x[:, :3] if x.dim() > 1 else x for name, x in data_of().items()}
+    found = []
+    for rows in (ROWS, 1):
+        distiller.zero_grad()
+        parts = [(i, i + rows) for i in range(0, ROWS, rows)]
+        for out in distiller.accumulate([part(data, *ends) for ends in parts]):
+            out.loss.backward()
+        found.append(distiller.method.loss.W.weight.grad.float())
+    assert (found[1] - found[0]).norm() <= 2 * 2**-9 * found[0].norm()
+
+
 def test_accumulation_tells_of_a_schedule_that_nobody_drives():
     made = distiller_of("lrc_bert")
     distiller = Distiller(made.teacher, made.student, made.method)
