@@ -63,9 +63,14 @@ def random_relation(draw: Draw) -> Case:
         "temperature": draw.pick([1.0, 10.0]),
         "eps": draw.pick([1e-8, 1e-4]),
     }
-    mask = draw.mask(B, N)
-    wide = (1e-18, 1e15) if options["normalize"] == "l2" and draw.dtype != torch.float16 else (0.1,)
-    student, teacher = draw.features(B, N, D_s, scales=wide), draw.features(B, N, D_t, scales=wide)
+    rows: tuple[int, ...] = (B, N)
+    if options["over"] == "samples" and draw.chance(0.2):  # embeddings (B, D)
+        rows, N = (B,), 1
+    mask = draw.mask(*rows)
+    wide = {"l2": (1e-18, 1e15, 1e30), "layer_norm": (0.1, 1e30)}.get(options["normalize"], (0.1,))
+    if draw.dtype == torch.float16:
+        wide = (0.1,)
+    student, teacher = (draw.features(*rows, D, scales=wide) for D in (D_s, D_t))
     size = 1.0
     if options["normalize"] == "none" and student.numel() and teacher.numel():
         size = max(x.double().square().sum(-1).max().item() for x in (student, teacher))
@@ -74,7 +79,11 @@ def random_relation(draw: Draw) -> Case:
             student, teacher, mask, backend=draw.backend, **options
         ),
         lambda student, teacher: relation(
-            student, teacher, mask, **options, spacing=SPACING if kernels else 0.0
+            student.reshape(B, N, D_s),
+            teacher.reshape(B, N, D_t),
+            mask.reshape(B, N),
+            **options,
+            spacing=SPACING if kernels else 0.0,
         ),
         {"student": student},
         {"teacher": teacher},
