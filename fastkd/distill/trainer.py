@@ -195,7 +195,8 @@ class DistillationTrainer(Trainer):
             shared = set().union(engine.student.known_inputs, *teachers)
             own = {f"teacher_{name}" for name in set().union(*teachers)}
             targets = {"label", "label_ids", *self.label_names}
-            packing = {"segments", "student_spans", "teacher_spans"}
+            # trl's collator reads from seq_lengths where the documents of a packed row begin.
+            packing = {"segments", "student_spans", "teacher_spans", "seq_lengths"}
             # The key of a cached teacher's samples has their token types.
             self._signature_columns = sorted({"token_type_ids"} | shared | own | targets | packing)
 

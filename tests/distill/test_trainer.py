@@ -218,6 +218,34 @@ def with_columns(data, **columns):
     return datasets.Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])
 
 
+def flattened(rows):
+    """As trl's collator, which reads where documents begin from a column of its own."""
+    lengths = [row.get("seq_lengths", [len(row["input_ids"])]) for row in rows]
+    positions = [torch.arange(n) for row in lengths for n in row]
+    ids = torch.cat([torch.tensor(row["input_ids"]) for row in rows])[None]
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.cat(positions)[None]}
+
+
+def test_documents_that_trl_packed_stay_apart(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    torch.manual_seed(0)
+    teacher, student = pair("llama", head=t.LlamaForCausalLM)
+    documents = [torch.randint(1, 60, (n,)).tolist() for n in (5, 3, 6, 2)]
+    packed = [documents[0] + documents[1], documents[2] + documents[3]]
+    lengths = [[5, 3], [6, 2]]
+    data = datasets.Dataset.from_dict({"input_ids": packed, "seq_lengths": lengths})
+    apart = flattened([{"input_ids": ids} for ids in documents])
+    expected = Distiller(teacher, student, SoftTargets())(**apart).loss.item()
+    args = arguments(
+        tmp_path, max_steps=1, save_strategy="no", logging_steps=1, per_device_train_batch_size=2
+    )
+    run = DistillationTrainer(
+        teacher, student, SoftTargets(), args=args, train_dataset=data, data_collator=flattened
+    )
+    run.train()
+    assert run.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["other student", "adapters", "several", "segments"])
 def test_columns_that_the_loss_reads_are_kept(kind, tmp_path):
     """The first step's loss is the Distiller's on the whole data, and the student is evaluated."""
