@@ -24,13 +24,13 @@ from fastkd.analysis.pictures import (
     plot_sentence,
     relation_agreement,
 )
+from fastkd.cli.display import say
 from fastkd.cli.settings import AnalyzeSettings
 from fastkd.cli.use import columns_of, training_of
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.data import UNLABELLED, is_regression, read_file, read_hub
-from fastkd.train.display import say
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.models import be_quiet, check_length, let_pad, load

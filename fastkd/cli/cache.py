@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from fastkd.cli.display import RichDisplay
 from fastkd.cli.settings import CacheSettings
 from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes
-from fastkd.train.display import Display
 from fastkd.train.errors import InputError
 from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import (
@@ -34,6 +34,7 @@ from fastkd.train.models import (
 from fastkd.train.options import as_json
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.plan import Plan, autocast, choose_device
+from fastkd.train.progress import Display
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
 from fastkd.train.settings import Pairing
@@ -51,7 +52,7 @@ def write(settings: CacheSettings, console: Console) -> None:
         stack.enter_context(stopping_at_once())
         processes.join(settings.device)
         stack.enter_context(processes.in_first(locked(out)))
-        display = stack.enter_context(Display(console))
+        display = stack.enter_context(RichDisplay(console))
         with processes.agreed():
             others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]
             if others and not (out / ABOUT).exists():

@@ -20,17 +20,18 @@ from torch import nn
 import fastkd
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
+from fastkd.cli.display import RichDisplay, say
 from fastkd.cli.settings import DemoSettings
 from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import LEVEL, Difference, summarize
-from fastkd.study.task import TaskWork, silent
+from fastkd.study.task import TaskWork
 from fastkd.study.work import finish, leave_launcher, results, run_all
-from fastkd.train.display import Display, say
 from fastkd.train.errors import InputError
 from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import be_quiet
 from fastkd.train.packaged import teacher_path
+from fastkd.train.progress import Display
 from fastkd.train.run import save_model
 from fastkd.train.saving import MARKER, locked, read_json, read_marker, write_json
 
@@ -115,9 +116,9 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
     number, together = leave_launcher()
     if number:  # a launcher's other processes help the first
-        run_all(study, work.out, 1, silent())
+        run_all(study, work.out, 1, Display())
         return {}
-    with stopping_at_once(), locked(out), Display(console) as display:
+    with stopping_at_once(), locked(out), RichDisplay(console) as display:
         display.say(f"teacher: {teacher.parent.name}, device {work.device}, seed {settings.seed}")
         display.say("reading the docstrings of Python's standard library ...")
         corpus = work.corpus

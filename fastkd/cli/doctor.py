@@ -18,7 +18,7 @@ import fastkd
 from fastkd._dispatch import why_not_cpp, why_not_triton
 from fastkd._losses import LOSSES, Inputs
 from fastkd._versions import TESTED
-from fastkd.train.display import say
+from fastkd.cli.display import say
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")
 # Far above what float32 loses, far below what a wrong kernel gives.

@@ -9,6 +9,7 @@ from rich.console import Console
 
 import fastkd
 from fastkd._extras import MissingExtra, require
+from fastkd.cli.display import new_console
 from fastkd.cli.options import command
 from fastkd.cli.settings import (
     AnalyzeSettings,
@@ -22,7 +23,6 @@ from fastkd.cli.settings import (
 )
 from fastkd.study.settings import StudySettings
 from fastkd.train import processes
-from fastkd.train.display import new_console
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.settings import Settings
 
@@ -163,9 +163,9 @@ def distill(settings: Settings, console: Console) -> None:
 
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """
-    from fastkd.train import run
+    from fastkd.cli.distill import distill
 
-    run.show(run.distill(settings, console), settings.out, console)
+    distill(settings, console)
 
 
 @_command(EvaluateSettings, alone=True)

@@ -4,10 +4,10 @@ import os
 
 from rich.console import Console
 
+from fastkd.cli.display import RichDisplay
 from fastkd.study import report, work
 from fastkd.study.settings import StudySettings
 from fastkd.study.spec import read
-from fastkd.train.display import Display
 from fastkd.train.errors import RunFailed
 from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import be_quiet
@@ -30,7 +30,7 @@ def run(settings: StudySettings, console: Console) -> None:
         check_directory("--runs", settings.runs)
     if not number:
         report.claim(settings.out)
-    with stopping_at_once(), Display(console) as display:
+    with stopping_at_once(), RichDisplay(console) as display:
         count = len(study.tasks) * len(study.variants) * len(study.seeds)
         display.say(
             f"{count} runs: {len(study.tasks)} data sets, {len(study.variants)} variants, "

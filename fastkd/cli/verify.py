@@ -5,9 +5,9 @@ import dataclasses
 from rich.console import Console
 
 from fastkd.cli.cache import load
+from fastkd.cli.display import RichDisplay
 from fastkd.cli.settings import VerifySettings
 from fastkd.distill import verify as checks
-from fastkd.train.display import Display
 from fastkd.train.errors import RunFailed
 from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import be_quiet
@@ -21,7 +21,7 @@ def verify(settings: VerifySettings, console: Console) -> bool:
         InputError: something given can't be used.
     """
     be_quiet()
-    with stopping_at_once(), Display(console) as display:
+    with stopping_at_once(), RichDisplay(console) as display:
         few = dataclasses.replace(settings, max_train_rows=settings.rows)
         run = load(few, settings.rows, display)
         distiller = assemble(settings, run, select(settings, run)).to(run.device)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -33,13 +31,13 @@ from fastkd.study.measures import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, as_fields, build
 from fastkd.train import data
 from fastkd.train.data import Corpus
-from fastkd.train.display import Display, format_scores
 from fastkd.train.docstrings import load_docstrings
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.models import check_length, count, let_pad, load
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.packaged import teacher_path
 from fastkd.train.plan import Plan, choose_device
+from fastkd.train.progress import Display, format_scores
 from fastkd.train.rows import Encoded, file_fingerprint, fingerprint
 from fastkd.train.run import Run, save_model
 from fastkd.train.saving import damage
@@ -81,11 +79,6 @@ def _from(name: str, attention: str, labels: int | None = None) -> Any:
         return load("--teacher", name, auto, False, attn_implementation=attention, **options)
     except InputError:
         return load("--teacher", name, auto, False, **options)
-
-
-def silent() -> Display:
-    """A display that shows nothing."""
-    return Display(Console(file=io.StringIO()))
 
 
 class Answering(Run):
@@ -133,7 +126,7 @@ class TaskWork:
 
     def __init__(self, study: Study, task: TaskSpec, out: Path, display: Display | None = None):
         self.study, self.task, self.out = study, task, out
-        self.display = display or silent()
+        self.display = display or Display()
         self.device = choose_device(study.device, study.precision)
 
     @functools.cached_property

@@ -10,6 +10,8 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +21,9 @@ from fastkd._extras import require
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.task import TaskWork, key_of
 from fastkd.train import processes
-from fastkd.train.display import Display, clock, new_console
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.models import be_quiet
+from fastkd.train.progress import Display, clock
 from fastkd.train.saving import read_json, write_json
 
 filelock: Any = require("filelock", "train")
@@ -133,11 +135,11 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
         return True
     context = multiprocessing.get_context("spawn")
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
+    shared = display.shared()
     started = [
-        context.Process(target=_worker, args=(study, out, threads), daemon=True)
+        context.Process(target=_worker, args=(study, out, threads, shared), daemon=True)
         for _ in range(workers)
     ]
-    display.progress.stop()  # the workers print lines
     for worker in started:
         worker.start()
     while any(worker.is_alive() for worker in started):
@@ -146,10 +148,12 @@ def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
     return not any(worker.exitcode for worker in started)
 
 
-def _worker(study: Study, out: Path, threads: int) -> None:
+def _worker(
+    study: Study, out: Path, threads: int, shared: Callable[[], AbstractContextManager[Display]]
+) -> None:
     torch.set_num_threads(threads)
     try:
-        with new_console(plain=True) as console, Display(console) as display:
+        with shared() as display:
             work(study, out, display)
     except (InputError, RunFailed) as error:  # one sentence here too
         sys.exit(f"Error: {error}")

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._extras import require
-from fastkd.train.display import compared
+from fastkd.train.progress import compared
 
 CARD = "README.md"
 FILES = {"evaluation": "evals", "test": "test"}  # the options that may name what was scored

@@ -25,10 +25,10 @@ from transformers import (
 from transformers.integrations import get_available_reporting_integrations
 
 from fastkd.train import processes
-from fastkd.train.display import Display, format_scores
 from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
 from fastkd.train.feed import Feed
 from fastkd.train.plan import Plan
+from fastkd.train.progress import Display, format_scores
 from fastkd.train.rows import Encoded
 from fastkd.train.saving import (
     MARKER,

@@ -17,9 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
 
@@ -30,7 +27,6 @@ from fastkd.distributed import world_size
 from fastkd.train import data, processes, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.data import Corpus
-from fastkd.train.display import Display, compared, format_scores, say
 from fastkd.train.errors import InputError
 from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.train.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
@@ -57,6 +53,7 @@ from fastkd.train.output import (
     model_fingerprint,
 )
 from fastkd.train.plan import Plan, choose_device
+from fastkd.train.progress import Display, format_scores
 from fastkd.train.rows import Encoded, Encoder, fingerprint
 from fastkd.train.saving import (
     MARKER,
@@ -203,8 +200,10 @@ class Run:
         )
 
 
-def distill(settings: Settings, console: Console) -> dict[str, Any]:
+def distill(settings: Settings, display: Display) -> dict[str, Any]:
     """Run `fastkd distill`; returns what fastkd.json holds.
+
+    The ``display`` is entered once nothing is in the way of the run.
 
     Raises:
         InputError: something given can't be used; raised before anything is trained.
@@ -219,9 +218,8 @@ def distill(settings: Settings, console: Console) -> dict[str, Any]:
             make_method(settings.method, settings.options, settings.preset)
             check_trackers(settings.report_to)
         stack.enter_context(processes.in_first(locked(settings.out)))
-        log_json = settings.log_json if processes.first() else None
         with processes.agreed():
-            display = stack.enter_context(Display(console, log_json))
+            stack.enter_context(display)
         out = processes.by_first(lambda: Output(settings))
         _tell_kept(out, display)
         plan = dataclasses.replace(plan, batch_size=settings.batch_size * out.processes)
@@ -516,48 +514,6 @@ def _is_complete(directory: Path) -> bool:
     """Whether a finished, sound model of this run lies there."""
     report = read_marker(directory)
     return bool(report and report.get("complete")) and damage(directory) is None
-
-
-def show(report: dict[str, Any], out: Path, console: Console) -> None:
-    """Print the end of a run: teacher against best student."""
-    sets = {"": report, "test ": report.get("test", {})}
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("", "parameters", "MiB", "ms a batch"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for prefix, scores in sets.items():
-        for name in _metrics(scores):
-            table.add_column(prefix + name, justify="right")
-    for name in ("teacher", "student"):
-        milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
-        # A cache may have scored its teacher by other metrics than the student's.
-        scores = (found.get(name, {}).get(k) for found in sets.values() for k in _metrics(found))
-        table.add_row(
-            name,
-            f"{report['parameters'][name]:,}",
-            f"{report['bytes'][name] / 2**20:.1f}",
-            "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
-            *("" if x is None else f"{x:.4f}" for x in scores),
-        )
-    console.print(table)
-    seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
-    sizes = report["parameters"]
-    faster = ""
-    if "teacher" in batch:
-        times = batch["teacher"] / batch["student"]
-        faster = f"{compared(times, 'faster', 'slower')} and "
-    say(
-        console,
-        f"the student is {faster}"
-        f"{compared(sizes['teacher'] / sizes['student'], 'smaller', 'larger')}\n"
-        f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
-        f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
-        f"saved in {out / 'student'}",
-    )
-
-
-def _metrics(scores: dict[str, Any]) -> list[str]:
-    """The columns of a set of rows, by the metrics of the student."""
-    return list(scores.get("student", {}))
 
 
 def save_model(

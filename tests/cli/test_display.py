@@ -11,11 +11,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from fastkd.train import display
+from fastkd.cli import display
+from fastkd.cli.display import RichDisplay, Steadfast, new_console, say
+from fastkd.cli.distill import show
 from fastkd.train.card import write_card
-from fastkd.train.display import Display, Steadfast, new_console, say
 from fastkd.train.errors import RunFailed
-from fastkd.train.run import show
 from tests.cli.launched import Launch, command
 from tests.tiny import make_teacher, words_of, write_tsv
 
@@ -25,7 +25,7 @@ TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "m
 def test_a_log_file_gets_lines(monkeypatch):
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     file = io.StringIO()
-    with Display(Console(file=file, width=80)) as shown:
+    with RichDisplay(Console(file=file, width=80)) as shown:
         track = shown.track("fcd")
         track.start(10, 100)
         track.advance(20)
@@ -37,7 +37,7 @@ def test_a_log_file_gets_lines(monkeypatch):
 
 def test_eighty_columns_keep_count_and_time():
     file = io.StringIO()
-    with Display(Console(file=file, width=80, force_terminal=True)) as shown:
+    with RichDisplay(Console(file=file, width=80, force_terminal=True)) as shown:
         track = shown.track("soft_targets")
         track.start(0, 15000)
         track.advance(1234)
@@ -60,7 +60,7 @@ def test_a_reader_may_go_away(tmp_path):
             raise BrokenPipeError
 
     console = Console(file=Steadfast(Closed()))
-    with Display(console) as shown:
+    with RichDisplay(console) as shown:
         shown.say("nobody reads this")
         shown.track("x").losses(1, TERMS)
 

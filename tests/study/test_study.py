@@ -15,17 +15,18 @@ import torch
 from transformers import AutoModel
 from typer.testing import CliRunner
 
+from fastkd.cli import display
 from fastkd.cli import study as command
+from fastkd.cli.display import new_console
 from fastkd.cli.main import app
 from fastkd.distill import METHODS
 from fastkd.distill.baselines import BASELINES
 from fastkd.study import report, spec, work
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
-from fastkd.train import display
 from fastkd.train.data import UNLABELLED
-from fastkd.train.display import new_console
 from fastkd.train.errors import InputError
+from fastkd.train.progress import Display
 from fastkd.train.run import Run
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import stop_at, terminate
@@ -449,7 +450,7 @@ def test_what_stops_another_process_is_one_sentence(root, finished):
     shared = SHARED.replace("student_layers = 2", "student_layers = 9")
     found = spec.read(StudySettings(spec=write(root, shared=shared)))
     with pytest.raises(SystemExit, match="Error: student_layers 9: the teacher has only 4 layers"):
-        work._worker(found, out, torch.get_num_threads())
+        work._worker(found, out, torch.get_num_threads(), Display)
 
 
 def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatch):

@@ -6,9 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -22,6 +22,7 @@ from rich.table import Column
 
 from fastkd.train import processes
 from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.progress import Display, Track, clock, format_scores
 
 # Seconds between two lines of a log file.
 LINE_EVERY = 10.0
@@ -93,11 +94,11 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Display:
-    """What a run says: lines, progress with the named loss terms, events for programs."""
+class RichDisplay(Display):
+    """Lines and bars on a console; events in the file of --log-json."""
 
     def __init__(self, console: Console, log_json: Path | None = None):
-        self.console = console
+        self.console, self.log_json = console, log_json
         self.progress = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=16),
@@ -112,16 +113,18 @@ class Display:
             expand=True,
             disable=not console.is_terminal,
         )
-        self._log = None
-        if log_json is not None:
-            try:
-                log_json.parent.mkdir(parents=True, exist_ok=True)
-                self._log = log_json.open("a", encoding="utf-8")
-            except OSError as error:
-                reason = error.strerror
-                raise InputError(f"--log-json {log_json}: can't be written ({reason})") from None
+        self._log: TextIO | None = None
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> "RichDisplay":
+        path = self.log_json
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._log = path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise InputError(
+                    f"--log-json {path}: can't be written ({error.strerror})"
+                ) from None
         self.progress.start()
         return self
 
@@ -135,7 +138,7 @@ class Display:
         say(self.progress.console, line)
 
     def event(self, name: str, **values: Any) -> None:
-        """A line of JSON for --log-json."""
+        """A line of JSON."""
         if self._log is not None:
             line = json.dumps({"event": name, "time": round(time.time(), 3), **values})
             try:
@@ -145,32 +148,39 @@ class Display:
                 self._log = None
                 self.say(f"--log-json: {error.strerror}; the run goes on without it")
 
-    def track(self, title: str) -> "Track":
-        """Progress of one training."""
-        return Track(self, title)
+    def track(self, title: str) -> Track:
+        return RichTrack(self, title)
+
+    def shared(self) -> Callable[[], contextlib.AbstractContextManager[Display]]:
+        """See `Display.shared`; processes can't share a terminal's bars."""
+        self.progress.stop()
+        return _of_another_process
 
 
-class Track:
+@contextlib.contextmanager
+def _of_another_process() -> Iterator[Display]:
+    with new_console(plain=True) as console, RichDisplay(console) as display:
+        yield display
+
+
+class RichTrack(Track):
     """One training's bar; in a log file a line every few seconds."""
 
-    def __init__(self, display: Display, title: str):
+    def __init__(self, display: RichDisplay, title: str):
         self.display, self.title = display, title
         self.task = display.progress.add_task(title, total=None, terms="")
         self.started = self.told = time.perf_counter()
         self.first = self.total = 0
 
     def start(self, step: int, total: int) -> None:
-        """Training begins at ``step`` of ``total``."""
         self.started = self.told = time.perf_counter()
         self.first, self.total = step, total
         self.display.progress.update(self.task, total=total, completed=step)
 
     def advance(self, step: int) -> None:
-        """Step number ``step`` is done."""
         self.display.progress.update(self.task, completed=step)
 
     def losses(self, step: int, losses: Mapping[str, float]) -> None:
-        """The losses at ``step``, as means since the last time."""
         now = time.perf_counter()
         rate = (step - self.first) / max(now - self.started, 1e-9)
         left = (self.total - step) / rate if rate else 0.0
@@ -193,21 +203,4 @@ class Track:
             )
 
     def stop(self) -> None:
-        """The training is over."""
         self.display.progress.remove_task(self.task)
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, as in 4:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}"
-
-
-def compared(ratio: float, more: str, less: str) -> str:
-    """So many times ``more``, such as faster; a ratio below 1 is one above of ``less``."""
-    return f"{ratio:.1f} times {more}" if ratio >= 1 else f"{1 / ratio:.1f} times {less}"
-
-
-def format_scores(values: Mapping[str, float]) -> str:
-    """`name 0.123` for every value."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

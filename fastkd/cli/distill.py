@@ -1,0 +1,62 @@
+"""`fastkd distill`: the run, and the table at its end."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fastkd.cli.display import RichDisplay, say
+from fastkd.train import processes, run
+from fastkd.train.progress import compared, format_scores
+from fastkd.train.settings import Settings
+
+
+def distill(settings: Settings, console: Console) -> None:
+    """Run `fastkd distill`; see `fastkd.train.run.distill`."""
+    log_json = settings.log_json if processes.first() else None
+    show(run.distill(settings, RichDisplay(console, log_json)), settings.out, console)
+
+
+def show(report: dict[str, Any], out: Path, console: Console) -> None:
+    """Print the end of a run: teacher against best student."""
+    sets = {"": report, "test ": report.get("test", {})}
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("", "parameters", "MiB", "ms a batch"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for prefix, scores in sets.items():
+        for name in _metrics(scores):
+            table.add_column(prefix + name, justify="right")
+    for name in ("teacher", "student"):
+        milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
+        # A cache may have scored its teacher by other metrics than the student's.
+        scores = (found.get(name, {}).get(k) for found in sets.values() for k in _metrics(found))
+        table.add_row(
+            name,
+            f"{report['parameters'][name]:,}",
+            f"{report['bytes'][name] / 2**20:.1f}",
+            "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
+            *("" if x is None else f"{x:.4f}" for x in scores),
+        )
+    console.print(table)
+    seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
+    sizes = report["parameters"]
+    faster = ""
+    if "teacher" in batch:
+        times = batch["teacher"] / batch["student"]
+        faster = f"{compared(times, 'faster', 'slower')} and "
+    say(
+        console,
+        f"the student is {faster}"
+        f"{compared(sizes['teacher'] / sizes['student'], 'smaller', 'larger')}\n"
+        f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
+        f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
+        f"saved in {out / 'student'}",
+    )
+
+
+def _metrics(scores: dict[str, Any]) -> list[str]:
+    """The columns of a set of rows, by the metrics of the student."""
+    return list(scores.get("student", {}))

@@ -1,0 +1,61 @@
+"""What a run says, to nobody here: `fastkd.cli.display` shows it to people and to programs."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+class Track:
+    """Progress of one training."""
+
+    def start(self, step: int, total: int) -> None:
+        """Training begins at ``step`` of ``total``."""
+
+    def advance(self, step: int) -> None:
+        """Step number ``step`` is done."""
+
+    def losses(self, step: int, losses: Mapping[str, float]) -> None:
+        """The losses at ``step``, as means since the last time."""
+
+    def stop(self) -> None:
+        """The training is over."""
+
+
+class Display:
+    """What a run says: lines, progress, and events for programs; shown while it is entered."""
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """A line to be read."""
+
+    def event(self, name: str, **values: Any) -> None:
+        """Something that happened, in JSON's types."""
+
+    def track(self, title: str) -> Track:
+        """Progress of one training."""
+        return Track()
+
+    def shared(self) -> Callable[[], AbstractContextManager["Display"]]:
+        """What another process opens to speak beside this one, which shows lines alone from now."""
+        return Display
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, as in 4:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"
+
+
+def compared(ratio: float, more: str, less: str) -> str:
+    """So many times ``more``, such as faster; a ratio below 1 is one above of ``less``."""
+    return f"{ratio:.1f} times {more}" if ratio >= 1 else f"{1 / ratio:.1f} times {less}"
+
+
+def format_scores(values: Mapping[str, float]) -> str:
+    """`name 0.123` for every value."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
