@@ -78,7 +78,7 @@ def started(words, monkeypatch):
         raise RunFailed("reached the work")
 
     for place in (
-        "train.run.distill", "cli.demo.run_demo", "cli.use.evaluate", "cli.use.predict",
+        "train.run.distill", "cli.demo.run_demo", "cli.evaluate.evaluate", "cli.predict.predict",
         "cli.export.export", "cli.analyze.run", "cli.cache.write", "cli.verify.verify",
         "bench.runner.run", "cli.study.run",
     ):  # fmt: skip

@@ -26,13 +26,13 @@ from fastkd.analysis.pictures import (
 )
 from fastkd.cli.display import say
 from fastkd.cli.settings import AnalyzeSettings
-from fastkd.cli.use import columns_of, training_of
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.data import UNLABELLED, is_regression, read_file, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
+from fastkd.train.finished import columns_of, training_of
 from fastkd.train.models import be_quiet, check_length, let_pad, load
 from fastkd.train.plan import choose_device
 from fastkd.train.rows import Rows
@@ -79,7 +79,8 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
         names = [name for name in (settings.student, settings.model) if name is not None]
         trained = {name: training_of(Path(name).expanduser()) for name in names}
         name = next((name for name in names if trained[name]), settings.model)
-        columns = columns_of(settings, name, trained[name], settings.data, labelled=True)
+        asked = (settings.columns, settings.task)
+        columns = columns_of(*asked, settings.data, True, name, trained[name])
         rows = read_file(settings.data, columns, "--data")
         regression = is_regression(rows)
     else:

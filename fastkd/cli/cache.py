@@ -21,7 +21,6 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes
 from fastkd.train.errors import InputError
-from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import (
     STUDENT,
     be_quiet,
@@ -38,6 +37,7 @@ from fastkd.train.progress import Display
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
 from fastkd.train.settings import Pairing
+from fastkd.train.training import stopping_at_once
 
 
 def write(settings: CacheSettings, console: Console) -> None:
@@ -91,8 +91,8 @@ def _remove_partial(out: Path) -> None:
         path.unlink()
 
 
-def load(settings: Pairing, batch_size: int, display: Display) -> Run:
-    """Rows and teacher."""
+def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool = False) -> Run:
+    """Rows and teacher; see `load_teacher`."""
     device = choose_device(settings.device, settings.precision)
     plan = Plan(
         batch_size=batch_size * world_size(),
@@ -103,7 +103,7 @@ def load(settings: Pairing, batch_size: int, display: Display) -> Run:
     make_method(settings.method, settings.options, settings.preset)
     corpus = data.load(settings)
     tokenizer = load_tokenizer(settings)
-    teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer)
+    teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer, fresh_head)
     nn.Module.to(teacher, device)
     return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
 

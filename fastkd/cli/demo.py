@@ -28,12 +28,12 @@ from fastkd.study.statistics import LEVEL, Difference, summarize
 from fastkd.study.task import TaskWork
 from fastkd.study.work import finish, leave_launcher, results, run_all
 from fastkd.train.errors import InputError
-from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import be_quiet
 from fastkd.train.packaged import teacher_path
 from fastkd.train.progress import Display
 from fastkd.train.run import save_model
 from fastkd.train.saving import MARKER, locked, read_json, read_marker, write_json
+from fastkd.train.training import stopping_at_once
 
 LABELS_ONLY = "labels"
 TITLES = {

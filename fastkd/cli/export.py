@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fastkd._extras import require
 from fastkd.cli.display import say
 from fastkd.cli.settings import ExportSettings
-from fastkd.cli.use import OnnxModel
 from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.finished import OnnxModel
 from fastkd.train.models import be_quiet, load_classifier, longest
 from fastkd.train.saving import check_new_file, enlist, saving, write_file
 

@@ -176,9 +176,9 @@ def evaluate(settings: EvaluateSettings, console: Console) -> None:
 
         fastkd evaluate --model runs/distill/student --data dev.tsv
     """
-    from fastkd.cli import use
+    from fastkd.cli.evaluate import evaluate
 
-    use.evaluate(settings, console)
+    evaluate(settings, console)
 
 
 @_command(UseSettings, alone=True)
@@ -189,9 +189,9 @@ def predict(settings: UseSettings, console: Console) -> None:
 
         fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
     """
-    from fastkd.cli import use
+    from fastkd.cli.predict import predict
 
-    use.predict(settings, console)
+    predict(settings, console)
 
 
 @_command(ExportSettings, alone=True)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from fastkd.analysis.measures import MEASURES
 from fastkd.train.errors import InputError, nearest
@@ -30,8 +29,6 @@ class CacheSettings(Pairing):
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings(Pairing):
     """The options of `fastkd verify`."""
-
-    finetune_teacher: ClassVar[float] = 1.0  # a head that is still random will do
 
     rows: int = run_option(8, "Rows of the step.", least=2)
     ranks: int = run_option(2, "Processes to share it (Linux only); 0: none.", least=0)

@@ -9,9 +9,9 @@ from fastkd.study import report, work
 from fastkd.study.settings import StudySettings
 from fastkd.study.spec import read
 from fastkd.train.errors import RunFailed
-from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_directory
+from fastkd.train.training import stopping_at_once
 
 
 def run(settings: StudySettings, console: Console) -> None:

@@ -9,9 +9,9 @@ from fastkd.cli.display import RichDisplay
 from fastkd.cli.settings import VerifySettings
 from fastkd.distill import verify as checks
 from fastkd.train.errors import RunFailed
-from fastkd.train.loop import stopping_at_once
 from fastkd.train.models import be_quiet
 from fastkd.train.run import assemble, select
+from fastkd.train.training import stopping_at_once
 
 
 def verify(settings: VerifySettings, console: Console) -> bool:
@@ -23,7 +23,7 @@ def verify(settings: VerifySettings, console: Console) -> bool:
     be_quiet()
     with stopping_at_once(), RichDisplay(console) as display:
         few = dataclasses.replace(settings, max_train_rows=settings.rows)
-        run = load(few, settings.rows, display)
+        run = load(few, settings.rows, display, fresh_head=True)
         distiller = assemble(settings, run, select(settings, run)).to(run.device)
         rows = run.train_rows
         batch = run.collate(rows.__getitems__(list(range(len(rows)))))

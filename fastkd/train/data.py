@@ -23,7 +23,7 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.files import check_file, first_row, is_text, records
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.rows import Rows, file_fingerprint, label_json, stored
-from fastkd.train.settings import ColumnOptions, Source
+from fastkd.train.settings import Source
 from fastkd.train.tasks import (
     CLASSIFICATION_METRICS,
     GLUE,
@@ -430,7 +430,9 @@ def load(source: Source) -> Corpus:
         regression = declared is None and is_regression(train)
     anything = source.labels == "classes" or declared is not None
     if source.test is not None:
-        evals[TEST] = read_file(source.test, file_columns(source, task, source.test), "--test")
+        evals[TEST] = read_file(
+            source.test, file_columns(source.columns, task, source.test), "--test"
+        )
     rest, bare = None, []
     if not regression and not anything:
         (train, rest), *others = map(with_labels, (train, *evals.values()))
@@ -440,7 +442,7 @@ def load(source: Source) -> Corpus:
     train, evals, names = encode(train, evals, regression, declared, anything)
     test, more = evals.pop(TEST, None), rest
     if source.unlabelled is not None:
-        columns = file_columns(source, task, source.unlabelled, labelled=False)
+        columns = file_columns(source.columns, task, source.unlabelled, labelled=False)
         more = read_file(source.unlabelled, columns, "--unlabelled")
         more = more if rest is None else rest.followed_by(more)
     return Corpus(
@@ -472,8 +474,8 @@ def _read_files(source: Source, task: Task | None) -> tuple[Rows, dict[str, Rows
         raise InputError("--eval is missing: name the file to evaluate on")
     if source.train is None:
         raise InputError("--train is missing: name the file to train on")
-    train = read_file(source.train, file_columns(source, task, source.train), "--train")
-    columns = file_columns(source, task, source.evals)
+    train = read_file(source.train, file_columns(source.columns, task, source.train), "--train")
+    columns = file_columns(source.columns, task, source.evals)
     return train, {"": read_file(source.evals, columns, "--eval")}
 
 
@@ -489,7 +491,7 @@ def _read_splits(
         eval_splits, columns = task.eval_splits, task.hub
     if source.eval_split is not None:
         eval_splits = (source.eval_split,)
-    columns = _override(source, columns)
+    columns = _override(source.columns, columns)
     assert dataset is not None
     train, declared = read_hub(dataset, config, source.train_split, columns, option)
     evals: dict[str, Rows] = {}
@@ -577,34 +579,35 @@ def _also_in(train: Rows, sets: list[Rows]) -> int:
     return sum(wanted.pop(hash(texts), 0) for texts in train.both_texts())
 
 
-def _override(source: ColumnOptions, columns: Columns) -> Columns:
+def _override(asked: Columns, columns: Columns) -> Columns:
     return Columns(
-        source.text_column or columns.text,
-        source.text_pair_column or columns.pair,
-        source.label_column or columns.label,
-        columns.header and not source.no_header,
+        asked.text or columns.text,
+        asked.pair or columns.pair,
+        asked.label or columns.label,
+        columns.header and asked.header,
     )
 
 
-def file_columns(
-    source: ColumnOptions, task: Task | None, path: Path, labelled: bool = True
-) -> Columns:
-    """GLUE's own layout for a task's files, or the hub's columns where the header has them."""
+def file_columns(asked: Columns, task: Task | None, path: Path, labelled: bool = True) -> Columns:
+    """GLUE's own layout for a task's files, or the hub's columns where the header has them.
+
+    The names that are ``asked`` for go before these.
+    """
     columns = Columns()
     if task is not None:
         columns = task.file
         hub = {name for name in (task.hub.text, task.hub.pair, task.hub.label) if name is not None}
-        if not source.no_header and hub <= set(first_row(path)):
+        if asked.header and hub <= set(first_row(path)):
             columns = task.hub
-    elif source.no_header:
-        needed = {"--text-column": source.text_column}
+    elif not asked.header:
+        needed = {"--text-column": asked.text}
         if labelled:
-            needed["--label-column"] = source.label_column
+            needed["--label-column"] = asked.label
         if None in needed.values():
             raise InputError(
                 f"--no-header needs {' and '.join(needed)} as numbers, the first being 0"
             )
-    columns = _override(source, columns)
+    columns = _override(asked, columns)
     if is_text(path):
         if columns.pair is not None:
             raise InputError(

@@ -142,21 +142,24 @@ def be_quiet() -> None:
 
 
 def load_teacher(
-    settings: Pairing, name: str, corpus: Corpus, tokenizer: Any
+    settings: Pairing, name: str, corpus: Corpus, tokenizer: Any, fresh_head: bool = False
 ) -> tuple[PreTrainedModel, Corpus]:
-    """The teacher called ``name`` with a head for this corpus, and the corpus in its order."""
+    """The teacher called ``name`` with a head for this corpus, and the corpus in its order.
+
+    The head may be random only where a ``fresh_head`` will do.
+    """
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
     fitting = config.num_labels == corpus.num_labels
     head = class_names(config) if fitting else None
     _fit(config, corpus.names, tokenizer)
     set_seed(settings.seed)
     options = attention_for(settings.method, settings.attention)
-    if settings.finetune_teacher:
+    if fresh_head:
         options["dtype"] = torch.float32  # see `assemble`
     teacher, fresh = _load_weights(
         "--teacher", name, settings.trust_remote_code, config=config, **options
     )
-    if fresh and not settings.finetune_teacher:
+    if fresh and not fresh_head:
         what = "no classification head" if fitting else f"no head for {corpus.num_labels} labels"
         raise InputError(
             f"--teacher {name}: it has {what} ({', '.join(fresh[:3])} would be random); "
@@ -167,7 +170,8 @@ def load_teacher(
             f"--tokenizer has {len(tokenizer)} tokens but the teacher's vocabulary has "
             f"{teacher.config.vocab_size}"
         )
-    corpus = _in_order_of_head(settings, corpus, head)
+    who = f"--teacher {settings.teacher}"
+    corpus = _in_order_of_head(settings.label_order, corpus, head, who, fresh_head)
     _fit(teacher.config, corpus.names, tokenizer)
     return teacher, corpus
 
@@ -183,27 +187,27 @@ def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def _in_order_of_head(settings: Pairing, corpus: Corpus, head: list[str] | None) -> Corpus:
-    """``corpus`` with its classes in the order of those of the teacher's ``head``, by their names.
+def _in_order_of_head(
+    asked: str | None, corpus: Corpus, head: list[str] | None, who: str, fresh: bool = False
+) -> Corpus:
+    """``corpus`` with its classes in the order of those of ``who``'s ``head``, by their names.
 
-    Without a fitting ``head`` the order is free. One that doesn't say what its classes are is taken
-    in the order of numbered classes.
+    What is ``asked`` with --label-order goes before it. Without a fitting ``head`` the order is
+    free. One that doesn't say what its classes are is taken in the order of numbered classes,
+    unless it learns these ``fresh``.
     """
     names = corpus.names
     if names is None:
-        if settings.label_order is not None:
+        if asked is not None:
             raise InputError("--label-order is about classes, and the labels are numbers")
         return corpus
-    if settings.label_order is not None:
-        return in_order_of(label_order(settings.label_order, names, "the data"), corpus)
+    if asked is not None:
+        return in_order_of(label_order(asked, names, "the data"), corpus)
     if head is None:
         return corpus
     order = _by_names(names, head)
-    if order is not None or settings.finetune_teacher:
+    if order is not None or fresh:
         return in_order_of(order, corpus)
-    who = f"--teacher {settings.teacher}"
-    if settings.teacher is None:
-        who = f"--teacher-cache {settings.teacher_cache}"
     if not corpus.numbered:
         raise InputError(
             f"{who}: its head names its classes {', '.join(head)}, the data {', '.join(names)}; "
@@ -278,11 +282,9 @@ def check_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: s
 
 
 def load_cached_teacher(
-    settings: Pairing, corpus: Corpus
+    settings: Pairing, folder: Path, corpus: Corpus
 ) -> tuple[TeacherCache, dict[str, Any], Any, Corpus]:
     """What `fastkd cache` wrote: cache, report, tokenizer; and the corpus in its order."""
-    folder = settings.teacher_cache
-    assert folder is not None
     option = "--teacher-cache"
     about = read_marker(folder)
     if not (folder / STUDENT).is_dir() or about is None:
@@ -300,20 +302,19 @@ def load_cached_teacher(
             f"{option} {folder}: its student is damaged ({why}); the same `fastkd cache` again "
             "writes it"
         )
-    config = _cached_config(settings)
+    config = _cached_config(settings, folder)
     if config.num_labels != corpus.num_labels:
         raise InputError(
             f"{option} {folder}: its teacher's head has {config.num_labels} outputs, the data "
             f"needs {corpus.num_labels}"
         )
-    return cache, about, tokenizer, _in_order_of_head(settings, corpus, class_names(config))
+    who, head = f"{option} {folder}", class_names(config)
+    return cache, about, tokenizer, _in_order_of_head(settings.label_order, corpus, head, who)
 
 
-def _cached_config(settings: Pairing) -> Any:
+def _cached_config(settings: Pairing, folder: Path) -> Any:
     """The configuration of the student in a cache; its head is the teacher's."""
-    assert settings.teacher_cache is not None
-    name = str(settings.teacher_cache / STUDENT)
-    return load("--teacher-cache", name, AutoConfig, settings.trust_remote_code)
+    return load("--teacher-cache", str(folder / STUDENT), AutoConfig, settings.trust_remote_code)
 
 
 def make_student(
@@ -321,18 +322,19 @@ def make_student(
     teacher: Any,
     tokenizer: Any,
     layers: list[int] | None = None,
+    cache: Path | None = None,
 ) -> PreTrainedModel:
-    """The student: a path or hub name, what a cache holds, or ``layers`` of the teacher.
+    """The student: a path or hub name, what a ``cache`` holds, or ``layers`` of the teacher.
 
     Those are by default what --teacher-layers says.
     """
-    if settings.teacher_cache is not None:
+    if cache is not None:
         if settings.student is not None:
-            config = _cached_config(settings)
+            config = _cached_config(settings, cache)
             return _student_from_path(settings, settings.student, config, tokenizer)
         return load(
             "--teacher-cache",
-            str(settings.teacher_cache / STUDENT),
+            str(cache / STUDENT),
             AutoModelForSequenceClassification,
             settings.trust_remote_code,
             **attention_for(settings.method, settings.attention),

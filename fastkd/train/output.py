@@ -19,7 +19,6 @@ from fastkd.distributed import world_size
 from fastkd.train import processes, trainer_args
 from fastkd.train.data import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.loop import Checkpoints
 from fastkd.train.options import as_json
 from fastkd.train.rows import Rows, fingerprint
 from fastkd.train.saving import (
@@ -37,6 +36,7 @@ from fastkd.train.saving import (
     write_json,
 )
 from fastkd.train.settings import Settings
+from fastkd.train.training import Checkpoints
 
 RESULTS = ("student", "teacher")
 # Beside them in ``unfinished/``, by what is trained.

@@ -29,7 +29,6 @@ from fastkd.train.card import CARD, write_card
 from fastkd.train.data import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
-from fastkd.train.loop import Checkpoints, Watch, check_trackers, stopping_at_once, train
 from fastkd.train.models import (
     STUDENT,
     attention_for,
@@ -69,6 +68,7 @@ from fastkd.train.saving import (
 )
 from fastkd.train.score import accepted, doubt, evaluate, predict
 from fastkd.train.settings import SELECT, Pairing, Settings
+from fastkd.train.training import Checkpoints, Watch, check_trackers, stopping_at_once, train
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
 SELECTION_ROWS = 2048
@@ -170,13 +170,13 @@ class Run:
             torch.cuda.synchronize()
 
     def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
-        """Train the teacher on the task, in place; ``watch`` are fields of `loop.Watch`."""
+        """Train the teacher on the task, in place; ``watch`` are fields of `training.Watch`."""
         self.teacher.requires_grad_(True).train()
         trainer = functools.partial(TeacherTrainer, model=self.teacher)
         return self._train(trainer, self.teacher, self.train_rows, plan, "teacher", **watch)
 
     def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
-        """Train the student; ``watch`` are fields of `loop.Watch`."""
+        """Train the student; ``watch`` are fields of `training.Watch`."""
         trainer = functools.partial(StudentTrainer, model=distiller.to(self.device))
         return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
 
@@ -281,7 +281,7 @@ def _fit_together(
     run, prints = _with_teacher(settings, out, corpus, plan, display)
     prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
     # A mistake shows now, not after the teacher's fine-tuning.
-    distiller = assemble(settings, run)
+    distiller = assemble(settings, run, gather=settings.gather)
     student = cast(PreTrainedModel, distiller.student)
     check_length(settings.max_length, run.tokenizer, student, "student")
     if settings.student is not None:
@@ -310,7 +310,8 @@ def _with_teacher(
 ) -> tuple[Run, dict[str, str]]:
     """The run with its teacher, or what one has said before."""
     if settings.teacher_cache is not None:
-        cache, about, tokenizer, corpus = load_cached_teacher(settings, corpus)
+        folder = settings.teacher_cache
+        cache, about, tokenizer, corpus = load_cached_teacher(settings, folder, corpus)
         prints = corpus_fingerprints(corpus)
         student = read_json(cache.path / STUDENT / MARKER)["files"]
         parts = [cache.digest, json.dumps(student, sort_keys=True)]
@@ -319,9 +320,10 @@ def _with_teacher(
         return run, prints
     assert settings.teacher is not None
     tokenizer = load_tokenizer(settings)
-    finetuned = bool(settings.finetune_teacher) and _is_complete(out.teacher)
+    fresh = bool(settings.finetune_teacher)
+    finetuned = fresh and _is_complete(out.teacher)
     name = str(out.teacher) if finetuned else settings.teacher
-    teacher, corpus = load_teacher(settings, name, corpus, tokenizer)
+    teacher, corpus = load_teacher(settings, name, corpus, tokenizer, fresh)
     prints = corpus_fingerprints(corpus)
     if not finetuned:
         prints["teacher weights"] = model_fingerprint(teacher)
@@ -355,7 +357,9 @@ def select(settings: Pairing, run: Run) -> list[int] | None:
     return found
 
 
-def assemble(settings: Pairing, run: Run, selected: list[int] | None = None) -> Distiller:
+def assemble(
+    settings: Pairing, run: Run, selected: list[int] | None = None, gather: bool = False
+) -> Distiller:
     """A fresh student and method, the same ones every time.
 
     Layers that were ``selected``, now or for a cache, make the student, and are what the method
@@ -364,10 +368,11 @@ def assemble(settings: Pairing, run: Run, selected: list[int] | None = None) -> 
     selected = selected or run.cached.get("selected")
     set_seed(settings.seed)
     # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
-    student = make_student(settings, run.teacher, run.tokenizer, selected).float()
+    cache = run.teacher.path if run.cached else None
+    student = make_student(settings, run.teacher, run.tokenizer, selected, cache).float()
     method = make_method(settings.method, settings.options, settings.preset, selected)
     try:
-        return Distiller(run.teacher, student, method, gather=settings.gather)
+        return Distiller(run.teacher, student, method, gather=gather)
     except (TypeError, ValueError) as error:
         eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
         message = f"--method {settings.method} with this student: {error}{eager}"
@@ -408,7 +413,7 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     selected = None
     if settings.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(settings, run))
-    distiller = assemble(settings, run, selected)
+    distiller = assemble(settings, run, selected, settings.gather)
     student = cast(PreTrainedModel, distiller.student)
     report: dict[str, Any] = {
         "fastkd": fastkd.__version__,

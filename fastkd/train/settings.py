@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fastkd.distill.baselines import NAMES
 from fastkd.train.errors import InputError
@@ -16,7 +16,7 @@ from fastkd.train.options import (
     run_option,
     training_option,
 )
-from fastkd.train.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
+from fastkd.train.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS, Columns
 
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
@@ -53,6 +53,12 @@ class ColumnOptions(Checked):
     text_pair_column: str | None = data_option(None, "Column of the second text.")
     label_column: str | None = data_option(None, "Column of the label (label).")
     no_header: bool = data_option(False, "The files have no header; columns are 0, 1, 2, ...")
+
+    @property
+    def columns(self) -> Columns:
+        """Those that are given."""
+        label = self.label_column
+        return Columns(self.text_column, self.text_pair_column, label, not self.no_header)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +130,6 @@ class Source(ColumnOptions):
 class Pairing(Source):
     """Teacher, student and method."""
 
-    # Options that only some commands have.
-    finetune_teacher: ClassVar[float] = 0.0
-    teacher_cache: ClassVar[Path | None] = None
-    gather: ClassVar[bool] = False
-
     teacher: str = option(..., "Teacher: a directory or a hub name.")
     trust_remote_code: bool = remote_code()
     tokenizer: str | None = model_option(None, "Tokenizer, if not the teacher's.")
@@ -178,11 +179,11 @@ class Settings(Pairing):
     teacher: str | None = option(  # type: ignore[assignment]
         None, "Teacher: a directory or a hub name."
     )
-    teacher_cache: Path | None = model_option(  # type: ignore[misc]
+    teacher_cache: Path | None = model_option(
         None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR"
     )
     out: Path = run_option(Path("runs/distill"), "Directory for the student and its report.")
-    finetune_teacher: float = model_option(  # type: ignore[misc]
+    finetune_teacher: float = model_option(
         0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
     )
     teacher_learning_rate: float = model_option(
@@ -195,9 +196,7 @@ class Settings(Pairing):
     warmup: float = training_option(
         0.1, "Share of the steps that warms up, 0 to 1.", least=0, most=1
     )
-    gather: bool = training_option(  # type: ignore[misc]
-        False, "Losses that compare samples see those of all processes."
-    )
+    gather: bool = training_option(False, "Losses that compare samples see those of all processes.")
     trainer_args: Path | None = training_option(
         None,
         "YAML file of further arguments of transformers.TrainingArguments.",

@@ -34,7 +34,7 @@ from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method
 from fastkd.distill.baselines import BASELINES
 from fastkd.distill.capture import Backbone
-from fastkd.train import loop, options, saving
+from fastkd.train import options, saving, training
 from fastkd.train.errors import InputError
 from fastkd.train.saving import (
     MARKER,
@@ -785,14 +785,14 @@ def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypa
 
 def stop_at(monkeypatch, step, how):
     """Let ``how()`` happen after training step ``step``."""
-    original = loop.Watcher.on_step_end
+    original = training.Watcher.on_step_end
 
     def on_step_end(self, args, state, control, **rest):
         if state.global_step == step:
             how()
         return original(self, args, state, control, **rest)
 
-    monkeypatch.setattr(loop.Watcher, "on_step_end", on_step_end)
+    monkeypatch.setattr(training.Watcher, "on_step_end", on_step_end)
 
 
 def crash():

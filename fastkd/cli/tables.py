@@ -1,0 +1,52 @@
+"""The files that `fastkd evaluate` and `fastkd predict` write."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fastkd.cli.settings import UseSettings
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.finished import Finished
+from fastkd.train.models import be_quiet
+from fastkd.train.plan import Plan, choose_device
+from fastkd.train.saving import check_new_file
+
+
+def begin(settings: UseSettings) -> Finished:
+    """The model, once nothing is in the way of its answers."""
+    be_quiet()
+    check_new_file(settings.out, settings.overwrite)
+    if settings.out is not None and settings.out.suffix not in FORMATS:
+        raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
+    device = choose_device(settings.device, settings.precision)
+    plan = Plan(batch_size=settings.batch_size, precision=settings.precision, device=device)
+    return Finished(settings.model, plan, settings.trust_remote_code, settings.onnx)
+
+
+def _tsv(found: list[dict[str, Any]]) -> str:
+    """Unquoted, as `fastkd` reads it: what separates cells and rows is a space within a text."""
+    table = ([*found[0]], *(row.values() for row in found))
+    return "".join("\t".join(map(_cell, row)) + "\n" for row in table)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
+
+
+def _csv(found: list[dict[str, Any]]) -> str:
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, list(found[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return lines.getvalue()
+
+
+FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    ".tsv": _tsv,
+    ".csv": _csv,
+    ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
+    ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
+}

@@ -1,0 +1,168 @@
+"""A finished model: what is known of its training, and its answers to rows."""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DataCollatorWithPadding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from fastkd._extras import require
+from fastkd.train.data import file_columns, read_file, unlabelled
+from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.files import check_file, first_row
+from fastkd.train.models import class_names, load_classifier, longest
+from fastkd.train.plan import Plan
+from fastkd.train.rows import Encoder, Rows
+from fastkd.train.saving import read_marker
+from fastkd.train.score import predict
+from fastkd.train.tasks import TASKS, Columns
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the marker of a model says of its training, as far as it can be read."""
+
+    columns: Columns
+    task: str | None
+    max_length: int | None
+
+
+def training_of(model: Path) -> Training | None:
+    """That of the model in a directory, if fastkd has trained it."""
+    settings = (read_marker(model) or {}).get("settings")
+    if not isinstance(settings, dict):
+        return None
+    names = ("text_column", "text_pair_column", "label_column", "task", "data")
+    text, pair, label, task, data = (
+        x if isinstance(x := settings.get(name), str) else None for name in names
+    )
+    length = settings.get("max_length")
+    return Training(
+        Columns(text, pair, label),
+        next((name for name in (task, data) if name in TASKS), None),
+        length if isinstance(length, int) and length >= 4 else None,
+    )
+
+
+def columns_of(
+    asked: Columns,
+    task: str | None,
+    path: Path,
+    labelled: bool,
+    model: str,
+    training: Training | None,
+) -> Columns:
+    """Those of --data that are ``asked`` for, or else those of the training where it has them.
+
+    Raises:
+        InputError: the ``model`` was trained on pairs of texts, and there is no second one.
+    """
+    check_file(path, "--data")
+    then = training or Training(NONE_ASKED, None, None)
+    before = file_columns(then.columns, TASKS.get(then.task or ""), path, labelled)
+    if (asked, task) == (NONE_ASKED, None) and before.header:
+        names = {before.text, before.pair, before.label} - {None}
+        if names <= set(first_row(path)):
+            return before
+    columns = file_columns(asked, TASKS.get(task or ""), path, labelled)
+    if before.pair is not None and columns.pair is None:
+        raise InputError(
+            f"{model} was trained on pairs of texts; --text-pair-column says where the second is "
+            f"in {path}"
+        )
+    return columns
+
+
+NONE_ASKED = Columns(label=None)
+
+
+class Finished:
+    """A finished model, or an ONNX export in its place."""
+
+    def __init__(self, name: str, plan: Plan, remote_code: bool, onnx: Path | None = None):
+        local = Path(name).expanduser()
+        self.name, self.plan, self.onnx = name, plan, onnx
+        self.training = training_of(local)
+        self.model, self.tokenizer = load_classifier(name, remote_code)
+        self.classes = class_names(self.model.config)
+        #: The class whose F1 was a score in its training.
+        self.positive = 0 if (read_marker(local) or {}).get("f1_of") == 0 else 1
+        torch.nn.Module.to(self.model, plan.device).eval()
+
+    def read(self, path: Path, asked: Columns, task: str | None, labelled: bool) -> Rows:
+        """The rows of --data; without labels also those without text."""
+        columns = columns_of(asked, task, path, labelled, self.name, self.training)
+        rows = read_file(path, columns, "--data", every=not labelled)
+        return rows if labelled else unlabelled(rows, regression=self.classes is None)
+
+    def logits(self, rows: Rows, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, classes), or (rows, 1) of a model that predicts a number; and the labels.
+
+        Without a ``max_length`` texts are as long as in the training.
+        """
+        limit = longest(self.tokenizer, self.model)
+        trained = None if self.training is None else self.training.max_length
+        length = max_length or min(limit, trained or limit)
+        if length > limit:
+            raise InputError(f"--max-length {length}: the model reads at most {limit}")
+        encoded = Encoder(self.tokenizer, length)(rows)
+        model: Any = self.model if self.onnx is None else OnnxModel(self.onnx)
+        found = predict(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)
+        outputs = found[0].shape[-1]
+        if outputs != self.model.config.num_labels:
+            raise InputError(
+                f"--onnx {self.onnx}: it has {outputs} outputs, and --model {self.name} "
+                f"{self.model.config.num_labels}"
+            )
+        if not np.isfinite(found[0]).all():
+            raise RunFailed(f"--model {self.name}: its outputs are not finite")
+        return found
+
+
+class OnnxModel(torch.nn.Module):
+    """An ONNX export in the place of the model it was made from."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        runtime = require("onnxruntime", "onnx")
+        if not path.is_file():
+            raise InputError(f"--onnx {path}: no such file")
+        try:
+            self.session = runtime.InferenceSession(str(path))
+        except Exception as error:  # its own types, one for each status
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"--onnx {path}: can't be loaded ({reason})") from None
+        self.path = path
+        self.inputs = [entry.name for entry in self.session.get_inputs()]
+        outputs = len(self.session.get_outputs())
+        known = list(inspect.signature(self.forward).parameters)
+        if outputs != 1 or not set(self.inputs) <= set(known):
+            raise InputError(
+                f"--onnx {path}: reads {', '.join(self.inputs)} and has {outputs} outputs; "
+                f"it must read some of {', '.join(known)} and have one"
+            )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+        }
+        given = {name: inputs[name].cpu().numpy() for name in self.inputs}
+        try:
+            (logits,) = self.session.run(None, given)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"--onnx {self.path}: can't be run ({reason})") from None
+        return SequenceClassifierOutput(logits=torch.from_numpy(logits))
