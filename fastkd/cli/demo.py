@@ -26,11 +26,10 @@ from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import LEVEL, Difference, summarize
 from fastkd.study.task import TaskWork
-from fastkd.study.work import finish, leave_launcher, results, run_all
+from fastkd.study.work import Runs, leave_launcher
 from fastkd.train.errors import InputError
 from fastkd.train.models import be_quiet
 from fastkd.train.packaged import teacher_path
-from fastkd.train.progress import Display
 from fastkd.train.run import save_model
 from fastkd.train.saving import MARKER, locked, read_json, read_marker, write_json
 from fastkd.train.training import stopping_at_once
@@ -110,15 +109,17 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     if settings.steps is not None:
         size = dataclasses.replace(size, student_steps=settings.steps)
     study = make_study(size, settings.seed, settings.device)
-    out, work = settings.out, TaskWork(study, study.tasks[0], settings.out / "runs")
+    out, display = settings.out, RichDisplay(console)
+    runs = Runs(study, out / "runs", display)
+    (work,) = runs.tasks.values()
     theirs = read_marker(out / "student") or {}
     if (out / "student").exists() and "students" not in theirs:
         raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
     number, together = leave_launcher()
     if number:  # a launcher's other processes help the first
-        run_all(study, work.out, 1, Display())
+        runs.train(1)
         return {}
-    with stopping_at_once(), locked(out), RichDisplay(console) as display:
+    with stopping_at_once(), locked(out), display:
         display.say(f"teacher: {teacher.parent.name}, device {work.device}, seed {settings.seed}")
         display.say("reading the docstrings of Python's standard library ...")
         corpus = work.corpus
@@ -128,16 +129,15 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
             f"the students, {len(corpus.evals[''])} held out; "
             f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
         )
-        work.display = display
         work.make_teacher()
         display.say(
             f"students: {len(study.variants)} methods, {size.seeds} seeds, {study.budget} each"
         )
         cores = min(MOST_PROCESSES, os.cpu_count() or 1)
         alone = settings.fast or together > 1 or work.device.type == "cuda"
-        run_all(study, work.out, 1 if alone else cores, display)
-        finish(study, work.out, display)
-        report = {**_report(study, size, work), "processes": together}
+        runs.train(1 if alone else cores)
+        runs.finish()
+        report = {**_report(runs, size), "processes": together}
         display.say("training the best student once more, to keep it ...")
         _keep_best(report, study, work, size)
         report["seconds"] = time.perf_counter() - began
@@ -147,10 +147,11 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     return report
 
 
-def _report(study: Study, size: Size, work: TaskWork) -> dict[str, Any]:
+def _report(runs: Runs, size: Size) -> dict[str, Any]:
     """What demo.json holds, from the files of the runs."""
+    study, found = runs.study, runs.results()
+    (work,) = runs.tasks.values()
     teacher = read_json(work.folder / MARKER)
-    found = results(study, work.out)
     (summary,) = summarize(study, found, {work.task.name: teacher})
     rows = {row.variant: row for row in summary.rows}
     first = {name: found[work.task.name, name, study.seeds[0]] for name in rows}

@@ -5,9 +5,10 @@ import os
 from rich.console import Console
 
 from fastkd.cli.display import RichDisplay
-from fastkd.study import report, work
+from fastkd.study import report
 from fastkd.study.settings import StudySettings
 from fastkd.study.spec import read
+from fastkd.study.work import Runs, leave_launcher
 from fastkd.train.errors import RunFailed
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_directory
@@ -22,7 +23,7 @@ def run(settings: StudySettings, console: Console) -> None:
         RunFailed: a process died, and the report is without its runs.
     """
     study = read(settings)
-    number, together = work.leave_launcher()
+    number, together = leave_launcher()
     be_quiet()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_directory("--out", settings.out)
@@ -36,13 +37,13 @@ def run(settings: StudySettings, console: Console) -> None:
             f"{count} runs: {len(study.tasks)} data sets, {len(study.variants)} variants, "
             f"{len(study.seeds)} seeds, {study.budget} each"
         )
-        runs = settings.runs or settings.out
-        whole = work.run_all(study, runs, 1 if together > 1 else settings.jobs, display)
+        runs = Runs(study, settings.runs or settings.out, display)
+        whole = runs.train(1 if together > 1 else settings.jobs)
         if number:  # the first of a launcher's processes writes the report
             return
         if together > 1:
-            work.finish(study, runs, display)
-        summaries = report.write(study, runs, settings.out)
+            runs.finish()
+        summaries = report.write(runs, settings.out)
         for summary in summaries:
             display.say(f"{summary.task}: {report.told(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")

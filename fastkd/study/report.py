@@ -27,8 +27,7 @@ from fastkd.study.statistics import (
     empty_classes,
     summarize,
 )
-from fastkd.study.task import TaskWork
-from fastkd.study.work import jobs, results
+from fastkd.study.work import Runs
 from fastkd.train.errors import InputError
 from fastkd.train.saving import MARKER, read_json, read_marker, write_file, write_json
 
@@ -95,13 +94,12 @@ def claim(out: Path) -> None:
     write_json(out / MARKER, {"study": FILES})
 
 
-def write(study: Study, runs: Path, out: Path) -> list[Summary]:
+def write(runs: Runs, out: Path) -> list[Summary]:
     """Write report.html, report.md, summary.csv, runs.csv and the pictures into ``out``."""
-    tasks = {task.name: TaskWork(study, task, runs) for task in study.tasks}
-    teachers = {name: read_json(task.folder / MARKER) for name, task in tasks.items()}
-    found = results(study, runs)
+    study, found = runs.study, runs.results()
+    teachers = {name: read_json(task.folder / MARKER) for name, task in runs.tasks.items()}
     summaries = summarize(study, found, {k: v for k, v in teachers.items() if v})
-    missing = len(jobs(study, runs, tasks)) - len(found)
+    missing = len(runs.jobs) - len(found)
     pictures = []
     for name, title, draw in (
         ("forest", "Difference to the baseline", _forest),

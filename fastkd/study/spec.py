@@ -60,6 +60,17 @@ class Variant:
         """Whether the models have to keep attention maps."""
         return attention_for(self.method, self.attention).get("attn_implementation") == "eager"
 
+    @property
+    def compares_selected(self) -> bool:
+        """Whether the method compares the layers that MC3KD's Algorithm 1 chooses."""
+        layers = self.options.get("layers")
+        return layers == SELECT or (self.method == "mc3kd" and layers is None)
+
+    @property
+    def selects(self) -> bool:
+        """Whether these layers are needed at all."""
+        return self.compares_selected or self.teacher_layers == SELECT
+
     def json(self) -> dict[str, Any]:
         """What its result depends on; defaults too, which may change."""
         layers = self.options.get("layers")

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -33,7 +33,7 @@ from fastkd.train import data
 from fastkd.train.data import Corpus
 from fastkd.train.docstrings import load_docstrings
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.models import check_length, count, let_pad, load
+from fastkd.train.models import check_depth, check_length, count, fit_config, let_pad, load
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.packaged import teacher_path
 from fastkd.train.plan import Plan, choose_device
@@ -48,8 +48,6 @@ filelock: Any = require("filelock", "train")
 SELECTION_ROWS = 256
 TEACHER_SEED = 0
 CALIBRATION_STEPS = 8
-#: Gives the layers that MC3KD's Algorithm 1 chooses.
-Selected = Callable[[], list[int]]
 MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 
 
@@ -196,13 +194,7 @@ class TaskWork:
     def _pretrained(self, attention: str) -> PreTrainedModel:
         """The model that the teacher was, with a fresh head."""
         model = _from(self.name, attention, self.corpus.num_labels).to(self.device).float()
-        names = self.corpus.names
-        model.config.problem_type = "regression" if names is None else "single_label_classification"
-        if names is not None:
-            model.config.id2label = dict(enumerate(names))
-            model.config.label2id = {name: i for i, name in enumerate(names)}
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = self.tokenizer.pad_token_id
+        fit_config(model.config, self.corpus.names, self.tokenizer)
         return model
 
     def _finetune(self) -> None:
@@ -270,22 +262,14 @@ class TaskWork:
             batch = run.collate([encoded[i] for i in range(start, stop)])
             yield {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
 
-    def _layers(self, layers: Any, teacher: PreTrainedModel, selected: Selected) -> list[int]:
-        if layers == SELECT:
-            return selected()
-        depth = Backbone(teacher, "teacher").num_layers
-        wanted = self.study.student_layers
-        if wanted > depth:
-            raise InputError(f"student_layers {wanted}: the teacher has only {depth} layers")
+    def _layers(self, layers: Any, teacher: PreTrainedModel) -> list[int]:
+        depth, wanted = Backbone(teacher, "teacher").num_layers, self.study.student_layers
+        check_depth("student_layers", wanted, depth)
         return resolve_layers(layers, depth, wanted)
 
-    def _method(self, variant: Variant, selected: Selected) -> Method:
-        options = dict(variant.options)
-        if options.get("layers") == SELECT or (
-            variant.method == "mc3kd" and options.get("layers") is None
-        ):
-            options["layers"] = selected()
-        return build(variant.method, options)
+    def _method(self, variant: Variant, selected: list[int]) -> Method:
+        layers = {"layers": selected} if variant.compares_selected else {}
+        return build(variant.method, {**variant.options, **layers})
 
     def check(self) -> None:
         """Raise if a variant can't be trained, which shows before the teacher has learned."""
@@ -294,10 +278,10 @@ class TaskWork:
         for eager in sorted({variant.eager for variant in self.study.variants}):
             teacher = self._pretrained("eager" if eager else "sdpa")
             check_length(self.task.max_length, self.tokenizer, teacher, "teacher")
-            stand_in = functools.partial(self._layers, "uniform", teacher, list)
             for variant in self.study.variants:
                 if variant.eager == eager:
                     with self._told(variant):
+                        stand_in = self._layers("uniform", teacher) if variant.selects else []
                         self._pair(variant, teacher, teacher, stand_in)
 
     @contextlib.contextmanager
@@ -310,20 +294,26 @@ class TaskWork:
             raise InputError(f"{variant.name} on {self.task.name}: {error}") from error
 
     def _pair(
-        self, variant: Variant, teacher: Any, source: PreTrainedModel, selected: Selected
+        self, variant: Variant, teacher: Any, source: PreTrainedModel, selected: list[int]
     ) -> Distiller:
         """A fresh student of ``source``, and a method, beside the teacher or its cache."""
-        layers = self._layers(variant.teacher_layers, source, selected)
+        layers = variant.teacher_layers
+        layers = selected if layers == SELECT else self._layers(layers, source)
         student = cast(PreTrainedModel, student_from_teacher(source, layers))
         return Distiller(teacher, student, self._method(variant, selected))
 
-    def _distiller(self, variant: Variant, cached: bool) -> Distiller:
+    def _distiller(self, variant: Variant, cached: bool, seed: int | None = None) -> Distiller:
+        """A fresh student and method; what is loaded for them draws nothing after the ``seed``."""
         teacher = source = self.eager_teacher if variant.eager else self.teacher
+        with self._told(variant):
+            kept: Any = self.cache if cached and self._can_cache(variant) else teacher
+            selected = self.selected if variant.selects else []
+        if seed is not None:
+            set_seed(seed)
         if self.study.student == "pretrained":
             source = self._pretrained("eager" if variant.eager else "sdpa")
         with self._told(variant):
-            kept: Any = self.cache if cached and self._can_cache(variant) else teacher
-            return self._pair(variant, kept, source, lambda: self.selected)
+            return self._pair(variant, kept, source, selected)
 
     def _can_cache(self, variant: Variant) -> bool:
         return self.study.cache and not variant.eager and variant.method != "labels"
@@ -342,8 +332,7 @@ class TaskWork:
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not done.exists():
                 self.display.say(f"{self.task.name}: keeping the teacher's outputs ...")
-                layers_of_any = self._layers("uniform", self.teacher, list)
-                student = student_from_teacher(self.teacher, layers_of_any)
+                student = student_from_teacher(self.teacher, self._layers("uniform", self.teacher))
                 method = _Everything(sorted(layers))
                 distiller = Distiller(self.teacher, cast(PreTrainedModel, student), method)
                 distiller.cache_teacher(self._batches(), folder)
@@ -370,9 +359,7 @@ class TaskWork:
         """
         study = self.study
         steps = study.steps or self.steps_in(cast(float, study.seconds), variant)
-        self._distiller(variant, cached=True)  # what is loaded for it draws random numbers
-        set_seed(seed)
-        distiller = self._distiller(variant, cached=True)
+        distiller = self._distiller(variant, cached=True, seed=seed)
         run = self._run(steps, seed, not distiller.method.uses_teacher)
         memory = PeakMemory(self.device)
         title = f"{variant.name}, seed {seed}"
@@ -382,11 +369,8 @@ class TaskWork:
 
     def train(self, variant: Variant, seed: int) -> dict[str, Any]:
         """Train and score one student: what its file says."""
-        about = {
-            "hyperparameters": _plain(
-                self._method(variant, lambda: self.selected).hyperparameters()
-            ),
-        }
+        method = self._method(variant, self.selected if variant.compares_selected else [])
+        about = {"hyperparameters": _plain(method.hyperparameters())}
         try:
             trained = self.distil(variant, seed)
         except TrainingFailed as error:

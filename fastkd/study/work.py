@@ -5,6 +5,8 @@ locked by who trains it, or free. So a study goes on after a kill, grows with it
 have helpers from a launcher, or on other machines that share the directory.
 """
 
+import functools
+import itertools
 import multiprocessing
 import os
 import re
@@ -42,35 +44,6 @@ class Job(NamedTuple):
     path: Path
 
 
-def jobs(study: Study, out: Path, tasks: dict[str, "TaskWork"]) -> list[Job]:
-    """All runs, seed by seed: a study that is cut off has few seeds of everything."""
-    found = []
-    methods = {variant.name: variant.json() for variant in study.variants}
-    for seed in study.seeds:
-        for task in study.tasks:
-            for variant in study.variants:
-                identity = {
-                    "task": task.name,
-                    **task.json(),
-                    "teacher": tasks[task.name].key,
-                    **methods[variant.name],
-                    "seed": seed,
-                    "student": study.student,
-                    "student_layers": study.student_layers,
-                    "steps": study.steps,
-                    "seconds": study.seconds,
-                    "evaluations": study.evaluations,
-                    "batch_size": study.batch_size,
-                    "learning_rate": study.learning_rate,
-                    "precision": study.precision,
-                    "device": str(tasks[task.name].device),
-                }
-                method = re.sub(r"[^\w.=]", "-", variant.method)
-                name = f"{task.name}-{method}-s{seed}-{key_of(identity)}.json"
-                found.append(Job(task, variant, seed, identity, out / "runs" / name))
-    return found
-
-
 #: What the file of a run says that did not fail.
 SAID = ("steps", "scores", "predictions", "history", "rccc", "parameters")
 
@@ -88,17 +61,6 @@ def _done(job: Job) -> bool:
     return _result(job) is not None
 
 
-def results(study: Study, out: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """What is there, by task, variant and seed."""
-    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
-    found = {}
-    for job in jobs(study, out, tasks):
-        content = _result(job)
-        if content is not None:
-            found[job.task.name, job.variant.name, job.seed] = content
-    return found
-
-
 def leave_launcher() -> tuple[int, int]:
     """This process's number among those that a launcher started, and how many they are.
 
@@ -114,38 +76,100 @@ def leave_launcher() -> tuple[int, int]:
     return found
 
 
-def finish(study: Study, out: Path, display: Display) -> None:
-    """Wait for the runs that other processes train, and take those of one that has died."""
-    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
-    while not all(map(_done, jobs(study, out, tasks))):
-        time.sleep(1)
-        work(study, out, display)
+class Runs:
+    """All runs of a study in a directory, and the data sets and teachers that they share."""
 
+    def __init__(self, study: Study, out: Path, display: Display | None = None):
+        self.study, self.out = study, out
+        self.display = display or Display()
+        self.tasks = {task.name: TaskWork(study, task, out, self.display) for task in study.tasks}
 
-def run_all(study: Study, out: Path, workers: int, display: Display) -> bool:
-    """Train everything that isn't there yet, in so many processes; False if one of them died."""
-    (out / "runs").mkdir(parents=True, exist_ok=True)
-    # What can't be used is said once, here, and before a teacher has learned.
-    tasks = {task.name: TaskWork(study, task, out) for task in study.tasks}
-    jobs(study, out, tasks)
-    for task in tasks.values():
-        task.check()
-    if workers == 1:
-        work(study, out, display)
-        return True
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
-    shared = display.shared()
-    started = [
-        context.Process(target=_worker, args=(study, out, threads, shared), daemon=True)
-        for _ in range(workers)
-    ]
-    for worker in started:
-        worker.start()
-    while any(worker.is_alive() for worker in started):
-        started[0].join(1.0)
-        time.sleep(0.2)
-    return not any(worker.exitcode for worker in started)
+    @functools.cached_property
+    def jobs(self) -> list[Job]:
+        """All runs, seed by seed: a study that is cut off has few seeds of everything."""
+        study, found = self.study, []
+        methods = {variant.name: variant.json() for variant in study.variants}
+        for seed, task, variant in itertools.product(study.seeds, study.tasks, study.variants):
+            work = self.tasks[task.name]
+            identity = {
+                "task": task.name,
+                **task.json(),
+                "teacher": work.key,
+                **methods[variant.name],
+                "seed": seed,
+                "student": study.student,
+                "student_layers": study.student_layers,
+                "steps": study.steps,
+                "seconds": study.seconds,
+                "evaluations": study.evaluations,
+                "batch_size": study.batch_size,
+                "learning_rate": study.learning_rate,
+                "precision": study.precision,
+                "device": str(work.device),
+            }
+            method = re.sub(r"[^\w.=]", "-", variant.method)
+            name = f"{task.name}-{method}-s{seed}-{key_of(identity)}.json"
+            found.append(Job(task, variant, seed, identity, self.out / "runs" / name))
+        return found
+
+    def results(self) -> dict[tuple[str, str, int], dict[str, Any]]:
+        """What is there, by task, variant and seed."""
+        found = ((job, _result(job)) for job in self.jobs)
+        return {(job.task.name, job.variant.name, job.seed): x for job, x in found if x is not None}
+
+    def finish(self) -> None:
+        """Wait for the runs that other processes train, and take those of one that has died."""
+        while not all(map(_done, self.jobs)):
+            time.sleep(1)
+            self.work()
+
+    def train(self, workers: int) -> bool:
+        """Train everything that isn't there yet, in so many processes; False if one died."""
+        (self.out / "runs").mkdir(parents=True, exist_ok=True)
+        # What can't be used is said once, here, and before a teacher has learned.
+        assert self.jobs
+        for task in self.tasks.values():
+            task.check()
+        if workers == 1:
+            self.work()
+            return True
+        context = multiprocessing.get_context("spawn")
+        threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
+        given = (self.study, self.out, threads, self.display.shared())
+        started = [context.Process(target=_worker, args=given, daemon=True) for _ in range(workers)]
+        for worker in started:
+            worker.start()
+        while any(worker.is_alive() for worker in started):
+            started[0].join(1.0)
+            time.sleep(0.2)
+        return not any(worker.exitcode for worker in started)
+
+    def work(self) -> None:
+        """Take runs until none is left."""
+        be_quiet()
+        for task in self.tasks.values():  # each by another process, if there are several
+            task.make_teacher(blocking=False)
+        tally = Tally(self.jobs, self.display)
+        for job in self.jobs:
+            if _orphaned() or _done(job):
+                continue
+            lock = filelock.FileLock(job.path.with_suffix(".lock"), blocking=False)
+            try:
+                lock.acquire()
+            except filelock.Timeout:
+                continue
+            try:
+                if not _done(job):
+                    task = self.tasks[job.task.name]
+                    task.make_teacher()  # or waits for who makes it
+                    tally.begin()
+                    result = {"run": job.identity, **task.train(job.variant, job.seed)}
+                    write_json(job.path, result)
+                    tally.tell(job, result)
+            finally:
+                job.path.with_suffix(".lock").unlink(missing_ok=True)
+                lock.release()
+        tally.track.stop()
 
 
 def _worker(
@@ -154,41 +178,9 @@ def _worker(
     torch.set_num_threads(threads)
     try:
         with shared() as display:
-            work(study, out, display)
+            Runs(study, out, display).work()
     except (InputError, RunFailed) as error:  # one sentence here too
         sys.exit(f"Error: {error}")
-
-
-def work(study: Study, out: Path, display: Display) -> None:
-    """Take runs until none is left."""
-    be_quiet()
-    tasks = {task.name: TaskWork(study, task, out, display) for task in study.tasks}
-    for task in tasks.values():  # each by another process, if there are several
-        task.make_teacher(blocking=False)
-    listed = jobs(study, out, tasks)
-    tally = Tally(listed, display)
-    for job in listed:
-        if _orphaned() or _done(job):
-            continue
-        lock = filelock.FileLock(job.path.with_suffix(".lock"), blocking=False)
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            continue
-        try:
-            if not _done(job):
-                tasks[job.task.name].make_teacher()  # or waits for who makes it
-                tally.begin()
-                result = {
-                    "run": job.identity,
-                    **tasks[job.task.name].train(job.variant, job.seed),
-                }
-                write_json(job.path, result)
-                tally.tell(job, result)
-        finally:
-            job.path.with_suffix(".lock").unlink(missing_ok=True)
-            lock.release()
-    tally.track.stop()
 
 
 class Tally:

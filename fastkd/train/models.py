@@ -151,7 +151,7 @@ def load_teacher(
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
     fitting = config.num_labels == corpus.num_labels
     head = class_names(config) if fitting else None
-    _fit(config, corpus.names, tokenizer)
+    fit_config(config, corpus.names, tokenizer)
     set_seed(settings.seed)
     options = attention_for(settings.method, settings.attention)
     if fresh_head:
@@ -172,11 +172,17 @@ def load_teacher(
         )
     who = f"--teacher {settings.teacher}"
     corpus = _in_order_of_head(settings.label_order, corpus, head, who, fresh_head)
-    _fit(teacher.config, corpus.names, tokenizer)
+    fit_config(teacher.config, corpus.names, tokenizer)
     return teacher, corpus
 
 
-def _fit(config: Any, names: list[str] | None, tokenizer: Any) -> None:
+def check_depth(option: str, wanted: int, depth: int) -> None:
+    """Raise unless a teacher of ``depth`` layers has so many for the student."""
+    if wanted > depth:
+        raise InputError(f"{option} {wanted}: the teacher has only {depth} layers")
+
+
+def fit_config(config: Any, names: list[str] | None, tokenizer: Any) -> None:
     """Make ``config`` one for these classes, or for a number, whatever it was trained on before."""
     config.num_labels = 1 if names is None else len(names)
     config.problem_type = "regression" if names is None else "single_label_classification"
@@ -359,8 +365,7 @@ def layers_of(
     scheme = settings.teacher_layers
     if scheme in (*SCHEMES, SELECT):
         wanted = settings.student_layers or max(1, depth // 2)
-        if wanted > depth:
-            raise InputError(f"--student-layers {wanted}: the teacher has only {depth} layers")
+        check_depth("--student-layers", wanted, depth)
         if scheme == SELECT and batches is not None:
             try:
                 return select_layers(teacher, batches, wanted)
@@ -393,7 +398,7 @@ def _student_from_path(
             f"{teacher.vocab_size}; both must read the same tokens"
         )
     names = None if teacher.num_labels == 1 else [*(teacher.id2label or {}).values()]
-    _fit(config, names, tokenizer)
+    fit_config(config, names, tokenizer)
     options = attention_for(settings.method, settings.attention)
     return _load_weights("--student", name, settings.trust_remote_code, config=config, **options)[0]
 

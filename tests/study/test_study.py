@@ -484,7 +484,7 @@ def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
         found, tasks=(found.tasks[0], dataclasses.replace(found.tasks[0], name="two"))
     )
     teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
-    known = work.results(spec.read(StudySettings(spec=write(root))), finished[1])
+    known = work.Runs(spec.read(StudySettings(spec=write(root))), finished[1]).results()
     results = {("two", *rest): run for (_, *rest), run in known.items()}
     left_out = found.variants[1].name
     results |= {key: run for key, run in known.items() if key[1] != left_out}
