@@ -5,6 +5,7 @@ with the tokenizer, and `MARKER`, written last: settings, scores and sizes of th
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,9 +65,9 @@ def write(settings: CacheSettings, console: Console) -> None:
             distiller = assemble(settings, run, selected).to(run.device)
         processes.by_first(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
-        distiller.prepare(_batches(run, settings.batch_size, 0, 1, most=64))
+        distiller.prepare(itertools.islice(_batches(run, settings.batch_size), 64))
         scores = run.judge(run.teacher, "teacher")
-        own = _batches(run, settings.batch_size, processes.rank(), world_size())
+        own = _batches(run, settings.batch_size, rank=processes.rank(), ranks=world_size())
         with processes.agreed(), saving(out), autocast(run.plan):
             try:
                 if len(run.all_rows) > processes.rank() * settings.batch_size:
@@ -108,17 +109,10 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
 
 
-def _batches(
-    run: Run, size: int, rank: int, ranks: int, most: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """This process's batches of the training rows, of like lengths."""
-    rows = run.all_rows
-    order = torch.as_tensor(rows.lengths).argsort(stable=True).tolist()
-    for number, start in enumerate(range(rank * size, len(order), ranks * size)):
-        if number == most:
-            return
-        batch = run.collate(rows.__getitems__(order[start : start + size]))
-        yield {name: x.to(run.device) for name, x in batch.items()}
+def _batches(run: Run, size: int, **share: int) -> Iterator[dict[str, Any]]:
+    """A process's batches of the training rows, of like lengths."""
+    order = torch.as_tensor(run.all_rows.lengths).argsort(stable=True).tolist()
+    return run.all_rows.batches(run.collate, size, order, **share, device=run.device)
 
 
 def _complete(

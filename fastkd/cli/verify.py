@@ -26,8 +26,7 @@ def verify(settings: VerifySettings, console: Console) -> bool:
         run = load(few, settings.rows, display, fresh_head=True)
         distiller = assemble(settings, run, select(settings, run)).to(run.device)
         rows = run.train_rows
-        batch = run.collate(rows.__getitems__(list(range(len(rows)))))
-        inputs = {name: x.to(run.device) for name, x in batch.items()}
+        inputs = next(rows.batches(run.collate, len(rows), device=run.device))
         display.say(f"{len(rows)} rows, device {run.device}, float64, without dropout")
         try:
             distiller.prepare([inputs])

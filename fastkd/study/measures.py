@@ -21,10 +21,7 @@ def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
     """RCCC (MC3KD, 3.2) and M_ICS (intra-class KNN, section 2) on held-out rows."""
     rows = run.eval_rows[""]
     shown = range(min(SHOWN_ROWS, len(rows)))
-    batches = [
-        {k: v.to(run.device) for k, v in run.collate([rows[i] for i in part]).items()}
-        for part in (shown[start : start + 32] for start in range(0, len(shown), 32))
-    ]
+    batches = list(rows.batches(run.collate, 32, shown, device=run.device))
     found = {"rccc": rccc(svcca_matrix(student, batches))}
     if run.corpus.names is not None:
         every = layer_intra_class_similarity(student, batches)

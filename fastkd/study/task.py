@@ -256,11 +256,9 @@ class TaskWork:
     def _batches(self, rows: int | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Training rows without labels, the same every time."""
         run = self._run(1, TEACHER_SEED)
-        encoded = run.all_rows
-        for start in range(0, min(rows or len(encoded), len(encoded)), 32):
-            stop = min(start + 32, len(encoded))
-            batch = run.collate([encoded[i] for i in range(start, stop)])
-            yield {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
+        order = range(len(run.all_rows))[:rows]
+        for batch in run.all_rows.batches(run.collate, 32, order, device=self.device):
+            yield {k: v for k, v in batch.items() if k != "labels"}
 
     def _layers(self, layers: Any, teacher: PreTrainedModel) -> list[int]:
         depth, wanted = Backbone(teacher, "teacher").num_layers, self.study.student_layers

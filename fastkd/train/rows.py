@@ -212,6 +212,22 @@ class Encoded(torch.utils.data.Dataset):
             for values in zip(*columns.values(), strict=True)
         ]
 
+    def batches(
+        self,
+        collate: Callable,
+        size: int,
+        order: Sequence[int] | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Padded batches of ``size`` rows in this ``order``; of them every ``ranks``-th one."""
+        order = range(len(self)) if order is None else order
+        for start in range(rank * size, len(order), ranks * size):
+            batch = collate(self.__getitems__(list(order[start : start + size])))
+            yield {name: x.to(device) for name, x in batch.items()}
+
     def ids(self) -> Iterator[list[int]]:
         """The token ids of each row."""
         for batch in self.tokens.select_columns("input_ids").iter(BATCH):

@@ -148,9 +148,8 @@ class Run:
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
-        rows = self.eval_rows[""]
-        batch = self.collate([rows[i] for i in range(min(32, len(rows)))])
-        inputs = {k: v.to(self.device) for k, v in batch.items() if k != "labels"}
+        batch = next(self.eval_rows[""].batches(self.collate, 32, device=self.device))
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
         models: dict[str, nn.Module] = {"student": student.eval()}
         if self.teacher_model is not None:
             models["teacher"] = self.teacher_model.eval()
@@ -294,9 +293,10 @@ def _fit_together(
 def _check_cached(distiller: Distiller, run: Run) -> None:
     """Raise unless the cache knows every row to be trained on; the processes share the work."""
     rows, cache, size = run.all_rows, run.teacher, 256
-    for start in range(processes.rank() * size, len(rows), world_size() * size):
-        batch = run.collate(rows.__getitems__(list(range(start, min(start + size, len(rows))))))
-        for i, key in enumerate(distiller.sample_keys(dict(batch)), start):
+    rank, ranks = processes.rank(), world_size()
+    for number, batch in enumerate(rows.batches(run.collate, size, rank=rank, ranks=ranks)):
+        start = (number * ranks + rank) * size
+        for i, key in enumerate(distiller.sample_keys(batch), start):
             if key not in cache:
                 source, number = run.corpus.place(i)
                 raise InputError(
@@ -348,10 +348,9 @@ def select(settings: Pairing, run: Run) -> list[int] | None:
     """The teacher layers that --teacher-layers select takes, by the first process; else None."""
     if settings.teacher_layers != SELECT:
         return None
-    rows, size = run.train_rows, 32
+    rows = run.train_rows
     order = np.random.default_rng(settings.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
-    parts = (order[start : start + size] for start in range(0, len(order), size))
-    batches = (dict(run.collate(rows.__getitems__(part))) for part in parts)
+    batches = rows.batches(run.collate, 32, order)
     found = processes.by_first(lambda: layers_of(settings, run.teacher, batches))
     run.display.say(f"teacher layers that differ most: {', '.join(map(str, found))}")
     return found

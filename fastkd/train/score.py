@@ -27,18 +27,18 @@ def predict(
     order = np.argsort(examples.lengths, kind="stable").tolist()
     parts: list[Any] = []
     size = 2 * plan.own_rows
-    starts = range(0, len(order), size)
+    rank, ranks = processes.rank(), world_size()
+    batches = examples.batches(collate, size, order, rank=rank, ranks=ranks, device=plan.device)
     try:
         with torch.no_grad(), autocast(plan):
-            for start in starts[processes.rank() :: world_size()]:
-                batch = collate(examples.__getitems__(order[start : start + size]))
-                inputs = {k: v.to(plan.device) for k, v in batch.items() if k != "labels"}
+            for batch in batches:
+                inputs = {k: v for k, v in batch.items() if k != "labels"}
                 parts.append(model(**accepted(model, inputs)).logits.float().cpu().numpy())
     finally:
         model.train(was_training)
     by_rank = processes.gathered(parts)
     logits = np.concatenate(
-        [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(len(starts))]
+        [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(-(-len(order) // size))]
     )
     back = np.empty_like(logits)
     back[order] = logits
