@@ -232,10 +232,11 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
             out.begin(corpus_fingerprints(in_order_of(out.done.get("labels"), corpus)))
             display.say(f"{settings.out}: this run is already complete")
             return out.done
-        run = _load(settings, out, corpus, plan, display)
+        run, distiller = _load(settings, out, corpus, plan, display)
         if settings.finetune_teacher:
+            distiller = None  # its student is one of the teacher as it was
             _finetune(settings, out, run)
-        report = _distil(settings, out, run)
+        report = _distil(settings, out, run, distiller)
         report["seconds"]["total"] = time.perf_counter() - started
         processes.by_first(lambda: _finish(settings, out, report))
         _tell_kept(out, display)
@@ -257,10 +258,13 @@ def _tell_kept(out: Output, display: Display) -> None:
         out.kept = None
 
 
-def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display) -> Run:
+def _load(
+    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+) -> tuple[Run, Distiller | None]:
     """Everything loaded, checked and fitted together, and the output directory begun."""
     with processes.agreed():
-        run, prints, sizes = _fit_together(settings, out, corpus, plan, display)
+        run, prints, distiller = _fit_together(settings, out, corpus, plan, display)
+    sizes = num_bytes(run.teacher), num_bytes(distiller.student)
     processes.by_first(lambda: out.check_room(*sizes))
     out.begin(prints)
     counts = ", ".join(f"{number} {name} rows" for name, number in _counts(run).items())
@@ -270,13 +274,13 @@ def _load(settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: 
         rows = plan.batch_size * plan.batches_a_step
         display.say(f"{world_size()} processes: {rows} rows a step in all{before}")
     nn.Module.to(run.teacher, run.device)
-    return run
+    return run, distiller
 
 
 def _fit_together(
     settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
-) -> tuple[Run, dict[str, str], tuple[int, int]]:
-    """The run, fingerprints of what it reads, and bytes of teacher and student."""
+) -> tuple[Run, dict[str, str], Distiller]:
+    """The run, fingerprints of what it reads, and its student and method."""
     run, prints = _with_teacher(settings, out, corpus, plan, display)
     prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
     # A mistake shows now, not after the teacher's fine-tuning.
@@ -287,7 +291,7 @@ def _fit_together(
         prints["student weights"] = model_fingerprint(student)
     if run.teacher_model is None:
         _check_cached(distiller, run)
-    return run, prints, (num_bytes(run.teacher), num_bytes(student))
+    return run, prints, distiller
 
 
 def _check_cached(distiller: Distiller, run: Run) -> None:
@@ -402,8 +406,13 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
     processes.by_first(finish)
 
 
-def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
-    """Train the student, its best state saved as OUT/student; the report of the whole run."""
+def _distil(
+    settings: Settings, out: Output, run: Run, distiller: Distiller | None
+) -> dict[str, Any]:
+    """Train the student, its best state saved as OUT/student; the report of the whole run.
+
+    The ``distiller`` is None if its teacher has learned since.
+    """
     teacher_scores = _teacher_scores(run, out)
     if any(map(math.isnan, teacher_scores.values())):
         raise InputError(f"--teacher {settings.teacher}: its outputs are not finite")
@@ -412,7 +421,8 @@ def _distil(settings: Settings, out: Output, run: Run) -> dict[str, Any]:
     selected = None
     if settings.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(settings, run))
-    distiller = assemble(settings, run, selected, settings.gather)
+    if distiller is None or selected:
+        distiller = assemble(settings, run, selected, settings.gather)
     student = cast(PreTrainedModel, distiller.student)
     report: dict[str, Any] = {
         "fastkd": fastkd.__version__,
