@@ -1,10 +1,17 @@
 """The house's own rules: who may import whom, and how long a function gets."""
 
 import ast
+import itertools
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from setuptools.config.pyprojecttoml import read_configuration
+
+from fastkd._extras import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
@@ -127,6 +134,20 @@ def test_the_command_line_stays_in_cli():
             calls = [node for node in ast.walk(ast.parse(path.read_text()))
                      if isinstance(node, ast.Call)]  # fmt: skip
             assert not [c for c in calls if getattr(c.func, "id", "") == "print"], module
+
+
+def test_what_is_imported_is_declared():
+    """Not what another package happens to bring; triton comes with a torch that can use it."""
+    project = read_configuration(ROOT / "pyproject.toml")["project"]
+    asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    known = {Requirement(line).name for line in asked} | {"fastkd", "triton"}
+    for module, path in SOURCES.items():
+        if floor(module) < FLOORS.index("tools"):
+            names = {name.partition(".")[0] for name in imported(module)}
+            names |= set(re.findall(r'require\("(\w+)', path.read_text()))
+            names -= sys.stdlib_module_names
+            packages = {PACKAGES.get(name, name).lower().replace("_", "-") for name in names}
+            assert packages <= known, f"{module} imports {packages - known}"
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
