@@ -5,7 +5,7 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,12 @@ HEADINGS = (
     "beyond noise", "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
 )  # fmt: skip
 
+#: A part of the page: a heading or paragraph, "table" with (headings, rows), "list", or "picture"
+#: with (title, bytes in base64).
+Block = tuple[str, Any]
+
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ study.title }}</title>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; margin: 1em 0 }
@@ -51,29 +55,23 @@ th:first-child, td:first-child { text-align: left }
 .above { color: #1a7f37 } .below { color: #b42318 }
 img { max-width: 100%; margin: .5em 0 }
 </style></head><body>
-<h1>{{ study.title }}</h1>
-<p>{{ about }}</p>
-<p>{{ how }}</p>
-{% for summary in summaries %}
-<h2>{{ summary.task }}</h2>
-<p>{{ told(summary) }}</p>
-<table><tr>{% for heading in headings %}<th>{{ heading }}</th>{% endfor %}</tr>
-{% for row in summary.rows %}<tr>
-{% for cell in cells(row) -%}
+{% for kind, content in blocks -%}
+{% if kind == "table" -%}
+<table><tr>{% for heading in content[0] %}<th>{{ heading }}</th>{% endfor %}</tr>
+{% for row in content[1] %}<tr>
+{% for cell in row -%}
 <td{% if cell in colours %} class="{{ cell }}"{% endif %}>{{ cell }}</td>
 {%- endfor %}
 </tr>{% endfor %}</table>
-{% endfor %}
-{% for title, picture in pictures %}<h2>{{ title }}</h2>
-<img alt="{{ title }}" src="data:image/png;base64,{{ picture }}">{% endfor %}
-{% if paper %}<h2>{{ paper.title }}</h2>
-<table><tr>{% for heading in paper.columns %}<th>{{ heading }}</th>{% endfor %}</tr>
-{% for row in paper.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</table>
-<ul>{% for line in paper.order %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
-<h2>Where it was measured</h2>
-<ul>{% for line in machines %}<li>{{ line }}</li>{% endfor %}</ul>
-</body></html>
+{%- elif kind == "list" -%}
+<ul>{% for line in content %}<li>{{ line }}</li>{% endfor %}</ul>
+{%- elif kind == "picture" -%}
+<h2>{{ content[0] }}</h2>
+<img alt="{{ content[0] }}" src="data:image/png;base64,{{ content[1] }}">
+{%- else -%}
+<{{ kind }}>{{ content }}</{{ kind }}>
+{%- endif %}
+{% endfor %}</body></html>
 """
 
 
@@ -109,21 +107,11 @@ def write(runs: Runs, out: Path) -> list[Summary]:
             content = draw(study, summaries, found)
             write_file(out / f"{name}.png", content)
             pictures.append((title, base64.b64encode(content).decode()))
-    parts = {
-        "study": study,
-        "about": _about(study, missing),
-        "how": HOW,
-        "summaries": summaries,
-        "headings": HEADINGS,
-        "cells": cells,
-        "told": told,
-        "paper": beside_paper(study, summaries),
-        "colours": COLOURS,
-        "machines": machines(found),
-    }
+    blocks = list(_blocks(study, summaries, _about(study, missing), pictures, machines(found)))
     page = jinja2.Environment(autoescape=True).from_string(PAGE)
-    write_file(out / "report.html", page.render(**parts, pictures=pictures))
-    write_file(out / "report.md", _markdown(parts))
+    html = page.render(title=study.title, blocks=blocks, colours=COLOURS)
+    write_file(out / "report.html", html)
+    write_file(out / "report.md", _markdown(blocks))
     write_file(out / "summary.csv", _csv(flat(row) for s in summaries for row in s.rows))
     write_file(out / "runs.csv", _csv(_flat_run(*item) for item in found.items()))
     return summaries
@@ -276,23 +264,34 @@ def _against(said: str, row: Row) -> str:
     return f"{'the same' if row.verdict == said else 'the opposite'}, beyond noise {size}"
 
 
-def _markdown(parts: dict[str, Any]) -> str:
-    lines = [f"# {parts['study'].title}", "", parts["about"], "", parts["how"], ""]
-    for summary in parts["summaries"]:
-        lines += [f"## {summary.task}", "", told(summary), ""]
-        lines += [*_markdown_table(HEADINGS, [cells(row) for row in summary.rows]), ""]
-    if parts["paper"]:
-        paper = parts["paper"]
-        lines += [f"## {paper['title']}", "", *_markdown_table(paper["columns"], paper["rows"]), ""]
-        lines += [f"- {line}" for line in paper["order"]] + [""]
-    lines += ["## Where it was measured", "", *(f"- {line}" for line in parts["machines"])]
-    return "\n".join(lines) + "\n"
+def _blocks(
+    study: Study, summaries: list[Summary], about: str, pictures: list, measured: list[str]
+) -> Iterator[Block]:
+    """The page from top to bottom."""
+    yield from (("h1", study.title), ("p", about), ("p", HOW))
+    for summary in summaries:
+        yield from (("h2", summary.task), ("p", told(summary)))
+        yield "table", (HEADINGS, [cells(row) for row in summary.rows])
+    yield from (("picture", picture) for picture in pictures)
+    if paper := beside_paper(study, summaries):
+        yield from (("h2", paper["title"]), ("table", (paper["columns"], paper["rows"])))
+        yield "list", paper["order"]
+    yield from (("h2", "Where it was measured"), ("list", measured))
 
 
-def _markdown_table(headings: Iterable[str], rows: Iterable[list[str]]) -> list[str]:
-    headings = list(headings)
-    ruler = ["---", *["---:"] * (len(headings) - 1)]
-    return [f"| {' | '.join(row)} |" for row in (headings, ruler, *rows)]
+def _markdown(blocks: Iterable[Block]) -> str:
+    """The page without its pictures."""
+    found = []
+    for kind, content in blocks:
+        if kind == "table":
+            headings, rows = content
+            ruler = ["---", *["---:"] * (len(headings) - 1)]
+            content = "\n".join(f"| {' | '.join(row)} |" for row in (headings, ruler, *rows))
+        elif kind == "list":
+            content = "\n".join(f"- {line}" for line in content)
+        if kind != "picture":
+            found.append({"h1": "# ", "h2": "## "}.get(kind, "") + content)
+    return "\n\n".join(found) + "\n"
 
 
 def flat(row: Row) -> dict[str, Any]:
