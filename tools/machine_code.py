@@ -85,7 +85,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass
-class Work:
+class Effort:
     """Of one program, all of its loops' trips together."""
 
     trips: dict[str, list[float]] = field(default_factory=dict)  # of the loops of a source line
@@ -180,7 +180,7 @@ class Assumed(NamedTuple):
     both: bool = False
 
 
-def work(ttir: str, arguments: Sequence[Any], grid: Sequence[int], assumed: Assumed) -> Work:
+def work(ttir: str, arguments: Sequence[Any], grid: Sequence[int], assumed: Assumed) -> Effort:
     """Walk Triton's code as the program in the middle of the grid does.
 
     ``arguments`` are those of the function, in order: numbers, or anything else for a pointer.
@@ -197,9 +197,9 @@ class _Walk:
         self.lines: dict[str, str] = {}
         # What is open: how often it runs, its kind, and whether it loads.
         self.open: list[tuple[float, str, bool]] = [(1.0, "", False)]
-        self.result = Work()
+        self.result = Effort()
 
-    def walk(self, ttir: str) -> Work:
+    def walk(self, ttir: str) -> Effort:
         self.lines = source_lines(ttir)
         for row in ttir.splitlines():
             text = row.strip()

@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Check:
+class Trial:
     """One public function against its reference in float64, on the same random input."""
 
     module: str
@@ -71,8 +71,8 @@ def _relative(actual: Tensor, oracle: Tensor) -> float:
     return float("inf") if error.isnan() else error.item()
 
 
-CHECKS = tuple(
-    Check(loss.name, function, inputs)
+TRIALS = tuple(
+    Trial(loss.name, function, inputs)
     for loss in LOSSES
     for function, inputs in loss.compared.items()
 )
@@ -97,17 +97,17 @@ def examine(console: Console) -> bool:
 
     table = Table("check", "torch", "triton", "cpp", box=box.SIMPLE_HEAD)
     good = True
-    for check in CHECKS:
+    for trial in TRIALS:
         cells = []
         for backend in ("torch", "triton", "cpp"):
-            reason = _unavailable(check, backend, device)
+            reason = _unavailable(trial, backend, device)
             if reason is None:
-                cell, right = _verdict(check, backend, device)
+                cell, right = _verdict(trial, backend, device)
                 good = good and right
             else:
-                cell = reason.removeprefix(f"{check.function} has ")
+                cell = reason.removeprefix(f"{trial.function} has ")
             cells.append(cell)
-        table.add_row(check.function, *cells)
+        table.add_row(trial.function, *cells)
     console.print(table)
     line("verdict", "all right" if good else "something is wrong: see the failed checks")
     return good
@@ -140,21 +140,21 @@ def _extension() -> str:
     return "fastkd._C is built"
 
 
-def _unavailable(check: Check, backend: str, device: torch.device) -> str | None:
+def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None:
     if backend == "torch":
         return None
     why_not, kernel = {
         "triton": (why_not_triton, "Triton"),
         "cpp": (why_not_cpp, "C++"),
     }[backend]
-    if not has_backends(check.load()):
-        return f"{check.function} has no {kernel} kernel"
-    return why_not(check.function, torch.empty(0, device=device))
+    if not has_backends(trial.load()):
+        return f"{trial.function} has no {kernel} kernel"
+    return why_not(trial.function, torch.empty(0, device=device))
 
 
-def _verdict(check: Check, backend: str, device: torch.device) -> tuple[str, bool]:
+def _verdict(trial: Trial, backend: str, device: torch.device) -> tuple[str, bool]:
     try:
-        error = check.error(backend, device)
+        error = trial.error(backend, device)
     except Exception as raised:
         return f"[red]failed[/red]: {type(raised).__name__}: {_first_line(raised)}", False
     right = error <= TOLERANCE

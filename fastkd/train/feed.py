@@ -22,7 +22,7 @@ SHARE = "share_of_step"
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnRows:
     """One process's rows of a step.
 
     ``share`` is their number over the mean number of a process: the mean over the processes of
@@ -33,7 +33,7 @@ class Part:
     share: float
 
 
-class Steps(Sampler[Part]):
+class Steps(Sampler[OwnRows]):
     """The parts of one process in an epoch, in an order that only seed and epoch decide."""
 
     def __init__(self, rows: int, rows_a_step: int, seed: int, rank: int = 0, ranks: int = 1):
@@ -44,13 +44,13 @@ class Steps(Sampler[Part]):
     def __len__(self) -> int:
         return -(-self.rows // self.rows_a_step)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[OwnRows]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
         for start in range(0, self.rows, self.rows_a_step):
             step = order[start : start + self.rows_a_step]
             own = np.array_split(step, self.ranks)[self.rank]
             share = len(own) * self.ranks / len(step)
-            yield Part((own if len(own) else step[:1]).tolist(), share)
+            yield OwnRows((own if len(own) else step[:1]).tolist(), share)
 
 
 class _Batches(Dataset):
@@ -62,7 +62,7 @@ class _Batches(Dataset):
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitems__(self, part: Part) -> dict[str, Any]:
+    def __getitems__(self, part: OwnRows) -> dict[str, Any]:
         batch = dict(self.collate(self.examples.__getitems__(part.rows)))
         if self.may_be_empty:  # the loss gathers the rows and weighs them itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}

@@ -18,23 +18,23 @@ def test_all_backends_that_run_are_right():
     assert result.exit_code == 0, result.output
     for part in ("python", "torch", "triton", "transformers", "device", "extension", "all right"):
         assert part in result.output
-    for check in doctor.CHECKS:
-        assert check.function in result.output
+    for trial in doctor.TRIALS:
+        assert trial.function in result.output
     for package, versions in TESTED.items():
         assert f"{package} {', '.join(versions)}\n" in result.output
 
 
 def test_says_why_triton_is_not_available(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:1])
+    monkeypatch.setattr(doctor, "TRIALS", doctor.TRIALS[:1])
     monkeypatch.setattr("fastkd._dispatch.TRITON_INSTALLED", False)
     assert "triton package is not installed" in run().output
 
 
 @pytest.mark.parametrize("mistake", ["value", "gradient", "error"])
 def test_a_wrong_backend_fails(monkeypatch, mistake):
-    check = doctor.CHECKS[0]
-    right = check.load()
+    trial = doctor.TRIALS[0]
+    right = trial.load()
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -51,7 +51,7 @@ def test_a_wrong_backend_fails(monkeypatch, mistake):
         loss = right(Doubled.apply(student) if mistake == "gradient" else student, *args, **options)
         return loss if mistake == "gradient" else 1.01 * loss
 
-    monkeypatch.setattr(doctor, "CHECKS", (check,))
+    monkeypatch.setattr(doctor, "TRIALS", (trial,))
     monkeypatch.setattr("fastkd.relation.relation_loss", wrong)
     result = run()
     assert result.exit_code == 1
@@ -62,7 +62,7 @@ def test_a_wrong_backend_fails(monkeypatch, mistake):
 
 def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):
     real = doctor.importlib.import_module
-    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(doctor, "TRIALS", ())
 
     def broken(name):
         if name == "fastkd._C":
