@@ -5,8 +5,6 @@ measure; relations.png, how each model relates the tokens of one sentence.
 """
 
 import contextlib
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +34,7 @@ from fastkd.train.finished import columns_of, training_of
 from fastkd.train.models import be_quiet, check_length, let_pad, load
 from fastkd.train.plan import choose_device
 from fastkd.train.rows import Rows
-from fastkd.train.saving import locked, read_marker, saving, write_file, write_json
+from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
 from fastkd.train.score import accepted
 from fastkd.train.tasks import GLUE, TASKS
 
@@ -235,16 +233,15 @@ def _about(settings: AnalyzeSettings) -> Iterator[None]:
 
 def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:
     """layers.csv and the pictures of the similarities."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["measure", "model", "layer", "other_model", "other_layer", "value"])
+    heads = ("measure", "model", "layer", "other_model", "other_layer", "value")
+    rows: list[tuple] = []
     for measure in report["measures"]:
         panels = list(_panels(report, names, measure))
         for a, b, values in panels:
             for i, row in enumerate(values):
-                rows.writerows([measure, a, i, b, j, value] for j, value in enumerate(row))
+                rows += ((measure, a, i, b, j, value) for j, value in enumerate(row))
         _draw(out / f"{measure}.png", measure, panels, report)
-    write_file(out / "layers.csv", text.getvalue())
+    write_file(out / "layers.csv", csv_text(dict(zip(heads, row, strict=True)) for row in rows))
 
 
 def _panels(

@@ -1,7 +1,5 @@
 """The files that `fastkd evaluate` and `fastkd predict` write."""
 
-import csv
-import io
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.finished import Finished
 from fastkd.train.models import be_quiet
 from fastkd.train.plan import Plan, choose_device
-from fastkd.train.saving import check_new_file
+from fastkd.train.saving import check_new_file, csv_text
 
 
 def begin(settings: UseSettings) -> Finished:
@@ -36,17 +34,9 @@ def _cell(value: Any) -> str:
     return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
 
 
-def _csv(found: list[dict[str, Any]]) -> str:
-    lines = io.StringIO()
-    writer = csv.DictWriter(lines, list(found[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return lines.getvalue()
-
-
 FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     ".tsv": _tsv,
-    ".csv": _csv,
+    ".csv": csv_text,
     ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
     ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
 }

@@ -1,7 +1,6 @@
 """A study's page, tables and pictures, made from its JSON files and nothing else."""
 
 import base64
-import csv
 import dataclasses
 import io
 import math
@@ -29,7 +28,7 @@ from fastkd.study.statistics import (
 )
 from fastkd.study.work import Runs
 from fastkd.train.errors import InputError
-from fastkd.train.saving import MARKER, read_json, read_marker, write_file, write_json
+from fastkd.train.saving import MARKER, csv_text, read_json, read_marker, write_file, write_json
 
 jinja2: Any = require("jinja2", "train")
 
@@ -328,16 +327,11 @@ def _flat_run(key: tuple[str, str, int], run: Mapping[str, Any]) -> dict[str, An
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
-    listed = list(rows)
-    names = list(dict.fromkeys(name for row in listed for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    for row in listed:
-        writer.writerow(
-            {k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
-        )
-    return text.getvalue()
+    """What is not a number is empty."""
+    return csv_text(
+        {k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+        for row in rows
+    )
 
 
 def _png(figure: Any) -> bytes:

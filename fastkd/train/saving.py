@@ -6,13 +6,15 @@ damaged file from a sound one, and our files, the only ones ever deleted, from a
 """
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,16 @@ def check_directory(flag: str, path: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, replacing ``path`` only once it is complete and on the disk."""
     write_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as CSV, with a column for every name that one of them has."""
+    listed, text = list(rows), io.StringIO()
+    names = list(dict.fromkeys(name for row in listed for name in row))
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(listed)
+    return text.getvalue()
 
 
 def write_file(path: Path, content: str | bytes) -> None:
