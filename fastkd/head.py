@@ -147,14 +147,18 @@ class Head:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
-    def detach(self) -> "Head":
-        """The same without gradients: the teacher's side of a head that both share."""
-        bias = None if self.bias is None else self.bias.detach()
-        head = Head(self.weight.detach(), bias, self.scale, self.softcap)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Head":
+        """The same with ``change`` of each of its tensors."""
+        bias = None if self.bias is None else change(self.bias)
+        head = Head(change(self.weight), bias, self.scale, self.softcap)
         head.low_rank = tuple(
-            LowRank(x.down.detach(), x.up.detach(), x.scale, x.dropout) for x in self.low_rank
+            LowRank(change(x.down), change(x.up), x.scale, x.dropout) for x in self.low_rank
         )
         return head
+
+    def detach(self) -> "Head":
+        """The same without gradients: the teacher's side of a head that both share."""
+        return self.map(Tensor.detach)
 
     def __repr__(self) -> str:
         V, D = self.weight.shape

@@ -19,6 +19,8 @@ from fastkd.distill.batch import Part
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method
 from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
+from fastkd.distill.words import Words
+from fastkd.head import Head
 
 FORMAT = 3
 ABOUT = "teacher.json"
@@ -59,7 +61,7 @@ class TeacherCache(nn.Module):
     language models the last hidden state and the head once. Samples are known by their tokens and
     what else the teacher reads of them (images, boxes), so they may come in another order, batch
     or padding; in the same batches the student learns bit for bit what it learns from the teacher
-    itself.
+    itself (of words whose logits are kept, not the head, with ``keep_logits=True``).
 
     Args:
         path: the folder.
@@ -203,12 +205,13 @@ class TeacherCache(nn.Module):
             rows = read(f"hidden.{layer}", not pooled)
             hidden[layer] = rows[:, None] if pooled else _placed(rows, mask)
         logits: Any = None
+        words: Words | None = None
         if wanted["logits"]:
             raw = part.token_mask
             if self.about["head"]:
-                logits = _placed(read(_last_name(self.about, self.model.num_layers), True), raw)
+                last = _placed(read(_last_name(self.about, self.model.num_layers), True), raw)
                 head: dict[str, Any] = dict(self.named_buffers())
-                logits = F.linear(logits, head["head_weight"], head.get("head_bias"))
+                words = Words(last, Head(head["head_weight"], head.get("head_bias")))
             elif self.about["spans"]:
                 logits = tuple(_placed(read(name, True), raw) for name in ("start", "end"))
             else:
@@ -217,7 +220,7 @@ class TeacherCache(nn.Module):
                     logits = _placed(logits, raw)
                 elif _choices(part):
                     logits = logits.view(part.batch["input_ids"].shape[:2])
-        return Outputs(hidden, logits, pooled=pooled)
+        return Outputs(hidden, logits, pooled=pooled, words=words)
 
 
 def _last_name(about: dict[str, Any], layer: int) -> str:

@@ -105,6 +105,8 @@ class Backbone(Model):
     section, depth_name = "", "num_hidden_layers"
     #: Whether the head's outputs are aligned with labels in the loss alone (CTC).
     aligns = False
+    #: Whether the logits are known to be those of the head as it is read, or of another.
+    head_tried = other_head = False
     #: The teacher's problem, where logits are compared and the student doesn't say its own.
     taught_problem: str | None = None
 

@@ -48,6 +48,9 @@ class Distiller(InGroup):
             processes, however unequal their batches. `fastkd.distributed` says what is sent.
             Without it every process compares its own samples, and the loop averages.
         group: the processes that gather, by default all.
+        keep_logits: give a causal or masked language model's logits too. By default those are never
+            made for all tokens: the terms come from hidden states and heads, a few tokens at a
+            time. docs/support.md names what is run with its logits always.
 
     Raises:
         ValueError: teacher and student share weights, or don't fit the method.
@@ -78,6 +81,7 @@ class Distiller(InGroup):
         *,
         gather: bool = False,
         group: "torch.distributed.ProcessGroup | None" = None,
+        keep_logits: bool = False,
     ) -> None:
         super().__init__()
         check_method("method", method)
@@ -93,7 +97,7 @@ class Distiller(InGroup):
                 "copy the model, use student_from_teacher, or teach a PEFT student by its base"
             )
         self.teacher, self.student, self.method = taught, student, method
-        self.gather, self.group = gather, group
+        self.gather, self.group, self.keep_logits = gather, group, keep_logits
         self._progress: float | None = None
         method.build(self._teachers.model, self._student)
         device = next(student.parameters()).device
@@ -302,7 +306,9 @@ class Distiller(InGroup):
         for teacher in self._teachers.each:
             check_in_place("teacher", self.teacher, teacher.module)
         ranks = ranks_of(self.gather, self.group)
-        return Engine(self._student, self._teachers, self.method, self.progress, ranks)
+        return Engine(
+            self._student, self._teachers, self.method, self.progress, ranks, self.keep_logits
+        )
 
     def _check_schedule(self) -> None:
         if self.training and self.method.scheduled and self._progress is None:

@@ -24,8 +24,8 @@ class DistillerOutput:
     """Result of a `Distiller`.
 
     ``loss`` to call backward on; its ``terms`` by name, detached and before weighting, with their
-    weighted sum as "total"; the student's ``logits``, detached, None without a head, those of start
-    and end for question answering.
+    weighted sum as "total"; the student's ``logits``, detached, those of start and end for question
+    answering; None without a head, and for a language model unless ``keep_logits``.
     """
 
     loss: Tensor
@@ -55,6 +55,12 @@ class Engine:
     method: Method
     progress: float = 0.0
     ranks: Ranks | None = None
+    keep_logits: bool = False
+
+    @property
+    def by_head(self) -> bool:
+        """Whether language models are known by their heads, not by their logits."""
+        return self.method.knows_words and not self.keep_logits
 
     @property
     def perturbs(self) -> bool:
@@ -110,14 +116,17 @@ class Engine:
     def run_teacher(self, part: Part) -> Outputs:
         """What the teachers say about a batch; nothing where the method doesn't ask."""
         parts = tuple(
-            teacher.run(part, method, self.progress) if method.uses_teacher else Outputs({}, None)
+            teacher.run(part, method, self.progress, self.by_head)
+            if method.uses_teacher
+            else Outputs({}, None)
             for teacher, method in self.teachers.with_methods(self.method)
         )
         return SeveralOutputs({}, None, parts=parts) if self.teachers.several else parts[0]
 
     def run_student(self, part: Part) -> Outputs:
         """What the student says about a batch."""
-        outputs = run(self.student, part.batch, self.method.wanted("student"), part)
+        wanted = self.method.wanted("student")
+        outputs = run(self.student, part.batch, wanted, part, by_head=self.by_head)
         if part.spans is None:
             return outputs
         return part.spans.pool(outputs, 0, self.student, part.feature_mask)

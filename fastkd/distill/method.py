@@ -11,6 +11,7 @@ from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.layers import resolve_layers
 from fastkd.distill.step import Step, check_head, check_same_head, check_same_kind
+from fastkd.distill.words import WordLoss
 
 Layers = str | Sequence[int]
 
@@ -188,12 +189,35 @@ class Method(nn.Module):
         terms = [term for term in self.logit_terms if term.rpartition(".")[2] != "task"]
         return any(self.weights(share).get(term) for share in progress for term in terms)
 
+    @property
+    def knows_words(self) -> bool:
+        """Whether the terms are fastkd's own: a language model's then need no logits.
+
+        What a subclass does with ``step.student.logits`` isn't known, and it gets them.
+        """
+        terms = {*self.weights(0.0), *self.weights(1.0)}
+        made = [type(self).forward, *(getattr(self, term, None) for term in terms)]
+        return all(getattr(x, "__module__", "").startswith("fastkd.") for x in made)
+
+    @property
+    def word_loss(self) -> WordLoss:
+        """What `soft` and `task` mean where they compare words."""
+        return WordLoss()
+
     def forward(self, step: Step, progress: float, on_logits: bool | None = None) -> list[Term]:
         """The terms that count now; those on logits or the others only, where asked for."""
-        return [
-            Term(name, weight, getattr(self, name)(step))
+        weights = {
+            name: weight
             for name, weight in self.weights(progress).items()
             if weight != 0 and on_logits in (None, name in self.logit_terms)
+        }
+        made: dict[str, Tensor] = {}
+        words = {name: weight for name, weight in weights.items() if name in ("task", "soft")}
+        if words and step.by_head(words):
+            made = step.word_losses(type(self).__name__, words, self.word_loss)
+        return [
+            Term(name, weight, made[name] if name in made else getattr(self, name)(step))
+            for name, weight in weights.items()
         ]
 
     def task(self, step: Step) -> Tensor:

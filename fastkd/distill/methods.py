@@ -13,6 +13,7 @@ process of its own:
 ``Distiller.accumulate`` and ``Distiller(gather=True)`` give the whole batch's gradient for all.
 """
 
+import dataclasses
 import inspect
 import math
 import pkgutil
@@ -35,6 +36,7 @@ from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.step import Step
+from fastkd.distill.words import WordLoss, softened
 from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss
 from fastkd.relation import Distance, FCDLoss, Normalize
@@ -111,6 +113,10 @@ class _Soft(Method):
         check_choice("divergence", divergence, DIVERGENCES)
         self.temperature, self.divergence = temperature, divergence
         self.scale_by_t2 = scale_by_t2
+
+    @property
+    def word_loss(self) -> WordLoss:
+        return WordLoss(self.temperature, self.divergence, self.scale_by_t2)
 
     def soft(self, step: Step) -> Tensor:
         """Divergence from the teacher's softened output, MSE for regression."""
@@ -318,6 +324,10 @@ class LRCBERT(_Soft):
         layers = step.layers(self.student_layers, self.teacher_layers)
         loss: Tensor = step.across(self.loss)(*layers, step.mask)
         return len(self.student_layers) * loss  # CosNCELoss averages
+
+    @property
+    def word_loss(self) -> WordLoss:
+        return dataclasses.replace(super().word_loss, spread=softened(self.temperature))
 
     def task(self, step: Step) -> Tensor:
         """L_hard, eq. 5."""

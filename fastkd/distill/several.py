@@ -66,6 +66,10 @@ class Several(Method):
     def _named(self, kind: str) -> tuple[str, ...]:
         return tuple(f"{i}.{term}" for i, m in enumerate(self.each) for term in getattr(m, kind))
 
+    @property
+    def knows_words(self) -> bool:
+        return all(method.knows_words for method in self.each)
+
     def build(self, teacher: Model, student: Backbone) -> None:
         """See `Method.build`."""
         count = len(self.methods)

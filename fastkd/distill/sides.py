@@ -20,6 +20,7 @@ from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
 from fastkd.distill.step import Outputs, pooled_rows
+from fastkd.distill.words import is_head, stopped_at_head
 
 
 class Teacher:
@@ -49,15 +50,17 @@ class Teacher:
                 "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
             )
 
-    def run(self, part: Part, method: Method, progress: float) -> Outputs:
-        """What it says about a batch."""
+    def run(self, part: Part, method: Method, progress: float, by_head: bool) -> Outputs:
+        """What it says about a batch; ``by_head`` as in `run`."""
         own, model = part.read_by_teacher, self.model
         if self.module.training:  # put there since, by a module that holds it too
             self.module.eval()
         inputs = placed_for(self.module, own.inputs)
         reads = method.compares_logits(progress)
         with torch.no_grad(), reading_logits(model, reads):
-            outputs = run(model, inputs, method.wanted("teacher"), own, part.device)
+            outputs = run(
+                model, inputs, method.wanted("teacher"), own, part.device, by_head and reads
+            )
             outputs = outputs if reads else outputs.without_logits()
             if part.spans is not None:
                 return part.spans.pool(outputs, 1, model, own.feature_mask)
@@ -84,7 +87,7 @@ class CachedTeacher(Teacher):
             "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
         )
 
-    def run(self, part: Part, method: Method, progress: float) -> Outputs:
+    def run(self, part: Part, method: Method, progress: float, by_head: bool) -> Outputs:
         outputs: Outputs = self.module.outputs(part, wanted_of(method), part.device)
         return outputs
 
@@ -158,11 +161,15 @@ def run(
     wanted: Wanted,
     part: Part,
     device: torch.device | None = None,
+    by_head: bool = False,
 ) -> Outputs:
-    """What the model says about a part, on ``device``."""
+    """What the model says about a part, on ``device``.
+
+    ``by_head`` a language model's `Words` in the place of its logits, where they can be had.
+    """
     if part.empty:
-        return Outputs.of(*backbone.observe(_one_row(inputs), wanted)).rows(0).to(device)
-    outputs = Outputs.of(*backbone.observe(inputs, wanted)).to(device)
+        return _observe(backbone, _one_row(inputs), wanted, by_head).rows(0).to(device)
+    outputs = _observe(backbone, inputs, wanted, by_head).to(device)
     documents = part.documents
     if documents is None:
         return outputs
@@ -172,6 +179,18 @@ def run(
         attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
         qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
     )
+
+
+def _observe(backbone: Backbone, inputs: dict[str, Any], wanted: Wanted, by_head: bool) -> Outputs:
+    if not by_head:
+        return Outputs.of(*backbone.observe(inputs, wanted))
+    with stopped_at_head(backbone) as found:
+        outputs = Outputs.of(*backbone.observe(inputs, wanted))
+    if not found or not isinstance(outputs.logits, torch.Tensor):
+        return outputs
+    if not is_head(backbone, found[-1], outputs.logits):
+        return _observe(backbone, inputs, wanted, by_head=False)
+    return dataclasses.replace(outputs, logits=None, words=found[-1])
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

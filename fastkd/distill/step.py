@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map_only
 from fastkd._numerics import upcast, working_dtype
 from fastkd._pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept, Model
+from fastkd.distill.words import WordLoss, Words
 from fastkd.distributed import Ranks
-from fastkd.soft_targets import DivergenceWord, soft_target_loss
+from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
+from fastkd.targets import CrossEntropy
 
 IGNORED = -100  # transformers' label of a position that doesn't count
 
@@ -29,6 +31,7 @@ class Outputs:
 
     ``hidden`` states (B, N, D), ``attentions`` (B, H, N, N) and ``qkv`` by layer; ``logits``,
     for question answering those of the start and the end, None where the model has none;
+    ``words`` where the run was stopped before a language model's head, which then gave none;
     ``loss`` of a head with targets of its own; ``names`` of all that the model returned.
     """
 
@@ -40,6 +43,7 @@ class Outputs:
     attentions: dict[int, Tensor] = field(default_factory=dict)
     qkv: dict[int, QKV] = field(default_factory=dict)
     spans: bool = False  # they are the sentence token, then the means over spans
+    words: Words | None = None
 
     @classmethod
     def of(cls, output: Any, kept: Kept) -> "Outputs":
@@ -59,16 +63,19 @@ class Outputs:
         # Waiting: a copy to the CPU that doesn't block would be read before it is there.
         moved = self.features(lambda x, tokens: x.to(device))
         logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
-        return dataclasses.replace(moved, logits=logits)
+        words = None if self.words is None else self.words.to(device)
+        return dataclasses.replace(moved, logits=logits, words=words)
 
     def without_logits(self) -> "Outputs":
         """What terms on features read."""
-        return dataclasses.replace(self, logits=None)
+        return dataclasses.replace(self, logits=None, words=None)
 
     def rows(self, count: int) -> "Outputs":
         """Of the first ``count`` samples."""
         logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
-        return dataclasses.replace(self.features(lambda x, tokens: x[:count]), logits=logits)
+        words = None if self.words is None else self.words.rows(count)
+        kept = self.features(lambda x, tokens: x[:count])
+        return dataclasses.replace(kept, logits=logits, words=words)
 
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
         """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).
@@ -394,6 +401,67 @@ class Step:
             parts.append(self._mean_of_rows(total, valid, student.shape[:-1].numel()))
         return _average(parts)
 
+    def by_head(self, terms: Container[str]) -> bool:
+        """Whether these terms on logits, "task" and "soft", can be had by `word_losses`."""
+        soft = "soft" not in terms or self.teacher.words is not None
+        return self.student.words is not None and soft
+
+    def word_losses(
+        self, method: str, weights: Mapping[str, float], loss: WordLoss
+    ) -> dict[str, Tensor]:
+        """ "task" and "soft", as far as they have weights, of words that the heads would predict.
+
+        Both come from one pass, whose gradient is that of their weighted sum: the first of two
+        has all of it.
+        """
+        student, teacher = self.student.words, self.teacher.words
+        assert student is not None
+        if "task" in weights:
+            self._needed_labels(method)
+        valid, labels = self._counted(student.states, self.labels)
+        states, V = student.states, student.head.weight.shape[0]
+        taught = Words(states.detach(), student.head) if "soft" not in weights else teacher
+        assert taught is not None
+        known = taught.states.to(states.dtype)
+        if self.student_model.causal:
+            states, known = states[:, :-1], known[:, :-1]
+        # Alone a term is had as it is, and weighed by the method.
+        one = len(weights) == 1
+        task = None
+        if "task" in weights:
+            assert labels is not None
+            task = CrossEntropy(
+                labels,
+                1.0 if one else weights["task"],
+                label_smoothing=loss.smoothing(V),
+                ignore_index=IGNORED,
+            )
+        made = linear_soft_target_loss(
+            states,
+            student.head,
+            known,
+            taught.head.detach(),
+            temperature=loss.temperature,
+            divergence=loss.divergence,
+            scale_by_t2=loss.scale_by_t2,
+            mask=valid,
+            reduction="sum",
+            soft_weight=float("soft" in weights) if one else weights["soft"],
+            task=task,
+            return_terms=not one,
+        )
+        count = states.shape[:-1].numel()
+        if one:
+            return {name: self._mean_of_rows(made, valid, count) for name in weights}
+        both, sums = made
+        first, second = weights
+        pair = self._mean_of_rows(torch.stack([sums[first], both]), valid, count)
+        whole = pair[1] / weights[first]
+        return {
+            first: pair[0].detach() + (whole - whole.detach()),
+            second: self._mean_of_rows(sums[second], valid, count),
+        }
+
     def _hard_loss(self, method: str, spread: float = 0.0) -> Tensor:
         """Of labels; what isn't the label has ``spread`` of its weight in the target."""
         logits = self._logits_of(self.student, "student", "task")
@@ -506,6 +574,8 @@ class Step:
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model
+        if outputs.words is not None:  # the other side's can't be had by its head
+            return outputs.words.logits()
         if outputs.logits is None and {"logits", "start_logits"} & {*outputs.names}:
             raise ValueError(
                 f"a term reads the {side}'s logits as {term} terms do, and they are kept only for "

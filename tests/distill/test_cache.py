@@ -52,11 +52,11 @@ def assert_same_bits(got, expected):
     torch.testing.assert_close(got, expected, atol=0, rtol=0)
 
 
-def live_and_cached(teacher, student, make, data, path):
-    live = Distiller(teacher, copy.deepcopy(student), make())
+def live_and_cached(teacher, student, make, data, path, **options):
+    live = Distiller(teacher, copy.deepcopy(student), make(), **options)
     torch.manual_seed(0)
     cache = live.cache_teacher(data, path)
-    cached = Distiller(TeacherCache(path), copy.deepcopy(student), make())
+    cached = Distiller(TeacherCache(path), copy.deepcopy(student), make(), **options)
     cached.method.load_state_dict(live.method.state_dict())
     assert not list(cached.teacher.parameters())
     assert {key.partition(".")[0] for key in cached.state_dict()} <= {"student", "method"}
@@ -104,7 +104,8 @@ def test_spans_are_kept(tmp_path):
 @pytest.mark.parametrize("family, head", [("bert", "choices"), ("electra", "masked words")])
 def test_logits_of_other_shapes_are_kept(family, head, tmp_path):
     teacher, student = (model_of(family, head).eval() for _ in range(2))
-    live_and_cached(teacher, student, SoftTargets, [data_of(family, head)], tmp_path)
+    data = [data_of(family, head)]
+    live_and_cached(teacher, student, SoftTargets, data, tmp_path, keep_logits=True)
 
 
 def test_samples_are_known_by_all_that_the_teacher_reads(tmp_path):

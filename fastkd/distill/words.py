@@ -1,0 +1,133 @@
+"""Predictions of words as hidden states and a head: the logits of all tokens are never made."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor
+
+from fastkd.distill.capture import Backbone, Hooks
+from fastkd.head import Head
+from fastkd.soft_targets import DivergenceWord
+
+# How far a head's logits may be from its model's, over the largest, before it is taken for another.
+EXACT, HALVED = 1e-3, 5e-2
+
+
+@dataclass(eq=False)
+class Words:
+    """What a language model's head multiplies, (B, N, D), and the head."""
+
+    states: Tensor
+    head: Head
+
+    def logits(self) -> Tensor:
+        """(B, N, V)."""
+        return self.head.logits(self.states)
+
+    def to(self, device: torch.device) -> "Words":
+        return Words(self.states.to(device), self.head.map(lambda x: x.to(device)))
+
+    def rows(self, count: int) -> "Words":
+        """Of the first ``count`` samples."""
+        return Words(self.states[:count], self.head)
+
+
+@dataclass(frozen=True)
+class WordLoss:
+    """How a method's terms on logits compare words: soft targets' options, and how much of a
+    label's weight each other word has."""
+
+    temperature: float = 1.0
+    divergence: DivergenceWord = "forward_kl"
+    scale_by_t2: bool = True
+    spread: float = 0.0
+
+    def smoothing(self, V: int) -> float:
+        """``label_smoothing`` over V words."""
+        return V * self.spread / (1 + (V - 1) * self.spread)
+
+
+def softened(temperature: float) -> float:
+    """`WordLoss.spread` of one-hot labels softened by a temperature."""
+    return math.exp(-1 / temperature)
+
+
+@contextlib.contextmanager
+def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
+    """The head over a vocabulary reads a token of each row; yields what it would have read.
+
+    Nothing, and the head reads all, where it isn't known what it does.
+    """
+    found: list[Words] = []
+    hooks = Hooks()
+    layer = backbone.inner.get_output_embeddings() if _can_stop(backbone) else None
+
+    def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Read here, where adapters are on or off as the model runs with them.
+        head = _head_of(backbone) if args and args[0].dim() == 3 else None
+        if head is None:
+            return None
+        found.append(_as_multiplied(args[0], head))
+        return (args[0][:, :1], *args[1:]), kwargs
+
+    if layer is not None:
+        hooks.before(layer, stop)
+    try:
+        yield found
+    finally:
+        hooks.remove()
+
+
+def _can_stop(backbone: Backbone) -> bool:
+    # What a model does behind its head is known of transformers alone.
+    known = backbone.shows_states and not backbone.compiled and not backbone.encoder_decoder
+    # Parts of sharded models are gathered and let go again by what runs them.
+    return known and not backbone.other_head and not _sharded(backbone.inner)
+
+
+def _sharded(model: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _head_of(backbone: Backbone) -> Head | None:
+    try:
+        head = Head.of(backbone.model)
+    except (TypeError, ValueError):
+        return None
+    return None if any(x.is_meta for x in head.tensors) else head
+
+
+def _as_multiplied(states: Tensor, head: Head) -> Words:
+    """In the dtype of autocast, where the model multiplies in that."""
+    device = states.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (states.dtype, head.weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+        return Words(states.to(dtype), head.map(lambda x: x.to(dtype)))
+    return Words(states, head)
+
+
+def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:
+    """Whether the model's own ``logits`` (B, 1, V) are the head's; tried out once.
+
+    A model of a family that is not known may do more behind its output layer.
+    """
+    if backbone.head_tried or torch.compiler.is_compiling() or is_fake(logits):
+        return True
+    if any(part.dropout is not None for part in words.head.low_rank):
+        return True
+    with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+        made = Words(words.states[:, :1], words.head).logits().double()
+        error = (made - logits.double()).abs().max() if made.shape == logits.shape else torch.inf
+        half = torch.float16 in (logits.dtype, words.states.dtype) or torch.bfloat16 in (
+            logits.dtype,
+            words.states.dtype,
+        )
+        same = bool(error <= (HALVED if half else EXACT) * made.abs().max())
+    backbone.head_tried, backbone.other_head = same, not same
+    return same

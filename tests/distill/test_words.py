@@ -1,0 +1,121 @@
+"""Language models' terms from hidden states and heads, against those from all logits."""
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import Distiller, Several, SoftTargets, student_from_teacher
+from tests.distill import support
+from tests.distill.models import gradients_of, recipe, step
+from tests.distill.test_distiller import documents, packed
+
+MODELS = [("llama", "next word"), ("gemma2", "next word"), ("bert", "masked words")]
+METHODS = ["labels", "soft_targets", "fcd", "lrc_bert", "mc3kd", "lrkd"]
+
+
+def both(family, head, method):
+    """A distiller by heads, and one by all logits."""
+    teacher = support.model_of(family, head).double().eval()
+    student = student_from_teacher(teacher, [1, 3])
+    with torch.no_grad():
+        for p in student.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    found = []
+    for keep_logits in (False, True):
+        torch.manual_seed(2)
+        made = recipe(method) if isinstance(method, str) else copy.deepcopy(method)
+        distiller = Distiller(teacher, copy.deepcopy(student), made, keep_logits=keep_logits)
+        distiller.set_progress(1.0)
+        found.append(distiller.eval())
+    return found
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def batches(head, causal):
+    data = support.data_of("llama" if causal else "bert", head)
+    data["labels"][1, 2:4] = -100
+    yield data
+    yield {**data, "num_items": 7.0}
+    if causal:
+        yield packed(documents())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family, head", MODELS)
+def test_heads_give_what_logits_give(family, head, method):
+    by_head, by_logits = both(family, head, method)
+    by_head.method.perturb = by_logits.method.perturb = False
+    for data in batches(head, head == "next word"):
+        (out, gradients), (expected, wanted) = (step(x, data) for x in (by_head, by_logits))
+        assert out.logits is None and expected.logits.shape[-1] == 60
+        assert_same((out.terms, gradients), (expected.terms, wanted))
+
+
+def test_no_logits_of_all_tokens_are_made(monkeypatch):
+    by_head, _ = both("llama", "next word", "lrkd")
+    rows = []
+    for model in (by_head.teacher, by_head.student):
+        model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    by_head(**support.data_of("llama", "next word")).loss.backward()
+    assert rows == [1, 1]
+
+
+@pytest.mark.parametrize("perturb", [False, True])
+def test_accumulated_and_perturbed(perturb):
+    found = []
+    for distiller in both("llama", "next word", "lrc_bert"):
+        distiller.train().method.perturb = perturb
+        data = support.data_of("llama", "next word")
+        parts = [{name: x[rows] for name, x in data.items()} for rows in (slice(1), slice(1, 4))]
+        torch.manual_seed(3)
+        outs = []
+        for out in distiller.accumulate(parts):
+            out.loss.backward()
+            outs.append(out.terms)
+        found.append((outs, gradients_of(distiller)))
+    assert_same(*found)
+
+
+def test_several_methods_of_which_one_has_other_terms():
+    class Own(SoftTargets):
+        def soft(self, step):
+            return step.student.logits.square().mean()
+
+    data = support.data_of("llama", "next word")
+    for methods in ((SoftTargets(), recipe("lrkd")), (SoftTargets(), Own())):
+        by_head, by_logits = both("llama", "next word", Several(*methods))
+        (out, gradients), (expected, wanted) = (step(x, data) for x in (by_head, by_logits))
+        assert (out.logits is None) == (not isinstance(methods[1], Own))
+        assert_same((out.terms, gradients), (expected.terms, wanted))
+
+
+def test_a_model_that_does_more_behind_its_output_layer_keeps_its_logits():
+    by_head, by_logits = both("llama", "next word", SoftTargets())
+    for distiller in (by_head, by_logits):
+        distiller.student.lm_head.register_forward_hook(lambda module, args, out: out / 2)
+    data = support.data_of("llama", "next word")
+    (out, gradients), (expected, wanted) = (step(x, data) for x in (by_head, by_logits))
+    assert_same((out.terms, gradients), (expected.terms, wanted))
+    assert out.logits is not None and by_head.engine.student.other_head
+
+
+def test_weights_of_zero_and_no_gradient():
+    by_head, by_logits = both("llama", "next word", SoftTargets(alpha=1.0))
+    data = {**support.data_of("llama", "next word"), "labels": None}
+    with torch.no_grad():
+        assert_same(by_head(**data).terms, by_logits(**data).terms)
+    assert set(by_head(**data).terms) == {"soft", "total"}
+
+
+def test_autocast_multiplies_in_its_dtype():
+    teacher = t.LlamaForCausalLM(support.FAMILIES["llama"]).eval()
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), SoftTargets())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = distiller(**support.data_of("llama", "next word"))
+    out.loss.backward()
+    assert out.loss.isfinite() and distiller.student.lm_head.weight.grad.dtype == torch.float32
