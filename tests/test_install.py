@@ -146,7 +146,7 @@ def test_without_the_extension(source, python, tmp_path):
     pip(python, "install", wheel, cwd=tmp_path)
     assert not check(python, tmp_path)[0]
     doctor = run(python, "-m", "fastkd", "doctor", cwd=tmp_path)
-    assert "fastkd._C is not built; matrix roots and row losses run on PyTorch code" in doctor
+    assert "fastkd._C is not built; matrix roots and row kernels run on PyTorch code" in doctor
 
 
 def test_without_torch(source, tmp_path):
