@@ -65,7 +65,9 @@ def main() -> None:
     for name in [turn(names)] if options.turn else names:
         variables = " ".join(f"{key}={value}" for key, value in SETTINGS[name].items())
         print(f"{name}: {variables}; again: make test-machines ARGS='--setting {name}'", flush=True)
-        command = [sys.executable, "-m", "pytest", "-n", str(os.cpu_count()), "--tb=short"]
+        # Threads beyond the cores wait for each other.
+        processes = max((os.cpu_count() or 1) // int(SETTINGS[name]["OMP_NUM_THREADS"]), 1)
+        command = [sys.executable, "-m", "pytest", "-n", str(processes), "--tb=short"]
         command += ["-p", "tools.versions.spread", f"--most={options.most}"]
         command += ["-m", "not slow", "-k", f"not ({NOT})", *options.tests, *others]
         if subprocess.run(command, cwd=ROOT, env=os.environ | SETTINGS[name]).returncode:
