@@ -399,10 +399,6 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "soft_target_backward(Tensor student, Tensor teacher, Tensor? mask, Tensor stats,"
       " Tensor? divisor, Tensor dloss, str divergence, float temperature, float scale) -> Tensor");
   m.def(
-      "fill_gradient(Tensor(a!) dstudent, Tensor student, Tensor teacher, Tensor? mask,"
-      " Tensor stats, Tensor? divisor, Tensor dloss, str divergence, float temperature,"
-      " float scale) -> ()");
-  m.def(
       "direction_sums(Tensor rows, Tensor? mask, Tensor? segments, SymInt classes) -> Tensor");
   m.def(
       "cos_nce_angles(Tensor student, Tensor teacher, Tensor total, Tensor? own, Tensor? mask)"
@@ -433,7 +429,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("soft_target_forward", TORCH_BOX(&fastkd::soft_target_forward));
   m.impl("soft_target_reduce", TORCH_BOX(&fastkd::soft_target_reduce));
   m.impl("soft_target_backward", TORCH_BOX(&fastkd::soft_target_backward));
-  m.impl("fill_gradient", TORCH_BOX(&fastkd::fill_gradient));
   m.impl("direction_sums", TORCH_BOX(&fastkd::direction_sums));
   m.impl("cos_nce_angles", TORCH_BOX(&fastkd::cos_nce_angles));
   m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));

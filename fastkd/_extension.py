@@ -71,7 +71,6 @@ ROW_KERNELS = {
     "soft_target_forward": _soft_target_meta,
     "soft_target_reduce": lambda loss, *rest: (loss.new_empty(()), loss.new_empty(())),
     "soft_target_backward": lambda student, *rest: student.new_empty(student.shape),
-    "fill_gradient": lambda *arguments: None,
     "attention_forward": lambda students, *rest: (
         students[0].new_empty(students[0].shape[0], dtype=_scalar(students[0]).dtype),
         students[0].new_empty(students[0].shape[0], dtype=torch.int32),
