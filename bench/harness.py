@@ -166,7 +166,7 @@ def compiled(function: Callable[..., Tensor]) -> Provider:
 def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provider]:
     """``function`` on PyTorch, in C++ rows, on Triton, and the better of the first and the last
     replayed from a CUDA graph."""
-    from fastkd._dispatch import TRITON_FUNCTIONS, why_not_cpp, why_not_triton
+    from fastkd._core.dispatch import TRITON_FUNCTIONS, why_not_cpp, why_not_triton
 
     def no_cpp(device: torch.device) -> str | None:
         return why_not_cpp(name, torch.empty(0, device=device))

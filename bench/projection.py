@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from fastkd._dispatch import Backend
+from fastkd._core.dispatch import Backend
 from fastkd.projection import (
     DualProjectionLoss,
     cayley,
@@ -134,7 +134,7 @@ def dual(backend: Backend) -> Provider:
 
         return Bound(lambda: loss(student, teacher), [*leaves_of([student]), *raw], between)
 
-    from fastkd._dispatch import why_not_cpp, why_not_triton
+    from fastkd._core.dispatch import why_not_cpp, why_not_triton
 
     def why_not(device: torch.device) -> str | None:
         if backend == "torch":

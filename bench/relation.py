@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._dispatch import Backend
+from fastkd._core.dispatch import Backend
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
 
 from .features import features

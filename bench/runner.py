@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fastkd import _machine
-from fastkd._checks import check_choice
+from fastkd._core import machine
+from fastkd._core.checks import check_choice
 
-from . import machine, suite, table
+from . import roofline, suite, table
 from .harness import FORMAT, Case, add_pass, measure, one_line, row_of
 from .passes import code_digest, run_pass, timed_again
 
@@ -110,14 +110,14 @@ def run_cases(
     passes = passes or PASSES[device.type]
     results: dict[str, Any] = {
         "format": FORMAT,
-        **_machine.describe(device, commit),
+        **machine.describe(device, commit),
         "code": code_digest(),
         "passes": passes,
     }
     kept = _kept_rows(path, results) if resume else {}
     dtypes = tuple(sorted({case.dtype for case in cases}, key=str))
     print(f"{results['machine']['name']}, torch {results['versions']['torch']}", flush=True)
-    limits = machine.roofline(device, dtypes)
+    limits = roofline.roofline(device, dtypes)
     results["roofline"] = limits
     rates = (
         f"{name.removesuffix('_ops_per_s')} {rate / 1e12:.3g} T/s"
@@ -134,7 +134,7 @@ def run_cases(
             continue
         if row is None:
             row = _measured(case, device, seconds / passes)
-            row["floor_ms"] = machine.floor_ms(
+            row["floor_ms"] = roofline.floor_ms(
                 limits, row["bytes_moved"], row["operations"], row["dtype"]
             )
             if predicted and case.key in predicted:
@@ -201,7 +201,7 @@ def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _result_path(out: str | Path | None, device: torch.device) -> Path:
     path = Path("runs/bench") if out is None else Path(out)
-    return path if path.suffix == ".json" else path / f"{_machine.slug(device)}.json"
+    return path if path.suffix == ".json" else path / f"{machine.slug(device)}.json"
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

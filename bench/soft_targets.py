@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd import CrossEntropy
-from fastkd._dispatch import Backend
+from fastkd._core.dispatch import Backend
 from fastkd.soft_targets import (
     DivergenceWord,
     linear_soft_target_loss,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._extras import how_to_get
+from fastkd._core.extras import how_to_get
 
 from .harness import REFERENCE, Bound, Case, Provider
 

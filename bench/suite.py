@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastkd._losses import LOSSES as ROWS
+from fastkd._core.losses import LOSSES as ROWS
 
 from . import step
 from .harness import Case

@@ -1,7 +1,8 @@
 """Distillation losses of six papers as fused, exact, drop-in PyTorch functions."""
 
-from fastkd import _versions, functional  # noqa: F401 - first, for its word on an old torch
-from fastkd._divergences import Divergence
+from fastkd._core import versions  # noqa: F401, I001 - first, for its word on an old torch
+from fastkd import functional
+from fastkd._torch.divergences import Divergence
 from fastkd.attention import AttentionLoss
 from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss

@@ -8,7 +8,7 @@ def main() -> None:
     try:
         from fastkd.cli.main import app
     except ModuleNotFoundError as error:
-        from fastkd._extras import how_to_get
+        from fastkd._core.extras import how_to_get
 
         missing = (error.name or "a package").partition(".")[0]
         print(f"Error: {missing} is not installed; {how_to_get('train')}", file=sys.stderr)

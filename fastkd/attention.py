@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastkd._checks import check_choice, check_mask, check_pair, check_shape, layer_pairs
-from fastkd._dispatch import BACKENDS, Backend, backend_of
-from fastkd._numerics import (
+from fastkd._core.checks import check_choice, check_mask, check_pair, check_shape, layer_pairs
+from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.numerics import (
     apply,
     autocast_off,
     once_differentiable,

@@ -1,7 +1,7 @@
 """Canonical correlation between teacher and student features (MC3KD, eqs. 4-7).
 
 The public functions and their checks; how the correlations and their gradient are computed stands
-in `_cca_solver`.
+in `_torch.cca_solver`.
 """
 
 import warnings
@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd import _cca_solver
-from fastkd._cca_solver import Options
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_floating,
     check_like,
@@ -26,9 +24,11 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import Backend, use_triton
-from fastkd._numerics import autocast_off, once_differentiable, values_readable, working_dtype
-from fastkd._pooling import pool_tokens
+from fastkd._core.dispatch import Backend, use_triton
+from fastkd._core.numerics import autocast_off, once_differentiable, values_readable, working_dtype
+from fastkd._core.pooling import pool_tokens
+from fastkd._torch import cca_solver
+from fastkd._torch.cca_solver import Options
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 from fastkd.linalg import inv_sqrtm_ref
 
@@ -163,7 +163,7 @@ def canonical_correlations(
     check_shape("y", y, (*x.shape[:-1], y.shape[-1]), "x's but for the size")
     mask = check_mask(mask, x.shape[:-1], x.device)
     with torch.no_grad(), autocast_off(x):
-        values = _cca_solver.correlations(x, y, mask, _ridge_pair(ridge))
+        values = cca_solver.correlations(x, y, mask, _ridge_pair(ridge))
         return values.to(working_dtype(x))
 
 
@@ -332,7 +332,7 @@ def _loss(
     """Losses (*) of features (*, m, Ds), (*, m, Dt), mask (*, m), each process having its m."""
     if ranks is not None:
         rows = ranks.max(student.shape[-2], student.device)
-        if _cca_solver.moments_are_less(rows, student, teacher, ranks):
+        if cca_solver.moments_are_less(rows, student, teacher, ranks):
             options = replace(options, ranks=ranks)
         else:
             observations = [x.movedim(-2, 0) for x in (student, teacher)]
@@ -351,7 +351,7 @@ class _NegativeCorrelation(torch.autograd.Function):
     def forward(ctx, student, teacher, mask, options):
         with autocast_off(student):
             batch = student.shape[:-2].numel()
-            corr, ds = _cca_solver.solve(
+            corr, ds = cca_solver.solve(
                 student.reshape(batch, *student.shape[-2:]),
                 teacher.reshape(batch, *teacher.shape[-2:]),
                 None if mask is None else mask.reshape(batch, mask.shape[-1]),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_floating,
     check_labels,
@@ -21,9 +21,9 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import Backend, backend_of
-from fastkd._labels import add_by_class, comparable, label_segments
-from fastkd._numerics import (
+from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.labels import add_by_class, comparable, label_segments
+from fastkd._core.numerics import (
     apply,
     autocast_off,
     once_differentiable,
@@ -34,7 +34,7 @@ from fastkd._numerics import (
     values_readable,
     working_dtype,
 )
-from fastkd._pooling import pool_tokens
+from fastkd._core.pooling import pool_tokens
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 
 __all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]

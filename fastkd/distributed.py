@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._numerics import once_differentiable
+from fastkd._core.numerics import once_differentiable
 
 __all__ = [
     "AcrossRanks",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._checks import FLOATING, check_device, check_floating, check_number, check_shape
-from fastkd._linear_soft_targets import HeadForm
+from fastkd._core.checks import FLOATING, check_device, check_floating, check_number, check_shape
+from fastkd._torch.linear_soft_targets import HeadForm
 
 # Attributes of transformers' configurations by which models change the products of their head:
 # a cap, a factor, a divisor.
@@ -127,7 +127,7 @@ class Head:
         return HeadForm(self.scale, self.softcap or 0.0)
 
     def on(self, hidden: Tensor) -> list[Tensor | None]:
-        """Itself on hidden states (R, D), as `fastkd._linear_soft_targets` takes heads."""
+        """Itself on hidden states (R, D), as `fastkd._torch.linear_soft_targets` takes heads."""
         pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
         tensors: list[Tensor | None] = []
         for states, weight in pairs:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_floating,
     check_int,
@@ -18,10 +18,9 @@ from fastkd._checks import (
     check_pair,
     check_positive_int,
 )
-from fastkd._dispatch import Backend, backend_of
-from fastkd._labels import add_by_class, comparable, label_ranges, label_segments
-from fastkd._neighbours import neighbour_losses
-from fastkd._numerics import (
+from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.labels import add_by_class, comparable, label_ranges, label_segments
+from fastkd._core.numerics import (
     apply,
     autocast_off,
     first_order_only,
@@ -31,7 +30,8 @@ from fastkd._numerics import (
     upcast,
     zero_padding,
 )
-from fastkd._pooling import pool_tokens
+from fastkd._core.pooling import pool_tokens
+from fastkd._torch.neighbours import neighbour_losses
 from fastkd.distributed import Group, InGroup, Ranks, gather_rows, ranks_of
 
 __all__ = [

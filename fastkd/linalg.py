@@ -7,16 +7,15 @@ The roots themselves are smooth there: their derivatives are divided differences
 import torch
 from torch import Tensor
 
-from fastkd import _extension
-from fastkd._checks import check_floating, check_number
-from fastkd._numerics import autocast_off, once_differentiable, working_dtype
+from fastkd._core import extension
+from fastkd._core.checks import check_floating, check_number
+from fastkd._core.numerics import autocast_off, once_differentiable, working_dtype
+from fastkd._core.products import symmetric_product
 
 # Largest n that the extension takes on the CPU: beyond it LAPACK is faster on one core.
 EXTENSION_LARGEST = 96
 # Largest n whose gradient is multiplied in float32: a product's rounding grows with √n.
 FLOAT32_LARGEST = 96
-# Largest n of a symmetric product that is not worth dividing into blocks.
-WHOLE_PRODUCT = 256
 
 
 def sqrtm_ref(a: Tensor) -> Tensor:
@@ -100,26 +99,12 @@ def _symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
-def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
-    """XY where it is symmetric: of a large one only the lower blocks are multiplied."""
-    n = x.shape[-2]
-    if n < WHOLE_PRODUCT:
-        return x @ y
-    product = x.new_empty(*x.shape[:-1], n)
-    for i in range(4):
-        start, end = i * n // 4, (i + 1) * n // 4
-        block = x[..., start:, :] @ y[..., start:end]  # (*, n - start, end - start)
-        product[..., start:, start:end] = block
-        product[..., start:end, start:] = block.mT
-    return product
-
-
 def _use_extension(a: Tensor) -> bool:
     """Whether the extension makes the roots themselves: small ones.
 
     It spreads a batch over the cores, or over a GPU, and takes a fifth to all of LAPACK's time.
     """
-    built = _extension.CUDA if a.is_cuda else _extension.CPU and a.device.type == "cpu"
+    built = extension.CUDA if a.is_cuda else extension.CPU and a.device.type == "cpu"
     return built and a.shape[-1] <= EXTENSION_LARGEST
 
 
@@ -132,7 +117,7 @@ def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tens
     """
     bad = ~a.isfinite().flatten(-2).all(-1)[..., None, None]
     # PyTorch's waits for a GPU.
-    eigh = torch.ops.fastkd.eigh if a.is_cuda and _extension.CUDA else torch.linalg.eigh
+    eigh = torch.ops.fastkd.eigh if a.is_cuda and extension.CUDA else torch.linalg.eigh
     values, vectors = eigh(_symmetric(a.double()).masked_fill(bad, 0.0))
     values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
     roots = _root_values(values, inverse, ridge, a.dtype)

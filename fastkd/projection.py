@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_floating,
     check_like,
@@ -19,8 +19,8 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._dispatch import BACKENDS, Backend, backend_of, use_triton
-from fastkd._numerics import (
+from fastkd._core.dispatch import BACKENDS, Backend, backend_of, use_triton
+from fastkd._core.numerics import (
     apply,
     as_rows,
     autocast_off,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_floating,
     check_int,
     check_labels,
@@ -11,7 +11,7 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._numerics import values_readable
+from fastkd._core.numerics import values_readable
 from fastkd.distributed import Group, InGroup, ranks_of
 
 __all__ = ["FeatureQueue"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_floating,
     check_mask,
@@ -19,8 +19,8 @@ from fastkd._checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._dispatch import Backend, backend_of
-from fastkd._numerics import (
+from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.numerics import (
     apply,
     autocast_off,
     first_order_only,

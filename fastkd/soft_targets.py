@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_device,
     check_floating,
@@ -18,17 +18,8 @@ from fastkd._checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._dispatch import Backend, backend_of, use_triton
-from fastkd._divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
-from fastkd._linear_soft_targets import (
-    CHUNK_BYTES,
-    TERMS,
-    HeadForm,
-    LinearSoftTargets,
-    Options,
-    Recipe,
-)
-from fastkd._numerics import (
+from fastkd._core.dispatch import Backend, backend_of, use_triton
+from fastkd._core.numerics import (
     apply,
     as_rows,
     once_differentiable,
@@ -37,7 +28,16 @@ from fastkd._numerics import (
     values_readable,
     working_dtype,
 )
-from fastkd._rows import Soft, Task, weighed_rows
+from fastkd._torch.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
+from fastkd._torch.linear_soft_targets import (
+    CHUNK_BYTES,
+    TERMS,
+    HeadForm,
+    LinearSoftTargets,
+    Options,
+    Recipe,
+)
+from fastkd._torch.rows import Soft, Task, weighed_rows
 from fastkd.head import Head, as_head
 from fastkd.targets import CrossEntropy, TopK
 

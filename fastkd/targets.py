@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fastkd._checks import (
+from fastkd._core.checks import (
     check_choice,
     check_floating,
     check_fraction,
@@ -17,7 +17,7 @@ from fastkd._checks import (
     check_number,
     check_shape,
 )
-from fastkd._numerics import values_readable
+from fastkd._core.numerics import values_readable
 
 Tail = Literal["bucket", "renormalise"]
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, operator
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
 

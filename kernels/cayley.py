@@ -37,7 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, operator
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
 
 # Steps after a measured residual: each further one would let the drift grow by a factor of 2.
 STEPS = tl.constexpr(6)

@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, operator
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
 # Rows that one program adds up; more are split among programs and added in a second pass.

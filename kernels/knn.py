@@ -9,9 +9,9 @@ and so few that one program would have all the work split the features instead: 
 then leaves partial products of at most 2^18 pairs.
 `knn_settle_kernel` merges what the programs of one row found, compares the candidates by direct
 difference in float64, which neither underflows nor overflows, and leaves the loss, the neighbours
-and the factor of the gradient. The proof in `fastkd._neighbours` says when that choice is exact, as
-almost always; else the program compares whatever is within reach, and where that fills a list of
-candidates, all rows of the label.
+and the factor of the gradient. The proof in `fastkd._torch.neighbours` says when that choice is
+exact, as almost always; else the program compares whatever is within reach, and where that fills a
+list of candidates, all rows of the label.
 `knn_gradient_kernel` reads the row and its neighbours again and writes the gradient with the
 upstream gradient applied.
 
@@ -26,8 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._dispatch import triton_interpreted
-from fastkd.kernels.launch import cdiv, operator
+from fastkd._core.dispatch import triton_interpreted
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
 
 # Rows of the student and of the bank from which sorting by label and norms beforehand pay.
 ROWS_TO_SORT = 65
@@ -429,7 +430,7 @@ def knn_settle_kernel(
     distance = tl.where(mask & finite, distance, float("inf"))
     total, kth = _choose(distance, chosen, nearest_ptr, row, k)
 
-    # The proof of `fastkd._neighbours`; what overflows proves nothing.
+    # The proof of `fastkd._torch.neighbours`; what overflows proves nothing.
     square = _squared_norm(s_ptr, D, KEEP * BLOCK_D)
     norm = tl.sqrt(square.to(tl.float32))
     reach = norm + tl.sqrt(kth.to(tl.float32))
@@ -524,7 +525,8 @@ def knn_forward(
     """Loss of each row (N,), the gradient's factors (N,) and the neighbours (N, k).
 
     Rows (N, D) and (M, D) with stride 1 along D. ``low``, ``high``, ``labels`` as
-    `fastkd._labels.label_ranges` makes them; losses and factors are divided by ``count``, if given.
+    `fastkd._core.labels.label_ranges` makes them; losses and factors are divided by ``count``, if
+    given.
     """
     (N, D), M = student.shape, teacher.shape[0]
     sizes = (D, student.stride(0), teacher.stride(0))
@@ -664,7 +666,7 @@ def _widens(dtype: torch.dtype) -> bool:
 
 
 def score_rounding(features: int, splits: int, itemsize: int) -> float:
-    """ρ of the proof in `fastkd._neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
+    """ρ of the proof in `fastkd._torch.neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
 
     Every step of at most 64 features is added up from zero. For 2-byte inputs products are exact,
     and the tensor cores (sm_80 and later) add 4 to 16 of them to the sum, each cut at 2^-24 of the

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, next_power_of_2, operator
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv, next_power_of_2
 
 # Variances outside are computed again from scaled rows.
 SMALLEST_VARIANCE = tl.constexpr(1e-25)

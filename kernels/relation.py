@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, next_power_of_2, operator
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
 from fastkd.kernels.relation_rows import (

@@ -35,7 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd.kernels.launch import cdiv, operator
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
 
 STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)

@@ -1,5 +1,5 @@
 """Also processes that tests start come through here."""
 
-from tests.interpreter import prepare
+from tests.support.interpreter import prepare
 
 prepare()

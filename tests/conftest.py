@@ -14,8 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from fastkd import _dispatch
-from tests.interpreter import MARKS, prepare
+from fastkd._core import dispatch
+from tests.support.interpreter import MARKS, prepare
 
 prepare()
 
@@ -64,10 +64,10 @@ def pytest_generate_tests(metafunc):
     if "backend" not in metafunc.fixturenames:
         return
     backends: list = ["torch"]
-    if getattr(metafunc.module, "TRITON_FUNCTION", None) in _dispatch.TRITON_FUNCTIONS:
+    if getattr(metafunc.module, "TRITON_FUNCTION", None) in dispatch.TRITON_FUNCTIONS:
         backends.append(pytest.param("triton", marks=MARKS["triton"]))
     without_cpp = getattr(metafunc.module, "WITHOUT_CPP", ())
-    if getattr(metafunc.module, "TRITON_FUNCTION", None) in _dispatch.CPP_FUNCTIONS and not any(
+    if getattr(metafunc.module, "TRITON_FUNCTION", None) in dispatch.CPP_FUNCTIONS and not any(
         word in metafunc.function.__name__ for word in without_cpp
     ):
         backends.append(pytest.param("cpp", marks=MARKS["cpp"]))
@@ -83,7 +83,7 @@ def _left_out(item) -> bool:
         return True
     if given.get("backend") != "triton" or not item.get_closest_marker("within_kernels"):
         return False
-    kernels = _dispatch.TRITON_FUNCTIONS[item.module.TRITON_FUNCTION]
+    kernels = dispatch.TRITON_FUNCTIONS[item.module.TRITON_FUNCTION]
     facts = {**kernels.words, **dict.fromkeys(kernels.at_most, 0), **given}
     return kernels.lack(given.get("dtype", torch.float32), facts) is not None
 

@@ -8,8 +8,8 @@ nearly parallel ones, autocast. Value and every gradient are compared in float64
 every loss: under torch.compile with changing sizes, with inputs of inference mode and the meta
 device, with a gradient that overflows.
 
-An error is allowed up to the table of `tests/compare.py`, relative to the larger of the value and
-of the terms it is made of, plus ten times what rounding the inputs once would change.
+An error is allowed up to the table of `tests/support/compare.py`, relative to the larger of the
+value and of the terms it is made of, plus ten times what rounding the inputs once would change.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastkd._losses import LOSSES
-from tests import oracles
-from tests.compare import TOLERANCE, counted, relative_error
-from tests.draw import Case, Draw, poisoned
+from fastkd._core.losses import LOSSES
 from tests.losses import FILES, subjects
-from tests.subject import D_S, D_T, Subject
+from tests.support import oracles
+from tests.support.compare import TOLERANCE, counted, relative_error
+from tests.support.draw import Case, Draw, poisoned
+from tests.support.subject import D_S, D_T, Subject
 
 MAGNIFIED = 16  # so that a rounding of float64 is seen in float64
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.attention import AttentionLoss, attention_loss, attention_loss_ref
-from tests.compare import DTYPES, assert_matches_reference, value_and_grad
+from tests.support.compare import DTYPES, assert_matches_reference, value_and_grad
 
 TRITON_FUNCTION = "attention_loss"
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastkd import _cca_solver, _extension, cca
-from fastkd._cca_solver import Options, Plan, polar
+from fastkd import cca
+from fastkd._core import extension
+from fastkd._torch import cca_solver
+from fastkd._torch.cca_solver import Options, Plan, polar
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
-
-from .compare import (
+from tests.support.compare import (
     DTYPES,
     assert_accurate,
     assert_matches_reference,
@@ -22,6 +23,7 @@ from .compare import (
     every_two_meet,
     relative_error,
 )
+
 from .losses.cca import correlation
 
 TRITON_FUNCTION = "cca_loss"
@@ -199,8 +201,8 @@ def test_float32_is_accurate_at_real_sizes(m, d, ridge, monkeypatch):
     teacher = torch.randn(m, d) + 10.0
     student = (0.5 * teacher + torch.randn(m, d)).requires_grad_()
     summed = []
-    svd = _cca_solver._svd
-    monkeypatch.setattr(_cca_solver, "_svd", lambda *a: summed.append(svd(*a)) or summed[-1])
+    svd = cca_solver._svd
+    monkeypatch.setattr(cca_solver, "_svd", lambda *a: summed.append(svd(*a)) or summed[-1])
     value = cca_loss(student, teacher, ridge=ridge)
     (grad,) = torch.autograd.grad(value, student)
     assert all(((values >= 0) & (values <= 1)).all() for _, values, _ in summed)
@@ -322,14 +324,14 @@ def test_polar_factor_by_products(rows, columns):
 def test_a_factorisation_that_fails_gives_nan():
     """What LAPACK leaves behind looks like a factor, and would be silently wrong."""
     good, bad = torch.eye(3), torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    factors = _cca_solver._cholesky(torch.stack([good, bad]))
+    factors = cca_solver._cholesky(torch.stack([good, bad]))
     assert torch.equal(factors[0], good)
     assert factors[1].isnan().all()
 
 
 def use_plan(monkeypatch, plan: Plan) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(_cca_solver, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(cca_solver, "make_plan", lambda *_: plan)
 
 
 GPU_SIZES = [
@@ -354,7 +356,7 @@ def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
 
 
 @pytest.mark.skipif(
-    not (_extension.CUDA if torch.cuda.is_available() else _extension.CPU),
+    not (extension.CUDA if torch.cuda.is_available() else extension.CPU),
     reason="fastkd._C is not built",
 )
 @pytest.mark.parametrize(
@@ -379,7 +381,7 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
     assert actual[1][1].isnan().all()
 
 
-@pytest.mark.skipif(not _extension.CPU, reason="fastkd._C is not built")
+@pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
 @pytest.mark.parametrize("m, dims", [(30, (4, 7)), (7, (12, 9)), (20, (12, 30)), (160, (130, 20))])
 @pytest.mark.parametrize("ridge", [0.0, (0.1, 1e-3)])
 def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
@@ -391,7 +393,7 @@ def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
     mask = torch.rand(3, m) > 0.1
     mask[1] = True
     expected = canonical_correlations(x, y, ridge=ridge, mask=mask)
-    monkeypatch.setattr(_cca_solver, "_use_extension", lambda x: True)
+    monkeypatch.setattr(cca_solver, "_use_extension", lambda x: True)
     for solver_that_waits in ("svd", "svdvals", "eigh"):
         monkeypatch.setattr(torch.linalg, solver_that_waits, lambda *_, **__: pytest.fail("waits"))
     actual = canonical_correlations(x, y, ridge=ridge, mask=mask)
@@ -409,7 +411,7 @@ def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
     ],
 )
 def test_solvers_of_a_gpu_are_accurate_for_float32(m, d, plan, ridge, monkeypatch):
-    if plan.method == "extension" and not (_extension.CPU or _extension.CUDA):
+    if plan.method == "extension" and not (extension.CPU or extension.CUDA):
         pytest.skip("fastkd._C is not built")
     use_plan(monkeypatch, plan)
     for solver_that_waits in ("svd", "eigh"):
@@ -438,7 +440,7 @@ def test_float32_singular_vectors(values, columns):
     u, s, v = torch.linalg.svd(m, full_matrices=False)
     keep = s > 0.99e-4
     for x, expected in ((m, u[:, keep] @ v[keep]), (m.mT, v[keep].mT @ u[:, keep].mT)):
-        left, values, right = _cca_solver._svd(x.float(), columns, x.float(), "lapack")
+        left, values, right = cca_solver._svd(x.float(), columns, x.float(), "lapack")
         assert relative_error(values, s) <= 1e-6
         assert relative_error((left * values) @ right.mT, x) <= 5e-6
         large = values > 0.99e-4
@@ -464,7 +466,7 @@ def test_large_items_are_solved_one_by_one(monkeypatch):
     mask = torch.rand(3, 25) > 0.2
     expected = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
     no_mask = value_and_grad(cca_loss, student, teacher)
-    monkeypatch.setattr(_cca_solver, "LARGE_ITEM", 1)
+    monkeypatch.setattr(cca_solver, "LARGE_ITEM", 1)
     actual = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
     assert relative_error(actual[0], expected[0]) <= 1e-12
     assert relative_error(actual[1], expected[1]) <= 1e-11
@@ -687,7 +689,7 @@ def test_the_same_tensor_twice_under_compile():
 
 def test_no_gradient_is_computed_unless_asked(monkeypatch):
     student, teacher = related(30, dims=(4, 4))
-    monkeypatch.setattr(_cca_solver._Whitening, "__call__", lambda *_: pytest.fail("gradient work"))
+    monkeypatch.setattr(cca_solver._Whitening, "__call__", lambda *_: pytest.fail("gradient work"))
     cca_loss(student, teacher)
     with pytest.raises(pytest.fail.Exception):
         cca_loss(student.requires_grad_(), teacher)
@@ -827,13 +829,13 @@ def layers_of_any_size(b: int, n: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def count_calls(monkeypatch) -> list[torch.Size]:
     calls = []
-    solve = _cca_solver.solve
+    solve = cca_solver.solve
 
     def counted(student, *args, **options):
         calls.append(student.shape)
         return solve(student, *args, **options)
 
-    monkeypatch.setattr(_cca_solver, "solve", counted)
+    monkeypatch.setattr(cca_solver, "solve", counted)
     return calls
 
 
@@ -874,7 +876,7 @@ def test_layers_padded_to_one_size_as_on_a_gpu(ridge, top_k, b, masked, solver, 
         if top_k is None and ridge != 0.0:
             use_plan(monkeypatch, Plan(False, "products"))
     elif solver == "one by one":
-        monkeypatch.setattr(_cca_solver, "LARGE_ITEM", 1)
+        monkeypatch.setattr(cca_solver, "LARGE_ITEM", 1)
     actual = run()
     assert calls[0] == (4, 8 * b, 9)
     assert relative_error(actual[0], expected[0]) <= 1e-10
@@ -888,8 +890,8 @@ def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch):
     """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
     sizes = (5, 7, 383)
     layers = [torch.randn(m, d).to(dtype) for d in sizes]
-    bounded = _cca_solver._bounded
-    monkeypatch.setattr(_cca_solver, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
+    bounded = cca_solver._bounded
+    monkeypatch.setattr(cca_solver, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
     losses = cca._batched_layers([(x, x) for x in layers], None, Options((1e-9, 1e-9)))
     assert (-losses).tolist() == [min(m - 1, d) for d in sizes]
     one_missing = torch.arange(m) != 1

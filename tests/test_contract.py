@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._dispatch import Backend
-from fastkd._losses import LOSSES
+from fastkd._core.dispatch import Backend
+from fastkd._core.losses import LOSSES
 
 FEATURES = torch.ones(2, 3, 4)
 

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
-from tests.compare import (
+from tests.losses.contrastive import cos_nce
+from tests.support.compare import (
     DTYPES,
     assert_accurate,
     assert_matches_reference,
     count_graphs,
     value_and_grad,
 )
-from tests.losses.contrastive import cos_nce
-from tests.oracles import pooled
+from tests.support.oracles import pooled
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 

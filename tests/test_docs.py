@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from fastkd._extras import how_to_get
+from fastkd._core.extras import how_to_get
 from fastkd.cli.main import app
 from fastkd.train.errors import RunFailed
 
@@ -118,5 +118,5 @@ def test_an_extra_is_got_in_one_way_that_works_from_a_checkout():
     """Only `how_to_get` knows whether this is one."""
     sources = [*ROOT.glob("fastkd/**/*.py"), *ROOT.glob("bench/*.py"), *PAGES]
     named = {p.name for p in sources if re.search(r"pip install \S*fastkd\[", p.read_text())}
-    assert named <= {"_extras.py", "design.md"}
+    assert named <= {"extras.py", "design.md"}
     assert f"-e '{ROOT}[train]'" in how_to_get("train") or "-e '.[train]'" in how_to_get("train")

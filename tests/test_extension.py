@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastkd import _extension, linalg
+from fastkd import linalg
+from fastkd._core import extension
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm
+from tests.support.compare import relative_error
 
-from .compare import relative_error
 from .test_linalg import KINDS, matrix, with_eigenvalues
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_extension = pytest.mark.skipif(
-    not _extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
+    not extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
 )
 # Here eigenvalues and eigenvectors too, which the public functions do not show.
 SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129)
@@ -28,7 +29,7 @@ SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129)
 @pytest.fixture
 def op_device(device):
     """Where the operators run: on CUDA if their CUDA part is built."""
-    return device if _extension.CUDA else torch.device("cpu")
+    return device if extension.CUDA else torch.device("cpu")
 
 
 def check_roots(a: torch.Tensor, roots, inverse_roots, dtype, device="cpu") -> None:
@@ -196,7 +197,7 @@ def test_values_and_gradients_equal_the_pytorch_path(root, monkeypatch):
         return result.detach(), torch.autograd.grad(result, a, upstream)[0]
 
     compiled = run()
-    monkeypatch.setattr(_extension, "CPU", False)
+    monkeypatch.setattr(extension, "CPU", False)
     plain = run()
     if root is sqrtm:  # √ of rounding around zero: 1e-16 becomes 1e-8
         assert relative_error(compiled[0], plain[0]) <= 1e-7
@@ -210,8 +211,8 @@ def test_the_package_works_without_the_extension():
     code = (
         "import sys; sys.modules['fastkd._C'] = None\n"
         "import torch\n"
-        "from fastkd import _extension, linalg\n"
-        "assert not _extension.CPU\n"
+        "from fastkd import extension, linalg\n"
+        "assert not extension.CPU\n"
         "assert linalg.sqrtm(4 * torch.eye(2)).equal(2 * torch.eye(2))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

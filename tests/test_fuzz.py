@@ -3,7 +3,7 @@
 import pytest
 
 from tests import fuzz
-from tests.interpreter import MARKS
+from tests.support.interpreter import MARKS
 
 SEEDS = {"torch": 8, "triton": 4, "cpp": 8}  # the interpreter is slow
 

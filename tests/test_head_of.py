@@ -11,7 +11,7 @@ import transformers
 from fastkd import Head
 from fastkd.head import output_layer
 from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
-from tests.compare import relative_error
+from tests.support.compare import relative_error
 
 SMALL = dict(
     vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24

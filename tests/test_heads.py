@@ -16,7 +16,7 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.compare import every_two_meet, relative_error, value_and_grad
+from tests.support.compare import every_two_meet, relative_error, value_and_grad
 
 DIVERGENCES = [
     "forward_kl",

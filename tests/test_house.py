@@ -11,16 +11,15 @@ import pytest
 from packaging.requirements import Requirement
 from setuptools.config.pyprojecttoml import read_configuration
 
-from fastkd._extras import PACKAGES
+from fastkd._core.extras import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
 FLOORS = (
-    "kernels", "", "analysis", "distill", "train", "study", "bench", "cli", "tools", "tests",
+    "_core", "kernels", "_torch", "",
+    "analysis", "distill", "train", "study", "bench", "cli", "tools", "tests",
 )  # fmt: skip
 FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS[:-2]}
-# What kernels need of the floor above: it imports none of them.
-KERNELS_NEED = {"fastkd._dispatch"}
 MOST_LINES = 60
 MOST_PARAMETERS = 12
 # Whose options the contract lists.
@@ -90,18 +89,7 @@ ARROWS = {
 @pytest.mark.parametrize("module", SOURCES)
 def test_imports_point_down(module):
     upwards = {other for other in ARROWS[module] if floor(other) > floor(module)}
-    if floor(module) == 0:
-        upwards -= KERNELS_NEED
     assert not upwards, f"{module} imports {', '.join(upwards)} from a floor above"
-
-
-def test_what_kernels_need_does_not_need_kernels():
-    reached, waiting = set(), list(KERNELS_NEED)
-    while waiting:
-        if (module := waiting.pop()) not in reached:
-            reached.add(module)
-            waiting += ARROWS[module]
-    assert not {module for module in reached if floor(module) == 0}
 
 
 def test_imports_form_no_circle():
@@ -159,7 +147,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 HELD = [
     module
     for module in SOURCES
-    if 0 < floor(module) < FLOORS.index("tests") and not module.startswith("tools.calls")
+    if not module.startswith(("fastkd.kernels", "tools.calls", "tests"))
 ]
 
 

@@ -14,9 +14,9 @@ from fastkd.knn import (
     knn_feature_loss,
     knn_feature_loss_ref,
 )
-from tests.compare import DTYPES, assert_accurate, assert_matches_reference, value_and_grad
 from tests.losses.knn import class_similarity, nearest
-from tests.oracles import pooled
+from tests.support.compare import DTYPES, assert_accurate, assert_matches_reference, value_and_grad
+from tests.support.oracles import pooled
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -70,9 +70,9 @@ def searches(request, monkeypatch):
     """PyTorch's three searches: of small problems, of large ones, and where data can't decide."""
     if request.param == "small":
         return
-    monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", 0)
+    monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", 0)
     if request.param == "without looking":
-        monkeypatch.setattr("fastkd._neighbours.values_readable", lambda x: False)
+        monkeypatch.setattr("fastkd._torch.neighbours.values_readable", lambda x: False)
 
 
 def every_search(test):
@@ -104,7 +104,7 @@ def test_equals_a_loop(size):
 def test_matches_reference(backend, size, dtype, monkeypatch):
     *shape, k = size
     if backend == "torch":
-        monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", 0)
+        monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", 0)
     student, teacher, *labels = batch(*shape, dtype=dtype, mean=0.5)
     upstream = torch.randn(len(student))
     check(backend, student, teacher, *labels, k=k)
@@ -275,7 +275,7 @@ def test_near_duplicates_in_halves(backend):
 
 @pytest.mark.parametrize("small_problem", [0, 2**20])
 def test_near_duplicates_in_float64(monkeypatch, small_problem):
-    monkeypatch.setattr("fastkd._neighbours.SMALL_PROBLEM", small_problem)
+    monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", small_problem)
     check_against_loop(knn_feature_loss, *near_duplicates(30, torch.float64, spread=1e-10), k=2)
 
 
@@ -476,8 +476,8 @@ def test_teacher_made_in_inference_mode(backend):
 @pytest.mark.parametrize("k", [1, 4])
 def test_many_blocks(monkeypatch, k):
     # Blocks of 64 rows: chunks that begin and end within a label, banks in several parts.
-    monkeypatch.setattr("fastkd._neighbours.MAX_BLOCK_ROWS", 64)
-    monkeypatch.setattr("fastkd._neighbours.PAIR_ELEMENTS", 100)
+    monkeypatch.setattr("fastkd._torch.neighbours.MAX_BLOCK_ROWS", 64)
+    monkeypatch.setattr("fastkd._torch.neighbours.PAIR_ELEMENTS", 100)
     student, teacher, *labels = batch(300, 700, 6, 4)
     labels[1][labels[1] == 2] = 1  # a label that the bank does not have
     check("torch", student, teacher, *labels, k=k)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
-
-from .compare import DTYPES, assert_accurate, count_graphs, relative_error
+from tests.support.compare import DTYPES, assert_accurate, count_graphs, relative_error
 
 # Around the sizes at which blocks of the extension and of LAPACK change, and real hidden sizes.
 SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129, 256, 512, 768, 1024)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._losses import LOSSES
+from fastkd._core.losses import LOSSES
 from fastkd.distill.spans import Spans
 from fastkd.distill.step import Outputs
-from tests.compare import relative_error, values_and_grads
+from tests.support.compare import relative_error, values_and_grads
 
 FUNCTIONS = {
     name: (getattr(fastkd, name), inputs)

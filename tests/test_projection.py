@@ -20,7 +20,7 @@ from fastkd.projection import (
     layer_norm_mse,
     layer_norm_mse_ref,
 )
-from tests.compare import (
+from tests.support.compare import (
     DTYPES,
     assert_accurate,
     assert_matches_reference,

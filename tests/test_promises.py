@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastkd
-from fastkd import _checks
-from tests.compare import TOLERANCE, counted, relative_error
-from tests.interpreter import MARKS
+from fastkd._core import checks
 from tests.losses import subjects
-from tests.subject import D_S, D_T, B, N, Subject
+from tests.support.compare import TOLERANCE, counted, relative_error
+from tests.support.interpreter import MARKS
+from tests.support.subject import D_S, D_T, B, N, Subject
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -104,13 +104,13 @@ def test_a_mask_without_a_real_token_is_warned_of_once(loss):
         pytest.skip("it takes no mask")
     student, teacher = features()
     for mask in (torch.zeros(B, N, dtype=torch.bool), torch.zeros(B, N)):  # torch's, and additive
-        _checks._warn_of_no_token.cache_clear()
+        checks._warn_of_no_token.cache_clear()
         with pytest.warns(UserWarning, match="mask has no real token"):
             loss(student, teacher, mask)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             loss(student, teacher, mask)
-    _checks._warn_of_no_token.cache_clear()
+    checks._warn_of_no_token.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(student, teacher, padding())
@@ -118,7 +118,7 @@ def test_a_mask_without_a_real_token_is_warned_of_once(loss):
 
 
 def test_a_mask_without_a_real_token_in_a_graph():
-    _checks._warn_of_no_token.cache_clear()
+    checks._warn_of_no_token.cache_clear()
     student, teacher = features()
     call, graphs = counted(fastkd.FCDLoss())
     with warnings.catch_warnings():

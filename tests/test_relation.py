@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastkd._dispatch import BackendUnavailable
+from fastkd._core.dispatch import BackendUnavailable
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
-from tests.compare import DTYPES, TOLERANCE, assert_accurate, relative_error, value_and_grad
+from tests.support.compare import DTYPES, TOLERANCE, assert_accurate, relative_error, value_and_grad
 
 TRITON_FUNCTION = "relation_loss"
 

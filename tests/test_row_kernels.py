@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkd import _dispatch, _extension
+from fastkd._core import dispatch, extension
 from tests.losses import subjects
-from tests.subject import D_S, D_T
+from tests.support.subject import D_S, D_T
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBJECTS = {subject.name: subject for subject in subjects("cpp")}
@@ -32,12 +32,12 @@ def threads():
     torch.set_num_threads(before)
 
 
-needs_extension = pytest.mark.usefixtures("extension")
+needs_extension = pytest.mark.usefixtures("built_extension")
 
 
 @pytest.fixture
-def extension():
-    if not _extension.CPU or torch.cuda.is_available():
+def built_extension():
+    if not extension.CPU or torch.cuda.is_available():
         pytest.skip("no extension, or the tests' tensors are on a GPU")
 
 
@@ -56,24 +56,24 @@ def test_the_same_bits_on_any_number_of_threads(name, threads):
 @needs_extension
 def test_auto_takes_them_on_the_cpu_where_they_are():
     x = torch.ones(2, 3)
-    for name in _dispatch.CPP_FUNCTIONS:
-        assert _dispatch.why_not_cpp(name, x) is None
-    assert _dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "cpp"
-    assert _dispatch.backend_of("auto", "layer_norm_mse", x.to("meta"), columns=3) == "torch"
-    assert _dispatch.backend_of("auto", "cayley", x) == "torch"
+    for name in dispatch.CPP_FUNCTIONS:
+        assert dispatch.why_not_cpp(name, x) is None
+    assert dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "cpp"
+    assert dispatch.backend_of("auto", "layer_norm_mse", x.to("meta"), columns=3) == "torch"
+    assert dispatch.backend_of("auto", "cayley", x) == "torch"
 
 
 @needs_extension
 def test_says_why_they_can_not_run(monkeypatch):
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"backend='cpp' can't run cayley: .* no C\+\+ kernel"):
-        _dispatch.backend_of("cpp", "cayley", x)
+        dispatch.backend_of("cpp", "cayley", x)
     with pytest.raises(ValueError, match=r"student is on meta, and C\+\+ kernels run on the CPU"):
-        _dispatch.backend_of("cpp", "layer_norm_mse", x.to("meta"), columns=3)
-    monkeypatch.setattr(_extension, "CPU", False)
+        dispatch.backend_of("cpp", "layer_norm_mse", x.to("meta"), columns=3)
+    monkeypatch.setattr(extension, "CPU", False)
     with pytest.raises(ValueError, match="the extension is not built"):
-        _dispatch.backend_of("cpp", "layer_norm_mse", x, columns=3)
-    assert _dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "torch"
+        dispatch.backend_of("cpp", "layer_norm_mse", x, columns=3)
+    assert dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "torch"
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd import _rows
-from fastkd._linear_soft_targets import _Pass
+from fastkd._torch import rows
+from fastkd._torch.linear_soft_targets import _Pass
 from fastkd.soft_targets import (
     DIVERGENCES,
     SoftTargetLoss,
@@ -19,8 +19,8 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests import compare
-from tests.compare import (
+from tests.support import compare
+from tests.support.compare import (
     DTYPES,
     assert_accurate,
     assert_matches_reference,
@@ -168,7 +168,7 @@ def test_ragged_shapes(backend, device, divergence, shape):
 def test_chunks_do_not_change_the_result(divergence, monkeypatch):
     student, teacher = make_logits(7, 10)
     whole = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
-    monkeypatch.setattr(_rows, "CHUNK", 20)
+    monkeypatch.setattr(rows, "CHUNK", 20)
     chunked = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
 

@@ -117,14 +117,14 @@ def _tuples(x: Any) -> Any:
 
 def modules() -> list[str]:
     """The modules that hold kernels, by file name."""
-    from fastkd._losses import LOSSES
+    from fastkd._core.losses import LOSSES
 
     return sorted(file for loss in LOSSES for file in loss.kernel_files)
 
 
 def variants(module: str) -> Iterator[Form]:
     """The forms of ``fastkd.kernels.<module>`` that calls start, on every architecture."""
-    from fastkd._losses import LOSSES
+    from fastkd._core.losses import LOSSES
 
     for loss in LOSSES:
         if module in loss.kernel_files:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fastkd import _extension
+from fastkd._core import extension
 from tools import calls
 from tools.calls import Call, learns
 from tools.compile_report import SHARED_MEMORY, Form
@@ -227,7 +227,7 @@ class Device:
                 (torch.cuda, "_lazy_init", lambda: None),
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
-                (_extension, "CUDA", _extension.CPU),
+                (extension, "CUDA", extension.CPU),
             ):
                 stack.enter_context(mock.patch.object(target, name, replacement))
             stack.enter_context(tensors)

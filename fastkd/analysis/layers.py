@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd._checks import check_choice
+from fastkd._core.checks import check_choice
 from fastkd.analysis.measures import (
     Measure,
     check_measures,

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fastkd._checks import check_choice, check_floating, check_number, check_shape
+from fastkd._core.checks import check_choice, check_floating, check_number, check_shape
 from fastkd.analysis.moments import EPS, Covariances, Factors, Moments
 
 Measure = Literal["svcca", "pwcca", "cca", "cka", "unbiased_cka"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastkd._checks import check_floating, check_shape
-from fastkd._extras import require
+from fastkd._core.checks import check_floating, check_shape
+from fastkd._core.extras import require
 from fastkd.analysis.moments import EPS
 from fastkd.relation import NORMALIZE, normalized
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fastkd
-from fastkd._dispatch import why_not_cpp, why_not_triton
-from fastkd._losses import LOSSES, Inputs
-from fastkd._versions import TESTED
+from fastkd._core.dispatch import why_not_cpp, why_not_triton
+from fastkd._core.losses import LOSSES, Inputs
+from fastkd._core.versions import TESTED
 from fastkd.cli.display import say
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")

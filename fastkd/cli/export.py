@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.cli.display import say
 from fastkd.cli.settings import ExportSettings
 from fastkd.train.errors import InputError, RunFailed

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 import fastkd
-from fastkd._extras import MissingExtra, require
+from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
 from fastkd.cli.options import command
 from fastkd.cli.settings import (

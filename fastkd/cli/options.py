@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.options import Option, assignments, options_of
 
 typer: Any = require("typer", "train")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastkd._numerics import working_dtype
+from fastkd._core.numerics import working_dtype
 from fastkd.distill.engine import DistillerOutput, Engine
 from fastkd.distill.method import weighted
 from fastkd.distill.step import IGNORED, Items, Outputs, Step, everyones

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastkd._numerics import upcast
+from fastkd._core.numerics import upcast
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastkd._checks import check_positive_int
+from fastkd._core.checks import check_positive_int
 from fastkd.distill.capture import Backbone
 
 

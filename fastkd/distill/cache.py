@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastkd._checks import check_positive_int
-from fastkd._extras import require
+from fastkd._core.checks import check_positive_int
+from fastkd._core.extras import require
 from fastkd.distill.batch import Part
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method

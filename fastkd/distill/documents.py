@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._numerics import values_readable
+from fastkd._core.numerics import values_readable
 from fastkd.analysis.layers import IGNORED, in_eval_mode
 from fastkd.distill.capture import Backbone, Wanted
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastkd._numerics import upcast, zero_padding
+from fastkd._core.numerics import upcast, zero_padding
 from fastkd.distill.batch import SPAN_LABELS, Part, split_inputs
 from fastkd.distill.capture import Backbone, replaced_embeddings
 from fastkd.distill.documents import decoder_tokens

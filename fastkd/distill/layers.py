@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from fastkd._checks import check_choice, check_positive_int
+from fastkd._core.checks import check_choice, check_positive_int
 from fastkd.analysis.layers import Batches, adjacent_layer_cca
 from fastkd.distill.capture import Backbone
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastkd import cca, knn
-from fastkd._checks import check_choice, check_number, check_positive_int
-from fastkd._numerics import project, upcast, zero_padding
+from fastkd._core.checks import check_choice, check_number, check_positive_int
+from fastkd._core.numerics import project, upcast, zero_padding
 from fastkd.analysis.layers import Batches
 from fastkd.attention import AttentionLoss, Heads
 from fastkd.contrastive import CosNCELoss

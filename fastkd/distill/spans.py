@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._checks import check_shape
-from fastkd._numerics import autocast_off, upcast, zero_padding
+from fastkd._core.checks import check_shape
+from fastkd._core.numerics import autocast_off, upcast, zero_padding
 from fastkd.distill.capture import Model
 from fastkd.distill.step import Outputs
 

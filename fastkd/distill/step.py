@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from fastkd._numerics import upcast, working_dtype
-from fastkd._pooling import pool_tokens
+from fastkd._core.numerics import upcast, working_dtype
+from fastkd._core.pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept, Model
 from fastkd.distill.words import WordLoss, Words
 from fastkd.distributed import Ranks

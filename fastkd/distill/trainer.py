@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._checks import check_positive_int
-from fastkd._extras import require
+from fastkd._core.checks import check_positive_int
+from fastkd._core.extras import require
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fastkd
-from fastkd import _machine
+from fastkd._core import machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
 from fastkd.train.run import Run
 
@@ -32,7 +32,7 @@ def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
 @functools.cache
 def machine_of(device: str) -> dict[str, Any]:
     return {
-        **_machine.describe(torch.device(device)),
+        **machine.describe(torch.device(device)),
         "fastkd": fastkd.__version__,
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.analysis.pictures import new_figure
 from fastkd.study.spec import Study
 from fastkd.study.statistics import (

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method

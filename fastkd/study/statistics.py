@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.study.spec import Study
 
 stats: Any = require("scipy.stats", "train")

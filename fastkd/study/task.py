@@ -19,7 +19,7 @@ from transformers import (
     set_seed,
 )
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.distill.cache import TeacherCache, wanted_of
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.distiller import Distiller

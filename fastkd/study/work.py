@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.task import TaskWork, key_of
 from fastkd.train import processes

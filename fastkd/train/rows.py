@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkd._extras import MissingExtra, require
+from fastkd._core.extras import MissingExtra, require
 from fastkd.train.errors import InputError
 from fastkd.train.saving import saving
 

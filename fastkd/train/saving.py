@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.errors import InputError, SaveFailed
 
 filelock: Any = require("filelock", "train")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.plan import Plan, autocast

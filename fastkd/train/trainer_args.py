@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastkd._extras import require
+from fastkd._core.extras import require
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import fits
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fastkd.cli.main import app
 from fastkd.train.errors import TrainingFailed
 from fastkd.train.options import options_of
-from tests.tiny import make_teacher, words_of, write_tsv
+from tests.support.tiny import make_teacher, words_of, write_tsv
 
 CALLS = {command.callback.__name__: command.callback for command in app.registered_commands}
 COMMANDS = {

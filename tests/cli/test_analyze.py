@@ -26,7 +26,7 @@ from fastkd.train.data import read_file
 from fastkd.train.saving import MARKER
 from tests.cli.launched import result_of
 from tests.distill.processes import run_ranks
-from tests.tiny import run
+from tests.support.tiny import run
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "of", "words"]
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from fastkd.distill.verify import _Step
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
-from tests.tiny import make_teacher, run, write_tsv
+from tests.support.tiny import make_teacher, run, write_tsv
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

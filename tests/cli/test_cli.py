@@ -29,7 +29,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fastkd
-from fastkd._extras import MissingExtra, require
+from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method
 from fastkd.distill.baselines import BASELINES
@@ -44,7 +44,7 @@ from fastkd.train.saving import (
     replace_directory,
 )
 from fastkd.train.settings import Settings
-from tests.tiny import make_teacher, run, write_tsv
+from tests.support.tiny import make_teacher, run, write_tsv
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from fastkd._extras import MissingExtra
+from fastkd._core.extras import MissingExtra
 from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
 from fastkd.distill import METHODS
@@ -14,7 +14,7 @@ from fastkd.study import task
 from fastkd.train import packaged, saving
 from fastkd.train.docstrings import AREAS, docstrings, load_docstrings
 from fastkd.train.errors import InputError
-from tests.tiny import make_teacher, run
+from tests.support.tiny import make_teacher, run
 
 
 @pytest.fixture(scope="module")

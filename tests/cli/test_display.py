@@ -17,7 +17,7 @@ from fastkd.cli.distill import show
 from fastkd.train.card import write_card
 from fastkd.train.errors import RunFailed
 from tests.cli.launched import Launch, command
-from tests.tiny import make_teacher, words_of, write_tsv
+from tests.support.tiny import make_teacher, words_of, write_tsv
 
 TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
 

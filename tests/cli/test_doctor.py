@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastkd._versions import TESTED
+from fastkd._core.versions import TESTED
 from fastkd.cli import doctor
 from fastkd.cli.main import app
 
@@ -27,7 +27,7 @@ def test_all_backends_that_run_are_right():
 def test_says_why_triton_is_not_available(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(doctor, "TRIALS", doctor.TRIALS[:1])
-    monkeypatch.setattr("fastkd._dispatch.TRITON_INSTALLED", False)
+    monkeypatch.setattr("fastkd._core.dispatch.TRITON_INSTALLED", False)
     assert "triton package is not installed" in run().output
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fastkd.cli.main import app
 from fastkd.train.saving import damage, foreign
-from tests.tiny import make_teacher, words_of, write_tsv
+from tests.support.tiny import make_teacher, words_of, write_tsv
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 

@@ -16,7 +16,7 @@ from fastkd.train.saving import damage
 from tests.cli.launched import Launch, command, commands, packaged, result_of
 from tests.cli.test_cli import report_of, stop_at, visible
 from tests.cli.test_demo import write_packaged
-from tests.tiny import make_teacher, run, words_of, write_tsv
+from tests.support.tiny import make_teacher, run, words_of, write_tsv
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8

@@ -24,7 +24,7 @@ from transformers import (
 
 from fastkd.distill import METHODS
 from fastkd.train import saving
-from tests.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
 CLASSES = ("neg", "pos")
 

@@ -11,8 +11,8 @@ from fastkd.projection import DualProjectionLoss, OrthogonalProjection, cayley, 
 pytest.importorskip("triton")
 
 from fastkd.kernels import cayley as kernels
-from tests.compare import assert_accurate, counted
 from tests.kernels.launches import count_launches
+from tests.support.compare import assert_accurate, counted
 
 EPS = torch.finfo(torch.float32).eps
 

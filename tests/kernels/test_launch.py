@@ -1,4 +1,4 @@
-"""The border between Python and Triton: `fastkd.kernels.launch` and `fastkd._numerics.apply`."""
+"""The border between Python and Triton: `fastkd._core.operator`, `fastkd._core.numerics.apply`."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 import triton
 
 from fastkd import layer_norm_mse
-from fastkd.kernels.launch import aligned, cdiv, next_power_of_2
+from fastkd._core.operator import aligned
+from fastkd.kernels.launch import cdiv, next_power_of_2
 
 TRITON_FUNCTION = "layer_norm_mse"
 

@@ -11,9 +11,9 @@ from fastkd.projection import (
 
 pytest.importorskip("triton")
 
-from fastkd._dispatch import TRITON_FUNCTIONS
-from tests.compare import assert_matches_reference
+from fastkd._core.dispatch import TRITON_FUNCTIONS
 from tests.kernels.launches import count_launches
+from tests.support.compare import assert_matches_reference
 
 MOST_COLUMNS = TRITON_FUNCTIONS["layer_norm_mse"].at_most["columns"]
 

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastkd import _dispatch
+from fastkd._core import dispatch
 from fastkd.kernels import relation_long as long
 from fastkd.kernels import relation_small as small
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.relation import FCDLoss, relation_loss
-from tests.compare import relative_error
 from tests.kernels.launches import count_launches
+from tests.support.compare import relative_error
 
 
 def results(loss, students, teachers, mask=None):
@@ -153,8 +153,8 @@ def test_compiles_in_one_graph(device):
 def test_options_left_to_pytorch(device, options):
     student, teacher = torch.randn(2, 2, 5, 8, device=device)
     (name, value), *_ = options.items()
-    with pytest.raises(_dispatch.BackendUnavailable, match=f"know {name}='.*', got '{value}'"):
+    with pytest.raises(dispatch.BackendUnavailable, match=f"know {name}='.*', got '{value}'"):
         relation_loss(student, teacher, backend="triton", **options)
-    with pytest.raises(_dispatch.BackendUnavailable, match="float64 is left to PyTorch"):
+    with pytest.raises(dispatch.BackendUnavailable, match="float64 is left to PyTorch"):
         relation_loss(student.double(), teacher.double(), backend="triton")
     assert relation_loss(student, teacher, **options).isfinite()

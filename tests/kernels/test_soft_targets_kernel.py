@@ -9,7 +9,7 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.compare import assert_accurate
+from tests.support.compare import assert_accurate
 
 pytest.importorskip("triton")
 

@@ -1,17 +1,17 @@
 """What a loss adds to the tests that go through every loss: a file each, named as its row.
 
-``<loss>.py`` has the oracle, written from the paper (`tests.oracles` has what they share);
-``RANDOM``, random calls against it, by name (`tests.draw`); and ``subjects(backend)``, if it has
-losses of (B, N, D) features (`tests.subject`). tests/test_losses.py names a row without a file,
-and what a file lacks.
+``<loss>.py`` has the oracle, written from the paper (`tests.support.oracles` has what they share);
+``RANDOM``, random calls against it, by name (`tests.support.draw`); and ``subjects(backend)``, if
+it has losses of (B, N, D) features (`tests.support.subject`). tests/test_losses.py names a row
+without a file, and what a file lacks.
 """
 
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastkd._losses import LOSSES
-from tests.subject import Subject
+from fastkd._core.losses import LOSSES
+from tests.support.subject import Subject
 
 FILES = {
     loss.name: importlib.import_module(f"tests.losses.{loss.name}")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import fastkd
-from tests.draw import Case, Draw, reduced
+from tests.support.draw import Case, Draw, reduced
 
 
 def attention(student: Tensor, teacher: Tensor, mask: Tensor, heads: str) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import fastkd
-from tests import oracles
-from tests.draw import REGULAR, Case, Draw, by_norm, poisoned
-from tests.subject import Subject, of_module
+from tests.support import oracles
+from tests.support.draw import REGULAR, Case, Draw, by_norm, poisoned
+from tests.support.subject import Subject, of_module
 
 
 def correlation(student, teacher, mask, ridge, top_k, covariance=False) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import fastkd
-from tests import oracles
-from tests.draw import Case, Draw, by_norm, module_case, reduced
-from tests.subject import D_S, D_T, Subject, labels, of_module
+from tests.support import oracles
+from tests.support.draw import Case, Draw, by_norm, module_case, reduced
+from tests.support.subject import D_S, D_T, Subject, labels, of_module
 
 
 def cos_nce(student, teacher, negatives, labels, mask) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 import fastkd
-from tests import oracles
-from tests.draw import ROUNDINGS, Case, Draw
+from tests.support import oracles
+from tests.support.draw import ROUNDINGS, Case, Draw
 
 
 def root(a: Tensor, inverse: bool, ridge: float) -> Tensor:

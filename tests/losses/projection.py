@@ -9,9 +9,9 @@ from torch import Tensor
 
 import fastkd
 from fastkd.projection import REDUCTIONS
-from tests import oracles
-from tests.draw import ROUNDINGS, Case, Draw, module_case
-from tests.subject import D_S, D_T, Subject, of_module
+from tests.support import oracles
+from tests.support.draw import ROUNDINGS, Case, Draw, module_case
+from tests.support.subject import D_S, D_T, Subject, of_module
 
 
 def cayley(skew: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import fastkd
-from tests import oracles
-from tests.draw import Case, Draw, by_norm
-from tests.subject import Subject, of_module
+from tests.support import oracles
+from tests.support.draw import Case, Draw, by_norm
+from tests.support.subject import Subject, of_module
 
 # The kernels take a float32 unit row as two float16 numbers times 4096. The second is a multiple of
 # 2⁻²⁴: so many roundings of 1 is what rows too short to be of unit length are rounded by.

@@ -10,8 +10,8 @@ from torch import Tensor
 import fastkd
 from fastkd import Divergence
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
-from tests.draw import SIZES, Case, Draw
-from tests.subject import D_S, D_T, Subject, of_module
+from tests.support.draw import SIZES, Case, Draw
+from tests.support.subject import D_S, D_T, Subject, of_module
 
 
 def soft_targets(student, teacher, temperature, divergence, working=torch.float64) -> Tensor:

@@ -31,7 +31,7 @@ from fastkd.train.run import Run
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import stop_at, terminate
 from tests.distill.processes import CONTEXT
-from tests.tiny import make_teacher, write_tsv
+from tests.support.tiny import make_teacher, write_tsv
 
 SHARED = """
 title = "Tiny"

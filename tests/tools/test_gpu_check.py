@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from fastkd import _machine
-from fastkd.bench import machine, runner, suite
+from fastkd._core import machine
+from fastkd.bench import roofline, runner, suite
 from tools import gpu_check
 
 
@@ -142,7 +142,7 @@ def test_cases_end_in_time_and_go_on_later(tmp_path, monkeypatch):
     limits = {"copy_bytes_per_s": 1.0, "float32_ops_per_s": 1.0}
     monkeypatch.setattr(runner, "_measured", measured)
     monkeypatch.setattr(runner.table, "row_lines", lambda row: [row["key"]])
-    monkeypatch.setattr(machine, "roofline", lambda device, dtypes: limits)
+    monkeypatch.setattr(roofline, "roofline", lambda device, dtypes: limits)
     path = tmp_path / "results.json"
 
     def run(**others):
@@ -161,5 +161,5 @@ def test_a_machine_without_git_or_an_installed_package_is_described(monkeypatch)
     def missing(*arguments, **others):
         raise FileNotFoundError("git")
 
-    monkeypatch.setattr(_machine.subprocess, "run", missing)
-    assert _machine.describe(torch.device("cpu"))["commit"].startswith("fastkd ")
+    monkeypatch.setattr(machine.subprocess, "run", missing)
+    assert machine.describe(torch.device("cpu"))["commit"].startswith("fastkd ")

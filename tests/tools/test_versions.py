@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from setuptools.config.pyprojecttoml import read_configuration
 
-from fastkd._versions import TESTED
+from fastkd._core.versions import TESTED
 from tools.versions import table
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from fastkd.train.files import records
 from fastkd.train.rows import Encoder
 from fastkd.train.tasks import Columns
 from tests.cli.launched import Launch
-from tests.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
 COLUMNS = Columns("sentence")
 

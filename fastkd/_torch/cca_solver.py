@@ -12,15 +12,17 @@ A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fastkd import _extension
-from fastkd._numerics import values_readable, working_dtype
-from fastkd.distributed import Ranks
-from fastkd.linalg import symmetric_product
+from fastkd._core import extension
+from fastkd._core.numerics import values_readable, working_dtype
+from fastkd._core.products import symmetric_product
+
+if TYPE_CHECKING:
+    from fastkd.distributed import Ranks
 
 # float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
 # below this: no pivot under 0.4 of the largest variance. Along a direction that hardly varies, as
@@ -49,7 +51,7 @@ class Options:
     # min(Ds, Dt) of each item, where columns of zeros made sizes equal.
     dims: tuple[int, ...] | None = None
     # The processes that hold parts of the observations, whose moments are added up.
-    ranks: Ranks | None = None
+    ranks: "Ranks | None" = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Plan:
     one_by_one: bool = False  # the items of a batch
 
 
-def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: Ranks) -> bool:
+def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks") -> bool:
     """Whether to add up moments of ``rows`` observations a process, rather than to gather these.
 
     By the bytes that a process sends: reduced in a ring, or to each of the others.
@@ -385,7 +387,7 @@ def _squared_rounding(n: int) -> float:
 
 def _use_extension(x: Tensor) -> bool:
     """Whether eigenvectors can be had on x's GPU without waiting for it."""
-    return x.is_cuda and _extension.CUDA
+    return x.is_cuda and extension.CUDA
 
 
 def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
@@ -445,7 +447,7 @@ def _centred(
     teacher: Tensor,
     mask: Tensor | None,
     dtype: torch.dtype,
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
     count = _observed(student, mask, ranks).to(dtype)[..., None, None]
@@ -458,7 +460,7 @@ def _centred(
     return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
 
 
-def _observed(x: Tensor, mask: Tensor | None, ranks: Ranks | None) -> Tensor:
+def _observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Tensor:
     """How many observations are real: (*), or one number for all items."""
     if mask is None:
         count = torch.full(() if ranks is None else x.shape[:-2], x.shape[-2], device=x.device)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastkd._divergences import row_divergence
-from fastkd._numerics import autocast_off, upcast, values_readable, working_dtype
+from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
+from fastkd._torch.divergences import row_divergence
 
 # Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
 # enough that threads do not wait for each other after every small operation.

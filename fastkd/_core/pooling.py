@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastkd._numerics import working_dtype, zero_padding
+from fastkd._core.numerics import working_dtype, zero_padding
 
 
 def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:

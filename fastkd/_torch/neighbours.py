@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fastkd._numerics import autocast_off, values_readable, working_dtype
-from fastkd.kernels.launch import operator
+from fastkd._core.numerics import autocast_off, values_readable, working_dtype
+from fastkd._core.operator import operator
 
 # Elements of one block of rows: about 4 MB in fp32, so that a block and its distances stay in
 # the cache, and the working memory is small beside the (N, M) matrix that is never made.
@@ -68,7 +68,7 @@ def neighbour_losses(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each row (N,) and Σ_k (student - neighbour_k) (N, D), the gradient's direction.
 
-    ``low``, ``high`` and ``labels`` are those of `fastkd._labels.label_ranges`.
+    ``low``, ``high`` and ``labels`` are those of `fastkd._core.labels.label_ranges`.
     """
     with autocast_off(student):
         search = _Search(student, teacher, low, high, labels, k, ignore_index)

@@ -15,7 +15,7 @@ PACKAGES = {"google": "protobuf", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 
 def how_to_get(extra: str) -> str:
     """The command that brings ``extra``, from a checkout where this is one."""
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         where = "." if checkout == Path.cwd() else str(checkout)
         return f"get it with: pip install --no-build-isolation -e '{where}[{extra}]'"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastkd._numerics import saveable, values_readable
+from fastkd._core.numerics import saveable, values_readable
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fastkd import _extension
-from fastkd._dispatch import TRITON_INSTALLED
+from fastkd._core import extension
+from fastkd._core.dispatch import TRITON_INSTALLED
 
 # Of a test that runs on a backend.
 MARKS = {
@@ -22,7 +22,7 @@ MARKS = {
     "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")],
     "cpp": [
         pytest.mark.skipif(
-            not _extension.CPU or torch.cuda.is_available(),
+            not extension.CPU or torch.cuda.is_available(),
             reason="no extension, or the tests' tensors are on a GPU",
         )
     ],

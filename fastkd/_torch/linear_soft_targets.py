@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastkd._numerics import (
+from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
     saveable,
@@ -19,9 +19,9 @@ from fastkd._numerics import (
     values_readable,
     working_dtype,
 )
-from fastkd._products import HALF, add_product, product, product_back, ready
-from fastkd._rows import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
-from fastkd.kernels.launch import operator
+from fastkd._core.operator import operator
+from fastkd._core.products import HALF, add_product, product, product_back, ready
+from fastkd._torch.rows import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
 
 # Bytes of logits that stand in memory together, on the CPU and on a GPU: enough positions for
 # products that are not bound by reading the head and by adding to its gradient.

@@ -1,4 +1,4 @@
-"""Matrix products of half types that leave in float32, as sums in the losses have to.
+"""Matrix products: of half types that leave in float32, as sums in the losses do, and symmetric.
 
 A product in a half type rounds every logit to 8 or 11 bits, and gradients of logits with it. GPUs
 multiply half types into float32 as they are. CPUs can't: there the matrices are widened by tiles.
@@ -7,10 +7,13 @@ multiply half types into float32 as they are. CPUs can't: there the matrices are
 import torch
 from torch import Tensor
 
-from fastkd._numerics import upcast
+from fastkd._core.numerics import upcast
 
 # Entries of a matrix that are widened, or added to another, at a time: on the CPU and on a GPU.
 TILES = (1 << 20, 1 << 24)
+
+# Largest n of a symmetric product that is not worth dividing into blocks.
+WHOLE_PRODUCT = 256
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -70,6 +73,20 @@ def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return grad.to(dtype), None
     factor = torch.exp2(grad.abs().amax().clamp_min(2.0**-80).log2().ceil() - 14)
     return (grad / factor).to(dtype), factor
+
+
+def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
+    """XY where it is symmetric: of a large one only the lower blocks are multiplied."""
+    n = x.shape[-2]
+    if n < WHOLE_PRODUCT:
+        return x @ y
+    product = x.new_empty(*x.shape[:-1], n)
+    for i in range(4):
+        start, end = i * n // 4, (i + 1) * n // 4
+        block = x[..., start:, :] @ y[..., start:end]  # (*, n - start, end - start)
+        product[..., start:, start:end] = block
+        product[..., start:end, start:] = block.mT
+    return product
 
 
 def _widens(x: Tensor) -> bool:

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from fastkd import _extension
-from fastkd._checks import check_choice
-from fastkd._losses import LOSSES
+from fastkd._core import extension
+from fastkd._core.checks import check_choice
+from fastkd._core.losses import LOSSES
 
 Backend = Literal["auto", "torch", "triton", "cpp"]
 BACKENDS = get_args(Backend)
@@ -55,7 +55,7 @@ def why_not_cpp(function: str, x: Tensor, facts: Mapping[str, Any] | None = None
         return f"{function} has no C++ kernel"
     if facts is not None and (lack := CPP_FUNCTIONS[function].lack(x.dtype, facts)):
         return lack
-    if not _extension.CPU:
+    if not extension.CPU:
         return "the extension is not built"
     if x.device.type != "cpu":
         return f"student is on {x.device}, and C++ kernels run on the CPU"

@@ -1,0 +1,1 @@
+"""What every loss stands on: checks, numerics, dispatch, the registry; nothing of a paper."""

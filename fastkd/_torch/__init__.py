@@ -1,0 +1,1 @@
+"""The fast PyTorch forms behind the losses, a file a loss."""
