@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
 FLOORS = (
     "_core", "kernels", "_torch", "",
-    "analysis", "distill", "train", "study", "bench", "cli", "tools", "tests",
+    "analysis", "distill", "integrations", "train", "study", "bench", "cli", "tools", "tests",
 )  # fmt: skip
 FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS[:-2]}
 MOST_LINES = 60

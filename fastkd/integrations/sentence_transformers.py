@@ -1,0 +1,523 @@
+"""Losses for sentence-transformers: students of an embedding model, which has no soft targets.
+
+They are what ``SentenceTransformerTrainer`` takes as ``loss``. The teacher's embeddings are the
+labels, made once (``{"label": teacher.encode(batch["text"])}`` in ``dataset.map``):
+
+- (B, Dt) for one column of text, or for columns that all mean this, such as translations: the
+  columns' losses are averaged;
+- (B, C, Dt) for C columns with an embedding each: their C·B texts are the samples of one batch, so
+  that an anchor is compared with the positives too.
+
+Under DistributedDataParallel the texts of all processes are one batch (``gather``), and what a
+loss trains besides the student, which DistributedDataParallel doesn't see, starts and learns alike
+in all. ``mini_batch_size`` runs the student over parts of the batch, twice, and compares all of it
+(GradCache): memory holds one part's activations, and the gradient is the whole batch's. The
+Trainer's own ``gradient_accumulation_steps`` is another thing: each of its batches is compared by
+itself, and only losses that don't compare samples, as those of most layers, are the same then.
+
+The Trainer saves the student alone. What else a loss trains is in its ``state_dict()``; a resumed
+run starts it anew.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastkd import relation
+from fastkd._core.checks import check_positive_int
+from fastkd._core.extras import require
+from fastkd.cca import CCALoss, Ridge
+from fastkd.contrastive import cos_nce_loss
+from fastkd.distill.capture import Backbone
+from fastkd.distill.distiller import Distiller
+from fastkd.distill.method import Method
+from fastkd.distributed import world_size
+
+EXTRA = "sentence-transformers"
+_gradcache: Any = require("sentence_transformers.base.losses.gradcache", EXTRA)
+_merged_forward: Any = require("sentence_transformers.base.losses.merged_forward", EXTRA)
+_CachedLossMixin: Any = _gradcache.CachedLossMixin
+
+__all__ = ["CCADistillLoss", "CosNCEDistillLoss", "LayerDistillLoss", "RelationDistillLoss"]
+
+
+class _Alike(nn.Module):
+    """A loss whose own parameters are the same in all processes."""
+
+    _led = False
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def _follow_first_process(self) -> None:
+        """From the first process's parameters on, with the mean of the processes' gradients."""
+        if self._led or world_size() == 1:
+            return
+        self._led = True
+        for parameter in self._own_parameters():
+            dist.broadcast(parameter.data, 0)
+            parameter.register_hook(_mean_over_processes)
+
+
+def _mean_over_processes(gradient: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)
+    return gradient / world_size()
+
+
+class _EmbeddingLoss(_CachedLossMixin, _Alike):
+    """A loss between the student's embeddings and the teacher's, which are the labels."""
+
+    def __init__(
+        self,
+        model: Any,
+        dims: Sequence[int] | None,
+        gather: bool,
+        mini_batch_size: int | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.dims = _checked_dims(dims, model.get_embedding_dimension())
+        self.gather = gather
+        if mini_batch_size is not None:
+            check_positive_int("mini_batch_size", mini_batch_size)
+        self.mini_batch_size = mini_batch_size
+        self.uses_gradient_cache = mini_batch_size is not None
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None
+    ) -> Tensor:
+        """The loss of a batch: its tokens, column by column, and the teacher's embeddings."""
+        self._follow_first_process()
+        if self.uses_gradient_cache:
+            cached: Any = self.forward_cached
+            loss: Tensor = cached(sentence_features, labels)
+            return loss
+        embeddings = _merged_forward.embed_columns(self.model, sentence_features)
+        return self.loss_of_embeddings(embeddings, labels)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """See sentence-transformers' ``CachedLossMixin``."""
+        loss = self.loss_of_embeddings([torch.cat(parts) for parts in reps], labels)
+        if not with_backward:
+            return loss
+        loss.backward()
+        return loss.detach()
+
+    def loss_of_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None) -> Tensor:
+        """The loss of the student's embeddings (B, Ds), one for each column of text.
+
+        Args:
+            embeddings: C of them.
+            labels: the teacher's, (B, Dt) or (B, C, Dt).
+
+        Returns:
+            Scalar: the mean over the prefixes ``dims``, and with labels (B, Dt) over the columns.
+
+        Raises:
+            ValueError: labels are missing, or of another shape.
+        """
+        dims: Sequence[int | None] = self.dims or (None,)
+        losses = [
+            self.compare(student if dim is None else student[:, :dim], teacher)
+            for student, teacher in self._pairs(list(embeddings), labels)
+            for dim in dims
+        ]
+        return torch.stack(losses).mean()
+
+    def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """The loss of (B, d) against (B, Dt)."""
+        raise NotImplementedError
+
+    def _pairs(self, embeddings: list[Tensor], labels: Tensor | None) -> list[tuple[Tensor, ...]]:
+        name, rows, columns = type(self).__name__, len(embeddings[0]), len(embeddings)
+        if labels is None:
+            raise ValueError(
+                f'{name} takes the teacher\'s embeddings as labels: add a column "label" of them '
+                "to the data set, by dataset.map"
+            )
+        shape = tuple(labels.shape)
+        if shape[:-1] not in ((rows,), (rows, columns)):
+            raise ValueError(
+                f"{name}: labels must be the teacher's embeddings, ({rows}, Dt) or "
+                f"({rows}, {columns}, Dt), got shape {shape}"
+            )
+        teacher = labels.detach().to(embeddings[0].device, embeddings[0].dtype)
+        if labels.dim() == 2:
+            return [(student, teacher) for student in embeddings]
+        return [(torch.cat(embeddings), teacher.transpose(0, 1).flatten(0, 1))]
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The options, for the student's model card."""
+        return {
+            "dims": self.dims,
+            "gather": self.gather,
+            "mini_batch_size": self.mini_batch_size,
+        }
+
+
+def _checked_dims(dims: Sequence[int] | None, width: int | None) -> list[int] | None:
+    if dims is None:
+        return None
+    if not dims or len(set(dims)) < len(dims):
+        raise ValueError(f"dims must be different lengths of embeddings, got {list(dims)}")
+    for dim in dims:
+        check_positive_int("dims", dim)
+        if width is not None and dim > width:
+            raise ValueError(f"dims must be at most {width}, the embeddings' length, got {dim}")
+    return list(dims)
+
+
+class RelationDistillLoss(_EmbeddingLoss):
+    """How similar texts are to each other, as the teacher sees it (FCD, eqs. 4 and 9).
+
+    1 − ρ between the (B, B) similarities of the student's embeddings and those of the teacher's;
+    `fastkd.relation_loss` over samples. Any two widths go together without a projection. It needs
+    pairs: the larger the batch, the better.
+
+    Args:
+        model: the student, a SentenceTransformer.
+        normalize, distance, temperature: as in `fastkd.relation_loss`.
+        dims: prefixes of the student's embeddings (Matryoshka), each compared with the whole
+            teacher's; the losses are averaged. By default the whole embeddings.
+        gather: compare the texts of all processes.
+        mini_batch_size: texts that the student reads at a time; see the module's text.
+
+    Example:
+        >>> loss = RelationDistillLoss(model, dims=[384, 128])  # doctest: +SKIP
+        >>> SentenceTransformerTrainer(model, train_dataset=data, loss=loss)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        normalize: relation.Normalize = "l2",
+        distance: relation.Distance = "pearson",
+        temperature: float = 10.0,
+        dims: Sequence[int] | None = None,
+        gather: bool = True,
+        mini_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(model, dims, gather, mini_batch_size)
+        relation.FCDLoss(0.0, 1.0, normalize, distance, temperature=temperature)  # checks them
+        self.normalize, self.distance, self.temperature = normalize, distance, temperature
+
+    def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return relation.relation_loss(
+            student,
+            teacher,
+            over="samples",
+            normalize=self.normalize,
+            distance=self.distance,
+            temperature=self.temperature,
+            gather=self.gather,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        own = ("normalize", "distance", "temperature")
+        return {**{name: getattr(self, name) for name in own}, **super().get_config_dict()}
+
+    @property
+    def citation(self) -> str:
+        return _cited(
+            "huang2023fcd", "Huang et al.", 2023,
+            "Towards Efficient Pre-Trained Language Model via Feature Correlation Distillation",
+        )  # fmt: skip
+
+
+class CCADistillLoss(_EmbeddingLoss):
+    """The teacher's subspace, up to any linear map (MC3KD, eqs. 4-7): `fastkd.CCALoss`.
+
+    An observation is a text, so it wants batches of several times the embeddings' length, with
+    which it warns otherwise: every correlation is near 1 and nothing is learned. ``gather``,
+    ``mini_batch_size`` and a larger ``ridge`` help.
+
+    Args:
+        model: the student, a SentenceTransformer.
+        ridge, top_k: as in `fastkd.CCALoss`.
+        dims, gather, mini_batch_size: as in `RelationDistillLoss`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        ridge: Ridge = 1e-4,
+        top_k: int | None = None,
+        dims: Sequence[int] | None = None,
+        gather: bool = True,
+        mini_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(model, dims, gather, mini_batch_size)
+        self.loss = CCALoss(ridge, top_k, gather=gather)
+
+    def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        loss: Tensor = self.loss(student[:, None], teacher[:, None])
+        return loss
+
+    def get_config_dict(self) -> dict[str, Any]:
+        options = {"ridge": self.loss.ridge, "top_k": self.loss.top_k}
+        return {**options, **super().get_config_dict()}
+
+    @property
+    def citation(self) -> str:
+        return _cited(
+            "fan2025mc3kd", "Fan et al.", 2025,
+            "Maximizing the Effectiveness of Larger BERT Models for Compression",
+        )  # fmt: skip
+
+
+class CosNCEDistillLoss(_EmbeddingLoss):
+    """The teacher's angle, away from the other texts' (LRC-BERT, eqs. 1-2): `cos_nce_loss`.
+
+    Embeddings of the teacher's length are compared as they are; any others by a projection to
+    that length, which starts as a slice of the identity, is trained along, and isn't part of the
+    student.
+
+    Args:
+        model: the student, a SentenceTransformer.
+        teacher_dim: length of the teacher's embeddings; by default the student's.
+        dims, gather, mini_batch_size: as in `RelationDistillLoss`; each prefix that is shorter
+            than the teacher's embeddings has a projection of its own.
+
+    Raises:
+        ValueError: ``mini_batch_size`` where there is a projection: its gradient would come at
+            another time than the student's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        teacher_dim: int | None = None,
+        dims: Sequence[int] | None = None,
+        gather: bool = True,
+        mini_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(model, dims, gather, mini_batch_size)
+        width = model.get_embedding_dimension()
+        self.teacher_dim = width if teacher_dim is None else teacher_dim
+        check_positive_int("teacher_dim", self.teacher_dim)
+        self.projections = nn.ModuleDict(
+            {
+                str(dim): nn.Linear(dim, self.teacher_dim, bias=False, device=model.device)
+                for dim in self.dims or [width]
+                if dim != self.teacher_dim
+            }
+        )
+        for projection in self.projections.values():
+            nn.init.eye_(projection.weight)  # type: ignore[arg-type]
+        if mini_batch_size is not None and len(self.projections):
+            sizes = ", ".join(self.projections)
+            raise ValueError(
+                f"mini_batch_size goes without a projection, which embeddings of {sizes} need "
+                f"against the teacher's {self.teacher_dim}; leave it out, or take "
+                "RelationDistillLoss"
+            )
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return list(self.projections.parameters())
+
+    def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        if teacher.shape[-1] != self.teacher_dim:
+            raise ValueError(
+                f"labels must be embeddings of length {self.teacher_dim} (teacher_dim), got "
+                f"{teacher.shape[-1]}"
+            )
+        name = str(student.shape[-1])
+        if name in self.projections:
+            student = self.projections[name](student).to(student.dtype)
+        return cos_nce_loss(student, teacher, gather=self.gather)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {"teacher_dim": self.teacher_dim, **super().get_config_dict()}
+
+    @property
+    def citation(self) -> str:
+        return _cited(
+            "fu2021lrcbert", "Fu et al.", 2021,
+            "LRC-BERT: Latent-representation Contrastive Knowledge Distillation",
+        )  # fmt: skip
+
+
+class LayerDistillLoss(_Alike):
+    """Any method of `fastkd.distill` on the hidden states of two embedding models.
+
+    Each column of text is a batch of its own; their losses are averaged. The teacher runs in each
+    step, so no labels are needed. Another loss of the same student may be added, which then sees
+    the embeddings of the same pass.
+
+    Args:
+        model: the student, a SentenceTransformer that begins with a transformers encoder or
+            decoder.
+        teacher: another one of the same vocabulary; it is frozen.
+        method: without terms on labels and logits: ``FCD(task_weight=0)``, ``LRKD(alpha=None)``,
+            ``MC3KD(alpha=None)``, ``Several(...)`` of them. One that chooses its layers from data
+            is prepared by ``loss.distiller.prepare(batches)``.
+        loss: a sentence-transformers loss of ``model``, without gradient cache; the labels are
+            its own.
+        gather: compare the texts of all processes.
+
+    Returns:
+        ``forward`` gives a scalar; with a ``loss`` the dict of it and ``"layers"``, which the
+        Trainer adds up and logs.
+
+    Raises:
+        TypeError: a model that doesn't begin with a transformers model.
+        ValueError: other vocabularies, or a method that needs what the Trainer doesn't give: a
+            schedule, perturbed embeddings, labels.
+
+    Example:
+        >>> layers = LayerDistillLoss(model, teacher, FCD(task_weight=0))  # doctest: +SKIP
+        >>> both = LayerDistillLoss(
+        ...     model, teacher, FCD(task_weight=0), loss=RelationDistillLoss(model)
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        teacher: Any,
+        method: Method,
+        *,
+        loss: nn.Module | None = None,
+        gather: bool = True,
+    ) -> None:
+        super().__init__()
+        student, taught = _encoder("model", model), _encoder("teacher", teacher)
+        if model.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+            raise ValueError(
+                "model and teacher have different vocabularies, and hidden states are compared "
+                "token by token; compare embeddings (RelationDistillLoss), or layers by "
+                "Distiller with TwoTokenizers"
+            )
+        if method.perturb or method.scheduled:
+            wanted = "perturbed embeddings" if method.perturb else "a schedule"
+            raise ValueError(
+                f"method {type(method).__name__} needs {wanted}, which sentence-transformers' "
+                "Trainer doesn't give; turn that off in its options"
+            )
+        if getattr(loss, "uses_gradient_cache", False):
+            raise ValueError(
+                "loss runs the student over mini-batches of its own; leave its gradient cache out"
+            )
+        self.model = model
+        self.loss = loss
+        self.distiller = Distiller(taught, student, method, gather=gather)
+        self._inside = _Inside(student)
+
+    @property
+    def method(self) -> Method:
+        """The one that compares."""
+        return self.distiller.method
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.method.parameters() if p.requires_grad]
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
+    ) -> Any:
+        """The loss of a batch: its tokens, column by column, and labels for ``loss``."""
+        self._follow_first_process()
+        columns = list(sentence_features)
+        engine = self.distiller.engine
+        engine.student = self._inside
+        layers, embedded = [], []
+        for features in columns:
+            self._inside.begin(self.model, features)
+            read = {name: x for name, x in features.items() if name in self._inside.known_inputs}
+            layers.append(engine(engine.read(read)).loss)
+            embedded.append(self._inside.output)
+        total = torch.stack(layers).mean()
+        if self.loss is None:
+            # DistributedDataParallel waits for all that the pass has used.
+            unread = torch.stack([x["sentence_embedding"].sum() for x in embedded])
+            return total + 0 * unread.sum()
+        value = self._other_loss(columns, embedded, labels)
+        found = value if isinstance(value, dict) else {"embeddings": value}
+        return {**found, "layers": total}
+
+    def _other_loss(self, columns: list[Any], embedded: list[Any], labels: Tensor | None) -> Any:
+        """Of the pass that has been taken: the student doesn't run again."""
+        known = {id(features): output for features, output in zip(columns, embedded, strict=True)}
+        assert self.loss is not None
+        before = self.model.forward
+        # As sentence-transformers' MatryoshkaLoss does it.
+        self.model.forward = lambda features, **kwargs: dict(known[id(features)])
+        try:
+            with _merged_forward.column_merging_disabled():
+                return self.loss(columns, labels)
+        finally:
+            self.model.forward = before
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The options, for the student's model card."""
+        name = None if self.loss is None else type(self.loss).__name__
+        options = f"{type(self.method).__name__}({self.method.extra_repr()})"
+        return {"method": options, "loss": name, "gather": self.distiller.gather}
+
+    @property
+    def citation(self) -> str:
+        return getattr(self.loss, "citation", "")
+
+
+class _Inside(Backbone):
+    """The encoder in a SentenceTransformer, observed while all of it runs.
+
+    Its pass is the one that the embeddings come from, and DistributedDataParallel's.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__(encoder, "student")
+        self._pipeline: Any = None
+        self._features: dict[str, Any] = {}
+        self.output: dict[str, Any] = {}
+
+    def begin(self, pipeline: nn.Module, features: dict[str, Any]) -> None:
+        """The next pass is the pipeline's over these features."""
+        self._pipeline, self._features = pipeline, features
+
+    def run(self, batch: dict[str, Any]) -> Any:
+        encoder: Any = self.inner
+        own, plain = "forward" in vars(encoder), encoder.forward
+        seen: list[Any] = []
+
+        def as_module(*args: Any, **kwargs: Any) -> Any:
+            encoder.forward = plain
+            seen.append(encoder(*args, **kwargs))
+            return seen[-1]
+
+        # The pipeline calls its forward, which no hook sees.
+        encoder.forward = as_module
+        try:
+            self.output = self._pipeline({**self._features, **batch})
+        finally:
+            if own:
+                encoder.forward = plain
+            else:
+                del encoder.forward
+        return seen[-1]
+
+
+def _encoder(name: str, model: Any) -> Any:
+    """The transformers model that a SentenceTransformer begins with."""
+    first = next(iter(model.children()), None)
+    encoder = getattr(first, "auto_model", None)
+    if encoder is None:
+        raise TypeError(
+            f"{name} must be a SentenceTransformer that begins with a transformers model, got "
+            f"{type(model).__name__} with {type(first).__name__} first"
+        )
+    return encoder
+
+
+def _cited(key: str, author: str, year: int, title: str) -> str:
+    entries = {"title": title, "author": author, "year": year}
+    lines = ",\n".join(f"    {name} = {{{value}}}" for name, value in entries.items())
+    return f"\n@misc{{{key},\n{lines}\n}}\n"

@@ -1,0 +1,343 @@
+"""The losses in sentence-transformers' protocol: values, its Trainer, its files."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers")
+from datasets import Dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MSELoss
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+from fastkd import CCALoss, cos_nce_loss, relation_loss
+from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, student_from_teacher
+from fastkd.integrations.sentence_transformers import (
+    CCADistillLoss,
+    CosNCEDistillLoss,
+    LayerDistillLoss,
+    RelationDistillLoss,
+)
+from tests.distill.processes import run_ranks
+from tests.support.tiny import WORDS, make_teacher
+
+TEXTS = [
+    " ".join(WORDS[(n * i + n // 3) % len(WORDS)] for i in range(2, 6 + n % 3)) for n in range(16)
+]
+OTHERS = [text.replace("film", "good").replace("the", "a") for text in TEXTS]
+CLOSE = {"atol": 1e-6, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny encoder with its tokenizer."""
+    return make_teacher(tmp_path_factory.mktemp("encoder") / "teacher", head=False)
+
+
+def teacher_of(folder):
+    encoder = Transformer(str(folder))
+    pooling = Pooling(encoder.get_embedding_dimension(), "mean")
+    return SentenceTransformer(modules=[encoder, pooling], device="cpu").eval()
+
+
+def student_of(folder):
+    """The teacher's layers 2 and 4, without dropout."""
+    model = teacher_of(folder)
+    model[0].model = student_from_teacher(model[0].model, [2, 4])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            torch.manual_seed(number)
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.train()
+
+
+def features_of(model, *columns):
+    return [dict(model.preprocess(list(texts))) for texts in columns]
+
+
+def embedded(model, *columns):
+    return [model(features)["sentence_embedding"] for features in features_of(model, *columns)]
+
+
+def taught(teacher, *columns):
+    return [teacher.encode(list(texts), convert_to_tensor=True).clone() for texts in columns]
+
+
+def gradients(value, model):
+    model.zero_grad()
+    value.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+LOSSES = {
+    "relations": (RelationDistillLoss, {}, lambda s, t: relation_loss(s, t, over="samples")),
+    "relations by mse": (
+        RelationDistillLoss,
+        {"distance": "mse", "normalize": "none"},
+        lambda s, t: relation_loss(s, t, over="samples", distance="mse", normalize="none"),
+    ),
+    "cca": (CCADistillLoss, {"ridge": 0.1}, lambda s, t: CCALoss(0.1)(s[:, None], t[:, None])),
+    "cos_nce": (CosNCEDistillLoss, {}, cos_nce_loss),
+}
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss")
+@pytest.mark.parametrize("parts", [None, 5])
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_the_functions(folder, name, columns, parts):
+    """Of one column, and of two that are one batch; with a gradient cache too."""
+    cls, options, function = LOSSES[name]
+    model, teacher = student_of(folder), teacher_of(folder)
+    texts = (TEXTS, OTHERS)[:columns]
+    labels = taught(teacher, *texts)
+    loss = cls(model, mini_batch_size=parts, **options)
+    given = labels[0] if columns == 1 else torch.stack(labels, 1)
+    value = loss(features_of(model, *texts), given)
+    expected = function(torch.cat(embedded(model, *texts)), torch.cat(labels))
+    torch.testing.assert_close(value.detach(), expected.detach(), **CLOSE)
+    for got, wanted in zip(gradients(value, model), gradients(expected, model), strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+def test_columns_that_mean_the_same_are_averaged(folder):
+    model, teacher = student_of(folder), teacher_of(folder)
+    (labels,) = taught(teacher, TEXTS)
+    value = CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
+    each = [cos_nce_loss(x, labels) for x in embedded(model, TEXTS, OTHERS)]
+    torch.testing.assert_close(value, sum(each) / 2, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss")
+def test_prefixes_are_compared_with_the_whole_teacher(folder):
+    model, teacher = student_of(folder), teacher_of(folder)
+    (labels,) = taught(teacher, TEXTS)
+    (student,) = embedded(model, TEXTS)
+    for name, (cls, options, function) in LOSSES.items():
+        loss = cls(model, dims=[16, 4], **options)
+        shorter = student[:, :4]
+        if name == "cos_nce":
+            (projection,) = loss.projections.values()
+            assert torch.equal(projection.weight, torch.eye(16, 4))
+            shorter = projection(shorter)
+        expected = (function(student, labels) + function(shorter, labels)) / 2
+        torch.testing.assert_close(
+            loss(features_of(model, TEXTS), labels).detach(), expected.detach(), **CLOSE
+        )
+
+
+METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_are_a_distillers(folder, name):
+    model, teacher = student_of(folder), teacher_of(folder)
+    loss = LayerDistillLoss(model, teacher, copy.deepcopy(METHODS[name]))
+    distiller = Distiller(
+        teacher_of(folder)[0].auto_model, model[0].auto_model, copy.deepcopy(METHODS[name])
+    )
+    distiller.method.load_state_dict(loss.method.state_dict())
+    value = loss(features_of(model, TEXTS, OTHERS), None)
+    known = ("input_ids", "attention_mask", "token_type_ids")
+    batches = [{n: x[n] for n in known if n in x} for x in features_of(model, TEXTS, OTHERS)]
+    expected = sum(distiller(**batch).loss for batch in batches) / 2
+    torch.testing.assert_close(value, expected, **CLOSE)
+    for got, wanted in zip(gradients(value, model), gradients(expected, model), strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("of", ["ours", "theirs", "prefixes"])
+def test_layers_and_embeddings_come_from_one_pass(folder, of):
+    model, teacher = student_of(folder), teacher_of(folder)
+    labels = torch.stack(taught(teacher, TEXTS, OTHERS), 1)
+    make = {
+        "ours": RelationDistillLoss,
+        "theirs": MSELoss,
+        "prefixes": lambda model: MatryoshkaLoss(model, MSELoss(model), [16, 8]),
+    }[of]
+    alone = make(model)(features_of(model, TEXTS, OTHERS), labels)
+    layers = LayerDistillLoss(model, teacher, FCD(task_weight=0.0))
+    expected = alone + layers(features_of(model, TEXTS, OTHERS))
+    passes = []
+    model[0].register_forward_hook(lambda *_: passes.append(1))
+    both = LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=make(model))
+    found = both(features_of(model, TEXTS, OTHERS), labels)
+    assert len(passes) == 2 and set(found) == {"embeddings", "layers"}
+    torch.testing.assert_close(sum(found.values()), expected, **CLOSE)
+    pairs = zip(gradients(sum(found.values()), model), gradients(expected, model), strict=True)
+    for got, wanted in pairs:
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+MAKERS = {
+    "relations": lambda model, teacher: RelationDistillLoss(model, dims=[16, 8]),
+    "projection": lambda model, teacher: CosNCEDistillLoss(model, dims=[16, 8]),
+    "cached": lambda model, teacher: RelationDistillLoss(model, mini_batch_size=3),
+    "layers": lambda model, teacher: LayerDistillLoss(
+        model, teacher, LRKD(alpha=None), loss=RelationDistillLoss(model)
+    ),
+}
+
+
+def train(rank, name, folder, out, batch, seed, **arguments):
+    """Three steps with SentenceTransformerTrainer: the student's weights, and the loss's own."""
+    warnings.simplefilter("ignore")
+    model, teacher = student_of(folder), teacher_of(folder)
+    torch.manual_seed(seed + rank)  # what a loss draws for itself is drawn alike nevertheless
+    loss = MAKERS[name](model, teacher)
+    if name == "layers":
+        with torch.no_grad():
+            for parameter in loss._own_parameters() if rank else []:
+                parameter.add_(1.0)  # follows the first process
+    rows = {"text": TEXTS[:12], "label": taught(teacher, TEXTS[:12])[0].tolist()}
+    args = SentenceTransformerTrainingArguments(
+        str(out), per_device_train_batch_size=batch, max_steps=3, learning_rate=1e-2,
+        report_to="none", save_strategy="no", use_cpu=True, lr_scheduler_type="constant",
+        disable_tqdm=True, optim="sgd", max_grad_norm=0.0, **arguments,
+    )  # fmt: skip
+    trainer = InOrder(model, args, Dataset.from_dict(rows), loss=loss)
+    trainer.train()
+    own = loss._own_parameters()
+    return [p.detach().clone() for p in (*model.parameters(), *own)]
+
+
+class InOrder(SentenceTransformerTrainer):
+    """Batches in the order of the rows, so that the processes' batches make up one process's."""
+
+    def get_batch_sampler(self, dataset, batch_size, drop_last, **options):
+        batches = [range(i, min(i + batch_size, len(dataset))) for i in range(0, 12, batch_size)]
+        return [list(batch) for batch in batches]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_processes_are_one(folder, tmp_path):
+    """All makers in one pair of processes: what they cost is their start."""
+    together = run_ranks(train_all, 2, tmp_path / "ranks", folder, tmp_path / "out", 3)
+    alone = train_all(0, folder, tmp_path / "one", 6)
+    for name in MAKERS:
+        for first, second, wanted in zip(*(x[name] for x in (*together, alone)), strict=True):
+            assert torch.equal(first, second)
+            torch.testing.assert_close(first, wanted, atol=1e-5, rtol=1e-4)
+
+
+def train_all(rank, folder, out, batch):
+    return {name: train(rank, name, folder, out / name, batch, 0) for name in MAKERS}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["relations", "cached"])
+def test_accumulation(folder, tmp_path, name):
+    """A gradient cache gives the whole batch's step; the Trainer's accumulation another one."""
+    whole = train(0, "relations", folder, tmp_path, 6, 0)
+    if name == "cached":
+        MAKERS["parts"] = lambda model, _: RelationDistillLoss(
+            model, dims=[16, 8], mini_batch_size=2
+        )
+        try:
+            found = train(0, "parts", folder, tmp_path, 6, 0)
+        finally:
+            del MAKERS["parts"]
+    else:
+        found = train(0, name, folder, tmp_path, 3, 0, gradient_accumulation_steps=2)
+    pairs = list(zip(found, whole, strict=True))
+    same = all(torch.allclose(x, y, atol=1e-6, rtol=1e-4) for x, y in pairs)
+    assert same == (name == "cached")
+    assert not all(
+        torch.equal(x, y) for x, y in zip(whole, student_of(folder).parameters(), strict=True)
+    )
+
+
+SCORES = """
+import sys
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer(sys.argv[1], device="cpu")
+print(model.similarity_pairwise(*(model.encode(sys.argv[i::2]) for i in (2, 3))).tolist())
+assert not any(name.startswith("fastkd") for name in sys.modules)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_saved_scores_the_same_without_fastkd(folder, tmp_path):
+    model, teacher = student_of(folder), teacher_of(folder)
+    before = copy.deepcopy(model)
+    numbers = teacher.similarity_pairwise(*(teacher.encode(x) for x in (TEXTS, OTHERS[::-1])))
+    evaluator = EmbeddingSimilarityEvaluator(TEXTS, OTHERS[::-1], numbers.tolist(), name="agree")
+    rows = {"a": TEXTS, "b": OTHERS, "label": torch.stack(taught(teacher, TEXTS, OTHERS), 1)}
+    rows["label"] = rows["label"].tolist()
+    loss = LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=RelationDistillLoss(model))
+    args = SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"), per_device_train_batch_size=8, num_train_epochs=6, use_cpu=True,
+        report_to="none", save_strategy="no", learning_rate=3e-3, eval_strategy="epoch",
+        disable_tqdm=True, logging_steps=2,
+    )  # fmt: skip
+    trainer = SentenceTransformerTrainer(
+        model, args, Dataset.from_dict(rows), Dataset.from_dict(rows), loss, evaluator=evaluator
+    )
+    trainer.train()
+    assert {"layers", "embeddings"} <= set().union(*trainer.state.log_history)
+    found = evaluator(model)["agree_spearman_cosine"]
+    assert found > evaluator(before)["agree_spearman_cosine"]
+    model.save_pretrained(str(tmp_path / "student"))
+    card = (tmp_path / "student" / "README.md").read_text()
+    assert "LayerDistillLoss" in card and "Feature Correlation Distillation" in card
+    words = [text for pair in zip(TEXTS, OTHERS, strict=True) for text in pair]
+    command = [sys.executable, "-c", SCORES, str(tmp_path / "student"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    said = torch.tensor(eval(done.stdout.splitlines()[-1]))
+    model.eval()
+    expected = model.similarity_pairwise(model.encode(TEXTS), model.encode(OTHERS))
+    torch.testing.assert_close(said, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_named_model_but_the_student(folder):
+    """The Trainer puts its wrapped model in the place of every child of this name."""
+    model, teacher = student_of(folder), teacher_of(folder)
+    inner = CosNCEDistillLoss(model)
+    for loss in (inner, LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=inner)):
+        found = [x for n, x in loss.named_modules() if n.rpartition(".")[2] == "model"]
+        pipelines = [x for x in loss.modules() if isinstance(x, SentenceTransformer)]
+        assert pipelines == [model] and found[0] is model
+        assert loss.get_config_dict() and "title" in loss.citation
+
+
+def test_wrong_calls_are_one_sentence(folder, tmp_path):
+    model, teacher = student_of(folder), teacher_of(folder)
+    features = features_of(model, TEXTS)
+    loss = RelationDistillLoss(model)
+    with pytest.raises(ValueError, match="teacher's embeddings as labels"):
+        loss(features, None)
+    with pytest.raises(ValueError, match=r"labels must be .*\(16, Dt\).*got shape \(15, 4\)"):
+        loss(features, torch.randn(15, 4))
+    with pytest.raises(ValueError, match="dims must be at most 16"):
+        RelationDistillLoss(model, dims=[32])
+    with pytest.raises(ValueError, match="dims must be different"):
+        RelationDistillLoss(model, dims=[])
+    with pytest.raises(ValueError, match="distance"):
+        RelationDistillLoss(model, distance="cosine")
+    with pytest.raises(ValueError, match="mini_batch_size goes without a projection"):
+        CosNCEDistillLoss(model, teacher_dim=24, mini_batch_size=4)
+    with pytest.raises(ValueError, match=r"length 24 \(teacher_dim\), got 16"):
+        CosNCEDistillLoss(model, teacher_dim=24)(features, torch.randn(16, 16))
+    with pytest.raises(ValueError, match="LRCBERT needs perturbed embeddings"):
+        LayerDistillLoss(model, teacher, LRCBERT(perturb=True))
+    with pytest.raises(ValueError, match="gradient cache"):
+        cached = RelationDistillLoss(model, mini_batch_size=4)
+        LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=cached)
+    with pytest.raises(TypeError, match="model must be a SentenceTransformer"):
+        LayerDistillLoss(torch.nn.Sequential(torch.nn.Identity()), teacher, FCD(task_weight=0.0))
+    other = teacher_of(folder)
+    other.tokenizer.add_tokens(["new"])
+    with pytest.raises(ValueError, match="different vocabularies"):
+        LayerDistillLoss(model, other, FCD(task_weight=0.0))
