@@ -20,6 +20,7 @@ FLOORS = (
     "analysis", "distill", "integrations", "train", "study", "bench", "cli", "tools", "tests",
 )  # fmt: skip
 FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS[:-2]}
+FOLDERS["train.tasks"] = ROOT / "fastkd/train/tasks"
 MOST_LINES = 60
 MOST_PARAMETERS = 12
 # Whose options the contract lists.

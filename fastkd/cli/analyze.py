@@ -26,17 +26,16 @@ from fastkd.cli.display import say
 from fastkd.cli.settings import AnalyzeSettings
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
-from fastkd.train import processes
-from fastkd.train.data import UNLABELLED, is_regression, read_file, read_hub
+from fastkd.train import processes, tasks
+from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.finished import columns_of, training_of
+from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.models import be_quiet, check_length, let_pad, load
 from fastkd.train.plan import choose_device
-from fastkd.train.rows import Rows
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
 from fastkd.train.score import accepted
-from fastkd.train.tasks import GLUE, TASKS
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
 SAID = {"model": "model", "before": "student before", "student": "student"}
@@ -72,25 +71,21 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
     """Texts, second texts and class numbers; None where there are none."""
     if settings.text is not None:
         return read_lines(settings.text), None, None
-    task = None if settings.task is None else TASKS[settings.task]
+    glue = GLUE_TASKS.get(settings.task or "")
+    kind = tasks.of_file(tasks.kind_of(settings.task), settings.data)
     if settings.data is not None:
         names = [name for name in (settings.student, settings.model) if name is not None]
         trained = {name: training_of(Path(name).expanduser()) for name in names}
         name = next((name for name in names if trained[name]), settings.model)
         asked = (settings.columns, settings.task)
-        columns = columns_of(*asked, settings.data, True, name, trained[name])
-        rows = read_file(settings.data, columns, "--data")
-        regression = is_regression(rows)
+        columns = columns_of(*asked, settings.data, True, name, trained[name], kind)
+        rows = read_file(settings.data, columns, "--data", task=kind)
+        classes = kind.groups(rows)
     else:
-        assert task is not None
-        rows, _ = read_hub(GLUE, str(settings.task), task.eval_splits[0], task.hub, "--task")
-        regression = task.regression
-    return rows.texts, rows.pairs, None if regression else _classes(rows)
-
-
-def _classes(rows: Rows) -> list[int]:
-    known = {f"{mark}{UNLABELLED}{mark}": UNLABELLED for mark in ("", '"')}
-    return [known.setdefault(label, len(known)) for (label,) in rows.columns("label")]
+        assert glue is not None
+        rows, _ = read_hub(HUB, str(settings.task), glue.eval_splits[0], glue.hub, "--task")
+        classes = kind.groups(rows, glue)
+    return kind.texts(rows), rows.pairs, classes
 
 
 def read_lines(path: Path) -> list[str]:

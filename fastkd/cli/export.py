@@ -1,4 +1,4 @@
-"""`fastkd export`: a classifier as ONNX, checked against the model it was made from."""
+"""`fastkd export`: a model as ONNX, checked against the model it was made from."""
 
 import contextlib
 import inspect
@@ -18,10 +18,9 @@ from fastkd.cli.display import say
 from fastkd.cli.settings import ExportSettings
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.finished import OnnxModel
-from fastkd.train.models import be_quiet, load_classifier, longest
+from fastkd.train.models import be_quiet, load_finished, longest
 from fastkd.train.saving import check_new_file, enlist, saving, write_file
 
-SAMPLES = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
 # Far above what another order of sums costs in float32, far below what a wrong graph gives.
 TOLERANCE = 1e-3
 
@@ -45,9 +44,9 @@ def export(settings: ExportSettings, console: Console) -> float:
     local = Path(settings.model).expanduser()
     out = settings.out or (local if local.is_dir() else Path()) / "model.onnx"
     check_new_file(out, settings.overwrite)
-    model, tokenizer = load_classifier(settings.model, settings.trust_remote_code)
-    short = {"truncation": True, "max_length": longest(tokenizer, model), "return_tensors": "pt"}
-    batches = [dict(tokenizer(texts, padding=True, **short)) for texts in SAMPLES]
+    remote = settings.trust_remote_code
+    model, tokenizer, task = load_finished(settings.model, remote, settings.task)
+    batches = task.samples(tokenizer, longest(tokenizer, model))
     known = inspect.signature(model.forward).parameters
     batches = [{k: v for k, v in batch.items() if k in known} for batch in batches]
     with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkd.analysis.measures import MEASURES
+from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import data_option, given, option, run_option
 from fastkd.train.settings import (
@@ -15,7 +16,6 @@ from fastkd.train.settings import (
     remote_code,
     seed,
 )
-from fastkd.train.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class AnalyzeSettings(ColumnOptions):
     text: Path | None = data_option(None, "Text file, one text a line.")
     data: Path | None = data_option(None, "Labelled rows: .tsv, .csv, .jsonl, ...")
     task: str | None = data_option(
-        None, "GLUE task: its validation split, or the columns of --data.", choices=tuple(TASKS)
+        None, "GLUE task: its validation split, or the columns of --data; or a task."
     )
     rows: int | None = data_option(None, "Use only the first rows.", least=1)
     sentence: str | None = data_option(
@@ -101,8 +101,11 @@ class AnalyzeSettings(ColumnOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        tasks.check(self.task)
         if (self.text is None) == (self.task is None and self.data is None):
             raise InputError("give one of --text FILE, --data FILE and --task NAME")
+        if tasks.kind_of(self.task) is not None and self.data is None and self.text is None:
+            raise InputError(f"--task {self.task} needs --data FILE")
         if self.data is None:
             columns = given(self, "text_column", "text_pair_column", "label_column", "no_header")
             if columns:
@@ -123,7 +126,11 @@ class UseSettings(ColumnOptions):
     model: str = option(..., "Model: a student's directory, or a hub name.")
     data: Path = option(..., "Rows: .tsv, .csv, .jsonl, .json, .parquet, also .gz; or .txt.")
     onnx: Path | None = option(None, "Run this ONNX export of the model.")
-    task: str | None = option(None, "GLUE task: the columns of its files.", choices=tuple(TASKS))
+    task: str | None = option(
+        None,
+        "GLUE task: the columns of its files; or what the model answers, where it doesn't say: "
+        f"{', '.join(tasks.NAMES)}, or your own as package.module:Class.",
+    )
     batch_size: int = option(32, "Rows at a time.", least=1)
     max_length: int | None = option(None, "Longest text, in tokens; as it was trained.", least=4)
     precision: str = precision()
@@ -132,21 +139,25 @@ class UseSettings(ColumnOptions):
     out: Path | None = option(None, "File for the result: .tsv, .csv, .json or .jsonl.")
     overwrite: bool = option(False, "Replace the file in --out.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tasks.check(self.task)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(UseSettings):
     """The options of `fastkd evaluate`."""
 
-    metric: str | None = option(
-        None,
-        "Score to compute as well.",
-        choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
-    )
+    metric: str | None = option(None, "Score to compute as well.")
     label_order: str | None = option(
         None,
         "The data's labels in the order of the model's classes, where names don't tell.",
         metavar="NAME,NAME",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tasks.check_metric(self.task, self.metric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,5 +166,10 @@ class ExportSettings(Checked):
 
     model: str = option(..., "Model: a student's directory, or a hub name.")
     out: Path | None = option(None, "The ONNX file; model.onnx beside the model.")
+    task: str | None = option(None, "What the model answers, where it doesn't say.")
     overwrite: bool = option(False, "Replace the file in --out.")
     trust_remote_code: bool = remote_code()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tasks.check(self.task)

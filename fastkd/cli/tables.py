@@ -21,7 +21,8 @@ def begin(settings: UseSettings) -> Finished:
         raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
     device = choose_device(settings.device, settings.precision)
     plan = Plan(batch_size=settings.batch_size, precision=settings.precision, device=device)
-    return Finished(settings.model, plan, settings.trust_remote_code, settings.onnx)
+    remote = settings.trust_remote_code
+    return Finished(settings.model, plan, remote, settings.onnx, settings.task)
 
 
 def _tsv(found: list[dict[str, Any]]) -> str:
@@ -31,12 +32,21 @@ def _tsv(found: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
+    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(_joined(value)))
+
+
+def _joined(value: Any) -> Any:
+    """Words that a table keeps in one cell."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _csv(found: list[dict[str, Any]]) -> str:
+    return csv_text({name: _joined(value) for name, value in row.items()} for row in found)
 
 
 FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     ".tsv": _tsv,
-    ".csv": csv_text,
+    ".csv": _csv,
     ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
     ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
 }

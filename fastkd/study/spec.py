@@ -34,11 +34,11 @@ from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
 from fastkd.study.settings import StudySettings
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
 from fastkd.train.options import fits, options_of
 from fastkd.train.plan import PRECISIONS
 from fastkd.train.settings import Source
-from fastkd.train.tasks import TASKS
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")
@@ -395,7 +395,7 @@ def as_fields(task: str) -> Iterator[None]:
 
 def _task_of_words(name: str, value: Any) -> dict[str, Any]:
     words = str(value).split(",")
-    known = {"task": name} if name in TASKS else {}
+    known = {"task": name} if name in GLUE_TASKS else {}
     if words == ["docstrings"]:
         return {"docstrings": True}
     if words == ["hub"]:

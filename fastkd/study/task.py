@@ -12,12 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    set_seed,
-)
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from fastkd._core.extras import require
 from fastkd.distill.cache import TeacherCache, wanted_of
@@ -30,7 +26,7 @@ from fastkd.distill.student import student_from_teacher
 from fastkd.study.measures import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, as_fields, build
 from fastkd.train import data
-from fastkd.train.data import Corpus
+from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.models import check_depth, check_length, count, fit_config, let_pad, load
@@ -41,7 +37,8 @@ from fastkd.train.progress import Display, format_scores
 from fastkd.train.rows import Encoded, file_fingerprint, fingerprint
 from fastkd.train.run import Run, save_model
 from fastkd.train.saving import damage
-from fastkd.train.score import evaluate, predict
+from fastkd.train.score import predict
+from fastkd.train.tasks.task import Task
 
 filelock: Any = require("filelock", "train")
 
@@ -69,9 +66,9 @@ def _file_as_of(path: Path, changed: int, size: int) -> str:
     return file_fingerprint(path)
 
 
-def _from(name: str, attention: str, labels: int | None = None) -> Any:
-    """A classifier with this implementation of attention, if its family has it."""
-    auto: Any = AutoModelForSequenceClassification
+def _from(name: str, attention: str, task: Task, labels: int | None = None) -> Any:
+    """A model with this implementation of attention, if its family has it."""
+    auto: Any = getattr(transformers, task.head)
     options = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
     try:
         return load("--teacher", name, auto, False, attn_implementation=attention, **options)
@@ -83,19 +80,19 @@ class Answering(Run):
     """A run that keeps the answers behind its last score, and shows no score before."""
 
     answers: list[Any]
-    task: str
+    name: str
 
     def _train(
         self, make_trainer: Any, model: Any, rows: Encoded, plan: Plan, title: str, **watch: Any
     ) -> list[dict]:
-        title = f"{self.task}: {title}"
+        title = f"{self.name}: {title}"
         return super()._train(make_trainer, model, rows, plan, title, told=False, **watch)
 
     def score(self, model: torch.nn.Module, sets: Any = None) -> dict[str, float]:
-        logits, labels = predict(model, self.eval_rows[""], self.collate, self.plan)
-        best = logits.argmax(-1) if logits.shape[-1] > 1 else logits[:, 0].round(4)
-        self.answers = best.tolist()
-        return evaluate(self.corpus.metrics, logits, labels)
+        rows, task = self.eval_rows[""], self.task
+        found = predict(model, rows, task, self.tokenizer, self.plan)
+        self.answers = task.marks(found, rows)
+        return task.scores(self.corpus.metrics, found, rows)
 
 
 class Trained(NamedTuple):
@@ -189,12 +186,13 @@ class TaskWork:
 
     def _load(self, attention: str) -> PreTrainedModel:
         self.make_teacher()
-        return _from(str(self.folder), attention).to(self.device)
+        return _from(str(self.folder), attention, self.corpus.task).to(self.device)
 
     def _pretrained(self, attention: str) -> PreTrainedModel:
         """The model that the teacher was, with a fresh head."""
-        model = _from(self.name, attention, self.corpus.num_labels).to(self.device).float()
-        fit_config(model.config, self.corpus.names, self.tokenizer)
+        task = self.corpus.task
+        model = _from(self.name, attention, task, task.num_labels).to(self.device).float()
+        fit_config(model.config, task, self.tokenizer)
         return model
 
     def _finetune(self) -> None:
@@ -215,14 +213,14 @@ class TaskWork:
         self.display.say(
             f"{self.task.name}: teacher  {format_scores(scores)}  ({history[-1]['seconds']:.1f} s)"
         )
-        train = np.asarray(self.corpus.train.labels)
+        kind = self.corpus.task
         report = {
             "scores": scores,
             "rows_of_classes": None
             if names is None
-            else np.bincount(train, minlength=len(names)).tolist(),
+            else np.bincount(kind.strata(self.corpus.train), minlength=len(names)).tolist(),
             "predictions": run.answers,
-            "labels": np.asarray(self.corpus.evals[""].labels).tolist(),
+            "labels": kind.truths(run.eval_rows[""]),
             "classes": names,
             "rows": {"train": len(self.corpus.train), "held out": len(self.corpus.evals[""])},
             "seconds": history[-1]["seconds"],
@@ -234,7 +232,7 @@ class TaskWork:
     def _answering(self, corpus: Corpus, teacher: PreTrainedModel, plan: Plan) -> Answering:
         length = self.task.max_length
         run = Answering(corpus, self.tokenizer, teacher, plan, length, self.display)
-        run.task = self.task.name
+        run.name = self.task.name
         return run
 
     def _plan(self, steps: int, seed: int) -> Plan:
@@ -407,8 +405,8 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
     rng = random.Random(seed)
     train = corpus.train
     groups: dict[Any, list[int]] = {}
-    for i, label in enumerate(np.asarray(train.labels).tolist()):
-        groups.setdefault(label if corpus.names is not None else 0, []).append(i)
+    for i, label in enumerate(corpus.task.strata(train)):
+        groups.setdefault(label, []).append(i)
     for group in groups.values():
         rng.shuffle(group)
     kept: set[int] = set()
@@ -417,7 +415,7 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
             if groups[label] and len(kept) < labelled:
                 kept.add(groups[label].pop())
     rest = [i for i in range(len(train)) if i not in kept]
-    unlabelled = data.unlabelled(train.select(rest), corpus.names is None) if rest else None
+    unlabelled = corpus.task.unlabelled(train.select(rest)) if rest else None
     return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=unlabelled)
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._core.extras import require
+from fastkd.train import tasks
+from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
 
 CARD = "README.md"
@@ -26,10 +28,7 @@ A student of {layers} layers and {parameters:,} parameters, made by fastkd {vers
 Rows: {rows}. {labels}
 
 ```python
-from transformers import pipeline
-
-classify = pipeline("text-classification", "{directory}")
-print(classify({example}))
+{usage}
 ```
 
 Every option, the loss terms of every epoch and fingerprints of the data are in `fastkd.json`.
@@ -39,21 +38,21 @@ Every option, the loss terms of every epoch and fingerprints of the data are in 
 def write_card(directory: Path, report: dict[str, Any]) -> None:
     """Write README.md for the student in ``directory``."""
     hub: Any = require("huggingface_hub", "train")
-    settings = report["settings"]
+    settings, task = report["settings"], tasks.named(report.get("task"))
     teacher = settings["teacher"] or settings.get("teacher_cache")
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
-    hub_name = settings["task"] or settings["data"]
+    hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
     files = {kind: Path(settings[name] or ".").name for kind, name in FILES.items()}
     data = hub.ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-classification",
+        pipeline_tag=task.pipeline,
         tags=["fastkd", "knowledge-distillation"],
         base_model=None if Path(teacher).exists() else teacher,
         model_name=f"{settings['method']} student",
         eval_results=[
             hub.EvalResult(
-                task_type="text-classification",
+                task_type=task.pipeline,
                 dataset_type=files[kind] or hub_name,
                 dataset_name=files[kind] or hub_name,
                 dataset_split=kind,
@@ -67,7 +66,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         who: " | ".join(_score(sets[kind].get(who, {}).get(name)) for kind, name in columns)
         for who in ("teacher", "student")
     }
-    seconds, size, names = report["seconds_a_batch"], report["parameters"], report["labels"]
+    seconds, size = report["seconds_a_batch"], report["parameters"]
     text = TEXT.format(
         data=data.to_yaml(),
         title=f"{settings['method']} student of {Path(teacher).name}",
@@ -83,9 +82,8 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         teacher_scores=scores["teacher"],
         student_scores=scores["student"],
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
-        labels=f"Classes: {', '.join(names)}." if names else "It predicts a number.",
-        directory=Path(directory).name,
-        example='{"text": "...", "text_pair": "..."}' if report["paired"] else '"..."',
+        labels=task.about(report),
+        usage=task.usage(report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
 

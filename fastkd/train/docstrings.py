@@ -11,9 +11,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastkd.train.data import Corpus
+from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import Rows, in_memory
+from fastkd.train.tasks.classification import Classification
 
 AREAS = {
     "concurrency": (
@@ -130,7 +131,7 @@ def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | Non
         for held_out, limit in ((False, train_rows), (True, eval_rows))
     )
     assert not set(train.texts) & set(evals.texts)
-    return Corpus(train, {"": evals}, names, ("accuracy", "f1"))
+    return Corpus(train, {"": evals}, Classification(tuple(names)), ("accuracy", "f1"))
 
 
 def _hash(text: str) -> int:

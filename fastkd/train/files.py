@@ -36,31 +36,34 @@ def records(path: Path, header: bool, option: str, blank: bool = False) -> Recor
     With ``blank`` a line without anything is a row of empty columns in .tsv, .csv and .txt.
     """
     check_file(path, option)
-    if _kind(path) == ".parquet":
+    if kind_of(path) == ".parquet":
         yield from _parquet(path, option)
         return
-    if blank and _kind(path) in LINES:
-        yield from LINES[_kind(path)](path, option, header, blank=True)
+    if blank and kind_of(path) in LINES:
+        yield from LINES[kind_of(path)](path, option, header, blank=True)
     else:
-        yield from READERS[_kind(path)](path, option, header)
+        yield from READERS[kind_of(path)](path, option, header)
 
 
-def check_file(path: Path, option: str) -> None:
-    """Raise unless ``path`` is a file of a kind that is known."""
+def check_file(path: Path, option: str, more: tuple[str, ...] = ()) -> None:
+    """Raise unless ``path`` is a file of a kind that is known, or of ``more``."""
     if not path.is_file():
         what = "is a directory, not a file" if path.is_dir() else "is not a regular file"
         raise InputError(f"{option} {path}: {what if path.exists() else 'no such file'}")
-    if _kind(path) not in (*READERS, ".parquet"):
-        known = ", ".join([*READERS, ".parquet"])
+    kinds = (*READERS, ".parquet", *more)
+    if kind_of(path) not in kinds:
+        known = ", ".join(kinds)
         raise InputError(f"{option} {path}: unknown kind of file; use {known}, also with .gz")
 
 
 def first_row(path: Path) -> list[str]:
     """The column names of a file with a header; none if it can't be read."""
+    if kind_of(path) not in (*READERS, ".parquet"):
+        return []
     try:
-        if _kind(path) in (".tsv", ".csv"):
+        if kind_of(path) in (".tsv", ".csv"):
             _, line = next(text_lines(path, ""))
-            separator = "\t" if _kind(path) == ".tsv" else _separator(line)
+            separator = "\t" if kind_of(path) == ".tsv" else _separator(line)
             return next(csv.reader([line.strip()], delimiter=separator), [])
         return list(next(records(path, True, ""))[1])
     except (InputError, StopIteration, csv.Error):
@@ -69,10 +72,11 @@ def first_row(path: Path) -> list[str]:
 
 def is_text(path: Path) -> bool:
     """Whether the file holds nothing but a text a line."""
-    return _kind(path) == ".txt"
+    return kind_of(path) == ".txt"
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """What its name ends in, whether it is compressed or not."""
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 

@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DataCollatorWithPadding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from fastkd._core.extras import require
-from fastkd.train.data import file_columns, read_file, unlabelled
+from fastkd.train import tasks
+from fastkd.train.columns import Columns
+from fastkd.train.data import file_columns, read_file
 from fastkd.train.errors import InputError, RunFailed
-from fastkd.train.files import check_file, first_row
-from fastkd.train.models import class_names, load_classifier, longest
+from fastkd.train.files import first_row
+from fastkd.train.glue import GLUE_TASKS
+from fastkd.train.models import load_finished, longest
 from fastkd.train.plan import Plan
-from fastkd.train.rows import Encoder, Rows
+from fastkd.train.rows import Encoded, Encoder, Rows
 from fastkd.train.saving import read_marker
 from fastkd.train.score import predict
-from fastkd.train.tasks import TASKS, Columns
+from fastkd.train.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Training:
 
 
 def training_of(model: Path) -> Training | None:
-    """That of the model in a directory, if fastkd has trained it."""
+    """That of the model in a directory, if fastkd has trained it; its task if it is GLUE's."""
     settings = (read_marker(model) or {}).get("settings")
     if not isinstance(settings, dict):
         return None
@@ -43,7 +45,7 @@ def training_of(model: Path) -> Training | None:
     length = settings.get("max_length")
     return Training(
         Columns(text, pair, label),
-        next((name for name in (task, data) if name in TASKS), None),
+        next((name for name in (task, data) if name in GLUE_TASKS), None),
         length if isinstance(length, int) and length >= 4 else None,
     )
 
@@ -55,20 +57,24 @@ def columns_of(
     labelled: bool,
     model: str,
     training: Training | None,
+    kind: type[Task] | None = None,
 ) -> Columns:
     """Those of --data that are ``asked`` for, or else those of the training where it has them.
 
     Raises:
         InputError: the ``model`` was trained on pairs of texts, and there is no second one.
     """
-    check_file(path, "--data")
+    kind = kind or tasks.named(None)
+    kind.check_file(path, "--data")
+    if tasks.kind_of(task) is not None:
+        task = None
     then = training or Training(NONE_ASKED, None, None)
-    before = file_columns(then.columns, TASKS.get(then.task or ""), path, labelled)
+    before = file_columns(then.columns, GLUE_TASKS.get(then.task or ""), path, kind, labelled)
     if (asked, task) == (NONE_ASKED, None) and before.header:
         names = {before.text, before.pair, before.label} - {None}
         if names <= set(first_row(path)):
             return before
-    columns = file_columns(asked, TASKS.get(task or ""), path, labelled)
+    columns = file_columns(asked, GLUE_TASKS.get(task or ""), path, kind, labelled)
     if before.pair is not None and columns.pair is None:
         raise InputError(
             f"{model} was trained on pairs of texts; --text-pair-column says where the second is "
@@ -83,24 +89,29 @@ NONE_ASKED = Columns(label=None)
 class Finished:
     """A finished model, or an ONNX export in its place."""
 
-    def __init__(self, name: str, plan: Plan, remote_code: bool, onnx: Path | None = None):
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        remote_code: bool,
+        onnx: Path | None = None,
+        task: str | None = None,
+    ):
         local = Path(name).expanduser()
         self.name, self.plan, self.onnx = name, plan, onnx
         self.training = training_of(local)
-        self.model, self.tokenizer = load_classifier(name, remote_code)
-        self.classes = class_names(self.model.config)
-        #: The class whose F1 was a score in its training.
-        self.positive = 0 if (read_marker(local) or {}).get("f1_of") == 0 else 1
+        self.model, self.tokenizer, self.task = load_finished(name, remote_code, task)
         torch.nn.Module.to(self.model, plan.device).eval()
 
     def read(self, path: Path, asked: Columns, task: str | None, labelled: bool) -> Rows:
         """The rows of --data; without labels also those without text."""
-        columns = columns_of(asked, task, path, labelled, self.name, self.training)
-        rows = read_file(path, columns, "--data", every=not labelled)
-        return rows if labelled else unlabelled(rows, regression=self.classes is None)
+        kind = type(self.task)
+        columns = columns_of(asked, task, path, labelled, self.name, self.training, kind)
+        rows = read_file(path, columns, "--data", not labelled, kind)
+        return rows if labelled else self.task.bare(rows)
 
-    def logits(self, rows: Rows, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, classes), or (rows, 1) of a model that predicts a number; and the labels.
+    def answers(self, rows: Rows, max_length: int | None) -> tuple[Any, Encoded]:
+        """What the model answers to each encoded row, see `Task.answer`; and these rows.
 
         Without a ``max_length`` texts are as long as in the training.
         """
@@ -109,18 +120,19 @@ class Finished:
         length = max_length or min(limit, trained or limit)
         if length > limit:
             raise InputError(f"--max-length {length}: the model reads at most {limit}")
-        encoded = Encoder(self.tokenizer, length)(rows)
+        task = self.task
+        encoded = Encoder(self.tokenizer, length, task)(rows)
         model: Any = self.model if self.onnx is None else OnnxModel(self.onnx)
-        found = predict(model, encoded, DataCollatorWithPadding(self.tokenizer), self.plan)
-        outputs = found[0].shape[-1]
-        if outputs != self.model.config.num_labels:
+        found = predict(model, encoded, task, self.tokenizer, self.plan)
+        outputs = task.num_labels
+        if isinstance(found, np.ndarray) and outputs not in (None, found.shape[-1]):
             raise InputError(
-                f"--onnx {self.onnx}: it has {outputs} outputs, and --model {self.name} "
-                f"{self.model.config.num_labels}"
+                f"--onnx {self.onnx}: it has {found.shape[-1]} outputs, and --model {self.name} "
+                f"{outputs}"
             )
-        if not np.isfinite(found[0]).all():
+        if not task.finite(found):
             raise RunFailed(f"--model {self.name}: its outputs are not finite")
-        return found
+        return found, encoded
 
 
 class OnnxModel(torch.nn.Module):

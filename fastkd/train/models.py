@@ -1,23 +1,16 @@
 """Teacher, student and tokenizer, loaded and made to fit the data, or one sentence why not."""
 
-import dataclasses
 import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    set_seed,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, set_seed
 from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
@@ -28,12 +21,13 @@ from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, layer_map, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
-from fastkd.train.data import Corpus, meaning, read_as_ids
+from fastkd.train import tasks
+from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.hub import hub_answers, why_not
-from fastkd.train.rows import Rows
 from fastkd.train.saving import damage, read_marker
 from fastkd.train.settings import SELECT, Pairing
+from fastkd.train.tasks.task import Task
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
 STUDENT = "student"
@@ -89,35 +83,33 @@ def let_pad(tokenizer: Any, option: str, name: str) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def load_classifier(name: str, remote_code: bool) -> tuple[PreTrainedModel, Any]:
-    """A finished classifier, called --model, and its tokenizer."""
+def load_finished(
+    name: str, remote_code: bool, task: str | None = None
+) -> tuple[PreTrainedModel, Any, Task]:
+    """A finished model, called --model, its tokenizer, and the task that it answers."""
     tokenizer = load("--model", name, AutoTokenizer, remote_code)
     let_pad(tokenizer, "--model", name)
-    model, fresh = _load_weights("--model", name, remote_code)
+    config = load("--model", name, AutoConfig, remote_code)
+    report = read_marker(Path(name).expanduser()) or {}
+    trained = report.get("task")
+    trained = trained if isinstance(trained, str) else None
+    kind = tasks.of_model(tasks.kind_of(task), trained, config.architectures)
+    model, fresh = _load_weights("--model", name, remote_code, kind)
     if fresh:
-        raise InputError(
-            f"--model {name}: it has no classification head ({fresh[0]} would be random)"
-        )
+        raise InputError(f"--model {name}: it has no {kind.head_name} ({fresh[0]} would be random)")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return model, tokenizer
-
-
-def class_names(config: Any) -> list[str] | None:
-    """The classes of a head; None if it predicts a number."""
-    if config.num_labels == 1:
-        return None
-    return [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels)]
+    return model, tokenizer, kind.of(model.config, report)
 
 
 def _load_weights(
-    option: str, name: str, remote_code: bool, **options: Any
+    option: str, name: str, remote_code: bool, task: type[Task], **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A classifier, and the names of the weights that its files don't hold, in its head only."""
+    """A model with its head, and the weights that its files don't hold, in its head only."""
     model, loaded = load(
         option,
         name,
-        AutoModelForSequenceClassification,
+        getattr(transformers, task.head),
         remote_code,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
@@ -149,18 +141,19 @@ def load_teacher(
     The head may be random only where a ``fresh_head`` will do.
     """
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
-    fitting = config.num_labels == corpus.num_labels
-    head = class_names(config) if fitting else None
-    fit_config(config, corpus.names, tokenizer)
+    task = corpus.task
+    fitting = task.fits(config)
+    head = type(task).of(config) if fitting else None
+    fit_config(config, task, tokenizer)
     set_seed(settings.seed)
     options = attention_for(settings.method, settings.attention)
     if fresh_head:
         options["dtype"] = torch.float32  # see `assemble`
     teacher, fresh = _load_weights(
-        "--teacher", name, settings.trust_remote_code, config=config, **options
+        "--teacher", name, settings.trust_remote_code, type(task), config=config, **options
     )
     if fresh and not fresh_head:
-        what = "no classification head" if fitting else f"no head for {corpus.num_labels} labels"
+        what = f"no {task.head_name}" if fitting else f"no head for {task.num_labels} labels"
         raise InputError(
             f"--teacher {name}: it has {what} ({', '.join(fresh[:3])} would be random); "
             "pass --finetune-teacher EPOCHS to train it first"
@@ -171,8 +164,8 @@ def load_teacher(
             f"{teacher.config.vocab_size}"
         )
     who = f"--teacher {settings.teacher}"
-    corpus = _in_order_of_head(settings.label_order, corpus, head, who, fresh_head)
-    fit_config(teacher.config, corpus.names, tokenizer)
+    corpus = task.match(corpus, head, settings.label_order, who, fresh_head)
+    fit_config(teacher.config, corpus.task, tokenizer)
     return teacher, corpus
 
 
@@ -182,88 +175,11 @@ def check_depth(option: str, wanted: int, depth: int) -> None:
         raise InputError(f"{option} {wanted}: the teacher has only {depth} layers")
 
 
-def fit_config(config: Any, names: list[str] | None, tokenizer: Any) -> None:
-    """Make ``config`` one for these classes, or for a number, whatever it was trained on before."""
-    config.num_labels = 1 if names is None else len(names)
-    config.problem_type = "regression" if names is None else "single_label_classification"
-    if names is not None:
-        config.id2label = dict(enumerate(names))
-        config.label2id = {label: i for i, label in enumerate(names)}
+def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
+    """Make ``config`` one for this task, whatever it was trained on before."""
+    task.fit_config(config)
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
-
-
-def _in_order_of_head(
-    asked: str | None, corpus: Corpus, head: list[str] | None, who: str, fresh: bool = False
-) -> Corpus:
-    """``corpus`` with its classes in the order of those of ``who``'s ``head``, by their names.
-
-    What is ``asked`` with --label-order goes before it. Without a fitting ``head`` the order is
-    free. One that doesn't say what its classes are is taken in the order of numbered classes,
-    unless it learns these ``fresh``.
-    """
-    names = corpus.names
-    if names is None:
-        if asked is not None:
-            raise InputError("--label-order is about classes, and the labels are numbers")
-        return corpus
-    if asked is not None:
-        return in_order_of(label_order(asked, names, "the data"), corpus)
-    if head is None:
-        return corpus
-    order = _by_names(names, head)
-    if order is not None or fresh:
-        return in_order_of(order, corpus)
-    if not corpus.numbered:
-        raise InputError(
-            f"{who}: its head names its classes {', '.join(head)}, the data {', '.join(names)}; "
-            "pass --label-order with the data's classes in the head's order"
-        )
-    reading = read_as_ids(dict(enumerate(names)), head, who)
-    return dataclasses.replace(corpus, reading=reading)
-
-
-def label_order(given: str, names: list[str], whose: str) -> list[str]:
-    """What --label-order says, which must be each of ``names`` once."""
-    order = [name.strip() for name in given.split(",")]
-    if sorted(order) != sorted(names):
-        raise InputError(
-            f"--label-order {given}: must name each class of {whose} once, "
-            f"and they are {', '.join(names)}"
-        )
-    return order
-
-
-def _by_names(names: list[str], head: list[str]) -> list[str] | None:
-    """``names`` in the order of the ``head`` that has these, or their meanings; None if not."""
-    if sorted(head) == sorted(names):
-        return head
-    ours = {meaning(name): name for name in names}
-    meant = [meaning(name) for name in head]
-    if len(ours) == len(names) and sorted(meant) == sorted(ours):
-        return [ours[name] for name in meant]
-    return None
-
-
-def in_order_of(names: list[str] | None, corpus: Corpus) -> Corpus:
-    """``corpus`` with the classes in the order of ``names``, if these are its classes."""
-    if names is None or corpus.names is None or names == corpus.names:
-        return corpus
-    if sorted(names) != sorted(corpus.names):
-        return corpus
-    new = np.array([names.index(name) for name in corpus.names])
-
-    def renumber(rows: Rows) -> Rows:
-        return dataclasses.replace(rows, labels=new[rows.labels])
-
-    return dataclasses.replace(
-        corpus,
-        train=renumber(corpus.train),
-        evals={k: renumber(rows) for k, rows in corpus.evals.items()},
-        test=corpus.test and renumber(corpus.test),
-        names=names,
-        positive=int(new[corpus.positive]),
-    )
 
 
 def longest(tokenizer: Any, model: PreTrainedModel) -> int:
@@ -309,13 +225,15 @@ def load_cached_teacher(
             "writes it"
         )
     config = _cached_config(settings, folder)
-    if config.num_labels != corpus.num_labels:
+    task = corpus.task
+    if not task.fits(config):
         raise InputError(
             f"{option} {folder}: its teacher's head has {config.num_labels} outputs, the data "
-            f"needs {corpus.num_labels}"
+            f"needs {task.num_labels}"
         )
-    who, head = f"{option} {folder}", class_names(config)
-    return cache, about, tokenizer, _in_order_of_head(settings.label_order, corpus, head, who)
+    head = type(task).of(config)
+    corpus = task.match(corpus, head, settings.label_order, f"{option} {folder}")
+    return cache, about, tokenizer, corpus
 
 
 def _cached_config(settings: Pairing, folder: Path) -> Any:
@@ -327,6 +245,7 @@ def make_student(
     settings: Pairing,
     teacher: Any,
     tokenizer: Any,
+    task: Task,
     layers: list[int] | None = None,
     cache: Path | None = None,
 ) -> PreTrainedModel:
@@ -337,16 +256,16 @@ def make_student(
     if cache is not None:
         if settings.student is not None:
             config = _cached_config(settings, cache)
-            return _student_from_path(settings, settings.student, config, tokenizer)
+            return _student_from_path(settings, settings.student, config, tokenizer, task)
         return load(
             "--teacher-cache",
             str(cache / STUDENT),
-            AutoModelForSequenceClassification,
+            getattr(transformers, task.head),
             settings.trust_remote_code,
             **attention_for(settings.method, settings.attention),
         )
     if settings.student is not None:
-        return _student_from_path(settings, settings.student, teacher.config, tokenizer)
+        return _student_from_path(settings, settings.student, teacher.config, tokenizer, task)
     chosen = layers or layers_of(settings, teacher)
     try:
         return cast(PreTrainedModel, student_from_teacher(teacher, chosen))
@@ -388,7 +307,7 @@ def layers_of(
 
 
 def _student_from_path(
-    settings: Pairing, name: str, teacher: Any, tokenizer: Any
+    settings: Pairing, name: str, teacher: Any, tokenizer: Any, task: Task
 ) -> PreTrainedModel:
     """The student called ``name``, made to fit the ``teacher``, a configuration."""
     config = load("--student", name, AutoConfig, settings.trust_remote_code)
@@ -397,10 +316,10 @@ def _student_from_path(
             f"--student {name}: its vocabulary has {config.vocab_size} tokens, the teacher's "
             f"{teacher.vocab_size}; both must read the same tokens"
         )
-    names = None if teacher.num_labels == 1 else [*(teacher.id2label or {}).values()]
-    fit_config(config, names, tokenizer)
+    fit_config(config, task, tokenizer)
     options = attention_for(settings.method, settings.attention)
-    return _load_weights("--student", name, settings.trust_remote_code, config=config, **options)[0]
+    remote = settings.trust_remote_code
+    return _load_weights("--student", name, remote, type(task), config=config, **options)[0]
 
 
 def method_class(name: str) -> type[Method]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fastkd.distributed import world_size
 from fastkd.train import processes, trainer_args
-from fastkd.train.data import Corpus
+from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.options import as_json
 from fastkd.train.rows import Rows, fingerprint
@@ -252,11 +252,7 @@ def _run_of(directory: Path) -> dict[str, Any] | None:
 
 def rows_fingerprint(rows: Rows) -> str:
     """That of texts and labels, wherever they were read from."""
-    assert rows.labels is not None
-    return fingerprint(
-        repr((*texts, label.item())).encode()
-        for texts, label in zip(rows.both_texts(), rows.labels, strict=True)
-    )
+    return fingerprint(repr(row).encode() for row in rows.contents())
 
 
 def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:

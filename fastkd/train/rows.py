@@ -11,11 +11,11 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,18 +24,24 @@ from fastkd._core.extras import MissingExtra, require
 from fastkd.train.errors import InputError
 from fastkd.train.saving import saving
 
+if TYPE_CHECKING:
+    from fastkd.train.tasks.task import Task
+
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
 FEW = 8  # rows that may all be of unknown words
-CODE = ("rows.py", "data.py", "files.py")
+CODE = ("rows.py", "columns.py", "data.py", "files.py", "tasks/task.py")
+# The class of a row without one, as transformers has it.
+UNLABELLED = -100
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """One split as it was read.
 
-    ``data`` has the columns number, text and, if there are, pair and label, the label as JSON of
-    what stands in the source. ``labels`` are the encoded ones: class ids, or real numbers.
+    ``data`` has the columns number and those of its task: text and, if there are, pair and label,
+    the label as JSON of what stands in the source. ``labels`` are the encoded ones where they are
+    one number a row: class ids, or real numbers.
     """
 
     source: str
@@ -70,6 +76,21 @@ class Rows:
             return self.columns("text", "pair")
         return ((text, "") for (text,) in self.columns("text"))
 
+    def contents(self) -> Iterator[tuple]:
+        """All that stands in each row, and its encoded label if it has one."""
+        if self.labels is None:
+            names = [name for name in self.data.column_names if name != "number"]
+            return self.columns(*names)
+        labels = (label.item() for label in self.labels)
+        return ((*texts, label) for texts, label in zip(self.both_texts(), labels, strict=True))
+
+    def inputs(self) -> Iterator[Any]:
+        """Something hashable that says what a model reads of each row."""
+        if "text" in self.data.column_names:
+            return self.both_texts()
+        names = [n for n in self.data.column_names if n not in ("number", "label", "labels")]
+        return (repr(row) for row in self.columns(*names))
+
     def raw_labels(self) -> Iterator[tuple[int, Any]]:
         """Number and label of each row as they stand in the source."""
         return ((number, json.loads(label)) for number, label in self.columns("number", "label"))
@@ -95,12 +116,10 @@ class Rows:
 
     def followed_by(self, other: "Rows") -> "Rows":
         """The texts of these rows and of the ``other`` ones, without labels."""
-        parts = [rows.data.remove_columns(rows._labels) for rows in (self, other)]
+        kept = [n for n in self.data.column_names if n in other.data.column_names]
+        kept = [n for n in kept if n not in ("label", "labels")]
+        parts = [rows.data.select_columns(kept) for rows in (self, other)]
         return Rows(f"{self.source} and {other.source}", _library().concatenate_datasets(parts))
-
-    @property
-    def _labels(self) -> list[str]:
-        return ["label"] if "label" in self.data.column_names else []
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
@@ -112,7 +131,12 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """That of a file's bytes."""
+    """That of a file's bytes, or of those of all files in a folder."""
+    if path.is_dir():
+        inside = sorted(part for part in path.rglob("*") if part.is_file())
+        return fingerprint(
+            f"{part.relative_to(path)} {file_fingerprint(part)}\0".encode() for part in inside
+        )
     with path.open("rb") as file:
         return fingerprint(iter(lambda: file.read(2**20), b""))
 
@@ -121,7 +145,7 @@ def in_memory(source: str, texts: list[str], labels: Sequence[float]) -> Rows:
     """A few rows that no file holds."""
     numbers = list(range(1, len(texts) + 1))
     data = _library().Dataset.from_dict(
-        {"number": numbers, "text": texts}, features=_features(False, False)
+        {"number": numbers, "text": texts}, features=_features({"text": "large_string"})
     )
     return Rows(source, data, np.asarray(labels))
 
@@ -130,18 +154,20 @@ def stored(
     source: str,
     records: Callable[[], Iterator[dict[str, Any]]],
     parts: Iterable[str],
-    paired: bool,
-    labelled: bool = True,
+    columns: Mapping[str, Any],
 ) -> Rows:
-    """The rows that ``records()`` gives; read before if ``parts``, all they depend on, are same."""
+    """The rows that ``records()`` gives; read before if ``parts``, all they depend on, are same.
+
+    Each has a ``number``, and these ``columns`` with their types.
+    """
     library = _library()
-    code = (file_fingerprint(Path(__file__).with_name(name)) for name in CODE)
+    code = (file_fingerprint(Path(__file__).parent / name) for name in CODE)
     words = (*parts, *code, library.__version__)
     try:
         with _writing(source):
             data = library.Dataset.from_generator(
                 records,
-                features=_features(paired, labelled),
+                features=_features(columns),
                 fingerprint=fingerprint(f"{word}\0".encode() for word in words),
                 writer_batch_size=BATCH,
             )
@@ -157,11 +183,18 @@ def label_json(label: Any) -> str:
     return json.dumps(label, default=lambda x: float(x) if isinstance(x, Decimal) else [str(x)])
 
 
-def _features(paired: bool, labelled: bool) -> Any:
+def _features(columns: Mapping[str, Any]) -> Any:
+    """``columns`` by the names that `datasets` has for types; a list of one is of these."""
     library = _library()
-    texts = ("text", *("pair",) * paired, *("label",) * labelled)
-    kinds = {"number": "int64", **dict.fromkeys(texts, "large_string")}
-    return library.Features({name: library.Value(kind) for name, kind in kinds.items()})
+
+    def kind(named: Any) -> Any:
+        if isinstance(named, list):
+            return library.List(kind(named[0]))
+        if isinstance(named, Mapping):
+            return {name: kind(inner) for name, inner in named.items()}
+        return library.Value(named)
+
+    return library.Features({n: kind(x) for n, x in {"number": "int64", **columns}.items()})
 
 
 def _library() -> Any:
@@ -193,20 +226,46 @@ def _writing(source: str) -> Iterator[None]:
 
 
 class Encoded(torch.utils.data.Dataset):
-    """Tokenized rows with labels; a collator pads them batch by batch."""
+    """Tokenized rows with labels; a collator pads them batch by batch.
 
-    def __init__(self, tokens: Any, labels: np.ndarray):
-        self.lengths = np.asarray(tokens.with_format("numpy")["length"][:])
-        self.tokens, self.labels = tokens.remove_columns("length"), labels
+    ``tokens`` goes to the models, ``labels`` if they are one number a row; what only scores read,
+    and ``number`` and ``length`` of each, is in ``beside``.
+    """
+
+    def __init__(self, tokens: Any, rows: Rows, beside: Sequence[str] = ()):
+        self.sources, self.labels = [rows], rows.labels
+        beside = ["number", "length", *beside]
+        self.beside, self.tokens = tokens.select_columns(beside), tokens.remove_columns(beside)
+        self.lengths = np.asarray(self.beside.with_format("numpy")["length"][:])
+        self.ends = [len(tokens)]
+
+    @property
+    def rows(self) -> Rows:
+        """What it was made of."""
+        (rows,) = self.sources
+        return rows
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The labels, where they are one number a row."""
+        assert self.labels is not None
+        return self.labels
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Source and number of the row that ``index`` was made of, or begins with."""
+        part = next(i for i, end in enumerate(self.ends) if index < end)
+        return self.sources[part].source, self.beside[index]["number"]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self.tokens[int(index)], "labels": self.labels[index].item()}
+        return self.__getitems__([int(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        columns = {**self.tokens[list(indices)], "labels": self.labels[indices].tolist()}
+        columns = self.tokens[list(indices)]
+        if self.labels is not None:
+            columns = {**columns, "labels": self.labels[indices].tolist()}
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*columns.values(), strict=True)
@@ -237,16 +296,21 @@ class Encoded(torch.utils.data.Dataset):
         """These rows and the ``other`` ones, nothing copied but labels and lengths."""
         both = Encoded.__new__(Encoded)
         both.tokens = _library().concatenate_datasets([self.tokens, other.tokens])
-        both.labels = np.concatenate([self.labels, other.labels])
+        both.beside = _library().concatenate_datasets([self.beside, other.beside])
+        both.labels = None
+        if self.labels is not None and other.labels is not None:
+            both.labels = np.concatenate([self.labels, other.labels])
+        both.sources = [*self.sources, *other.sources]
+        both.ends = [*self.ends, *(len(self) + end for end in other.ends)]
         both.lengths = np.concatenate([self.lengths, other.lengths])
         return both
 
 
 class Encoder:
-    """Makes tokens of rows."""
+    """Makes tokens of a task's rows."""
 
-    def __init__(self, tokenizer: Any, max_length: int):
-        self.tokenizer, self.max_length = tokenizer, max_length
+    def __init__(self, tokenizer: Any, max_length: int, task: "Task"):
+        self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
         # Its files say all that it does, whatever class it is.
         with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
@@ -254,43 +318,48 @@ class Encoder:
             self.words = [type(tokenizer).__name__, str(max_length), *map(file_fingerprint, files)]
         for module in ("transformers", "tokenizers"):
             self.words.append(getattr(require(module, "train"), "__version__", ""))
+        self.words += [task.name(), repr(task), *task.code()]
 
     def __call__(self, rows: Rows) -> Encoded:
-        data = rows.data
-        added = self.tokenizer.num_special_tokens_to_add(pair=rows.paired)
+        data, task = rows.data, self.task
+        added, what = task.room(self.tokenizer, rows)
         if added >= self.max_length:
             raise InputError(
                 f"--max-length {self.max_length} leaves no room for words: the tokenizer adds "
-                f"{added} tokens to {'a pair' if rows.paired else 'a text'}"
+                f"{added} tokens to {what}"
             )
         name = fingerprint(f"{word}\0".encode() for word in (data._fingerprint, *self.words))
 
-        def encode(batch: dict[str, list]) -> dict[str, list]:
-            found = self.tokenizer(
-                batch["text"], batch.get("pair"), truncation=True, max_length=self.max_length
-            )
-            for number, ids in zip(batch["number"], found["input_ids"], strict=True):
+        # A column of the tokens may be called as one of the rows and have another type.
+        aside = data.rename_columns({column: f"_{column}" for column in data.column_names})
+
+        def encode(columns: dict[str, list]) -> dict[str, list]:
+            batch = {column[1:]: values for column, values in columns.items()}
+            found = dict(task.encode(batch, self.tokenizer, self.max_length))
+            found.setdefault("number", batch["number"])
+            for number, ids in zip(found["number"], found["input_ids"], strict=True):
                 if not ids:
                     raise InputError(f"{rows.source}, row {number}: no token is left of it")
-            return {**found, "length": [len(ids) for ids in found["input_ids"]]}
+            found.setdefault("length", [len(ids) for ids in found["input_ids"]])
+            return found
 
         with _writing(rows.source), _alone(data, name):
-            tokens = data.map(
+            tokens = aside.map(
                 encode,
                 batched=True,
                 batch_size=BATCH,
                 writer_batch_size=BATCH,
-                remove_columns=data.column_names,
+                remove_columns=aside.column_names,
                 new_fingerprint=name,
             )
-        assert rows.labels is not None
-        encoded = Encoded(tokens, rows.labels)
+        encoded = Encoded(tokens, rows, task.beside)
         self._check_known(rows, encoded)
         return encoded
 
     def _check_known(self, rows: Rows, encoded: Encoded) -> None:
         """A tokenizer without its files is one that knows no word, and says nothing."""
-        found = {i for ids in itertools.islice(encoded.ids(), BATCH) for i in ids}
+        first = itertools.islice(encoded.ids(), BATCH)
+        found = {int(i) for ids in first for i in np.concatenate([np.ravel(x) for x in ids])}
         words = found - {i for i in self.tokenizer.all_special_ids if i is not None}
         if not words and len(rows) >= FEW:
             raise InputError(

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 import fastkd
 from fastkd.distill.cache import TeacherCache
@@ -26,7 +26,7 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes, trainer_args
 from fastkd.train.card import CARD, write_card
-from fastkd.train.data import Corpus
+from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
 from fastkd.train.models import (
@@ -35,7 +35,6 @@ from fastkd.train.models import (
     be_quiet,
     check_length,
     count,
-    in_order_of,
     layers_of,
     load_cached_teacher,
     load_teacher,
@@ -66,7 +65,7 @@ from fastkd.train.saving import (
     reseal,
     saving,
 )
-from fastkd.train.score import accepted, doubt, evaluate, predict
+from fastkd.train.score import accepted, predict
 from fastkd.train.settings import SELECT, Pairing, Settings
 from fastkd.train.training import Checkpoints, Watch, check_trackers, stopping_at_once, train
 
@@ -99,7 +98,8 @@ class Run:
         if corpus.reading:
             display.say(corpus.reading)
 
-        encoded = Encoder(tokenizer, max_length)
+        self.task = corpus.task
+        encoded = Encoder(tokenizer, max_length, self.task)
         self.train_rows = encoded(corpus.train)
         #: What the student learns from: rows without labels as well.
         self.all_rows = self.train_rows
@@ -107,7 +107,7 @@ class Run:
             self.all_rows = self.train_rows.followed_by(encoded(corpus.unlabelled))
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
-        self.collate = DataCollatorWithPadding(tokenizer)
+        self.collate = self.task.collator(tokenizer)
 
     def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
         """The teacher's size, of which a cache remembers the ``name``."""
@@ -122,27 +122,28 @@ class Run:
         self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
         """Every metric of ``model`` on every set of rows, by default those to evaluate on."""
-        return self._scores(self._answers(model, self.eval_rows if sets is None else sets))
+        sets = self.eval_rows if sets is None else sets
+        return self._scores(self._answers(model, sets), sets)
 
     def judge(self, model: nn.Module, who: str) -> dict[str, float]:
         """The scores on the rows to evaluate on; a warning where the answers are worth nothing."""
         answers = self._answers(model, self.eval_rows)
         for suffix, found in answers.items():
-            why = doubt(*found, self.corpus.names)
+            examples = self.eval_rows[suffix]
+            why = self.task.doubt(found, examples)
             if why:
-                rows = f"{len(found[1])} evaluation rows{f' ({suffix})' if suffix else ''}"
+                rows = f"{len(examples)} evaluation rows{f' ({suffix})' if suffix else ''}"
                 self.display.say(f"warning: the {who}'s answers to the {rows} {why}")
-        return self._scores(answers)
+        return self._scores(answers, self.eval_rows)
 
-    def _answers(
-        self, model: nn.Module, sets: Mapping[str, Encoded]
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        return {k: predict(model, rows, self.collate, self.plan) for k, rows in sets.items()}
+    def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, Any]:
+        task, tokenizer = self.task, self.tokenizer
+        return {k: predict(model, rows, task, tokenizer, self.plan) for k, rows in sets.items()}
 
-    def _scores(self, answers: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    def _scores(self, answers: dict[str, Any], sets: Mapping[str, Encoded]) -> dict[str, float]:
         scores = {}
-        for suffix, pair in answers.items():
-            found = evaluate(self.corpus.metrics, *pair, self.corpus.positive)
+        for suffix, answer in answers.items():
+            found = self.task.scores(self.corpus.metrics, answer, sets[suffix])
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
 
@@ -188,6 +189,7 @@ class Run:
         title: str,
         **watch: Any,
     ) -> list[dict]:
+        main = self.corpus.metrics[0]
         return train(
             make_trainer,
             rows,
@@ -195,7 +197,7 @@ class Run:
             plan,
             self.display,
             title,
-            Watch(lambda: self.score(model), self.corpus.metrics[0], **watch),
+            Watch(lambda: self.score(model), main, smaller=main in self.task.smaller, **watch),
         )
 
 
@@ -229,7 +231,7 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
         for line in data.describe(corpus):
             display.say(line)
         if out.done is not None:
-            out.begin(corpus_fingerprints(in_order_of(out.done.get("labels"), corpus)))
+            out.begin(corpus_fingerprints(corpus.task.in_order_of(out.done.get("labels"), corpus)))
             display.say(f"{settings.out}: this run is already complete")
             return out.done
         run, distiller = _load(settings, out, corpus, plan, display)
@@ -302,7 +304,7 @@ def _check_cached(distiller: Distiller, run: Run) -> None:
         start = (number * ranks + rank) * size
         for i, key in enumerate(distiller.sample_keys(batch), start):
             if key not in cache:
-                source, number = run.corpus.place(i)
+                source, number = rows.place(i)
                 raise InputError(
                     f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write it "
                     "from the same rows with the same --max-length"
@@ -372,7 +374,7 @@ def assemble(
     set_seed(settings.seed)
     # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
     cache = run.teacher.path if run.cached else None
-    student = make_student(settings, run.teacher, run.tokenizer, selected, cache).float()
+    student = make_student(settings, run.teacher, run.tokenizer, run.task, selected, cache).float()
     method = make_method(settings.method, settings.options, settings.preset, selected)
     try:
         return Distiller(run.teacher, student, method, gather=gather)
@@ -432,8 +434,8 @@ def _distil(
         "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
         "layers": student.config.num_hidden_layers,
         "teacher_layers": _made_of(settings, run, selected),
-        "labels": run.corpus.names,
-        "f1_of": run.corpus.positive,
+        "task": run.task.name(),
+        **run.task.report(),
         "paired": run.corpus.train.paired,
         "teacher": teacher_scores,
     }

@@ -1,8 +1,8 @@
 """What a model answers, and how right it is."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,13 +14,21 @@ from fastkd.train import processes
 from fastkd.train.plan import Plan, autocast
 from fastkd.train.rows import Encoded
 
+if TYPE_CHECKING:
+    from fastkd.train.tasks.task import Task
+
 
 def predict(
-    model: nn.Module, examples: Encoded, collate: Callable, plan: Plan
-) -> tuple[np.ndarray, np.ndarray]:
-    """Logits (rows, labels) of ``model`` in eval mode, and the labels; draws no random number.
+    model: nn.Module,
+    examples: Encoded,
+    task: "Task",
+    tokenizer: Any,
+    plan: Plan,
+) -> Any:
+    """What ``model`` answers to each row in eval mode; draws no random number.
 
-    Several processes share the rows, and all get every answer.
+    An array where the task's answers to a batch are one, else a list. Several processes share the
+    rows, and all get every answer.
     """
     was_training = model.training
     model.eval()
@@ -28,29 +36,30 @@ def predict(
     parts: list[Any] = []
     size = 2 * plan.own_rows
     rank, ranks = processes.rank(), world_size()
+    collate = task.collator(tokenizer)
     batches = examples.batches(collate, size, order, rank=rank, ranks=ranks, device=plan.device)
     try:
         with torch.no_grad(), autocast(plan):
             for batch in batches:
-                inputs = {k: v for k, v in batch.items() if k != "labels"}
-                parts.append(model(**accepted(model, inputs)).logits.float().cpu().numpy())
+                parts.append(task.answer(model, batch, tokenizer))
     finally:
         model.train(was_training)
     by_rank = processes.gathered(parts)
-    logits = np.concatenate(
-        [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(-(-len(order) // size))]
-    )
-    back = np.empty_like(logits)
-    back[order] = logits
-    return back, examples.labels
+    found = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(-(-len(order) // size))]
+    if isinstance(found[0], np.ndarray):
+        answers = np.concatenate(found)
+        back = np.empty_like(answers)
+        back[order] = answers
+        return back
+    placed = dict(zip(order, (one for part in found for one in part), strict=True))
+    return [placed[i] for i in range(len(order))]
 
 
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` without what ``model`` has no argument for (DistilBERT takes no segments)."""
+    """``inputs`` without what ``model`` has no argument for: DistilBERT knows no second text."""
     arguments = inspect.signature(model.forward).parameters
-    if "token_type_ids" in inputs and "token_type_ids" not in arguments:
-        inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
-    return inputs
+    left_out = {"token_type_ids", "segments"} - set(arguments)
+    return {name: value for name, value in inputs.items() if name not in left_out}
 
 
 # Agreements above their mean in random orders, in standard deviations, that one in twenty exceeds.

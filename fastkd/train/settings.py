@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.distill.baselines import NAMES
+from fastkd.train import tasks
+from fastkd.train.columns import Columns
 from fastkd.train.errors import InputError
+from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.options import (
     check,
     data_option,
@@ -16,7 +19,6 @@ from fastkd.train.options import (
     run_option,
     training_option,
 )
-from fastkd.train.tasks import CLASSIFICATION_METRICS, REGRESSION_METRICS, TASKS, Columns
 
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
@@ -65,7 +67,11 @@ class ColumnOptions(Checked):
 class Source(ColumnOptions):
     """Where the rows come from."""
 
-    task: str | None = data_option(None, f"GLUE task: {', '.join(TASKS)}.", choices=tuple(TASKS))
+    task: str | None = data_option(
+        None,
+        f"GLUE task: {', '.join(GLUE_TASKS)}; or what rows and head are: "
+        f"{', '.join(tasks.NAMES)}, or your own as package.module:Class.",
+    )
     data: str | None = data_option(None, "Data set on the hub.")
     data_config: str | None = data_option(None, "Configuration of --data.")
     train_split: str = data_option("train", "Split to train on.")
@@ -94,8 +100,7 @@ class Source(ColumnOptions):
     )
     metric: str | None = data_option(
         None,
-        "Score that picks the best: accuracy, mcc, f1, pearson, spearman or mse.",
-        choices=(*CLASSIFICATION_METRICS, *REGRESSION_METRICS),
+        "Score that picks the best: accuracy, mcc, f1, pearson, spearman, mse, or a task's own.",
     )
     max_train_rows: int | None = data_option(
         None, "Train on so many rows, drawn at random.", least=2
@@ -107,12 +112,14 @@ class Source(ColumnOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        tasks.check(self.task)
+        tasks.check_metric(self.task, self.metric)
         hub = given(self, "data", "data_config", "train_split", "eval_split")
         files = given(self, "train", "evals")
         if self.train is None and self.evals is None:
             if self.no_header:
                 raise InputError("--no-header is about files; give --train and --eval")
-            if self.task is None and self.data is None:
+            if self.glue_name is None and self.data is None:
                 raise InputError(
                     "no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE"
                 )
@@ -120,10 +127,25 @@ class Source(ColumnOptions):
             raise InputError(
                 f"{files[0]} and {hub[0]} exclude each other: give files or a hub name"
             )
-        if self.task is not None and self.data is not None:
+        if self.task in GLUE_TASKS and self.data is not None:
             raise InputError("--task and --data exclude each other")
-        if self.data_config is not None and (self.data is None or self.data in TASKS):
+        if self.data_config is not None and (self.data is None or self.data in GLUE_TASKS):
             raise InputError("--data-config belongs to --data, a data set that is no GLUE task")
+
+    @property
+    def glue_name(self) -> str | None:
+        """The GLUE task, of --task or --data, if it is one."""
+        return next((name for name in (self.task, self.data) if name in GLUE_TASKS), None)
+
+    @property
+    def glue(self) -> Glue | None:
+        """Where its columns stand, and how it is scored."""
+        return GLUE_TASKS.get(self.glue_name or "")
+
+    @property
+    def kind(self) -> str | None:
+        """What --task says of how rows are read."""
+        return tasks.kind_of(self.task)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,13 +107,15 @@ class Checkpoints:
 class Watch:
     """What happens around the steps of a training.
 
-    ``evaluate()`` gives scores, of which ``main`` tells the best model; ``keep(entry, history)``
+    ``evaluate()`` gives scores, of which ``main`` tells the best model (the greater,
+    or the ``smaller``, the better); ``keep(entry, history)``
     is called when an evaluation is the best yet. Without ``every`` steps, each epoch is evaluated.
     Evaluations are ``told`` in a line each.
     """
 
     evaluate: Callable[[], dict[str, float]]
     main: str
+    smaller: bool = False
     keep: Callable[[dict[str, Any], list[dict]], None] | None = None
     every: int | None = None
     checkpoints: Checkpoints | None = None
@@ -122,7 +124,7 @@ class Watch:
     told: bool = True
 
     def better(self, new: float, old: float) -> bool:
-        return new < old if self.main.startswith("mse") else new > old
+        return new < old if self.smaller else new > old
 
 
 class Watcher(TrainerCallback):

@@ -24,9 +24,9 @@ from fastkd.distill.baselines import BASELINES
 from fastkd.study import report, spec, work
 from fastkd.study.settings import StudySettings
 from fastkd.study.task import TaskWork, few_labels
-from fastkd.train.data import UNLABELLED
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display
+from fastkd.train.rows import UNLABELLED
 from fastkd.train.run import Run
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import stop_at, terminate

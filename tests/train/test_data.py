@@ -6,11 +6,12 @@ import datasets
 import numpy as np
 import pytest
 
-from fastkd.train.data import describe, load, read_file, to_classes
+from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.score import doubt, evaluate
 from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
+from fastkd.train.tasks.classification import to_classes
 
 
 def write(path, text):
@@ -184,7 +185,7 @@ def test_rows_that_are_marked_as_without_label(tmp_path):
     corpus = load(Source(**given))
     assert corpus.names == ["0", "1"] and len(corpus.train) == 6
     assert corpus.unlabelled.labels.tolist() == [-100] * 3 and corpus.unlabelled.texts == ["c"] * 3
-    assert corpus.place(7) == (corpus.unlabelled.source, 7)
+    assert corpus.unlabelled.number(1) == 7
     lines = [*describe(corpus)]
     assert f"{given['train']}: 3 of 9 rows have no label (-100)" in lines
     more = write(tmp_path / "more.txt", "d\n")

@@ -20,6 +20,7 @@ from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
 from fastkd.train.rows import Encoder
 from fastkd.train.tasks import Columns
+from fastkd.train.tasks.regression import Regression, to_reals
 from tests.cli.launched import Launch
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
@@ -47,12 +48,12 @@ def reads(monkeypatch):
         seen.append(path.name)
         return records(path, *args)
 
-    monkeypatch.setattr(data, "records", counting)
+    monkeypatch.setattr(files, "records", counting)
     return seen
 
 
 def read(path):
-    return data.to_reals(data.read_file(path, COLUMNS, "--train"))
+    return to_reals(data.read_file(path, COLUMNS, "--train"))
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path, cache, reads):
@@ -87,12 +88,14 @@ def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tmp_path, cache, toke
         return len(list(cache.rglob("cache-*.arrow")))
 
     # The same tokenizer, though it was used.
-    assert files_after(Encoder(tokenizer, 16), Encoder(tokenizer, 16)) == 1
-    assert files_after(Encoder(tokenizer, 5)) == 2
+    assert (
+        files_after(Encoder(tokenizer, 16, Regression()), Encoder(tokenizer, 16, Regression())) == 1
+    )
+    assert files_after(Encoder(tokenizer, 5, Regression())) == 2
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    assert files_after(Encoder(other, 16)) == 2
+    assert files_after(Encoder(other, 16, Regression())) == 2
     other.add_tokens(["goo"])
-    Encoder(other, 16)(found)
+    Encoder(other, 16, Regression())(found)
     assert len(list(cache.rglob("cache-*.arrow"))) == 3
 
 
@@ -100,8 +103,8 @@ def work(path, cache, tokenizer, out):
     datasets.config.HF_DATASETS_CACHE = cache
     made, call = [], type(tokenizer).__call__
     type(tokenizer).__call__ = lambda *args, **options: made.append(1) or call(*args, **options)
-    data.records = lambda *args: made.append(1) or records(*args)
-    tokens = Encoder(tokenizer, 16)(read(path))
+    files.records = lambda *args: made.append(1) or records(*args)
+    tokens = Encoder(tokenizer, 16, Regression())(read(path))
     out.write_text(json.dumps([len(made), sum(map(sum, tokens.ids()))]))
 
 
@@ -142,7 +145,7 @@ def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
 
     monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
     with pytest.raises(SaveFailed, match="No space left"):
-        Encoder(tokenizer, 16)
+        Encoder(tokenizer, 16, Regression())
 
 
 OBJECTS = [

@@ -1,0 +1,82 @@
+"""Where in a file or data set the parts of a row stand, and what stands there, checked."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastkd.train.errors import InputError, nearest
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where text, second text and label stand; without a header the names are 0, 1, 2, ..."""
+
+    text: str | None = None
+    pair: str | None = None
+    label: str | None = "label"
+    header: bool = True
+
+    def over(self, others: "Columns") -> "Columns":
+        """These, and of the ``others`` those that these leave open."""
+        return Columns(
+            self.text or others.text,
+            self.pair or others.pair,
+            self.label or others.label,
+            others.header and self.header,
+        )
+
+
+def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
+    """``columns`` with the text column found, after checking that all of them are there."""
+    text = columns.text
+    if text is None:
+        found = [name for name in ("text", "sentence") if name in record]
+        if len(found) != 1:
+            raise InputError(
+                f"{source}: which column is the text? Pass --text-column; {nearest('', record)}"
+            )
+        text = found[0]
+    for option, name in (
+        ("--text-column", text),
+        ("--text-pair-column", columns.pair),
+        ("--label-column", columns.label),
+    ):
+        if name is not None and name not in record:
+            raise InputError(f"{source}: no column {name!r} ({option}); {nearest(name, record)}")
+    return replace(columns, text=text)
+
+
+def field(record: dict, name: str | None, where: str) -> Any:
+    """What stands in column ``name`` of a row; ``where`` it is begins a message."""
+    assert name is not None
+    if name not in record:
+        raise InputError(f"{where}: no column {name!r}; {nearest(name, record)}")
+    return record[name]
+
+
+def text_of(record: dict, name: str | None, where: str) -> str:
+    """The text in column ``name``."""
+    value = field(record, name, where)
+    if not isinstance(value, str):
+        raise InputError(f"{where}: column {name!r} is not text but {value!r:.40}")
+    return whole(value, name, where)
+
+
+def words_of(record: dict, name: str | None, where: str) -> list[str]:
+    """The list of words in column ``name``."""
+    value = field(record, name, where)
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise InputError(f"{where}: column {name!r} is not a list of words but {value!r:.40}")
+    return [whole(word, name, where) for word in value]
+
+
+def whole(value: Any, name: str | None, where: str) -> Any:
+    """``value``, after checking that UTF-8 can say it: JSON may hold halves of characters."""
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise InputError(f"{where}: column {name!r} holds half a character (a lone surrogate)")
+    return value
+
+
+def holds_text(*texts: str) -> bool:
+    """Whether there is anything to read in them."""
+    return any(text.strip() for text in texts)

@@ -1,0 +1,93 @@
+"""The tasks: one file each, which is all that knows a task's name.
+
+A file ``some_task.py`` here holds the task called some-task: its class is ``TASK``, a `Task`.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from fastkd.train.columns import Columns
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue import GLUE_TASKS
+from fastkd.train.tasks.task import Task
+
+__all__ = ["NAMES", "Columns", "Task", "check", "check_metric", "named", "of_file", "of_model"]
+
+NAMES = tuple(
+    sorted(
+        module.name.replace("_", "-")
+        for module in pkgutil.iter_modules(__path__)
+        if module.name != "task"
+    )
+)
+# What is read without --task, unless file or model are another task's alone.
+USUAL = "classification"
+
+
+def check(name: str | None) -> None:
+    """Raise unless --task ``name`` is one of GLUE's, one of these, or looks like one's own."""
+    known = (*GLUE_TASKS, *NAMES)
+    if name is not None and ":" not in name and name not in known:
+        raise InputError(f"--task {name!r} is not an option; {nearest(name, known)}")
+
+
+def kind_of(name: str | None) -> str | None:
+    """``name`` of --task if it says how rows are read, and not only which data set's they are."""
+    return None if name in GLUE_TASKS else name
+
+
+def named(name: str | None) -> type[Task]:
+    """The task called ``name``, or one's own as package.module:Class."""
+    if name is None or ":" not in name:
+        module = (name or USUAL).replace("-", "_")
+        return importlib.import_module(f"{__name__}.{module}").TASK
+    if "" not in sys.path:
+        sys.path.append("")  # the console script, unlike python -m, doesn't look here
+    place, _, wanted = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(place), wanted, None)
+    except ImportError as error:
+        raise InputError(f"--task {name}: {error}") from error
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise InputError(f"--task {name}: {place} has no Task called {wanted!r}")
+    return found
+
+
+def _every() -> Iterable[type[Task]]:
+    return map(named, NAMES)
+
+
+def of_file(name: str | None, path: Path | None) -> type[Task]:
+    """The task ``name``, or without one that which alone reads such a file, else the usual one."""
+    if name is None and path is not None:
+        kind = Path(path.name.removesuffix(".gz")).suffix.lower()
+        for task in _every():
+            if kind in task.suffixes:
+                return task
+    return named(name)
+
+
+def of_model(name: str | None, trained: str | None, architectures: list[str] | None) -> type[Task]:
+    """The task ``name``; else that of the model's training, or of its head; else the usual one."""
+    if name is not None or trained is not None:
+        return named(name or trained)
+    usual = named(None)
+    for head in architectures or ():
+        fitting = [task for task in _every() if head.endswith(task.head.removeprefix("AutoModel"))]
+        if fitting and usual not in fitting:
+            return fitting[0]
+    return usual
+
+
+def check_metric(task: str | None, metric: str | None) -> None:
+    """Raise unless ``metric`` is a score of the task, or, where none is said, of any."""
+    kind = kind_of(task)
+    known = dict.fromkeys(
+        name for one in (_every() if kind is None else [named(kind)]) for name in one.metrics
+    )
+    if metric is not None and metric not in known:
+        raise InputError(f"--metric {metric!r} is not an option; {nearest(metric, known)}")

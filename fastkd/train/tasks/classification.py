@@ -1,0 +1,311 @@
+"""A class for a text, or for two."""
+
+import difflib
+import itertools
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fastkd.train.classes import (
+    MOST_CLASSES_SHOWN,
+    class_names,
+    meaning,
+    read_as_ids,
+    whole_numbers,
+)
+from fastkd.train.corpus import Corpus
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue import Glue
+from fastkd.train.labels import as_name, as_number
+from fastkd.train.rows import UNLABELLED, Encoded, Rows
+from fastkd.train.score import doubt, evaluate
+from fastkd.train.tasks.regression import Regression
+from fastkd.train.tasks.task import LABEL, ClassTask, Fitted, Given, Task
+
+# What spreadsheets and data frames write where a label is missing.
+NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
+
+
+@dataclass(frozen=True)
+class Classification(ClassTask):
+    """One of two or more classes; labels that are real numbers make it a `Regression`."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "mcc", "f1")
+    usual: ClassVar[tuple[str, ...]] = ("accuracy",)
+
+    #: The class whose F1 is a score, where there are two: the data's second.
+    positive: int = 1
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+        regression = {"classes": False, "numbers": True}.get(given.labels)
+        if regression is None and given.glue is not None:
+            regression = given.glue.regression
+        if regression is None:
+            regression = given.declared is None and is_regression(train)
+        if regression:
+            return Regression.fit(train, evals, given)
+        anything = given.labels == "classes" or given.declared is not None
+        rest, notes = None, []
+        if not anything:
+            (train, rest), *others = map(with_labels, (train, *evals.values()))
+            evals = {name: rows for name, (rows, _) in zip(evals, others, strict=True)}
+            pairs = ((train, rest), *others)
+            notes = [without(kept, out) for kept, out in pairs if out is not None]
+        train, evals, names = encode(train, evals, given.declared, anything)
+        task = cls(tuple(names), given.declared is not None or whole_numbers(names))
+        return Fitted(task, train, evals, rest, tuple(notes))
+
+    def unlabelled(self, rows: Rows) -> Rows:
+        return rows.labelled(itertools.repeat(UNLABELLED, len(rows)), int)
+
+    def bare(self, rows: Rows) -> Rows:
+        return self.unlabelled(rows)
+
+    @classmethod
+    def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
+        if is_regression(rows) if glue is None else glue.regression:
+            return None
+        known = {f"{mark}{UNLABELLED}{mark}": UNLABELLED for mark in ("", '"')}
+        return [known.setdefault(label, len(known)) for (label,) in rows.columns(LABEL)]
+
+    def strata(self, rows: Rows) -> Sequence[int]:
+        return np.asarray(rows.labels).tolist()
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        names, train = self.names, _counts(corpus.train)
+        evals = sum(map(_counts, corpus.evals.values()), Counter())
+        if len(names) <= MOST_CLASSES_SHOWN:
+            counts = (f"{name} {train[i]}/{evals[i]}" for i, name in enumerate(names))
+            yield f"classes, training/evaluation rows: {', '.join(counts)}"
+        else:
+            yield f"{len(names)} classes"
+        alike: dict[str, str] = {}
+        for name in names:
+            other = alike.setdefault(meaning(unicodedata.normalize("NFKC", name)), name)
+            if other != name:
+                yield f"warning: classes {other!r} and {name!r} look alike"
+        rare = [i for i in range(len(names)) if train[i] < 2 or not evals[i]]
+        for i in rare[:MOST_CLASSES_SHOWN]:
+            yield f"warning: class {names[i]!r} has {_how_rare(corpus, names, i, train[i])}"
+        if len(rare) > MOST_CLASSES_SHOWN:
+            yield f"warning: {len(rare) - MOST_CLASSES_SHOWN} more classes are as rare"
+        if len(names) == 2 and "f1" in corpus.metrics:
+            yield f"f1 is that of class {names[self.positive]!r}"
+
+    @classmethod
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
+        if config.num_labels == 1:
+            return Regression.of(config, report)
+        positive = 0 if (report or {}).get("f1_of") == 0 else 1
+        return cls(tuple(class_names(config)), positive=positive)
+
+    def fit_config(self, config: Any) -> None:
+        super().fit_config(config)
+        config.problem_type = "single_label_classification"
+
+    def renumbered(self, classes: tuple[str, ...], new: list[int]) -> Task:
+        return replace(self, classes=classes, positive=new[self.positive])
+
+    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
+        names, order = self.names, None
+        if asked is not None:
+            order = [name.strip() for name in asked.split(",")]
+            if len(set(order)) != len(order) or len(order) != len(names):
+                raise InputError(
+                    f"--label-order {asked}: must name the data's label for each class of the "
+                    f"model, and they are {', '.join(names)}"
+                )
+        rows, bare = with_labels(rows)
+        notes = [] if bare is None else [without(rows, bare)]
+        rows, reading = to_classes(rows, names, order)
+        return rows, tuple(filter(None, (*notes, reading)))
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        return evaluate(metrics, answers, examples.targets, self.positive)
+
+    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+        return doubt(answers, examples.targets, self.names)
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        names, shares = self.names, torch.from_numpy(answers).double().softmax(-1)
+        heads = [f"P({name})" for name in names]
+        return [
+            {
+                "label": names[int(row.argmax())],
+                **{head: round(float(x), 6) for head, x in zip(heads, row, strict=True)},
+            }
+            for row in shares
+        ]
+
+    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+        return answers.argmax(-1).tolist()
+
+    def truths(self, examples: Encoded) -> list[Any]:
+        return examples.targets.tolist()
+
+    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        return super().chosen(wanted, None if glue is None or glue.regression else glue)
+
+    def report(self) -> dict[str, Any]:
+        return {"labels": self.names, "f1_of": self.positive}
+
+
+TASK = Classification
+
+
+def encode(
+    train: Rows,
+    evals: dict[str, Rows],
+    names: Sequence[str] | None = None,
+    anything: bool = False,
+) -> tuple[Rows, dict[str, Rows], list[str]]:
+    """Labels as class ids in the order of ``names``.
+
+    Without ``names`` the classes are those of the training rows: whole numbers in numeric order,
+    else names in alphabetical order. A label that training never shows is an error, and so is one
+    that looks like a missing value, unless ``anything`` may be a class.
+    """
+    seen = _classes(train, anything)
+    for rows in evals.values():
+        _classes(rows, anything)
+    if names is None:
+        names = sorted(seen)
+        if whole_numbers(seen):  # 1 and 01 are two names of one number
+            names.sort(key=int)
+    if len(names) < 2:
+        raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
+    ids = {name: i for i, name in enumerate(names)}
+
+    def find(rows: Rows, number: int, name: str) -> int:
+        if name not in ids:
+            raise InputError(
+                f"{rows.source}, row {number}: label {name!r:.60} does not occur in "
+                f"the training rows; {nearest(name, ids)}"
+            )
+        return ids[name]
+
+    def to_ids(rows: Rows) -> Rows:
+        return rows.labelled((find(rows, n, as_name(x)) for n, x in rows.raw_labels()), int)
+
+    return to_ids(train), {k: to_ids(rows) for k, rows in evals.items()}, list(names)
+
+
+def _classes(rows: Rows, anything: bool) -> set[str]:
+    """The names that the labels of ``rows`` are; see `_not_a_class`."""
+    seen = set()
+    for number, label in rows.raw_labels():
+        why = _not_a_class(label, anything)
+        if why:
+            raise InputError(f"{rows.source}, row {number}: {why}")
+        seen.add(as_name(label))
+    return seen
+
+
+def with_labels(rows: Rows) -> tuple[Rows, Rows | None]:
+    """The rows that have a class, and those that -100 marks as having none."""
+    bare = [i for i, (_, label) in enumerate(rows.raw_labels()) if as_number(label) == UNLABELLED]
+    if not bare:
+        return rows, None
+    if len(bare) == len(rows):
+        raise InputError(f"{rows.source}: no row has a label, all are {UNLABELLED}")
+    return rows.select(sorted(set(range(len(rows))).difference(bare))), rows.select(bare)
+
+
+def to_classes(
+    rows: Rows, names: Sequence[str], order: Sequence[str] | None = None
+) -> tuple[Rows, str]:
+    """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves.
+
+    Those that ``order`` names are the classes in its order. How numbers were read is a line, else
+    empty.
+    """
+    if order is not None:
+        names = order
+    exact = {name: i for i, name in enumerate(names)}
+    meanings = [meaning(name) for name in names]
+    meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
+    numbered = order is None and not whole_numbers(names)
+    numbered = numbered and whole_numbers({as_name(label) for _, label in rows.raw_labels()})
+    as_ids: set[int] = set()
+
+    def find(number: int, label: Any) -> int:
+        name = as_name(label)
+        found = exact.get(name, meant.get(meaning(name)))
+        if found is None and numbered and 0 <= int(name) < len(names):
+            found = int(name)
+            as_ids.add(found)
+        if found is None:
+            raise InputError(
+                f"{rows.source}, row {number}: label {name!r:.60} is no class of the model; "
+                f"{nearest(name, names)}"
+            )
+        return found
+
+    found = rows.labelled((find(*row) for row in rows.raw_labels()), int)
+    return found, read_as_ids({i: str(i) for i in sorted(as_ids)}, names, rows.source)
+
+
+def _not_a_class(label: Any, anything: bool) -> str | None:
+    """Why ``label`` is no class; with ``anything`` every word is one."""
+    name = as_name(label) if isinstance(label, str | int | float) else ""
+    if isinstance(label, float) and not math.isfinite(label):
+        return f"the label is {label}"
+    if label is not None and not isinstance(label, str | int | float):
+        return f"the label is no word or number but {label!r:.40}"
+    if not name:
+        return "the label is empty"
+    if not anything and name.casefold() in NOT_LABELS:
+        return f"label {name!r} looks like a missing value; if it is a class, --labels classes"
+    return None
+
+
+def is_regression(train: Rows) -> bool:
+    """Whether labels are real numbers: all numeric and not all whole."""
+    real = bad = None
+    for number, label in train.raw_labels():
+        value = as_number(label)
+        if value is None:
+            bad = bad or (number, label)
+        elif value != int(value):
+            real = real or (number, label)
+    if real is not None and bad is not None:
+        raise InputError(
+            f"{train.source}, row {bad[0]}: label {as_name(bad[1])!r:.60} is not a number while "
+            f"row {real[0]} has {as_name(real[1])}; mend it, or pass --labels classes if these "
+            "are names"
+        )
+    return real is not None
+
+
+def without(labelled: Rows, rest: Rows) -> str:
+    """How many rows have no label, a line."""
+    count, total = len(rest), len(labelled) + len(rest)
+    return f"{rest.source}: {count} of {total} rows have no label ({UNLABELLED})"
+
+
+def _how_rare(corpus: Corpus, names: list[str], i: int, count: int) -> str:
+    """What class ``i`` lacks, of which there are ``count`` training rows."""
+    if not count:
+        return "no training row"
+    name = names[i]
+    others = [other for other in names if other != name and not name.isdecimal()]
+    near = difflib.get_close_matches(name, others, n=1)
+    hint = f"; is it {near[0]!r}, misspelled?" if near else ""
+    if count > 1:
+        return f"no evaluation row{hint}"
+    number = corpus.train.number(int(np.argmax(corpus.train.labels == i)))
+    return f"a single training row, row {number}{hint}"
+
+
+def _counts(rows: Rows) -> Counter[int]:
+    """How many rows of each class there are."""
+    assert rows.labels is not None
+    classes, counts = np.unique(rows.labels, return_counts=True)
+    return Counter(dict(zip(classes.tolist(), counts.tolist(), strict=True)))

@@ -1,0 +1,91 @@
+"""A number for a text, or for two."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastkd.train.errors import InputError
+from fastkd.train.glue import Glue
+from fastkd.train.labels import LARGEST, as_name, as_number
+from fastkd.train.rows import Encoded, Rows
+from fastkd.train.score import doubt, evaluate
+from fastkd.train.tasks.task import Fitted, Given, Task
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """Real numbers, in a head with one output."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("pearson", "spearman", "mse")
+    usual: ClassVar[tuple[str, ...]] = ("pearson", "spearman")
+    smaller: ClassVar[frozenset[str]] = frozenset({"mse"})
+
+    @property
+    def num_labels(self) -> int:
+        return 1
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+        return Fitted(cls(), to_reals(train), {k: to_reals(rows) for k, rows in evals.items()})
+
+    def unlabelled(self, rows: Rows) -> Rows:
+        return rows.labelled(itertools.repeat(math.nan, len(rows)), float)
+
+    def bare(self, rows: Rows) -> Rows:
+        return self.unlabelled(rows)
+
+    def fit_config(self, config: Any) -> None:
+        config.num_labels, config.problem_type = 1, "regression"
+
+    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
+        if asked is not None:
+            raise InputError(
+                f"--label-order {asked}: must name the data's label for each class of the model, "
+                "and it predicts a number"
+            )
+        return to_reals(rows), ()
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        return evaluate(metrics, answers, examples.targets)
+
+    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+        return doubt(answers, examples.targets, None)
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        return [{"value": float(value)} for value in answers[:, 0]]
+
+    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+        return answers[:, 0].round(4).tolist()
+
+    def truths(self, examples: Encoded) -> list[Any]:
+        return examples.targets.tolist()
+
+    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        return super().chosen(wanted, glue if glue is not None and glue.regression else None)
+
+    def report(self) -> dict[str, Any]:
+        return {"labels": None, "f1_of": 1}
+
+    @classmethod
+    def about(cls, report: Mapping[str, Any]) -> str:
+        return "It predicts a number."
+
+
+TASK = Regression
+
+
+def to_reals(rows: Rows) -> Rows:
+    """Labels as real numbers."""
+
+    def real(number: int, label: Any) -> float:
+        value = as_number(label)
+        if value is None:
+            raise InputError(
+                f"{rows.source}, row {number}: label {as_name(label)!r:.40} "
+                f"is not a number of at most {LARGEST:.2g}, and this is a regression task"
+            )
+        return value
+
+    return rows.labelled((real(*row) for row in rows.raw_labels()), float)
