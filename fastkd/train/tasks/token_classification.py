@@ -1,0 +1,241 @@
+"""A tag for every word: names, parts of speech."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fastkd._core.extras import require
+from fastkd.train import files
+from fastkd.train.columns import Columns, words_of
+from fastkd.train.corpus import Corpus
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue import Glue
+from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
+from fastkd.train.tasks.task import ClassTask, Fitted, Given, logits
+
+CONLL = ".conll"
+TOKENS, TAGS = "tokens", "labels"
+OUTSIDE = "O"
+
+
+@dataclass(frozen=True)
+class TokenClassification(ClassTask):
+    """Words and their tags: ``.conll``, or columns ``tokens`` and ``labels`` with lists of words.
+
+    A word's first piece carries its tag. Words beyond --max-length have no answer; in the scores
+    they are outside of every entity.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall", "accuracy")
+    usual: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall")
+    head: ClassVar[str] = "AutoModelForTokenClassification"
+    head_name: ClassVar[str] = "token classification head"
+    pipeline: ClassVar[str] = "token-classification"
+    suffixes: ClassVar[tuple[str, ...]] = (CONLL,)
+    columns: ClassVar[Columns] = Columns(TOKENS, None, TAGS)
+
+    @classmethod
+    def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
+        return (
+            _conll(path, option)
+            if files.kind_of(path) == CONLL
+            else files.records(path, header, option, every)
+        )
+
+    @classmethod
+    def features(cls, columns: Columns) -> dict[str, Any]:
+        parts = {TOKENS: columns.text, TAGS: columns.label}
+        return {name: ["large_string"] for name, there in parts.items() if there is not None}
+
+    @classmethod
+    def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+        words = words_of(record, columns.text, where)
+        bare = next((i for i, word in enumerate(words) if not word.strip()), None)
+        if bare is not None:
+            raise InputError(f"{where}: word {bare + 1} is empty")
+        if columns.label is None:
+            return {TOKENS: words}
+        tags = words_of(record, columns.label, where)
+        if len(tags) != len(words):
+            raise InputError(f"{where}: {len(words)} words and {len(tags)} tags")
+        return {TOKENS: words, TAGS: [_checked(tag.strip(), where) for tag in tags]}
+
+    @classmethod
+    def full(cls, row: Mapping[str, Any]) -> bool:
+        return bool(row[TOKENS])
+
+    @classmethod
+    def texts(cls, rows: Rows) -> list[str]:
+        return [" ".join(words) for (words,) in rows.columns(TOKENS)]
+
+    @classmethod
+    def declared(cls, feature: Any) -> list[str] | None:
+        return getattr(getattr(feature, "feature", None), "names", None)
+
+    @classmethod
+    def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
+        return [declared[i] for i in label]
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+        names = given.declared or sorted({tag for (tags,) in train.columns(TAGS) for tag in tags})
+        if len(names) < 2:
+            raise InputError(
+                f"{train.source}: every tag is {names[0]!r}; there is nothing to learn"
+            )
+        task = cls(tuple(names), given.declared is not None)
+        for rows in evals.values():
+            task._check(rows)
+        return Fitted(task, train, evals)
+
+    def _check(self, rows: Rows) -> None:
+        for number, tags in rows.columns("number", TAGS):
+            for tag in tags:
+                if tag not in self.classes:
+                    raise InputError(
+                        f"{rows.source}, row {number}: tag {tag!r:.60} does not occur in the "
+                        f"training rows; {nearest(tag, self.classes)}"
+                    )
+
+    def fit_config(self, config: Any) -> None:
+        super().fit_config(config)
+        config.problem_type = None
+
+    def bare(self, rows: Rows) -> Rows:
+        return self.unlabelled(rows)
+
+    def unlabelled(self, rows: Rows) -> Rows:
+        known = [name for name in (TAGS,) if name in rows.data.column_names]
+        return replace(rows, data=rows.data.remove_columns(known))
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
+
+    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        """Tags that mark no entities are scored one by one."""
+        found = super().chosen(wanted, glue)
+        marked = any(tag[:2] in ("B-", "I-", "S-", "E-") for tag in self.classes)
+        return found if marked or wanted is not None else ("accuracy",)
+
+    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
+        if asked is not None:
+            super().read_labels(rows, asked)
+        self._check(rows)
+        return rows, ()
+
+    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+        return tokenizer.num_special_tokens_to_add(pair=False), "a sentence"
+
+    beside: ClassVar[tuple[str, ...]] = ("words",)
+
+    def encode(
+        self, batch: dict[str, list], tokenizer: Any, max_length: int
+    ) -> Mapping[str, list[Any]]:
+        if not tokenizer.is_fast:
+            raise InputError(
+                f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
+                "none: it doesn't say which word a piece belongs to"
+            )
+        found = tokenizer(
+            batch[TOKENS], is_split_into_words=True, truncation=True, max_length=max_length
+        )
+        ids = {tag: i for i, tag in enumerate(self.classes)}
+        words, labels = [], []
+        for i, all_pieces in enumerate(found["input_ids"]):
+            pieces = found.word_ids(i)
+            first = [w if w not in pieces[:at] else None for at, w in enumerate(pieces)]
+            words.append([-1 if w is None else w for w in first])
+            tags = batch[TAGS][i] if TAGS in batch else None
+            none = [UNLABELLED] * len(all_pieces)
+            labels.append(
+                none if tags is None else [UNLABELLED if w is None else ids[tags[w]] for w in first]
+            )
+        return {**found, "words": words, "labels": labels}
+
+    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+        transformers: Any = require("transformers", "train")
+        return transformers.DataCollatorForTokenClassification(tokenizer)
+
+    def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
+        """The tag of each token of a row, -1 where its outputs are not finite."""
+        found = logits(model, batch)
+        best = found.argmax(-1).masked_fill(~found.isfinite().all(-1), -1).cpu()
+        masks = batch["attention_mask"].bool().cpu()
+        return [row[mask].tolist() for row, mask in zip(best, masks, strict=True)]
+
+    def finite(self, answers: Any) -> bool:
+        return all(min(row, default=0) >= 0 for row in answers)
+
+    def _tags(self, answers: Any, examples: Encoded) -> Iterator[list[str | None]]:
+        """The tag of every word, None for those that the model didn't see."""
+        rows = examples.rows.columns(TOKENS)
+        places = (words for batch in examples.beside.iter(BATCH) for words in batch["words"])
+        for (words,), answer, seen in zip(rows, answers, places, strict=True):
+            tags: list[str | None] = [None] * len(words)
+            for word, tag in zip(seen, answer, strict=True):
+                if word >= 0:
+                    tags[word] = self.classes[tag]
+            yield tags
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        if not self.finite(answers):
+            return dict.fromkeys(metrics, float("nan"))
+        seqeval: Any = require("seqeval.metrics", "tasks")
+        found = [[tag or OUTSIDE for tag in tags] for tags in self._tags(answers, examples)]
+        true = [tags for (tags,) in examples.rows.columns(TAGS)]
+        compute = {
+            "f1": lambda: seqeval.f1_score(true, found, zero_division=0),
+            "precision": lambda: seqeval.precision_score(true, found, zero_division=0),
+            "recall": lambda: seqeval.recall_score(true, found, zero_division=0),
+            "accuracy": lambda: seqeval.accuracy_score(true, found),
+        }
+        return {name: float(compute[name]()) for name in metrics}
+
+    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+        given = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}
+        return f"are all {given.pop()!r}" if len(given) == 1 else None
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        return [{TAGS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
+
+    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        return ({TOKENS: words} for (words,) in rows.columns(TOKENS))
+
+
+def _checked(tag: str, where: str) -> str:
+    if not tag:
+        raise InputError(f"{where}: a tag is empty")
+    return tag
+
+
+def _conll(path: Path, option: str) -> files.Records:
+    """Sentences of lines with a word first and its tag last; "-DOCSTART-" begins a document."""
+    sentence: list[list[str]] = []
+    began = number = 0
+    for number, line in files.text_lines(path, option):
+        parts = line.split()
+        if parts and parts[0] != "-DOCSTART-":
+            began = began if sentence else number
+            if sentence and (len(parts) > 1) != (len(sentence[0]) > 1):
+                raise InputError(
+                    f"{path}, row {number}: {len(parts)} columns where row {began} has "
+                    f"{len(sentence[0])}"
+                )
+            sentence.append(parts)
+        elif sentence:
+            yield began, _sentence(sentence)
+            sentence = []
+    if sentence:
+        yield began, _sentence(sentence)
+
+
+def _sentence(lines: list[list[str]]) -> dict[str, list[str]]:
+    words = {TOKENS: [parts[0] for parts in lines]}
+    return words if len(lines[0]) == 1 else {**words, TAGS: [parts[-1] for parts in lines]}
+
+
+TASK = TokenClassification

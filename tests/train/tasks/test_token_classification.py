@@ -1,0 +1,120 @@
+"""Tags of words: what is read, what is scored, and every command."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from seqeval.metrics import f1_score
+from transformers import AutoTokenizer
+
+from fastkd.train.data import load, read_file
+from fastkd.train.errors import InputError
+from fastkd.train.rows import Encoder
+from fastkd.train.settings import Source
+from fastkd.train.tasks.token_classification import TASK
+from tests.support.tiny import WORDS, make_teacher, run
+from tests.train.tasks.through import through
+
+TAG = {"film": "B-FILM", "good": "B-GOOD", "very": "I-GOOD"}
+
+
+def tagged(rows, seed=0):
+    rng = random.Random(seed)
+    for _ in range(rows):
+        words = rng.choices(WORDS, k=rng.randint(2, 7))
+        yield words, [TAG.get(word, "O") for word in words]
+
+
+def write_conll(path, rows, seed=0):
+    lines = []
+    for row in tagged(rows, seed):
+        lines += [*(f"{w} X {t}" for w, t in zip(*row, strict=True)), ""]
+    path.write_text("\n".join(["-DOCSTART- -X- O", "", *lines]))
+    return path
+
+
+def test_every_command_takes_it(tmp_path):
+    teacher = make_teacher(tmp_path / "bert", head=False)
+    train, evals = (write_conll(tmp_path / f"{i}.conll", 24, i) for i in range(2))
+    report = through(tmp_path, teacher, train, evals)
+    assert report["task"] == "token-classification"
+    assert report["labels"] == ["B-FILM", "B-GOOD", "I-GOOD", "O"]
+    assert set(report["student"]) == {"f1", "precision", "recall"}
+    told = report["told"]
+    truth = list(tagged(24, 1))
+    assert [row["tokens"] for row in told] == [words for words, _ in truth]
+    found = f1_score([tags for _, tags in truth], [row["labels"] for row in told])
+    assert report["student"]["f1"] == pytest.approx(found, abs=1e-12)
+    assert told[0]["row"] == 3
+    assert "token-classification" in (tmp_path / "run/student/README.md").read_text()
+
+
+def test_both_formats_give_the_same_rows(tmp_path):
+    conll = write_conll(tmp_path / "a.conll", 5)
+    lines = (json.dumps({"tokens": w, "labels": t}) for w, t in tagged(5))
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_text("\n".join(lines))
+    found = [
+        list(read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels"))
+        for path in (conll, jsonl)
+    ]
+    assert found[0] == found[1]
+
+
+def test_the_first_piece_of_a_word_has_its_label(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
+    path = tmp_path / "a.conll"
+    path.write_text("good-film B-GOOD\nis O\n")
+    rows = read_file(path, TASK.columns, "--train", task=TASK)
+    encoded = Encoder(tokenizer, 16, TASK(("B-GOOD", "O")))(rows)
+    # [CLS] good - film is [SEP]
+    assert encoded[0]["labels"] == [-100, 0, -100, -100, 1, -100]
+    assert encoded.beside[0]["words"] == [-1, 0, -1, -1, 1, -1]
+
+
+def test_words_that_are_cut_off_are_outside(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
+    path = tmp_path / "a.conll"
+    path.write_text("good B-GOOD\nfilm B-FILM\nis O\n")
+    rows = read_file(path, TASK.columns, "--train", task=TASK)
+    task = TASK(("B-FILM", "B-GOOD", "O"))
+    encoded = Encoder(tokenizer, 3, task)(rows)
+    assert task.predictions([[0, 1, 0]], encoded, tokenizer) == [{"labels": ["B-GOOD", "", ""]}]
+    scores = task.scores(("precision", "recall", "f1", "accuracy"), [[0, 1, 0]], encoded)
+    assert scores["precision"] == 1 and scores["recall"] == 0.5
+    assert scores["accuracy"] == pytest.approx(2 / 3)
+    assert np.isnan(task.scores(("f1",), [[0, -1, 0]], encoded)["f1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.conll", "good B-GOOD\nfilm\n", "row 2: 1 columns where row 1 has 2"),
+        ("a.conll", "good\nfilm\n", "no column 'labels'"),
+        ("a.jsonl", '{"tokens": ["a", "b"], "labels": ["O"]}', "row 1: 2 words and 1 tags"),
+        ("a.jsonl", '{"tokens": "a b", "labels": ["O"]}', "not a list of words but 'a b'"),
+        ("a.jsonl", '{"tokens": ["a", " "], "labels": ["O", "O"]}', "row 1: word 2 is empty"),
+        ("a.jsonl", '{"tokens": [], "labels": []}', "row 1: column 'tokens' is empty"),
+        ("a.jsonl", '{"tokens": ["a"], "labels": ["O"]}', "every tag is 'O'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task="token-classification", train=path, evals=path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_tag_that_training_never_shows(tmp_path):
+    train, evals = tmp_path / "a.conll", tmp_path / "b.conll"
+    train.write_text("good B-GOOD\nfilm O\n")
+    evals.write_text("\ngood B-GOD\n")
+    with pytest.raises(InputError, match="row 2: tag 'B-GOD' does not occur in the training rows"):
+        load(Source(train=train, evals=evals))
+
+
+def test_an_unknown_task_is_named(tmp_path):
+    error = run("distill", task="tokens", teacher="x", expect=2)
+    assert "--task 'tokens' is not an option" in error and "token-classification" in error
