@@ -1,0 +1,120 @@
+"""Language models: documents, packing, scores, and every command."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from fastkd.train.data import load, read_file
+from fastkd.train.errors import InputError
+from fastkd.train.rows import Encoder
+from fastkd.train.settings import Source
+from fastkd.train.tasks.causal_lm import TASK
+from tests.support.tiny import make_teacher, sentences
+from tests.train.tasks.through import through
+
+
+def make_decoder(path):
+    """A random GPT-2 beside a tokenizer of words."""
+    make_teacher(path, head=False)
+    config = GPT2Config(vocab_size=17, n_positions=32, n_embd=16, n_layer=4, n_head=2)
+    config.bos_token_id = config.eos_token_id = 3
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def write_text(path, rows, seed=0):
+    path.write_text("\n\n".join(text for text, _ in sentences(rows, seed)) + "\n")
+    return path
+
+
+def read(path):
+    return read_file(path, TASK.columns, "--train", task=TASK)
+
+
+def test_every_command_takes_it(tmp_path):
+    teacher = make_decoder(tmp_path / "gpt2")
+    train, evals = (write_text(tmp_path / f"{i}.txt", 24, i) for i in range(2))
+    report = through(tmp_path, teacher, train, evals, task="causal-lm")
+    assert report["task"] == "causal-lm" and report["labels"] is None
+    assert set(report["student"]) == {"perplexity", "bits_per_byte"}
+    # A uniform guess among the 17 tokens has 17.
+    assert 1 < report["student"]["perplexity"] < 20
+    assert [row["text"] for row in report["told"]] == [text for text, _ in sentences(24, 1)]
+    assert all(row["perplexity"] > 1 for row in report["told"])
+    history = [entry["scores"]["perplexity"] for entry in report["history"]]
+    assert report["best"]["scores"]["perplexity"] == min(history)
+    assert "text-generation" in (tmp_path / "run/student/README.md").read_text()
+
+
+def test_documents_are_packed_and_their_bytes_counted(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_decoder(tmp_path / "gpt2"))
+    path = tmp_path / "a.txt"
+    path.write_text("good  film\nis\n\n\nbad film\n")
+    rows = read(path)
+    assert list(rows.columns("number", "text")) == [(1, "good  film\nis"), (5, "bad film")]
+    encoded = Encoder(tokenizer, 4, TASK())(rows)
+    end = tokenizer.sep_token
+    words = [tokenizer.convert_ids_to_tokens(ids) for ids in encoded.ids()]
+    assert words == [["good", "film", "is", end], ["bad", "film", end]]
+    assert encoded.beside["bytes"][:] == [len("  film\nis"), len(" film")]
+    assert [encoded.place(i)[1] for i in range(2)] == [1, 5]
+
+
+def test_scores_are_those_of_the_whole_text(tmp_path):
+    path = make_decoder(tmp_path / "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = GPT2LMHeadModel.from_pretrained(path).eval()
+    task = TASK()
+    encoded = Encoder(tokenizer, 8, task)(read(write_text(tmp_path / "a.txt", 12)))
+    total = count = 0
+    with torch.no_grad():
+        for ids in encoded.ids():
+            row = torch.tensor([ids])
+            total += model(row, labels=row).loss.double().item() * (len(ids) - 1)
+            count += len(ids) - 1
+        answers = []
+        for batch in encoded.batches(task.collator(tokenizer), 3):
+            answers += task.answer(model, batch, tokenizer)
+    found = task.scores(("perplexity", "bits_per_byte"), answers, encoded)
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+    size = sum(encoded.beside["bytes"][:])
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+    assert math.isnan(task.scores(("perplexity",), [(math.nan, 3)], encoded)["perplexity"])
+
+
+def test_a_folder_is_read_file_by_file(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text('{"text": "bad film"}\n')
+    write_text(folder / "a.txt", 2)
+    (folder / "notes.md").write_text("not read")
+    assert read(folder).texts == [*(text for text, _ in sentences(2, 0)), "bad film"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"words": "a"}', "no column 'text'"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}', "row 2: column 'text' is not text but 3"),
+        ("a.jsonl", '{"text": "a"}\n{"text": " "}', "row 2: column 'text' is empty"),
+        ("a.txt", "\n", "the file is empty"),
+        ("a.md", "a", "unknown kind of file"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task="causal-lm", train=path, evals=path))
+    assert str(path) in str(caught.value)
+
+
+def test_rows_without_labels_are_refused(tmp_path):
+    path = write_text(tmp_path / "a.txt", 4)
+    with pytest.raises(
+        InputError, match="--unlabelled: the rows of --task causal-lm have no labels"
+    ):
+        load(Source(task="causal-lm", train=path, evals=path, unlabelled=path))
