@@ -1,40 +1,65 @@
-"""A smaller student made of a teacher's layers."""
+"""A smaller student made of a teacher: of some of its layers, of some of its widths."""
 
 import copy
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from fastkd._core.checks import check_choice, check_positive_int
 from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import check_layers, layer_map
+from fastkd.distill.width import cut, narrowed, without_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def student_from_teacher(
-    teacher: "PreTrainedModel", layers: int | Sequence[int]
+    teacher: "PreTrainedModel",
+    layers: int | Sequence[int] | None = None,
+    *,
+    config: Mapping[str, int] | None = None,
+    weights: Literal["cut", "random"] = "cut",
 ) -> "PreTrainedModel":
-    """A student of fewer layers that starts from the teacher's weights (LayerDrop, FCD sec. 4.2).
+    """A student of fewer layers or widths that starts from the teacher's weights.
+
+    Layers: LayerDrop, FCD sec. 4.2. Widths: the axes of Minitron (Muralidharan et al. 2024, sec.
+    2), hidden dimensions, attention heads and neurons, by norms of weights where Minitron takes
+    activations, so without data. Of the hidden dimensions the largest stay, the same ones in every
+    layer, by the sum over tensors of their share in its squared norm. Of a block's neurons those
+    stay whose weights' norms have the largest products, of its heads those with the largest
+    sum over their dimensions of |value|^2 |output|^2. Key and value heads stay with the query heads
+    that share them. Smaller heads keep the dimensions with the largest |query|^2 |key|^2 and
+    |value|^2 |output|^2; where positions turn them, the pairs that turn as fast as the student's,
+    and queries are scaled as for the teacher's head size. Norms aren't changed for fewer
+    dimensions.
 
     The student is built from the teacher's configuration with the layer count (and lists with an
     entry per layer) shortened, so ``save_pretrained`` and ``from_pretrained`` give the same model
     back. Embeddings, chosen blocks and head are copied; nothing is shared with the teacher. Of an
     encoder-decoder the decoder is shortened and the encoder stays whole, as generating takes its
-    time in the decoder (Shleifer & Rush 2020).
+    time in the decoder (Shleifer & Rush 2020); widths are those of both.
 
     Args:
         teacher: a transformers encoder, decoder or encoder-decoder whose blocks are a ModuleList,
             with any head.
         layers: teacher layers to keep, counted from 1, increasing; or how many, which
-            ``layer_map("uniform", ...)`` then chooses.
+            ``layer_map("uniform", ...)`` then chooses. All of them if None.
+        config: sizes of the student, by name: ``hidden_size``, ``intermediate_size``,
+            ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, as far as the family has
+            them, under these names or its own; ``num_hidden_layers`` instead of ``layers``. Others
+            stay, or follow where the family has no choice: of BERT's the head size.
+        weights: "cut" from the teacher; BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, GPT-2, LLaMA,
+            Mistral, Qwen2, Qwen3 and T5 can be cut by width. "random": as the class begins, in any
+            family, any size, and any number of its configuration.
 
     Returns:
         A model of the teacher's class, dtype and device, all parameters trainable.
 
     Raises:
-        ValueError: layers that the teacher doesn't have, or blocks that differ in shape.
+        ValueError: layers that the teacher doesn't have, blocks that differ in shape, sizes that
+            can't be, or a family that isn't cut by width.
         TypeError: not a transformers model, or ``layers`` the name of a map: call `layer_map`.
 
     Example:
@@ -44,13 +69,67 @@ def student_from_teacher(
         >>> student = student_from_teacher(BertModel(config), [2, 4])
         >>> student.config.num_hidden_layers
         2
+        >>> student = student_from_teacher(BertModel(config), 2, config={"hidden_size": 8})
+        >>> student.get_input_embeddings().weight.shape
+        torch.Size([50, 8])
     """
+    check_choice("weights", weights, ("cut", "random"))
     if hasattr(teacher, "peft_config"):
         raise ValueError(
             "teacher has PEFT adapters, which can't be shortened; merge them first: "
             "teacher = teacher.merge_and_unload()"
         )
     backbone = Backbone(teacher, "teacher")
+    changes = dict(config or {})
+    for name in {"num_hidden_layers", backbone.depth_name} & changes.keys():
+        if layers is not None:
+            raise ValueError(f"layers and {name} exclude each other")
+        layers = changes.pop(name)
+        check_positive_int(name, layers)
+    if weights == "random":
+        student = _random(backbone, layers, changes)
+    else:
+        student = _cut(backbone, layers, changes)
+    first = next(backbone.inner.parameters())
+    student.to(device=first.device, dtype=first.dtype)
+    if getattr(backbone.inner, "generation_config", None) is not None:
+        student.generation_config = copy.deepcopy(backbone.inner.generation_config)
+    return student.train(teacher.training)
+
+
+def _random(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
+    """A student that has learned nothing, of any size."""
+    config = copy.deepcopy(backbone.config)
+    depth = backbone.num_layers
+    if layers is not None:
+        if isinstance(layers, int) and layers > depth:
+            chosen = [max(1, i * depth // layers) for i in range(1, layers + 1)]
+        else:
+            chosen = _chosen(layers, depth)
+        if backbone.shared_blocks:
+            _shorten_shared(config, chosen)
+        else:
+            _shorten(_section(backbone, config), backbone.depth_name, chosen)
+    narrow = narrowed(_section(backbone, config), changes, cut=False)
+    if backbone.section:
+        setattr(config, backbone.section, narrow)
+    else:
+        config = narrow
+    try:
+        return type(backbone.inner)(config)
+    except ValueError as error:
+        line = str(error).strip().splitlines()[0]
+        name = type(backbone.inner).__name__
+        raise ValueError(f"{name} can't be built with {changes}: {line}") from error
+
+
+def _section(backbone: Backbone, config: Any) -> Any:
+    """The part of a configuration that describes the blocks."""
+    return getattr(config, backbone.section) if backbone.section else config
+
+
+def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
+    """The student of the teacher's weights."""
     chosen = _chosen(layers, backbone.num_layers)
     config = copy.deepcopy(backbone.config)
     if backbone.shared_blocks:
@@ -64,9 +143,9 @@ def student_from_teacher(
                 f"(scale_attn_by_inverse_layer_idx), which changes in layers {chosen}; keep the "
                 "first ones"
             )
-        section = getattr(config, backbone.section) if backbone.section else config
-        _shorten(section, backbone.depth_name, chosen)
-    student: Any = type(backbone.inner)(config)
+        _shorten(_section(backbone, config), backbone.depth_name, chosen)
+    narrow = narrowed(config, changes, cut=True) if changes else config
+    student: Any = type(backbone.inner)(narrow)
     made = Backbone(student, "student")
     if made.blocks_name != backbone.blocks_name:
         raise ValueError(
@@ -75,8 +154,9 @@ def student_from_teacher(
             "number of layers"
         )
     weights = _select(backbone.inner.state_dict(), backbone.blocks_name, blocks)
+    whole = without_memory(type(student), config) if changes else student
     try:
-        student.load_state_dict(weights)
+        whole.load_state_dict(weights, assign=bool(changes))
     except RuntimeError as error:
         name = type(backbone.inner).__name__
         if chosen[0] != 1 and _first_differs(backbone):
@@ -87,15 +167,19 @@ def student_from_teacher(
         raise ValueError(
             f"{name} can't be shortened to layers {chosen}: its blocks are not alike ({error})"
         ) from error
-    first = next(backbone.inner.parameters())
-    student.to(device=first.device, dtype=first.dtype)
-    if getattr(backbone.inner, "generation_config", None) is not None:
-        student.generation_config = copy.deepcopy(backbone.inner.generation_config)
-    return student.train(teacher.training)
+    if changes:
+        try:
+            student.load_state_dict(cut(whole, narrow))
+        except RuntimeError as error:
+            name = type(student).__name__
+            raise ValueError(f"{name} can't be cut to {changes}: {error}") from error
+    return student
 
 
 def _chosen(layers: Any, teacher_layers: int) -> list[int]:
     """Numbers of the layers to keep."""
+    if layers is None:
+        return list(range(1, teacher_layers + 1))
     if isinstance(layers, str):
         raise TypeError(
             f"layers must be a number of layers or a list of teacher layers, got {layers!r}; a map "
