@@ -108,7 +108,7 @@ def load_models(
                 models[name] = load(f"--{name}", path, AutoModel, remote).to(device)
             elif (began := _began(settings.student)) is not None:
                 try:
-                    models[name] = student_from_teacher(model, began)
+                    models[name] = student_from_teacher(model, began[0], config=began[1])
                 except (TypeError, ValueError) as error:
                     raise InputError(f"--student was made of another --model: {error}") from error
     for name, found in models.items():
@@ -124,9 +124,11 @@ def load_models(
     return models, tokenizer
 
 
-def _began(student: str) -> list[int] | None:
-    """The teacher layers that `fastkd distill` made the student of."""
-    return (read_marker(Path(student).expanduser()) or {}).get("teacher_layers")
+def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
+    """The teacher layers that `fastkd distill` made the student of, and its other sizes."""
+    about = read_marker(Path(student).expanduser()) or {}
+    layers = about.get("teacher_layers")
+    return layers and (layers, about.get("settings", {}).get("student_config", {}))
 
 
 def load_model(name: str, device: torch.device, remote_code: bool = False) -> tuple[Any, Any]:

@@ -21,7 +21,8 @@ def command(cls: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
         def run(**values: Any) -> None:
             for name, kind in kinds.items():
                 if kind == Mapping[str, Any]:
-                    values[name] = assignments(options[name].flag, values[name] or [])
+                    meta = options[name]
+                    values[name] = assignments(meta.flag, values[name] or [], meta.joined)
             function(cls(**values))
 
         kinds, options = typing.get_type_hints(cls), options_of(cls)

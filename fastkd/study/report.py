@@ -136,14 +136,20 @@ def _about(study: Study, missing: int) -> str:
     )
     parts = [
         f"{len(study.variants)} variants, {len(study.seeds)} seeds, {study.budget} each with "
-        f"{study.batch_size} rows a step, {study.student_layers}-layer students made of the "
-        f"teacher's layers; compared with {study.baseline}; {cached}."
+        f"{study.batch_size} rows a step, {_students(study)}; compared with {study.baseline}; "
+        f"{cached}."
     ]
     if missing:
         parts.append(
             f"{missing} runs are not there yet; their cells are empty or have fewer seeds."
         )
     return " ".join(parts)
+
+
+def _students(study: Study) -> str:
+    sizes = "".join(f", {name} {value}" for name, value in study.student_config.items())
+    made = "of random weights" if study.student_weights == "random" else "of the teacher's layers"
+    return f"{study.student_layers}-layer students made {made}{sizes}"
 
 
 def told(summary: Summary) -> str:

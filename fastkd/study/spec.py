@@ -42,6 +42,7 @@ from fastkd.train.settings import Source
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")
+WEIGHTS = ("cut", "random")
 SELECT = "select"  # the teacher layers that MC3KD's Algorithm 1 chooses
 
 
@@ -129,6 +130,10 @@ class Study:
     #: What the student is made of: the layers of the fine-tuned teacher with its head, or those of
     #: the "pretrained" model that it was before, with a fresh head.
     student: str = "teacher"
+    #: Sizes of the student where they aren't the teacher's, and whether its weights are "cut" from
+    #: the teacher's or "random".
+    student_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    student_weights: str = "cut"
     steps: int | None = 80
     seconds: float | None = None
     evaluations: int = 4
@@ -140,6 +145,13 @@ class Study:
     precision: str = "fp32"
     #: A table of a paper to be printed beside: title, columns, and rows by variant.
     paper: Mapping[str, Any] | None = None
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the student's shape is besides its layers; nothing where that is the teacher's."""
+        given = {"student_config": dict(self.student_config)} if self.student_config else {}
+        cut = self.student_weights == "cut"
+        return given if cut else {**given, "student_weights": self.student_weights}
 
     @property
     def budget(self) -> str:
@@ -257,6 +269,12 @@ def _check(study: Study) -> None:
         raise InputError("give the budget as steps or as seconds")
     if study.student not in STUDENTS:
         raise InputError(f"student {study.student!r}; {nearest(study.student, STUDENTS)}")
+    if study.student_weights not in WEIGHTS:
+        raise InputError(
+            f"student_weights {study.student_weights!r}; {nearest(study.student_weights, WEIGHTS)}"
+        )
+    if "num_hidden_layers" in study.student_config:
+        raise InputError("student_config.num_hidden_layers: give student_layers")
     if study.precision not in PRECISIONS:
         raise InputError(f"precision {study.precision!r}; {nearest(study.precision, PRECISIONS)}")
     if study.device not in DEVICES:

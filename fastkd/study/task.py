@@ -295,7 +295,8 @@ class TaskWork:
         """A fresh student of ``source``, and a method, beside the teacher or its cache."""
         layers = variant.teacher_layers
         layers = selected if layers == SELECT else self._layers(layers, source)
-        student = cast(PreTrainedModel, student_from_teacher(source, layers))
+        shape: Any = {"config": self.study.student_config, "weights": self.study.student_weights}
+        student = cast(PreTrainedModel, student_from_teacher(source, layers, **shape))
         return Distiller(teacher, student, self._method(variant, selected))
 
     def _distiller(self, variant: Variant, cached: bool, seed: int | None = None) -> Distiller:

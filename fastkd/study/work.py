@@ -99,6 +99,7 @@ class Runs:
                 "seed": seed,
                 "student": study.student,
                 "student_layers": study.student_layers,
+                **study.shape,
                 "steps": study.steps,
                 "seconds": study.seconds,
                 "evaluations": study.evaluations,

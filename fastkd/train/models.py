@@ -266,11 +266,15 @@ def make_student(
         )
     if settings.student is not None:
         return _student_from_path(settings, settings.student, teacher.config, tokenizer, task)
-    chosen = layers or layers_of(settings, teacher)
+    drawn = settings.student_weights == "random"  # then there may be more layers, too
+    chosen = (drawn and settings.student_layers) or layers or layers_of(settings, teacher)
+    sizes, weights = settings.student_config, settings.student_weights
     try:
-        return cast(PreTrainedModel, student_from_teacher(teacher, chosen))
+        student = student_from_teacher(teacher, chosen, config=sizes, weights=cast(Any, weights))
     except (TypeError, ValueError) as error:
-        raise InputError(f"--teacher-layers {settings.teacher_layers}: {error}") from error
+        option = "student-config" if sizes else f"teacher-layers {settings.teacher_layers}"
+        raise InputError(f"--{option}: {error}") from error
+    return cast(PreTrainedModel, student)
 
 
 def layers_of(

@@ -35,6 +35,8 @@ class Option:
     most: float | None = None
     choices: Callable[[], Iterable[str]] | Iterable[str] = ()
     saved: bool = True
+    #: Of assignments: several may stand in one word, apart by commas.
+    joined: bool = False
 
     def check(self, value: Any) -> None:
         """Raise InputError unless ``value`` lies within the bounds and among the choices."""
@@ -91,9 +93,18 @@ def check(settings: Any) -> None:
 
 def given(settings: Any, *names: str) -> list[str]:
     """The flags among the fields ``names`` whose value isn't the default."""
-    default = {field.name: field.default for field in dataclasses.fields(settings)}
-    flags = options_of(settings)
+    default, flags = defaults_of(settings), options_of(settings)
     return [flags[name].flag for name in names if getattr(settings, name) != default[name]]
+
+
+def defaults_of(settings: Any) -> dict[str, Any]:
+    """The defaults, by field name; of what has none `dataclasses.MISSING`."""
+    return {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in dataclasses.fields(settings)
+    }
 
 
 def as_json(settings: Any) -> dict[str, Any]:
@@ -113,10 +124,13 @@ def _jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def assignments(flag: str, words: list[str]) -> dict[str, Any]:
-    """``["alpha=0.5", "pool=cls"]`` as a dictionary; values are Python literals or plain words."""
+def assignments(flag: str, words: list[str], joined: bool = False) -> dict[str, Any]:
+    """``["alpha=0.5", "pool=cls"]`` as a dictionary; values are Python literals or plain words.
+
+    With ``joined`` a word may hold several: ``"heads=4,layers=2"``.
+    """
     found: dict[str, Any] = {}
-    for word in words:
+    for word in ",".join(words).split(",") if joined and words else words:
         name, equals, value = word.partition("=")
         name = name.strip()
         if not equals or not name:

@@ -5,7 +5,6 @@ teacher/      the fine-tuned teacher (with --finetune-teacher)
 unfinished/   a run in progress: its marker says which, --resume continues it
 """
 
-import dataclasses
 import secrets
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from fastkd.distributed import world_size
 from fastkd.train import processes, trainer_args
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.options import as_json
+from fastkd.train.options import as_json, defaults_of
 from fastkd.train.rows import Rows, fingerprint
 from fastkd.train.saving import (
     MARKER,
@@ -107,8 +106,7 @@ class Output:
                 f"--resume: {self.path / 'student'} has no readable {MARKER} of a run; "
                 "move it away, or give another --out"
             )
-        defaults = {field.name: field.default for field in dataclasses.fields(self.settings)}
-        defaults["trainer_args"] = {}
+        defaults = {**defaults_of(self.settings), "trainer_args": {}}
         if before is None:
             return
         for name, value in self._described().items():

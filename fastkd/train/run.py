@@ -465,7 +465,8 @@ def _distil(
 
 def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
     """The teacher layers that the student began as, where it is made of them here."""
-    if settings.student is not None or run.teacher_model is None:
+    own = settings.student is not None or settings.student_weights == "random"
+    if own or run.teacher_model is None:
         return None
     return selected or layers_of(settings, run.teacher)
 

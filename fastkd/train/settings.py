@@ -166,6 +166,18 @@ class Pairing(Source):
         "Which teacher layers: uniform, top, bottom, numbers such as 2,4,6, or select: those that "
         "differ most from the one before, which the method then compares as well.",
     )
+    student_config: Mapping[str, Any] = model_option(
+        {},
+        "Sizes of the student, where they aren't the teacher's, such as hidden_size=256,"
+        "num_attention_heads=4.",
+        metavar="NAME=NUMBER,...",
+        joined=True,
+    )
+    student_weights: str = model_option(
+        "cut",
+        "Weights of the student: cut from the teacher's, or random.",
+        choices=("cut", "random"),
+    )
     attention: str | None = model_option(
         None,
         "Attention of both models: eager keeps the maps that a method of your own may compare, as "
@@ -187,9 +199,13 @@ class Pairing(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = given(self, "student_layers", "teacher_layers")
-        if self.student is not None and layers:
-            raise InputError(f"--student and {layers[0]} exclude each other")
+        made = given(self, "student_layers", "teacher_layers", "student_config", "student_weights")
+        if self.student is not None and made:
+            raise InputError(f"--student and {made[0]} exclude each other")
+        if self.student_weights == "random" and given(self, "teacher_layers"):
+            raise InputError("--teacher-layers and --student-weights random exclude each other")
+        if "num_hidden_layers" in self.student_config:
+            raise InputError("--student-config num_hidden_layers: give --student-layers")
         if self.unlabelled is not None and self.method == "labels":
             raise InputError("--unlabelled and --method labels exclude each other")
 
@@ -259,8 +275,9 @@ class Settings(Pairing):
                 raise InputError("--teacher is missing: a directory or a hub name")
             return
         settled = given(
-            self, "teacher", "tokenizer", "student_layers", "teacher_layers", "finetune_teacher"
-        )
+            self, "teacher", "tokenizer", "student_layers", "teacher_layers", "student_config",
+            "student_weights", "finetune_teacher",
+        )  # fmt: skip
         if settled:
             raise InputError(
                 f"--teacher-cache and {settled[0]} exclude each other: `fastkd cache` settled that"

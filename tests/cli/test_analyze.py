@@ -52,6 +52,9 @@ def folder(tmp_path_factory):
     broken = save(path, num_hidden_layers=3, **SIZES)
     save(path / "student", num_hidden_layers=2, **{**SIZES, "hidden_size": 12})
     save(path / "other", words=WORDS[:-1], num_hidden_layers=2, **SIZES)
+    save(path / "narrow", num_hidden_layers=2, **{**SIZES, "intermediate_size": 8})
+    began = {"teacher_layers": [1, 3], "settings": {"student_config": {"intermediate_size": 8}}}
+    (path / "narrow" / MARKER).write_text(json.dumps(began))
     save(path / "wrong", num_hidden_layers=2, **SIZES)
     (path / "student" / MARKER).write_text(json.dumps({"teacher_layers": [1, 3]}))
     (path / "wrong" / MARKER).write_text(json.dumps({"teacher_layers": [2, 4]}))
@@ -122,6 +125,16 @@ def test_teacher_student_and_the_student_before(folder, tmp_path):
     for name in (*measures, "relations"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "student before" in output and "ρ of the sentence's relations" in output
+
+
+def test_a_narrower_student_before(folder):
+    settings = AnalyzeSettings(model=str(folder), student=str(folder / "narrow"), text=folder)
+    models, _ = report.load_models(settings, torch.device("cpu"))
+    expected = student_from_teacher(models["model"], [1, 3], config={"intermediate_size": 8})
+    weights = expected.state_dict()
+    assert weights["encoder.layer.0.intermediate.dense.weight"].shape == (8, 16)
+    for name, value in models["before"].state_dict().items():
+        assert torch.equal(value, weights[name])
 
 
 def test_columns_are_those_of_the_training(folder, tmp_path):

@@ -87,6 +87,15 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method)
     assert str(tmp_path / "cache") in card and "faster" not in card
 
 
+def test_a_cache_keeps_a_narrower_student(call, tmp_path):
+    call("cache", tmp_path / "cache", student_config="hidden_size=12")
+    call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
+    call("distill", tmp_path / "live", student_config="hidden_size=12")
+    assert read_json(tmp_path / "out" / "student" / "config.json")["hidden_size"] == 12
+    out, live = report_of(tmp_path / "out"), report_of(tmp_path / "live")
+    assert out["student"] == live["student"] and out["parameters"] == live["parameters"]
+
+
 def test_a_cache_is_enough(call, folder, tmp_path):
     teacher = shutil.copytree(folder / "teacher", tmp_path / "teacher")
     call("cache", tmp_path / "cache", teacher=teacher, teacher_layers="1,3,4")

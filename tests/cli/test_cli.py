@@ -477,6 +477,34 @@ def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_
     assert report_of(tmp_path / "out")["student"]["accuracy"] >= 0
 
 
+@pytest.mark.parametrize("method", ["fcd", "knn", "lrc_bert", "mc3kd", "lrkd"])
+def test_a_narrower_student(distill, tmp_path, method):
+    sizes = "hidden_size=12,num_attention_heads=2,intermediate_size=8"
+    out = {"finetune_teacher": 0.2} if method == "mc3kd" else {}
+    distill(method=method, student_config=sizes, student_layers=2, **out)
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
+    found = student.config
+    assert (found.hidden_size, found.intermediate_size, found.num_hidden_layers) == (12, 8, 2)
+    report = report_of(tmp_path / "out")
+    assert report["teacher_layers"] == [2, 4]
+    assert report["settings"]["student_config"]["hidden_size"] == 12
+
+
+def test_a_random_student_and_one_that_goes_on(distill, interrupted, tmp_path):
+    sizes = {"student_config": "num_attention_heads=4", "student_layers": 6}
+    random = {"student_weights": "random", "method": "soft_targets", **sizes}
+    distill(**random)
+    report = report_of(tmp_path / "out")
+    assert report["layers"] == 6 and report["teacher_layers"] is None
+    again = tmp_path / "again"
+    interrupted(3, terminate, expect=143, out=again, **random)
+    other = {**random, "student_config": "num_attention_heads=8"}
+    error = distill("--resume", out=again, expect=2, **other)
+    assert "was started with student_config = {'num_attention_heads': 4}" in error
+    distill("--resume", out=again, **random)
+    assert same_weights(tmp_path / "out", again)
+
+
 def test_glue_layout_of_cola(distill, tmp_path, files):
     def convert(path):
         rows = [line.split("\t") for line in path.read_text().splitlines()[1:]]
@@ -532,6 +560,27 @@ BAD = {
     "layer count": (
         {"teacher_layers": "1,2,3", "student_layers": 2},
         ["Error: --teacher-layers names 3", "--student-layers is 2"],
+    ),
+    "sizes and student": (
+        {"student": "./s", "student_config": "hidden_size=8"},
+        ["--student and --student-config exclude each other"],
+    ),
+    "size name": ({"student_config": "hidden=8"}, ["--student-config", "has no size 'hidden'"]),
+    "size": (
+        {"student_config": "hidden_size=15"},
+        ["--student-config: hidden_size 15 is no multiple of num_attention_heads 2"],
+    ),
+    "size form": ({"student_config": "hidden_size=8,4"}, ["--student-config '4'", "name=value"]),
+    "size twice": ({"student_config": "head_dim=8,head_dim=4"}, ["head_dim is given twice"]),
+    "large size": ({"student_config": "hidden_size=32"}, ["32 is more than the teacher's 16"]),
+    "layers as size": (
+        {"student_config": "num_hidden_layers=2"},
+        ["--student-config num_hidden_layers: give --student-layers"],
+    ),
+    "weights": ({"student_weights": "new"}, ["--student-weights 'new'", "cut, random"]),
+    "random layers": (
+        {"student_weights": "random", "teacher_layers": "top"},
+        ["--teacher-layers and --student-weights random"],
     ),
     "method layers": ({"set": "layers=[1]"}, ["--method fcd", "layers"]),
     "precision": ({"precision": "fp8"}, ["--precision", "fp16"]),

@@ -203,6 +203,19 @@ def test_a_student_of_the_model_before_it_was_the_teacher(root, tiny):
         assert not torch.equal(starts[0].classifier.weight, starts[1].classifier.weight)
 
 
+def test_students_of_another_shape(root):
+    shape = 'student_weights = "random"\n'
+    shape += "student_config = {hidden_size = 24, num_attention_heads = 3}\n"
+    found = spec.read(StudySettings(spec=write(root, shared=shape + SHARED)))
+    task = TaskWork(found, found.tasks[0], root / "out")
+    student = task._distiller(found.variants[0], cached=False).student
+    assert student.config.hidden_size == 24 and student.config.num_hidden_layers == 2
+    same = spec.read(StudySettings(spec=write(root)))
+    kept, other = (work.Runs(each, root / "out").jobs[0] for each in (same, found))
+    assert other.identity["student_weights"] == "random" and other.path != kept.path
+    assert not {"student_weights", "student_config"} & kept.identity.keys()
+
+
 def test_a_budget_in_seconds_becomes_steps(root, monkeypatch):
     """As many as a few of them say: here each takes a tenth of a second, or a fifth."""
     began = {"labels": 0.1, "lrc_bert": 0.2}
@@ -276,6 +289,10 @@ def test_mistakes_are_named_before_anything_runs(root, methods, message):
         ("seconds = 3", "as steps or as seconds"),
         ("batch_size = 2.5", "batch_size must be int"),
         ("student_layers = 0", "student_layers must be a number above 0"),
+        ('student_weights = "new"', "student_weights 'new'; known: cut, random"),
+        ("student_config = 5", "student_config must be Mapping"),
+        ("student_config = {num_hidden_layers = 2}", "give student_layers"),
+        ("student_config = {hidden_size = 15}", "one: hidden_size 15 is no multiple"),
         ("student_layers = 9", "student_layers 9: the teacher has only 4 layers"),
         ('device = "gpu"', "device 'gpu'; known: auto, cpu, cuda"),
         ('cache = "no"', "cache must be bool"),
