@@ -80,7 +80,7 @@ def started(words, monkeypatch):
     for place in (
         "train.run.distill", "cli.demo.run_demo", "cli.evaluate.evaluate", "cli.predict.predict",
         "cli.export.export", "cli.analyze.run", "cli.cache.write", "cli.verify.verify",
-        "bench.runner.run", "cli.study.run",
+        "bench.runner.run", "cli.study.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)
     return CliRunner().invoke(app, words).stderr

@@ -9,15 +9,23 @@ from rich.console import Console
 from rich.table import Table
 
 from fastkd.cli.display import RichDisplay, say
-from fastkd.train import processes, run
+from fastkd.train import processes, run, stages
 from fastkd.train.progress import compared, format_scores
 from fastkd.train.settings import Settings
 
 
 def distill(settings: Settings, console: Console) -> None:
-    """Run `fastkd distill`; see `fastkd.train.run.distill`."""
+    """Run `fastkd distill`; see `fastkd.train.run.distill`, and `fastkd.train.stages`."""
     log_json = settings.log_json if processes.first() else None
-    show(run.distill(settings, RichDisplay(console, log_json)), settings.out, console)
+    if settings.stages is None:
+        show(run.distill(settings, RichDisplay(console, log_json)), settings.out, console)
+        return
+    plan = stages.read(settings)
+    stages.check(settings, plan)
+    for stage in plan:
+        say(console, f"stage {stage.number} of {len(plan)}: {stage.name}")
+        show(stages.distil(stage, RichDisplay(console, log_json)), stage.out, console)
+    say(console, f"the student of the last stage: {stages.link(plan)}")
 
 
 def show(report: dict[str, Any], out: Path, console: Console) -> None:

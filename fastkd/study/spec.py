@@ -17,18 +17,13 @@ one variant of each:
     max_train_rows = 3000
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
-import os
-import re
-import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkd._core.extras import require
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
@@ -36,9 +31,17 @@ from fastkd.study.settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
-from fastkd.train.options import fits, options_of
+from fastkd.train.options import fits
 from fastkd.train.plan import PRECISIONS
 from fastkd.train.settings import Source
+from fastkd.train.written import (
+    as_keys,
+    check_name,
+    check_types,
+    path_of,
+    table_of_tables,
+    tables,
+)
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")
@@ -171,7 +174,7 @@ def read(settings: StudySettings) -> Study:
     Raises:
         InputError: anything in it that can't be used, by its name.
     """
-    spec = {} if settings.spec is None else {**_file(settings.spec)}
+    spec = {} if settings.spec is None else {**tables(settings.spec)}
     folder = Path() if settings.spec is None else settings.spec.parent
     given = ("seeds", "teacher", "steps", "seconds", "device")
     spec.update({k: v for k in given if (v := getattr(settings, k)) not in (None, "auto")})
@@ -181,7 +184,7 @@ def read(settings: StudySettings) -> Study:
         spec["seconds"] = None
     if settings.methods is not None:
         spec["methods"] = {name.strip(): {} for name in settings.methods.split(",")}
-    methods = {**_table("methods", spec.get("methods") or {name: {} for name in NAMES})}
+    methods = {**table_of_tables("methods", spec.get("methods") or {name: {} for name in NAMES})}
     for flag, values in settings.options.items():
         method, dot, name = flag.partition(".")
         if not dot or method not in methods:
@@ -206,15 +209,15 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
         if name not in known:
             raise InputError(f"a study has no field {name!r}; {nearest(name, known)}")
     values = {k: v for k, v in spec.items() if k in FIELDS and k not in ("tasks", "seeds")}
-    _check_types("", values, Study)
+    check_types("", values, Study)
     if spec.get("seconds") is not None:
         values["steps"] = spec.get("steps")
-    tasks = _table("tasks", spec.get("tasks") or {})
+    tasks = table_of_tables("tasks", spec.get("tasks") or {})
     if not tasks:
         raise InputError(
             "a study needs a data set: [tasks.NAME] in the file, or --tasks NAME=FILES"
         )
-    methods = _table("methods", spec.get("methods") or {name: {} for name in NAMES})
+    methods = table_of_tables("methods", spec.get("methods") or {name: {} for name in NAMES})
     seeds = spec.get("seeds", 4)
     if not fits(seeds, int | list):
         raise InputError(f"seeds must be their number or a list, got {seeds!r}")
@@ -226,25 +229,6 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
     )
     _check(study)
     return study
-
-
-def _table(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
-    """A table of tables, or one sentence."""
-    if not isinstance(found, Mapping):
-        raise InputError(f"{name} must be a table, got {found!r:.40}")
-    for key, entry in found.items():
-        if not isinstance(entry, Mapping):
-            raise InputError(f"{name}.{key} must be a table, got {entry!r:.40}")
-    return found
-
-
-def _check_types(where: str, values: Mapping[str, Any], cls: Any) -> None:
-    """Raise for the first of ``values`` that is no value of its field of ``cls``."""
-    kinds = typing.get_type_hints(cls)
-    for name, value in values.items():
-        if not fits(value, kinds[name]):
-            kind = getattr(kinds[name], "__name__", kinds[name])
-            raise InputError(f"{where}{name} must be {kind}, got {value!r:.40}")
 
 
 def _check_positive(where: str, values: Any, *names: str) -> None:
@@ -312,28 +296,6 @@ def _check(study: Study) -> None:
                 )
 
 
-def _file(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            yaml: Any = require("yaml", "train")
-            try:
-                found = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-            except yaml.YAMLError as error:
-                raise ValueError(" ".join(str(error).split())) from None
-            if not isinstance(found, Mapping):
-                raise ValueError("it holds no names and values")
-            return found
-        try:
-            toml: Any = require("tomllib", "train")
-        except ModuleNotFoundError:  # Python 3.10
-            toml = require("tomli", "train")
-        return toml.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise InputError(f"{path} can't be read: {error}") from None
-
-
 def _variants(methods: Mapping[str, Mapping[str, Any]]) -> Iterable[Variant]:
     for entry, table in methods.items():
         options = dict(table)
@@ -370,7 +332,7 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         if not (isinstance(rows, list) and len(rows) == 2 and all(fits(x, int) for x in rows)):
             raise InputError(f"{where}rows must be two whole numbers, got {rows!r:.40}")
         own["rows"] = tuple(rows)
-    _check_types(where, {k: v for k, v in own.items() if k != "rows"}, TaskSpec)
+    check_types(where, {k: v for k, v in own.items() if k != "rows"}, TaskSpec)
     docstrings = rest.pop("docstrings", False)
     if not isinstance(docstrings, bool):
         raise InputError(f"{where}docstrings must be true, got {docstrings!r:.40}")
@@ -387,28 +349,13 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
                 known = sorted({*sources - {"evals"}, "eval", "docstrings", *OWN_TASK_FIELDS})
                 raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
         paths = {field: rest.pop(field) for field in PATHS if field in rest}
-        _check_types(where, rest, Source)
+        check_types(where, rest, Source)
         for field, given in paths.items():
-            if not isinstance(given, str):
-                raise InputError(f"{where}{field} must be a path, got {given!r:.40}")
-            rest[field] = folder / Path(os.path.expandvars(given)).expanduser()
-        with as_fields(name):
+            rest[field] = path_of(f"{where}{field}", given, folder)
+        with as_keys(f"tasks.{name} of the study", Source):
             source = Source(**rest)
-    if re.search(r"[^\w.-]", name):
-        raise InputError(f"tasks.{name}: letters, digits and -_. only")
+    check_name(f"tasks.{name}", name)
     return TaskSpec(name, source, **own)
-
-
-@contextlib.contextmanager
-def as_fields(task: str) -> Iterator[None]:
-    """Mistakes in the rows of a task, with its fields in the place of options."""
-    try:
-        yield
-    except InputError as error:
-        fields = {meta.flag: name for name, meta in options_of(Source).items()}
-        fields["--eval"] = "eval"
-        message = re.sub(r"--[a-z-]+", lambda flag: fields.get(flag[0], flag[0]), str(error))
-        raise InputError(f"tasks.{task} of the study: {message}") from None
 
 
 def _task_of_words(name: str, value: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
 from fastkd.distill.student import student_from_teacher
 from fastkd.study.measures import PeakMemory, machine_of, similarities
-from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, as_fields, build
+from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, build
 from fastkd.train import data
 from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings
@@ -38,7 +38,9 @@ from fastkd.train.rows import Encoded, file_fingerprint, fingerprint
 from fastkd.train.run import Run, save_model
 from fastkd.train.saving import damage
 from fastkd.train.score import predict
+from fastkd.train.settings import Source
 from fastkd.train.tasks.task import Task
+from fastkd.train.written import as_keys
 
 filelock: Any = require("filelock", "train")
 
@@ -128,7 +130,7 @@ class TaskWork:
     def corpus(self) -> Corpus:
         if self.task.source is None:
             return load_docstrings(*self.task.rows)
-        with as_fields(self.task.name):
+        with as_keys(f"tasks.{self.task.name} of the study", Source):
             return data.load(self.task.source)
 
     @functools.cached_property

@@ -215,9 +215,7 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
         stack.enter_context(stopping_at_once())
         processes.join(settings.device)
         with processes.agreed():
-            plan = _plan(settings)
-            make_method(settings.method, settings.options, settings.preset)
-            check_trackers(settings.report_to)
+            plan = check(settings)
         stack.enter_context(processes.in_first(locked(settings.out)))
         with processes.agreed():
             stack.enter_context(display)
@@ -244,6 +242,13 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
         _tell_kept(out, display)
         display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
+
+
+def check(settings: Settings) -> Plan:
+    """The plan of a run whose options agree, as far as they tell without rows and models."""
+    make_method(settings.method, settings.options, settings.preset)
+    check_trackers(settings.report_to)
+    return _plan(settings)
 
 
 def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:

@@ -16,12 +16,17 @@ from fastkd.train.options import (
     given,
     model_option,
     option,
+    options_of,
     run_option,
     training_option,
 )
 
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
+# Options beside --stages; the others stand in its file.
+OF_ALL_STAGES = (
+    "stages", "out", "resume", "overwrite", "checkpoint_every", "report_to", "log_json",
+)  # fmt: skip
 
 
 def device() -> Any:
@@ -250,16 +255,25 @@ class Settings(Pairing):
     log_json: Path | None = run_option(
         None, "File that gets the progress as lines of JSON, for other programs."
     )
+    stages: Path | None = run_option(
+        None,
+        "TOML file with a table of options for each of several runs, in which each student goes on "
+        "with what it learned in the one before.",
+        metavar="FILE",
+    )
     resume: bool = run_option(False, "Continue an interrupted run; give the same options.")
     overwrite: bool = run_option(False, "Replace the student in --out once a new one is complete.")
 
     def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise InputError("--resume and --overwrite exclude each other")
+        if self.stages is not None:
+            self._check_stages()
+            return
         super().__post_init__()
         self._check_teacher()
         if not self.finetune_teacher and given(self, "teacher_learning_rate"):
             raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
-        if self.resume and self.overwrite:
-            raise InputError("--resume and --overwrite exclude each other")
         if self.log_json is not None:
             log = self.log_json.absolute()
             read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
@@ -268,6 +282,12 @@ class Settings(Pairing):
             for name in ("student", "teacher", "unfinished"):
                 if log.is_relative_to((self.out / name).absolute()):
                     raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
+
+    def _check_stages(self) -> None:
+        check(self)
+        more = given(self, *(name for name in options_of(self) if name not in OF_ALL_STAGES))
+        if more:
+            raise InputError(f"--stages and {more[0]} exclude each other: it stands in the file")
 
     def _check_teacher(self) -> None:
         if self.teacher_cache is None:

@@ -1,0 +1,202 @@
+"""`fastkd distill --stages`: runs of which each begins with the student of the one before.
+
+A file has a table for each stage, in their order, and before them the options of all of them:
+
+    teacher = "./teacher"
+    [stages.general]
+    train = "much.tsv"
+    eval = "dev.tsv"
+    student_layers = 6
+    [stages.task]
+    train = "few.tsv"
+    eval = "dev.tsv"
+    unlabelled = "much.txt"
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from fastkd.train import data, processes, run
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.models import STUDENT, be_quiet, load
+from fastkd.train.options import option
+from fastkd.train.output import RESULTS
+from fastkd.train.progress import Display
+from fastkd.train.saving import read_marker
+from fastkd.train.settings import OF_ALL_STAGES, Settings
+from fastkd.train.written import (
+    as_keys,
+    check_name,
+    check_types,
+    keys_of,
+    path_of,
+    table_of_tables,
+    tables,
+)
+
+PATHS = ("train", "evals", "test", "unlabelled", "trainer_args", "teacher_cache")
+MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub
+# What makes a student; that of a later stage is there.
+MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
+LAST = "student"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSettings(Settings):
+    """The options of a stage."""
+
+    follows: str | None = option(None, "The run whose student this one begins with.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A run of several."""
+
+    name: str
+    number: int
+    settings: StageSettings
+    before: Path | None  # the student that it begins with
+
+    @property
+    def out(self) -> Path:
+        """Its directory."""
+        return self.settings.out
+
+
+def read(settings: Settings) -> list[Stage]:
+    """The stages of --stages.
+
+    Raises:
+        InputError: anything in the file that no stage can have, by its stage and key.
+    """
+    assert settings.stages is not None
+    found = dict(tables(settings.stages))
+    entries = table_of_tables("stages", found.pop("stages", {}))
+    if not entries:
+        raise InputError(f"{settings.stages} has no stages; a table [stages.NAME] is one")
+    stages: list[Stage] = []
+    for number, (name, table) in enumerate(entries.items(), 1):
+        check_name(f"stages.{name}", name)
+        before = stages[-1].out / "student" if stages else None
+        out = settings.out / f"{number}-{name}"
+        where = f"stages.{name} of {settings.stages}"
+        values = _values(where, {**found, **table}, settings.stages.parent)
+        if before is not None:
+            made = next((key for key in MAKES if key in values), None)
+            if made is not None:
+                raise InputError(f"{where}: {made} is for the first stage; others take its student")
+            values["student"] = str(before)
+        shared = {name: getattr(settings, name) for name in OF_ALL_STAGES}
+        with as_keys(where, Settings):
+            stage = StageSettings(**{**shared, **values, "out": out, "stages": None})
+        stages.append(Stage(name, number, stage, before))
+    return stages
+
+
+def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of `Settings` that a stage gives."""
+    keys = {key: name for key, name in keys_of(Settings).items() if name not in OF_ALL_STAGES}
+    values = {}
+    for key, value in table.items():
+        if key in OF_ALL_STAGES:
+            raise InputError(f"{where}: {key} is of all stages; give it on the command line")
+        if key not in keys:
+            raise InputError(f"{where} has no option {key!r}; {nearest(key, keys)}")
+        name = keys[key]
+        if name in PATHS:
+            value = path_of(f"{where}: {key}", value, folder)
+        else:
+            check_types(f"{where}: ", {name: value}, Settings, {name: key})
+            if name in MODELS and (folder / value).is_dir():
+                value = str(folder / value)
+        values[name] = value
+    return values
+
+
+def check(settings: Settings, stages: list[Stage]) -> None:
+    """Raise for whatever can be seen to be wrong in any stage before the first one begins.
+
+    That is options, files, rows and whether models are there; all processes call it.
+    """
+    be_quiet()
+    processes.join(stages[0].settings.device)
+    with processes.agreed():
+        _check_out(settings, stages)
+        for stage in stages:
+            with as_keys(f"stages.{stage.name} of {settings.stages}", Settings):
+                _check(stage.settings, stage.before is None)
+
+
+def _check(settings: Settings, first: bool) -> None:
+    run.check(settings)
+    remote = settings.trust_remote_code
+    if settings.teacher_cache is not None:
+        load("--teacher-cache", str(settings.teacher_cache / STUDENT), AutoConfig, remote)
+    elif settings.teacher is not None:
+        load("--teacher", settings.teacher, AutoConfig, remote)
+    if settings.student is not None and first:
+        load("--student", settings.student, AutoConfig, remote)
+    data.load(settings)
+
+
+def _check_out(settings: Settings, stages: list[Stage]) -> None:
+    last = settings.out / LAST
+    if last.exists() and not last.is_symlink():
+        raise InputError(f"--out {settings.out} holds a student of a run without --stages")
+    if settings.resume or settings.overwrite:
+        return
+    for stage in stages:
+        if any((stage.out / name).exists() for name in (*RESULTS, "unfinished")):
+            raise InputError(
+                f"--out {settings.out} already holds {stage.out.name}; pass --resume to go on from "
+                "there, --overwrite to start again, or another --out"
+            )
+
+
+def distil(stage: Stage, display: Display) -> dict[str, Any]:
+    """Run a stage, or go on with it; its report, as it was if it is complete.
+
+    What it holds of another run's student is overwritten.
+    """
+    settings = stage.settings
+    if stage.before is not None:
+        follows = processes.by_first(lambda: _run_of(stage.before))
+        settings = dataclasses.replace(settings, follows=follows)
+        if settings.resume and processes.by_first(lambda: _is_of_another(settings)):
+            settings = dataclasses.replace(settings, resume=False, overwrite=True)
+    return run.distill(settings, display)
+
+
+def _run_of(student: Path | None) -> str | None:
+    """The run that made a student."""
+    return None if student is None else (read_marker(student) or {}).get("run")
+
+
+def _is_of_another(settings: StageSettings) -> bool:
+    """Whether what lies in --out, finished or not, began with another student."""
+    places = (settings.out / "unfinished", settings.out / "student")
+    markers = [marker for marker in map(read_marker, places) if marker]
+    return any(m.get("settings", {}).get("follows") != settings.follows for m in markers)
+
+
+def link(stages: list[Stage]) -> Path:
+    """A link to the last student, beside the stages; that student where links can't be made."""
+    last = stages[-1].out
+    path, target = last.parent / LAST, Path(last.name) / "student"
+
+    def make() -> Path:
+        new = path.with_name(f".{LAST}.new")
+        with contextlib.suppress(NotImplementedError, OSError):
+            new.unlink(missing_ok=True)
+            new.symlink_to(target, target_is_directory=True)
+            os.replace(new, path)
+            return path
+        return last / "student"
+
+    return processes.by_first(make)

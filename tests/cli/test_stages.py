@@ -1,0 +1,156 @@
+"""`fastkd distill --stages`: each stage goes on with the student of the one before."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from fastkd.train.run import Run
+from tests.cli.test_cli import (
+    press_ctrl_c,
+    report_of,
+    same_weights,
+    stop_at,
+    visible,
+)
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
+
+PAGE = Path(__file__).parents[2] / "docs" / "distill.md"
+PLAN = re.search(r"```toml\n(.*?\[stages\..*?)```", PAGE.read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan")
+    make_teacher(path / "teacher")
+    write_tsv(path / "much.tsv", 40, seed=2)
+    write_tsv(path / "train.tsv", 16)
+    write_tsv(path / "dev.tsv", 20, seed=1)
+    (path / "more.txt").write_text("\n".join(text for text, _ in sentences(20, seed=3)))
+    (path / "plan.toml").write_text(PLAN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """What the command prints, and the folder that it leaves."""
+    return run("distill", stages=folder / "plan.toml", out=folder / "out"), folder / "out"
+
+
+def test_the_pages_plan(finished):
+    output, out = finished
+    assert visible(out) == ["1-general", "2-task", "student"]
+    assert "stage 1 of 2: general" in output and "stage 2 of 2: task" in output
+    general, task = report_of(out / "1-general"), report_of(out / "2-task")
+    assert general["settings"]["method"] == "lrc_bert" and general["settings"]["epochs"] == 3
+    assert task["settings"]["options"] == {"temperature": 2.0}
+    assert task["settings"]["student"] == str(out / "1-general" / "student")
+    assert task["settings"]["follows"] == general["run"]
+    assert task["rows"]["unlabelled"] == 20 and "unlabelled" not in general["rows"]
+    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    assert (student.config.num_hidden_layers, student.config.intermediate_size) == (2, 16)
+    assert same_weights(out, out / "2-task") and not same_weights(out, out / "1-general")
+    assert output.rstrip().endswith(f"the student of the last stage: {out / 'student'}")
+
+
+def test_a_stage_begins_with_the_student_before(finished, monkeypatch, folder, tmp_path):
+    began = []
+
+    def distil(self, distiller, *rest, **more):
+        began.append({name: x.clone() for name, x in distiller.student.state_dict().items()})
+        raise KeyboardInterrupt
+
+    out = shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
+    shutil.rmtree(out / "2-task")
+    monkeypatch.setattr(Run, "distil", distil)
+    run("distill", "--resume", stages=folder / "plan.toml", out=out, expect=130)
+    before = AutoModelForSequenceClassification.from_pretrained(out / "1-general" / "student")
+    for name, value in before.state_dict().items():
+        assert torch.equal(value, began[0][name]), name
+
+
+def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path):
+    plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
+    started = []
+    original = Run.distil
+
+    def distil(self, *rest, **more):
+        started.append(self.train_rows)
+        return original(self, *rest, **more)
+
+    monkeypatch.setattr(Run, "distil", distil)
+    shutil.rmtree(out / "2-task")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, press_ctrl_c)
+        error = run("distill", "--resume", stages=plan, out=out, expect=130)
+    assert "--resume continues" in error and len(list(out.glob("2-task/unfinished/*/*-3"))) == 1
+    output = run("distill", "--resume", stages=plan, out=out)
+    assert f"{out / '1-general'}: this run is already complete" in output
+    assert [len(rows) for rows in started] == [16, 16] and same_weights(out, finished[1])
+    assert report_of(out / "1-general") == report_of(finished[1] / "1-general")
+
+
+def test_a_stage_of_another_student_is_run_anew(finished, monkeypatch, folder, tmp_path):
+    plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
+    assert "already holds 1-general" in run("distill", stages=plan, out=out, expect=2)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, press_ctrl_c)
+        run("distill", "--overwrite", stages=plan, out=out, expect=130)
+    run("distill", "--resume", stages=plan, out=out)
+    general, task = report_of(out / "1-general"), report_of(out / "2-task")
+    assert task["settings"]["follows"] == general["run"]
+    for before, now in (("1-general", general), ("2-task", task)):
+        assert report_of(finished[1] / before)["run"] != now["run"]
+    assert same_weights(out, finished[1])
+
+
+MISTAKES = {
+    "option": ([("epochs = 2", "epohcs = 2")], "stages.task .* has no option 'epohcs'.*epochs'"),
+    "flag": ([("epochs = 2", "resume = true")], "stages.task of .*: resume is of all stages"),
+    "type": ([("epochs = 2", 'epochs = "2"')], "stages.task of .*: epochs must be float, got '2'"),
+    "set": ([("set = {temperature = 2.0}", "set = 5")], "stages.task of .*: set must be Mapping"),
+    "path": ([('unlabelled = "more.txt"', "unlabelled = 5")], "task.*: unlabelled must be a path"),
+    "file": ([('"more.txt"', '"none.txt"')], "stages.task of .*: unlabelled .*none.txt: no such"),
+    "value": ([("epochs = 2", "epochs = 0")], "stages.task of .*: epochs must be greater than 0"),
+    "method": ([('"soft_targets"', '"sof_targets"')], "stages.task .*: method 'sof_targets'"),
+    "hyper-parameter": ([("temperature", "temperatur")], "stages.task of .*: set temperatur"),
+    "column": ([("epochs = 2", 'label_column = "x"')], "stages.task of .*'x'"),
+    "teacher": ([('teacher = "teacher"', 'teacher = "./no"')], "general of .*: teacher ./no: no s"),
+    "no teacher": ([('teacher = "teacher"', "")], "general of .*: teacher is missing"),
+    "student": ([("epochs = 2", "student_layers = 1")], "student_layers is for the first stage"),
+    "name": ([("[stages.task]", '[stages."a/b"]')], "stages.a/b: letters, digits"),
+    "stage": ([("[stages.task]", "[stages]\ntask = 5\n[x]")], "stages.task must be a table"),
+    "no stages": ([(PLAN, 'teacher = "x"')], "has no stages; a table"),
+    "no toml": ([(PLAN, "teacher")], "can't be read"),
+    "no file": (None, "nowhere.toml: no such file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_sentence_before_the_first_stage(folder, tmp_path, case):
+    changes, words = MISTAKES[case]
+    plan = folder / "nowhere.toml"
+    if changes is not None:
+        plan = folder / f"{tmp_path.name}.toml"
+        text = PLAN
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        plan.write_text(text)
+    error = run("distill", stages=plan, out=tmp_path / "out", expect=2)
+    assert re.search(words, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_excludes_stages(finished, folder, tmp_path):
+    plan, out = folder / "plan.toml", tmp_path / "out"
+    error = run("distill", stages=plan, out=out, teacher=folder / "teacher", expect=2)
+    assert "--stages and --teacher exclude each other: it stands in the file" in error
+    error = run("distill", "--resume", "--overwrite", stages=plan, out=out, expect=2)
+    assert "--resume and --overwrite exclude" in error
+    shutil.copytree(finished[1] / "2-task", out)
+    error = run("distill", stages=plan, out=out, expect=2)
+    assert f"--out {out} holds a student of a run without --stages" in error
