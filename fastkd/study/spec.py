@@ -101,11 +101,13 @@ def build(name: str, options: Mapping[str, Any]) -> Method:
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpec:
-    """A data set. ``source`` is None for the docstrings of Python's library."""
+    """A data set. ``source`` is None for the docstrings of Python's library, or their ``pairs``."""
 
     name: str
     source: Source | None
-    rows: tuple[int, int] = (350, 60)  # docstrings of each area: to train on, held out
+    # Docstrings of each area, or pairs of each grade: to train on, held out.
+    rows: tuple[int, int] = (350, 60)
+    pairs: bool = False
     #: How many rows the student sees with labels, drawn anew by each seed; the others come
     #: without. The teacher has learned from all.
     labelled: int | None = None
@@ -336,17 +338,24 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
     docstrings = rest.pop("docstrings", False)
     if not isinstance(docstrings, bool):
         raise InputError(f"{where}docstrings must be true, got {docstrings!r:.40}")
-    if docstrings:
-        if rest:
-            raise InputError(f"{where}docstrings and {min(rest)} exclude each other")
-        source = None
+    pairs = rest.pop("pairs", None)
+    if pairs not in (None, "docstrings"):
+        raise InputError(f'{where}pairs must be "docstrings", got {pairs!r:.40}')
+    if docstrings or pairs:
+        ours = "pairs" if pairs else "docstrings"
+        if rest or (docstrings and pairs):
+            other = min([*rest, *["docstrings"] * bool(docstrings and pairs)])
+            raise InputError(f"{where}{ours} and {other} exclude each other")
+        source, own["pairs"] = None, bool(pairs)
     else:
         own.pop("rows", None)
         # The head of a study's teacher is new.
         sources = {field.name for field in dataclasses.fields(Source)} - {"label_order"}
         for field in rest:
             if field not in sources:
-                known = sorted({*sources - {"evals"}, "eval", "docstrings", *OWN_TASK_FIELDS})
+                known = sorted(
+                    {*sources - {"evals"}, "eval", "docstrings", "pairs", *OWN_TASK_FIELDS}
+                )
                 raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
         paths = {field: rest.pop(field) for field in PATHS if field in rest}
         check_types(where, rest, Source)
@@ -363,8 +372,12 @@ def _task_of_words(name: str, value: Any) -> dict[str, Any]:
     known = {"task": name} if name in GLUE_TASKS else {}
     if words == ["docstrings"]:
         return {"docstrings": True}
+    if words == ["pairs"]:
+        return {"pairs": "docstrings"}
     if words == ["hub"]:
         return known or {"data": name}
     if len(words) != 2:
-        raise InputError(f"--tasks {name}={value}: give TRAIN,EVAL (files), hub or docstrings")
+        raise InputError(
+            f"--tasks {name}={value}: give TRAIN,EVAL (files), hub, docstrings or pairs"
+        )
     return {**known, "train": words[0], "eval": words[1]}

@@ -27,7 +27,7 @@ from fastkd.study.measures import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, build
 from fastkd.train import data
 from fastkd.train.corpus import Corpus
-from fastkd.train.docstrings import load_docstrings
+from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.models import check_depth, check_length, count, fit_config, let_pad, load
 from fastkd.train.output import corpus_fingerprints
@@ -129,7 +129,7 @@ class TaskWork:
     @functools.cached_property
     def corpus(self) -> Corpus:
         if self.task.source is None:
-            return load_docstrings(*self.task.rows)
+            return (load_pairs if self.task.pairs else load_docstrings)(*self.task.rows)
         with as_keys(f"tasks.{self.task.name} of the study", Source):
             return data.load(self.task.source)
 

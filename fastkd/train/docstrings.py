@@ -1,6 +1,7 @@
 """Real labelled text on every machine: the docstrings of Python's standard library.
 
-The label of a docstring is the area of the library it comes from. Files are parsed, never imported.
+The label of a docstring is the area of the library it comes from; that of a pair of them is how
+close they stand there. Files are parsed, never imported.
 """
 
 import ast
@@ -9,12 +10,13 @@ import hashlib
 import re
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import Rows, in_memory
 from fastkd.train.tasks.classification import Classification
+from fastkd.train.tasks.regression import Regression
 
 AREAS = {
     "concurrency": (
@@ -51,6 +53,8 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__py
 FEWEST_WORDS = 4
 LONGEST_WORDS = 60
 HELD_OUT = 5  # one group in so many
+# What two texts of a pair may share: nothing, the area, the package, the module, the class.
+GRADES = 5
 
 
 def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -99,6 +103,89 @@ def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | Non
         InputError: fewer than two areas have docstrings (Python was installed without sources).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
+    splits: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    for held_out, found in zip((False, True), _split(root), strict=True):
+        for area, _, text in found:
+            splits[held_out].setdefault(area, []).append(text)
+    names = sorted(
+        area
+        for area in AREAS
+        if len(splits[False].get(area, [])) >= train_rows // 2
+        and len(splits[True].get(area, [])) >= eval_rows // 2
+    )
+    if len(names) < 2:
+        raise _too_few(root)
+    train, evals = (
+        _rows(splits[held_out], names, limit)
+        for held_out, limit in ((False, train_rows), (True, eval_rows))
+    )
+    assert not set(train.texts) & set(evals.texts)
+    return Corpus(train, {"": evals}, Classification(tuple(names)), ("accuracy", "f1"))
+
+
+def load_pairs(train_rows: int = 350, eval_rows: int = 60, root: Path | None = None) -> Corpus:
+    """At most so many training and held-out pairs of docstrings of each grade.
+
+    The label is how close the two stand in the library: 4 in one class, 3 in one module, 2 in one
+    package, 1 in one area, 0 otherwise. A class with its methods is either trained on or held out,
+    and no pair has texts of both.
+
+    Raises:
+        InputError: fewer than two areas have docstrings, or a grade has no pairs.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    sets = []
+    for texts, limit in zip(_split(root), (train_rows, eval_rows), strict=True):
+        pairs = [pair for grade in range(GRADES) for pair in _pairs(texts, grade, limit)]
+        if len({grade for *_, grade in pairs}) < GRADES:
+            raise _too_few(root)
+        pairs.sort(key=lambda pair: _hash(f"{pair[0]} {pair[1]}"))
+        first, second, grades = map(list, zip(*pairs, strict=True))
+        sets.append(in_memory("pairs of docstrings", first, [float(x) for x in grades], second))
+    return Corpus(sets[0], {"": sets[1]}, Regression(), ("spearman", "pearson"))
+
+
+def _place(area: str, group: str) -> tuple[str, ...]:
+    """Area, package, module and class of a docstring; a function at the top is no class."""
+    path, _, name = group.rpartition(":")
+    package = PurePosixPath(path).parts[0]
+    return area, package, path, name if name[:1].isupper() else ""
+
+
+def _grade(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many levels two places share; a class without a name is shared by none."""
+    shared = 0
+    for x, y in zip(one, other, strict=True):
+        if x != y or not x:
+            break
+        shared += 1
+    return shared
+
+
+def _pairs(
+    texts: list[tuple[str, str, str]], grade: int, limit: int
+) -> Iterator[tuple[str, str, int]]:
+    """At most ``limit`` pairs of a grade, each text first in one of them, drawn by their hashes."""
+    near: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {}
+    for area, group, text in texts:
+        place = _place(area, group)
+        near.setdefault(place[:grade], []).append((place, text))
+    made: set[frozenset[str]] = set()
+    for area, group, text in sorted(texts, key=lambda found: _hash(f"{grade} {found[2]}")):
+        if len(made) == limit:
+            return
+        place = _place(area, group)
+        others = [x for at, x in near[place[:grade]] if x != text and _grade(place, at) == grade]
+        if not others:
+            continue
+        other = others[_hash(f"{text} {grade}") % len(others)]
+        if frozenset((text, other)) not in made:
+            made.add(frozenset((text, other)))
+            yield text, other, grade
+
+
+def _split(root: Path) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """(area, group, text) to train on and held out; every text once, in the order of its hash."""
     found: dict[str, tuple[str, str, str]] = {}
     ambiguous = set()
     for area, group, text in docstrings(root):
@@ -110,28 +197,16 @@ def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | Non
         if key in found and found[key][0] != area:
             ambiguous.add(key)
         found.setdefault(key, (area, group, shortened))
-
-    splits: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    splits: tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]] = ([], [])
     for key in sorted(found.keys() - ambiguous, key=_hash):
-        area, group, text = found[key]
-        held_out = _hash(group) % HELD_OUT == 0
-        splits[held_out].setdefault(area, []).append(text)
-    names = sorted(
-        area
-        for area in AREAS
-        if len(splits[False].get(area, [])) >= train_rows // 2
-        and len(splits[True].get(area, [])) >= eval_rows // 2
+        splits[_hash(found[key][1]) % HELD_OUT == 0].append(found[key])
+    return splits
+
+
+def _too_few(root: Path) -> InputError:
+    return InputError(
+        f"too few docstrings below {root}: this Python comes without its library's sources"
     )
-    if len(names) < 2:
-        raise InputError(
-            f"too few docstrings below {root}: this Python comes without its library's sources"
-        )
-    train, evals = (
-        _rows(splits[held_out], names, limit)
-        for held_out, limit in ((False, train_rows), (True, eval_rows))
-    )
-    assert not set(train.texts) & set(evals.texts)
-    return Corpus(train, {"": evals}, Classification(tuple(names)), ("accuracy", "f1"))
 
 
 def _hash(text: str) -> int:

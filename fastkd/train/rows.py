@@ -141,11 +141,14 @@ def file_fingerprint(path: Path) -> str:
         return fingerprint(iter(lambda: file.read(2**20), b""))
 
 
-def in_memory(source: str, texts: list[str], labels: Sequence[float]) -> Rows:
+def in_memory(
+    source: str, texts: list[str], labels: Sequence[float], pairs: list[str] | None = None
+) -> Rows:
     """A few rows that no file holds."""
-    numbers = list(range(1, len(texts) + 1))
+    columns = {"text": texts} if pairs is None else {"text": texts, "pair": pairs}
     data = _library().Dataset.from_dict(
-        {"number": numbers, "text": texts}, features=_features({"text": "large_string"})
+        {"number": list(range(1, len(texts) + 1)), **columns},
+        features=_features(dict.fromkeys(columns, "large_string")),
     )
     return Rows(source, data, np.asarray(labels))
 

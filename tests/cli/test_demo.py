@@ -2,6 +2,8 @@
 
 import functools
 import json
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from fastkd.cli import demo
 from fastkd.distill import METHODS
 from fastkd.study import task
 from fastkd.train import packaged, saving
-from fastkd.train.docstrings import AREAS, docstrings, load_docstrings
+from fastkd.train.docstrings import AREAS, docstrings, load_docstrings, load_pairs
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
@@ -103,6 +105,34 @@ def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
         for rows in (corpus.train, corpus.evals[""])
     ]
     assert sum(mail) <= 1
+
+
+def test_pairs_are_graded_by_the_tree(tmp_path):
+    found = reversed(
+        list(docstrings(Path(sysconfig.get_path("stdlib"))))
+    )  # the first of a text counts
+    texts = {" ".join(text.split()[:60]): group for _, group, text in found}
+    area_of = {module: area for area, modules in AREAS.items() for module in modules.split()}
+    corpus = load_pairs(30, 6)
+    assert corpus.task.names is None and corpus.metrics == ("spearman", "pearson")
+    sides = []
+    for rows, count in ((corpus.train, 30), (corpus.evals[""], 6)):
+        labels = rows.labels.tolist()
+        assert sorted(labels) == sorted([0.0, 1.0, 2.0, 3.0, 4.0] * count)
+        sides.append(set(rows.texts) | set(rows.pairs))
+        assert len(set(map(frozenset, zip(rows.texts, rows.pairs, strict=True)))) == len(rows)
+        for first, second, label in zip(rows.texts, rows.pairs, labels, strict=True):
+            (one, name), (other, second_name) = (texts[x].split(":") for x in (first, second))
+            packages = [path.split("/")[0] for path in (one, other)]
+            areas = [area_of[package.removesuffix(".py")] for package in packages]
+            shared = [areas[0] == areas[1], packages[0] == packages[1], one == other]
+            shared.append(name == second_name and name[:1].isupper())
+            assert label == [*shared, False].index(False), (first, second)
+    assert not sides[0] & sides[1]
+    again = load_pairs(30, 6)
+    assert again.train.texts == corpus.train.texts and again.train.pairs == corpus.train.pairs
+    with pytest.raises(InputError, match="too few docstrings"):
+        load_pairs(10, 10, write_library(tmp_path / "lib"))
 
 
 def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):

@@ -238,7 +238,7 @@ def test_options_say_what_a_file_says(root):
     options = {
         "methods": "labels, fcd",
         "options": {"fcd.alpha": [0.1, 1], "fcd.layers": "top,bottom"},
-        "tasks": {"one": f"{root}/train.tsv,{root}/dev.tsv", "docs": "docstrings"},
+        "tasks": {"one": f"{root}/train.tsv,{root}/dev.tsv", "docs": "docstrings", "p": "pairs"},
         "seeds": 3,
         "seconds": 2.0,
     }
@@ -251,7 +251,8 @@ def test_options_say_what_a_file_says(root):
         "fcd, alpha=1, layers=bottom",
     ]
     assert found.seeds == (0, 1, 2) and found.steps is None and found.budget == "2 seconds"
-    assert [task.source is None for task in found.tasks] == [False, True]
+    assert [task.source is None for task in found.tasks] == [False, True, True]
+    assert [task.pairs for task in found.tasks] == [False, False, True]
     assert spec.read(StudySettings(tasks={"sst2": "hub"})).tasks[0].source.task == "sst2"
 
 
@@ -320,6 +321,8 @@ def test_mistakes_in_fields_are_named(root, line, message):
         ("max_length = 3", "max_length must be at least 4"),
         ("docstrings = 5", "docstrings must be true"),
         ("docstrings = true", "docstrings and eval"),
+        ('pairs = "docstrings"', "pairs and eval"),
+        ("pairs = true", 'pairs must be "docstrings", got True'),
         ("rows = 5", "rows must be two whole numbers"),
         ("train = 5", "train must be a path"),
         ('label_order = "1,0"', "tasks.one has no field 'label_order'"),
