@@ -2,17 +2,19 @@
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core.checks import check_number, check_positive_int
 from fastkd._core.extras import require
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
+from fastkd.distill.order import LABELLED_SHARE, Order, has_label
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +41,23 @@ class _Prepare(TrainerCallback):
                 trainer.distiller.prepare(itertools.islice(loader, trainer.prepare_batches))
 
 
+class _Drawn(torch.utils.data.Sampler):
+    """The rows of an order, another draw in each epoch."""
+
+    def __init__(self, order: Order, seed: int) -> None:
+        self.order, self.seed, self.epoch = order, seed, 0
+
+    def __len__(self) -> int:
+        return self.order.rows
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Trainer, in a resumed epoch too."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order.draw(np.random.default_rng([self.seed, self.epoch])).tolist()
+
+
 class DistillationTrainer(Trainer):
     """``transformers.Trainer`` whose model is a `Distiller`.
 
@@ -53,6 +72,9 @@ class DistillationTrainer(Trainer):
         model_init: or a function that makes one, of a hyper-parameter search's trial (None outside
             of it) or of nothing: every ``train`` then starts from a new one.
         prepare_batches: training batches that `Distiller.prepare` reads at most.
+        labelled_share: least share of labelled rows in a batch, 0 to 1. Where fewer rows of
+            ``train_dataset`` have labels (not −100 or NaN), those are drawn again, and every other
+            row comes once an epoch. Of data sets with a column of labels; 0 leaves the order alone.
         arguments: everything else goes to ``transformers.Trainer``.
 
     Example:
@@ -80,6 +102,7 @@ class DistillationTrainer(Trainer):
         model: Distiller | None = None,
         model_init: Callable[..., Distiller] | None = None,
         prepare_batches: int = 64,
+        labelled_share: float = LABELLED_SHARE,
         **arguments: Any,
     ) -> None:
         check_positive_int("prepare_batches", prepare_batches)
@@ -92,7 +115,10 @@ class DistillationTrainer(Trainer):
             )
         if ways[0]:
             model = Distiller(*parts)  # type: ignore[arg-type]
-        self.prepare_batches = prepare_batches
+        check_number("labelled_share", labelled_share, at_least=0)
+        if labelled_share > 1:
+            raise ValueError(f"labelled_share must be at most 1, got {labelled_share}")
+        self.prepare_batches, self.labelled_share = prepare_batches, labelled_share
         if model is not None:
             self._take(model)
         super().__init__(model=model, model_init=model_init, **arguments)
@@ -155,6 +181,18 @@ class DistillationTrainer(Trainer):
         for name, value in terms.items():
             total, count = self._logged.get(name, (0, 0))
             self._logged[name] = total + value, count + 1
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        columns = getattr(dataset, "column_names", None) or ()
+        name = next((x for x in (*self.label_names, "label") if x in columns), None)
+        if name is not None:
+            share = self.labelled_share
+            order = Order(has_label(dataset[name][:]), self._train_batch_size, share)
+            if order.rows != len(dataset):
+                seed = self.args.data_seed
+                return _Drawn(order, self.args.seed if seed is None else seed)
+        return super()._get_train_sampler(train_dataset)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

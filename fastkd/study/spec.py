@@ -27,6 +27,7 @@ from typing import Any
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
+from fastkd.distill.order import LABELLED_SHARE
 from fastkd.study.settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
@@ -144,6 +145,8 @@ class Study:
     evaluations: int = 4
     batch_size: int = 32
     learning_rate: float = 2e-4
+    #: Least share of a batch that has labels.
+    labelled_share: float = LABELLED_SHARE
     #: Keep the teacher's outputs on the disk for all runs; without it, each step runs the teacher.
     cache: bool = True
     device: str = "auto"
@@ -269,6 +272,8 @@ def _check(study: Study) -> None:
         for name, kind in (("title", str), ("columns", list), ("rows", Mapping)):
             if not isinstance(study.paper.get(name), kind):
                 raise InputError("paper must have a title, a list columns and a table rows")
+    if not 0 <= study.labelled_share <= 1:
+        raise InputError(f"labelled_share must be 0 to 1, got {study.labelled_share!r}")
     _check_positive(
         "", study, "steps", "seconds", "batch_size", "learning_rate", "evaluations",
         "student_layers",

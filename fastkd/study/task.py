@@ -243,6 +243,7 @@ class TaskWork:
             batch_size=study.batch_size,
             max_steps=steps,
             learning_rate=study.learning_rate,
+            labelled_share=study.labelled_share,
             precision=study.precision,
             device=self.device,
             seed=seed,

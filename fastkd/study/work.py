@@ -105,6 +105,7 @@ class Runs:
                 "evaluations": study.evaluations,
                 "batch_size": study.batch_size,
                 "learning_rate": study.learning_rate,
+                "labelled_share": study.labelled_share,
                 "precision": study.precision,
                 "device": str(work.device),
             }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
+from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.saving import saving
@@ -36,18 +37,18 @@ class OwnRows:
 class Steps(Sampler[OwnRows]):
     """The parts of one process in an epoch, in an order that only seed and epoch decide."""
 
-    def __init__(self, rows: int, rows_a_step: int, seed: int, rank: int = 0, ranks: int = 1):
-        self.rows, self.rows_a_step, self.seed = rows, rows_a_step, seed
+    def __init__(self, order: Order, seed: int, rank: int = 0, ranks: int = 1):
+        self.order, self.seed = order, seed
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
 
     def __len__(self) -> int:
-        return -(-self.rows // self.rows_a_step)
+        return -(-self.order.rows // self.order.batch)
 
     def __iter__(self) -> Iterator[OwnRows]:
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
-        for start in range(0, self.rows, self.rows_a_step):
-            step = order[start : start + self.rows_a_step]
+        rows = self.order.draw(np.random.default_rng([self.seed, self.epoch]))
+        for start in range(0, len(rows), self.order.batch):
+            step = rows[start : start + self.order.batch]
             own = np.array_split(step, self.ranks)[self.rank]
             share = len(own) * self.ranks / len(step)
             yield OwnRows((own if len(own) else step[:1]).tolist(), share)
@@ -74,18 +75,16 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class Feed(_Trainer):
-    """Trainer over the rows of `Steps`, every one once an epoch, whatever the processes' number."""
+    """Trainer over the rows of `Steps`, the same ones whatever the processes' number."""
 
     steps: Steps
     gather = False
     share = 1.0
 
-    def feed(self, rows_a_step: int) -> None:
-        """Say how many rows all processes read in a step."""
+    def feed(self, order: Order) -> None:
+        """Say which rows all processes read in a step."""
         args = self.args
-        self.steps = Steps(
-            len(self.train_dataset), rows_a_step, args.seed, args.process_index, args.world_size
-        )
+        self.steps = Steps(order, args.seed, args.process_index, args.world_size)
 
     def loader(self, steps: Steps) -> DataLoader:
         """Batches of these steps."""
@@ -138,7 +137,7 @@ class StudentTrainer(Feed, DistillationTrainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.train`; a method is prepared alike in all processes."""
         if not self.distiller.method.prepared and not resume_from_checkpoint:
-            whole = Steps(self.steps.rows, self.steps.rows_a_step, self.steps.seed)
+            whole = Steps(self.steps.order, self.steps.seed)
             with torch.random.fork_rng():
                 self.distiller.prepare(self._bare(whole))
         return super().train(resume_from_checkpoint, *args, **kwargs)

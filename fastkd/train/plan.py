@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fastkd.distill.order import LABELLED_SHARE
 from fastkd.distributed import world_size
 from fastkd.train.errors import InputError
 
@@ -20,6 +21,7 @@ class Plan:
 
     A batch has ``batch_size`` rows, shared by all processes. ``trainer`` are further arguments of
     TrainingArguments, ``gradient_accumulation_steps`` among them: the batches of a step.
+    ``labelled_share`` is the least share of a batch that has labels.
     """
 
     epochs: float = 3.0
@@ -31,6 +33,7 @@ class Plan:
     precision: str = "fp32"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
+    labelled_share: float = LABELLED_SHARE
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,7 +47,7 @@ class Plan:
         return self.trainer.get("gradient_accumulation_steps", 1)
 
     def steps(self, rows: int) -> tuple[int, int]:
-        """Steps in all and steps in an epoch."""
+        """Steps in all and steps in an epoch of so many rows."""
         per_epoch = math.ceil(math.ceil(rows / self.batch_size) / self.batches_a_step)
         total = self.max_steps if self.max_steps > 0 else math.ceil(self.epochs * per_epoch)
         return total, per_epoch

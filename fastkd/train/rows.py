@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import MissingExtra, require
+from fastkd.distill.order import has_label
 from fastkd.train.errors import InputError
 from fastkd.train.saving import saving
 
@@ -253,6 +254,13 @@ class Encoded(torch.utils.data.Dataset):
         """The labels, where they are one number a row."""
         assert self.labels is not None
         return self.labels
+
+    @property
+    def labelled(self) -> np.ndarray:
+        """Which rows have a label, (rows,) bool; without numbers, those that none followed."""
+        if self.labels is not None:
+            return has_label(self.labels)
+        return np.arange(len(self)) < self.ends[0]
 
     def place(self, index: int) -> tuple[str, int]:
         """Source and number of the row that ``index`` was made of, or begins with."""

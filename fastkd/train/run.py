@@ -351,6 +351,7 @@ def _plan(settings: Settings) -> Plan:
         precision=settings.precision,
         device=choose_device(settings.device, settings.precision),
         seed=settings.seed,
+        labelled_share=settings.labelled_share,
         trainer=trainer_args.read(settings.trainer_args),
     )
 

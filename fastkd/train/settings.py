@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.distill.baselines import NAMES
+from fastkd.distill.order import LABELLED_SHARE
 from fastkd.train import tasks
 from fastkd.train.columns import Columns
 from fastkd.train.errors import InputError
@@ -238,6 +239,13 @@ class Settings(Pairing):
     weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
     warmup: float = training_option(
         0.1, "Share of the steps that warms up, 0 to 1.", least=0, most=1
+    )
+    labelled_share: float = training_option(
+        LABELLED_SHARE,
+        "Least share of labelled rows in a batch, 0 to 1: where fewer have labels, they are drawn "
+        "again.",
+        least=0,
+        most=1,
     )
     gather: bool = training_option(False, "Losses that compare samples see those of all processes.")
     trainer_args: Path | None = training_option(

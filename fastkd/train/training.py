@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations import get_available_reporting_integrations
 
+from fastkd.distill.order import Order
 from fastkd.train import processes
 from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
 from fastkd.train.feed import Feed
@@ -286,7 +287,9 @@ def train(
 
     With checkpoints the run can be cut off at any time and continued to the same result.
     """
-    watcher = Watcher(watch, display, title, plan.steps(len(examples))[1])
+    order = Order(examples.labelled, plan.batch_size, plan.labelled_share)
+    total, in_epoch = plan.steps(order.rows)
+    watcher = Watcher(watch, display, title, in_epoch)
     checkpoints = watch.checkpoints
     with contextlib.ExitStack() as stack:
         stack.callback(watcher.track.stop)
@@ -297,12 +300,12 @@ def train(
             stack.enter_context(_signals(watcher.ask_to_stop))
         stack.enter_context(_logging_to(watch.logs))
         watcher.trainer = trainer = make_trainer(
-            args=_arguments(plan, watch, folder, plan.steps(len(examples))[0]),
+            args=_arguments(plan, watch, folder, total),
             train_dataset=examples,
             data_collator=collate,
             callbacks=[watcher],
         )
-        trainer.feed(plan.batch_size)
+        trainer.feed(order)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
         last = None

@@ -44,7 +44,7 @@ from fastkd.train.saving import (
     replace_directory,
 )
 from fastkd.train.settings import Settings
-from tests.support.tiny import make_teacher, run, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
 
 @pytest.fixture(scope="module")
@@ -906,6 +906,23 @@ def test_resuming_gives_the_uninterrupted_result(
     for a, b in zip(resumed["history"], whole["history"], strict=True):
         assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
         assert a["losses"] == pytest.approx(b["losses"]) and "loss" in b["losses"]
+
+
+def test_resuming_draws_labelled_rows_as_before(distill, interrupted, tmp_path):
+    """6 labelled rows among 36, 2 in each batch of 8: 5 steps an epoch."""
+    more = tmp_path / "more.txt"
+    more.write_text("\n".join(text for text, _ in sentences(30, seed=5)))
+    options = {
+        "method": "soft_targets", "epochs": 3, "checkpoint_every": 3, "max_train_rows": 6,
+        "unlabelled": more,
+    }  # fmt: skip
+    distill(out=tmp_path / "whole", **options)
+    interrupted(8, crash, **options)
+    distill("--resume", **options)
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+    assert report_of(tmp_path / "out")["history"][-1]["step"] == 15
+    distill(out=tmp_path / "plain", labelled_share=0.0, **options)
+    assert not same_weights(tmp_path / "plain", tmp_path / "whole")
 
 
 def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):

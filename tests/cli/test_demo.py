@@ -114,7 +114,7 @@ def test_pairs_are_graded_by_the_tree(tmp_path):
     texts = {" ".join(text.split()[:60]): group for _, group, text in found}
     area_of = {module: area for area, modules in AREAS.items() for module in modules.split()}
     corpus = load_pairs(30, 6)
-    assert corpus.task.names is None and corpus.metrics == ("spearman", "pearson")
+    assert corpus.names is None and corpus.metrics == ("spearman", "pearson")
     sides = []
     for rows, count in ((corpus.train, 30), (corpus.evals[""], 6)):
         labels = rows.labels.tolist()

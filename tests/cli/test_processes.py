@@ -8,21 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from fastkd.distill.order import Order
 from fastkd.train.feed import Steps
 from fastkd.train.saving import damage
 from tests.cli.launched import Launch, command, commands, packaged, result_of
 from tests.cli.test_cli import report_of, stop_at, visible
 from tests.cli.test_demo import write_packaged
-from tests.support.tiny import make_teacher, run, words_of, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
 RUNS: dict[str, dict] = {
     "soft_targets": {},
     "lrkd": {"method": "lrkd"},
+    # A quarter of each batch has labels: as many in each process.
+    "few": {"max_train_rows": 9, "unlabelled": "more.txt"},
     # These compare samples with each other.
     "knn": {"method": "knn", "gather": True},
     "fcd": {"method": "fcd", "gather": True},
@@ -54,8 +58,11 @@ def words(tmp_path_factory):
     make_teacher(folder / "teacher", **still)
     write_tsv(folder / "train.tsv", ROWS)
     write_tsv(folder / "dev.tsv", 21, seed=1)
+    (folder / "more.txt").write_text("\n".join(text for text, _ in sentences(30, seed=2)))
 
     def make(out, processes, command="distill", **options):
+        if "unlabelled" in options:
+            options["unlabelled"] = folder / options["unlabelled"]
         usual = {
             "teacher": folder / "teacher",
             "train": folder / "train.tsv",
@@ -237,8 +244,9 @@ def test_a_bug_in_one_process_ends_the_others(launched):
 @pytest.mark.parametrize("rows", [1, 7, 8, 45])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
-    alone = Steps(rows, 8, seed=3)
-    shared = [Steps(rows, 8, 3, rank, ranks) for rank in range(ranks)]
+    order = Order(np.ones(rows, dtype=bool), 8)
+    alone = Steps(order, seed=3)
+    shared = [Steps(order, 3, rank, ranks) for rank in range(ranks)]
     orders = []
     for epoch in (0, 1):
         for steps in (alone, *shared):

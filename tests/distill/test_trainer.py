@@ -1,8 +1,11 @@
 """DistillationTrainer: schedule, logs, evaluation, saving and resuming."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
+from datasets import Dataset
 
 from fastkd.distill import (
     LRKD,
@@ -26,6 +29,78 @@ def rows(count=32):
     torch.manual_seed(0)
     data = batch(rows=count)
     return [{key: value[i] for key, value in data.items()} for i in range(count)]
+
+
+def few_labels(labelled=3, count=21):
+    """Rows of which the first ones have labels."""
+    data = batch(rows=count)
+    data["labels"] = torch.where(torch.arange(count) < labelled, data["labels"], -100)
+    return Dataset.from_dict({name: value.tolist() for name, value in data.items()})
+
+
+def test_labelled_rows_are_drawn_again(tmp_path):
+    """2 of 8 rows have labels in every batch, in a resumed run too."""
+    seen = []
+    data = few_labels()
+
+    def watched(directory, **options):
+        run = trainer(directory, SoftTargets(), data, max_steps=12, **options)
+        set_dropout(run.distiller)
+        step = run.training_step
+
+        def training_step(model, inputs, *rest):
+            seen.append(inputs)
+            return step(model, inputs, *rest)
+
+        run.training_step = training_step
+        return run
+
+    whole = watched(tmp_path / "whole", save_steps=5)
+    whole.train()
+    assert [int((x["labels"] != -100).sum()) for x in seen] == [2] * 12
+    assert {len(x["labels"]) for x in seen} == {8}
+    epochs = [
+        [row for x in seen[start : start + 3] for row in x["input_ids"].tolist()]
+        for start in range(0, 12, 3)
+    ]
+    assert all(row in epoch for row in data["input_ids"] for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    again = watched(tmp_path / "again", save_steps=99)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert [x["input_ids"].tolist() for x in seen[12:]] == [
+        x["input_ids"].tolist() for x in seen[5:12]
+    ]
+    for ours, theirs in zip(
+        again.distiller.parameters(), whole.distiller.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_labelled_rows_of_accumulated_batches_make_up_the_whole_batchs_loss(tmp_path):
+    run = trainer(
+        tmp_path, SoftTargets(), few_labels(), max_steps=1, gradient_accumulation_steps=2,
+        per_device_train_batch_size=4, optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant",
+    )  # fmt: skip
+    set_dropout(run.distiller)
+    before = copy.deepcopy(run.distiller)
+    loader = iter(run.get_train_dataloader())
+    first, second = next(loader), next(loader)
+    joined = {name: torch.cat([first[name], second[name]]) for name in first}
+    assert int((joined["labels"] != -100).sum()) == 2
+    run.train()
+    before(**joined).loss.backward()
+    for p, trained in zip(before.parameters(), run.distiller.parameters(), strict=True):
+        expected = p.detach() if p.grad is None else p.detach() - 1e-3 * p.grad
+        torch.testing.assert_close(trained.detach(), expected, atol=1e-7, rtol=1e-5)
+
+
+def test_labelled_share_may_be_off_and_is_checked(tmp_path):
+    run = trainer(tmp_path, SoftTargets(), few_labels())
+    assert len(run.get_train_dataloader()) == 3
+    run.labelled_share = 0.0
+    assert isinstance(run._get_train_sampler(), torch.utils.data.RandomSampler)
+    with pytest.raises(ValueError, match="labelled_share must be at most 1, got 2"):
+        DistillationTrainer(model=run.distiller, labelled_share=2)
 
 
 def arguments(directory, **options):

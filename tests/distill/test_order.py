@@ -1,0 +1,62 @@
+"""The order of an epoch's rows where few have labels."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastkd.distill.order import Order, has_label
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=120),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
+    st.integers(0, 3),
+)
+def test_every_row_comes_and_labels_have_their_share(labelled, batch, share, seed):
+    labelled = np.array(labelled)
+    order = Order(labelled, batch, share)
+    rows = order.draw(np.random.default_rng(seed))
+    assert np.array_equal(rows, order.draw(np.random.default_rng(seed)))
+    assert len(rows) == order.rows
+    times = np.bincount(rows, minlength=len(labelled))
+    assert (times[~labelled] == 1).all()
+    enough = not labelled.any() or labelled.sum() >= share * len(labelled)
+    if enough or batch == 1:
+        assert (times == 1).all()
+        return
+    assert times[labelled].max() - times[labelled].min() <= 1
+    wanted = min(math.ceil(share * batch - 1e-9), batch - 1)
+    parts = [rows[start : start + batch] for start in range(0, len(rows), batch)]
+    for part in parts:
+        assert labelled[part].sum() >= math.floor(wanted / batch * len(part))
+        assert not labelled[part].all()
+        for ranks in (2, 3):
+            found = [labelled[own].sum() for own in np.array_split(part, ranks)]
+            assert max(found) - min(found) <= 1 + (len(part) % ranks > 0)
+    assert all(labelled[part].sum() == wanted for part in parts[:-1])
+
+
+def test_200_of_5700_rows_are_a_quarter_of_each_batch():
+    labelled = np.arange(5700) < 200
+    rows = Order(labelled, 32).draw(np.random.default_rng(0))
+    assert [labelled[x].sum() for x in np.split(rows[: 32 * 229], 229)] == [8] * 229
+    # As before where nothing is asked for.
+    plain = Order(labelled, 32, 0.0).draw(np.random.default_rng(0))
+    assert np.array_equal(plain, np.random.default_rng(0).permutation(5700))
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        ([0, -100, 2], [True, False, True]),
+        ([0.5, float("nan"), None], [True, False, False]),
+        ([[1, 2], [3]], [True, True]),
+        ([[1, -100], [-100, -100]], [True, True]),
+    ],
+)
+def test_what_counts_as_a_label(labels, found):
+    assert has_label(labels).tolist() == found
