@@ -43,64 +43,6 @@ from fastkd.relation import Distance, FCDLoss, Normalize
 from fastkd.soft_targets import DIVERGENCES, DivergenceWord
 
 
-class FCD(Method):
-    """Feature Correlation Distillation (Huang et al. 2023).
-
-    L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
-    relation losses (eqs. 8-9) between each student layer and its teacher layer, averaged over
-    the layers; `fastkd.FCDLoss`. Works across hidden sizes without a projection.
-
-    Args:
-        alpha: weight of the relations between tokens; {0.1, 0.2, 0.4, 1} in the paper.
-        beta: weight of the relations between samples; the same grid.
-        task_weight: weight of the task loss; 0 distils without labels.
-        layers: "uniform" (best in Table 3), "top", "bottom", or a teacher layer for each student
-            layer.
-        normalize: of the features, Table 4: "l2", "layer_norm", "softmax", "none".
-        distance: between relations, Table 2: "pearson", "mse", "kl".
-
-    Terms: task, tokens, samples.
-    """
-
-    across_samples = ("samples",)
-
-    def __init__(
-        self,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        task_weight: float = 1.0,
-        layers: Layers = "uniform",
-        normalize: Normalize = "l2",
-        distance: Distance = "pearson",
-    ) -> None:
-        super().__init__()
-        _check_weights(alpha=alpha, beta=beta, task_weight=task_weight)
-        self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
-        self.normalize, self.distance = normalize, distance
-        self.token_loss = FCDLoss(1.0, 0.0, normalize, distance)
-        self.sample_loss = FCDLoss(0.0, 1.0, normalize, distance)
-
-    def choose_layers(self, teacher: Model, student: Backbone) -> None:
-        self.pair_layers(self.layers, teacher, student)
-
-    def weights(self, progress: float) -> dict[str, float]:
-        return {"task": self.task_weight, "tokens": self.alpha, "samples": self.beta}
-
-    def tokens(self, step: Step) -> Tensor:
-        """L_t, eq. 8."""
-        students, teachers = step.layers(self.student_layers, self.teacher_layers)
-        loss = self.token_loss(students, teachers, step.mask)
-        count = (step.real.sum(1) >= 2).sum()  # the samples that have a relation
-        return step.mean(loss * count, count)
-
-    def samples(self, step: Step) -> Tensor:
-        """L_s, eq. 9."""
-        layers = step.layers(self.student_layers, self.teacher_layers)
-        loss: Tensor = step.across(self.sample_loss)(*layers, step.mask)
-        return loss
-
-
 class _Soft(Method):
     """A method with soft targets."""
 
@@ -121,6 +63,74 @@ class _Soft(Method):
     def soft(self, step: Step) -> Tensor:
         """Divergence from the teacher's softened output, MSE for regression."""
         return step.soft_loss(self.temperature, self.divergence, self.scale_by_t2)
+
+
+class FCD(_Soft):
+    """Feature Correlation Distillation (Huang et al. 2023).
+
+    L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
+    relation losses (eqs. 8-9) between each student layer and its teacher layer, averaged over
+    the layers; `fastkd.FCDLoss`. Works across hidden sizes without a projection. Soft targets are
+    no part of the paper's loss, and may be added.
+
+    Args:
+        alpha: weight of the relations between tokens; {0.1, 0.2, 0.4, 1} in the paper.
+        beta: weight of the relations between samples; the same grid.
+        task_weight: weight of the task loss; 0 distils without labels.
+        soft_weight: weight of the soft targets; 0 in the paper.
+        layers: "uniform" (best in Table 3), "top", "bottom", or a teacher layer for each student
+            layer.
+        normalize: of the features, Table 4: "l2", "layer_norm", "softmax", "none".
+        distance: between relations, Table 2: "pearson", "mse", "kl".
+        temperature, divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, tokens, samples.
+    """
+
+    across_samples = ("samples",)
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        task_weight: float = 1.0,
+        soft_weight: float = 0.0,
+        layers: Layers = "uniform",
+        normalize: Normalize = "l2",
+        distance: Distance = "pearson",
+        temperature: float = 2.0,
+        divergence: DivergenceWord = "forward_kl",
+        scale_by_t2: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_weights(alpha=alpha, beta=beta, task_weight=task_weight, soft_weight=soft_weight)
+        self.soft_weight = soft_weight
+        self._set_soft(temperature, divergence, scale_by_t2)
+        self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
+        self.normalize, self.distance = normalize, distance
+        self.token_loss = FCDLoss(1.0, 0.0, normalize, distance)
+        self.sample_loss = FCDLoss(0.0, 1.0, normalize, distance)
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        self.pair_layers(self.layers, teacher, student)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        logits = {"task": self.task_weight, "soft": self.soft_weight}
+        return {**logits, "tokens": self.alpha, "samples": self.beta}
+
+    def tokens(self, step: Step) -> Tensor:
+        """L_t, eq. 8."""
+        students, teachers = step.layers(self.student_layers, self.teacher_layers)
+        loss = self.token_loss(students, teachers, step.mask)
+        count = (step.real.sum(1) >= 2).sum()  # the samples that have a relation
+        return step.mean(loss * count, count)
+
+    def samples(self, step: Step) -> Tensor:
+        """L_s, eq. 9."""
+        layers = step.layers(self.student_layers, self.teacher_layers)
+        loss: Tensor = step.across(self.sample_loss)(*layers, step.mask)
+        return loss
 
 
 class Labels(Method):

@@ -94,7 +94,7 @@ def test_fcd_is_equation_10(family):
     teacher, student = pair(family)
     inputs = batch()
     mask = inputs["attention_mask"].bool()
-    (_, h_t), (z_s, h_s) = both(teacher, student, inputs)
+    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
     tokens, samples = [], []
     for i, j in zip((1, 2), TEACHER_LAYERS, strict=True):
         tokens += [
@@ -112,6 +112,14 @@ def test_fcd_is_equation_10(family):
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.terms["tokens"], l_t, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.terms["samples"], l_s, rtol=1e-5, atol=1e-6)
+    assert set(out.terms) == {"task", "tokens", "samples", "total"}
+
+    out = total(
+        teacher, student, FCD(alpha=0.4, beta=0.2, soft_weight=0.3, temperature=3.0), inputs
+    )
+    soft = 9 * kl(z_t, z_s, 3.0)
+    torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.loss, expected + 0.3 * soft, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -331,6 +339,7 @@ def test_every_method_has_a_name_and_is_public():
 def test_papers_values():
     presets = {name: method_by_name(name, preset="paper") for name in METHODS}
     defaults = {name: method.hyperparameters() for name, method in presets.items()}
+    assert defaults["fcd"]["soft_weight"] == 0.0
     assert defaults["fcd"]["layers"] == "uniform" and defaults["fcd"]["distance"] == "pearson"
     assert defaults["knn"]["alpha2"] == defaults["knn"]["alpha3"] == 0.5
     lrc = defaults["lrc_bert"]
