@@ -1,6 +1,7 @@
 """Distillation from logits: the divergence of the teacher's and the student's softened output."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -486,7 +487,7 @@ def linear_soft_target_loss(
     chunk_bytes: int | None = None,
     soft_weight: float = 1.0,
     task: CrossEntropy | None = None,
-    return_terms: bool = False,
+    return_terms: bool | Sequence[str] = False,
     backend: Backend = "auto",
 ) -> Any:
     """`soft_target_loss` from hidden states and vocabulary heads, without all the logits.
@@ -512,7 +513,8 @@ def linear_soft_target_loss(
             for terms.
         task: a `fastkd.CrossEntropy`. A position that the mask or its ``ignore_index`` leaves out
             counts in neither term.
-        return_terms: also return what the loss is made of.
+        return_terms: also return what the loss is made of: True for all, or the names of some,
+            of which no other is computed.
 
     Returns:
         As `soft_target_loss`, with gradients to ``student_hidden`` and what the student's head is
@@ -533,6 +535,7 @@ def linear_soft_target_loss(
     teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, vocabulary)
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     check_number("soft_weight", soft_weight, at_least=0)
+    asked = _asked(return_terms)
     leading, V = student_hidden.shape[:-1], vocabulary or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
     mask, labels = _counted(mask, task, leading, student_hidden.device, V)
@@ -540,7 +543,7 @@ def linear_soft_target_loss(
     of_teacher, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
         teacher.check(leading, V, student_hidden.device, mask)
-    if not (soft_weight or return_terms):
+    if not (soft_weight or "soft" in asked):
         pass
     elif isinstance(teacher, TopK):
         given, tail = [*teacher.rows(mask)], teacher.tail
@@ -557,7 +560,7 @@ def linear_soft_target_loss(
         of_teacher,
         vocabulary or 0,
         _chunk_bytes(chunk_bytes, student_hidden),
-        return_terms,
+        not {"entropy", "accuracy"}.isdisjoint(asked),
     )
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
     double = any(x is not None and x.dtype == torch.float64 for x in (*learning, *given))
@@ -569,7 +572,18 @@ def linear_soft_target_loss(
     loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *learning, *given)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(TERMS), *leading)
-    return (loss, dict(zip(TERMS, terms, strict=True))) if return_terms else loss
+    return (loss, {x: terms[TERMS.index(x)] for x in asked}) if asked else loss
+
+
+def _asked(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
+    """Names of terms."""
+    if isinstance(return_terms, bool):
+        return TERMS if return_terms else ()
+    if isinstance(return_terms, str):
+        raise TypeError(f"return_terms must be a bool or a list of names, got {return_terms!r}")
+    for name in return_terms:
+        check_choice("return_terms", name, TERMS)
+    return tuple(return_terms)
 
 
 def _chunk_bytes(asked: int | None, x: Tensor) -> int:

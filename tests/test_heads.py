@@ -228,6 +228,20 @@ def test_a_weight_of_0_asks_the_teacher_for_nothing():
     assert loss.isfinite() and terms["soft"].isnan()
 
 
+def test_terms_by_name():
+    (h, w, _), (h_t, w_t, _) = heads(4)
+    given = h, w, h_t, w_t[:V]
+    options = dict(soft_weight=0.0, task=CrossEntropy(torch.randint(V, (4,))))
+    _, every = linear_soft_target_loss(*given, return_terms=True, **options)
+    for names in (["accuracy", "task"], ["soft"]):
+        _, terms = linear_soft_target_loss(*given, return_terms=names, **options)
+        torch.testing.assert_close(terms, {name: every[name] for name in names})
+    with pytest.raises(TypeError, match="must be a bool or a list of names, got 'soft'"):
+        linear_soft_target_loss(*given, return_terms="soft")
+    with pytest.raises(ValueError, match="return_terms must be one of 'soft'"):
+        linear_soft_target_loss(*given, return_terms=["loss"])
+
+
 def test_micro_batches_add_up():
     (h, w, b), (h_t, w_t, _) = heads(6)
     labels = torch.tensor([1, -100, 3, 4, -100, 6])

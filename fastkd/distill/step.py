@@ -448,7 +448,7 @@ class Step:
             reduction="sum",
             soft_weight=float("soft" in weights) if one else weights["soft"],
             task=task,
-            return_terms=not one,
+            return_terms=() if one else tuple(weights),
         )
         count = states.shape[:-1].numel()
         if one:
