@@ -22,12 +22,12 @@ from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
 from fastkd.distill.words import Words
 from fastkd.head import Head
 
-FORMAT = 3
+FORMAT = 4
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
-    "sentence_last", "problem",
+    "sentence_last", "problem", "predicts_words",
 )  # fmt: skip
 
 

@@ -64,6 +64,11 @@ class Model:
     problem: str | None = None
     #: Whether it is an encoder-decoder that writes words, and reads those before them.
     writes: bool = False
+    #: Whether its logits are those of a vocabulary's words, and the tokenizer that has them.
+    predicts_words: bool = False
+    tokenizer: Any = None
+    #: Of a teacher: how many first words are the student's as well, None for all.
+    vocabulary: int | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -132,6 +137,7 @@ class Backbone(Model):
         if is_a(inner, "ForMultipleChoice"):
             self.output_size = None  # a logit for each choice
         #: Whether the head predicts something for each token.
+        self.predicts_words = bool(vocabulary_head)
         self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
         self.causal = predicts_next_token(inner)

@@ -51,9 +51,16 @@ class Distiller(InGroup):
         keep_logits: give a causal or masked language model's logits too. By default those are never
             made for all tokens: the terms come from hidden states and heads, a few tokens at a
             time. docs/support.md names what is run with its logits always.
+        tokenizers: of language models whose words are compared: the tokenizer of both, or the
+            student's and the teacher's (each teacher's). The ids that both know must be the same
+            tokens, and columns of logits beyond these, a head's padding or one side's additions,
+            are out of both distributions; labels must be below. Without tokenizers heads of two
+            sizes are compared by the words of the smaller, if the configurations' special tokens
+            agree and the rest could be padding (fewer than 1024). A warning says what was done.
 
     Raises:
-        ValueError: teacher and student share weights, or don't fit the method.
+        ValueError: teacher and student share weights, or don't fit the method; or the tokenizers
+            have two tokens for one id.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -82,6 +89,7 @@ class Distiller(InGroup):
         gather: bool = False,
         group: "torch.distributed.ProcessGroup | None" = None,
         keep_logits: bool = False,
+        tokenizers: Any = None,
     ) -> None:
         super().__init__()
         check_method("method", method)
@@ -90,6 +98,7 @@ class Distiller(InGroup):
         if isinstance(teacher, (list, tuple)):
             taught = nn.ModuleList(as_teacher(each, student) for each in teacher)
         self._teachers = Teachers(taught, method)
+        self._teachers.take_tokenizers(self._student, tokenizers)
         shared = {id(p) for p in taught.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(

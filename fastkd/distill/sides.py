@@ -109,6 +109,23 @@ class Teachers:
         #: What methods ask about them.
         self.model: Model = SeveralModels(models) if self.several else models[0]
 
+    def take_tokenizers(self, student: Backbone, tokenizers: Any) -> None:
+        """Note whose words are whose: of one tokenizer for all, or of one for each side."""
+        sides: list[Model] = [student, *(teacher.model for teacher in self.each)]
+        if not isinstance(tokenizers, (list, tuple)):
+            tokenizers = [tokenizers] * len(sides)
+        if len(tokenizers) != len(sides):
+            raise ValueError(
+                f"tokenizers must be one, or the student's and each teacher's ({len(sides)}), got "
+                f"{len(tokenizers)}"
+            )
+        for side, tokenizer in zip(sides, tokenizers, strict=True):
+            if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+                raise TypeError(
+                    f"tokenizers must be transformers tokenizers, got {type(tokenizer).__name__}"
+                )
+            side.tokenizer = tokenizer
+
     def with_methods(self, method: Any) -> Iterator[tuple[Teacher, Method]]:
         """Each with the method that compares it."""
         return zip(self.each, method.each if self.several else [method], strict=True)

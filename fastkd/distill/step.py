@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fastkd._core.numerics import upcast, working_dtype
 from fastkd._core.pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept, Model
+from fastkd.distill.vocabulary import shared_words
 from fastkd.distill.words import WordLoss, Words
 from fastkd.distributed import Ranks
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
@@ -369,6 +370,7 @@ class Step:
         teachers = self._logits_of(self.teacher, "teacher", "soft")
         parts = []
         for student, teacher in zip(_parts(students), _parts(teachers), strict=True):
+            student, teacher = self._shared(student), self._shared(teacher)
             if teacher.shape != student.shape:
                 raise ValueError(
                     f"student logits have shape {tuple(student.shape)} but the teacher's "
@@ -419,7 +421,9 @@ class Step:
         if "task" in weights:
             self._needed_labels(method)
         valid, labels = self._counted(student.states, self.labels)
-        states, V = student.states, student.head.weight.shape[0]
+        states = student.states
+        vocabulary = self.teacher_model.vocabulary
+        V = vocabulary or student.head.weight.shape[0]
         taught = Words(states.detach(), student.head) if "soft" not in weights else teacher
         assert taught is not None
         known = taught.states.to(states.dtype)
@@ -446,6 +450,7 @@ class Step:
             scale_by_t2=loss.scale_by_t2,
             mask=valid,
             reduction="sum",
+            vocabulary=vocabulary,
             soft_weight=float("soft" in weights) if one else weights["soft"],
             task=task,
             return_terms=() if one else tuple(weights),
@@ -515,6 +520,7 @@ class Step:
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor, spread: float) -> Tensor:
         _check_labels(labels, logits)
+        logits = self._shared(logits)
         V = logits.shape[-1]
         valid, targets = self._counted(logits, labels)
         assert targets is not None
@@ -529,6 +535,10 @@ class Step:
         )
         counted = targets != IGNORED
         return self._mean_of_rows(total, counted if valid is not None else None, counted.sum())
+
+    def _shared(self, logits: Tensor) -> Tensor:
+        """Without columns of words that only one side knows."""
+        return logits[..., : self.teacher_model.vocabulary]
 
     def _mean_of_rows(self, total: Tensor, valid: Tensor | None, count: Tensor | int) -> Tensor:
         """Mean over samples, or over valid positions, whose number the caller may have given."""
@@ -688,11 +698,15 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
         raise ValueError(
             f"{method} compares logits, but the teacher has no head ({teacher.class_name})"
         )
+    if teacher.vocabulary is None:
+        teacher.vocabulary = shared_words(teacher, student)
     sizes = [student.output_size, teacher.output_size]
-    if None not in sizes and sizes[0] != sizes[1]:
+    if teacher.vocabulary is None and None not in sizes and sizes[0] != sizes[1]:
+        remedy = "; if their first words are the same, pass tokenizers=(student's, teacher's)"
+        words = student.predicts_words and teacher.predicts_words
         raise ValueError(
             f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
-            f"entries and the teacher {sizes[1]}"
+            f"entries and the teacher {sizes[1]}{remedy if words else ''}"
         )
     if student.problem is None and teacher.problem in (REGRESSION, MULTI_LABEL):
         student.taught_problem = teacher.problem

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd import _linear_soft_targets
+from fastkd._torch import linear_soft_targets
 from fastkd.distill import Distiller, Several, SoftTargets, student_from_teacher
 from tests.distill import support
 from tests.distill.models import gradients_of, recipe, step
@@ -70,7 +70,7 @@ def test_terms_that_no_one_reads_are_not_computed(monkeypatch):
     def read(*rows):
         raise AssertionError("entropy and accuracy cost a pass over all logits")
 
-    monkeypatch.setattr(_linear_soft_targets, "seen_rows", read)
+    monkeypatch.setattr(linear_soft_targets, "seen_rows", read)
     by_head, _ = both("llama", "next word", SoftTargets())
     assert set(by_head(**support.data_of("llama", "next word")).terms) == {"soft", "task", "total"}
 

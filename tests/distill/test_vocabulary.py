@@ -1,0 +1,159 @@
+"""Language models whose heads have words that the other side doesn't know."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd import soft_target_loss
+from fastkd.distill import Distiller, Several, SoftTargets, TeacherCache, student_from_teacher
+from tests.distill import support
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def tokenizer(count, **other):
+    """Of so many words, of which some have other names."""
+    words = SPECIAL + [f"word{i}" for i in range(len(SPECIAL), count)]
+    return t.BertTokenizer(vocab={other.get(word, word): i for i, word in enumerate(words)})
+
+
+def pair(student=60, teacher=64, family="llama", head="next word"):
+    """A teacher and a student, whose embeddings have these sizes."""
+    torch.manual_seed(0)
+    taught = support.model_of(family, head).double().eval()
+    learner = student_from_teacher(taught, [1, 3])
+    for model, size in ((taught, teacher), (learner, student)):
+        model.resize_token_embeddings(size, mean_resizing=False)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(std=0.2)
+    return taught, learner
+
+
+def data_of(family="llama", head="next word"):
+    data = support.data_of(family, head)
+    data["input_ids"] = data["input_ids"] % 50
+    data["labels"] = data["labels"].where(data["labels"] < 0, data["labels"] % 50)
+    return data
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("family, head", [("llama", "next word"), ("bert", "masked words")])
+def test_heads_of_two_sizes_share_the_words_of_the_smaller(family, head, keep_logits):
+    teacher, student = pair(60, 64, family, head)
+    data = data_of(family, head)
+    with pytest.warns(UserWarning, match="head has 60 words, the teacher's 64: their first 60 are"):
+        distiller = Distiller(teacher, student, SoftTargets(), keep_logits=keep_logits)
+    out = distiller.eval()(**data)
+    inputs = {name: x for name, x in data.items() if name != "labels"}
+    sides = [model.eval()(**inputs).logits for model in (student, teacher)]
+    labels, mask = data["labels"], data.get("attention_mask")
+    mask = torch.ones_like(labels) if mask is None else mask
+    counted = (labels != -100) & mask.bool()
+    if head == "next word":
+        sides = [x[:, :-1] for x in sides]
+        counted, labels = counted[:, 1:] & mask[:, :-1].bool(), labels[:, 1:]
+    method = distiller.method
+    soft = soft_target_loss(
+        sides[0], sides[1].detach()[..., :60], mask=counted, temperature=method.temperature
+    )
+    task = torch.nn.functional.cross_entropy(sides[0][counted], labels[counted])
+    torch.testing.assert_close(out.terms["soft"], soft.detach())
+    torch.testing.assert_close(out.terms["task"], task.detach())
+
+
+def test_columns_beyond_the_tokenizers_are_out_of_both():
+    teacher, student = pair()
+    given = tokenizer(50), tokenizer(50)
+    n = 50
+    with pytest.warns(UserWarning, match=f"first {n} are compared, that the tokenizers know"):
+        distiller = Distiller(teacher, student, SoftTargets(), tokenizers=given).eval()
+    before = distiller(**data_of()).terms
+    with torch.no_grad():  # of words that no one knows
+        teacher.lm_head.weight[n:] += 3
+        student.lm_head.weight[n:] -= 2
+    torch.testing.assert_close(distiller(**data_of()).terms, before, rtol=0, atol=0)
+    out = distiller(**data_of())
+    out.loss.backward()
+    assert not student.lm_head.weight.grad[n:].any()
+    assert student.lm_head.weight.grad[:n].any()
+
+
+def test_tokens_that_one_side_added_are_out():
+    teacher, student = pair()
+    longer, shorter = tokenizer(57), tokenizer(50)
+    for given in ((longer, shorter), (shorter, longer)):
+        with pytest.warns(UserWarning, match="their first 50 are"):
+            Distiller(teacher, student, SoftTargets(), tokenizers=given)
+
+
+def test_one_tokenizer_is_both_sides():
+    teacher, student = pair(60, 60)
+    with pytest.warns(UserWarning, match="their first 50 are"):
+        Distiller(teacher, student, SoftTargets(), tokenizers=tokenizer(50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Distiller(teacher, copy.deepcopy(student), SoftTargets())
+
+
+def test_ids_of_two_tokens_are_refused():
+    teacher, student = pair()
+    given = tokenizer(50), tokenizer(50, word7="other")
+    with pytest.raises(ValueError, match="token 'word7' for the id 7, the teacher's 'other'"):
+        Distiller(teacher, student, SoftTargets(), tokenizers=given)
+
+
+def test_few_ids_in_common_are_refused():
+    teacher, student = pair()
+    small, large = tokenizer(50), tokenizer(50)
+    ids = large.get_vocab()
+    large.get_vocab = lambda: {word: i + 20 for word, i in ids.items()}
+    with pytest.raises(ValueError, match="only those below the id 0 in common"):
+        Distiller(teacher, student, SoftTargets(), tokenizers=(small, large))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bos_token_id": 5}, {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}],
+)
+def test_sizes_that_nothing_explains_are_refused(change):
+    teacher, student = pair()
+    for name, value in change.items():
+        setattr(student.config, name, value)
+    with pytest.raises(ValueError, match=r"60 labels or vocabulary entries.*pass tokenizers="):
+        Distiller(teacher, student, SoftTargets())
+
+
+def test_what_is_no_tokenizer_is_named():
+    teacher, student = pair()
+    with pytest.raises(TypeError, match="must be transformers tokenizers, got str"):
+        Distiller(teacher, student, SoftTargets(), tokenizers="gpt2")
+    with pytest.raises(ValueError, match=r"the student's and each teacher's \(2\), got 3"):
+        Distiller(teacher, student, SoftTargets(), tokenizers=[tokenizer(50)] * 3)
+
+
+def test_each_of_several_teachers_has_its_own(tmp_path):
+    first, student = pair(60, 64)
+    second, _ = pair(60, 58)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        distiller = Distiller([first, second], student, Several(SoftTargets(), SoftTargets()))
+    assert [str(x.message).count("their first 60") for x in said] == [1, 0]
+    assert [str(x.message).count("their first 58") for x in said] == [0, 1]
+    distiller(**data_of()).loss.backward()
+
+
+def test_a_cached_teacher(tmp_path):
+    teacher, student = pair()
+    with pytest.warns(UserWarning, match="their first 60"):
+        distiller = Distiller(teacher, student, SoftTargets()).eval()
+    distiller.cache_teacher([data_of()], tmp_path)
+    cache = TeacherCache(tmp_path)
+    with pytest.raises(ValueError, match="pass tokenizers="):  # it knows no special tokens
+        Distiller(cache, student, SoftTargets())
+    with pytest.warns(UserWarning, match="their first 60"):
+        cached = Distiller(cache, student, SoftTargets(), tokenizers=tokenizer(60)).eval()
+    torch.testing.assert_close(cached(**data_of()).terms, distiller(**data_of()).terms)
