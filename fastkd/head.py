@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core.checks import FLOATING, check_device, check_floating, check_number, check_shape
+from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.linear_soft_targets import HeadForm
 
 # Attributes of transformers' configurations by which models change the products of their head:
@@ -18,6 +19,8 @@ DIVISORS = ("logits_scaling",)
 MULTIPLIED_BY_DIVISOR = ("hyperclovax",)
 # Whose output layer is a part of what multiplies.
 MORE_THAN_A_LAYER = ("mobilebert",)
+# The dimensions of a mesh in which weights are parts of one model.
+TENSOR_PARALLEL = ("tp",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +44,18 @@ class Head:
 
     Goes wherever a head's weight does. `Head.of` reads a model's.
 
+    A vocabulary-parallel head is a DTensor that is sharded over V in a mesh whose one dimension is
+    called "tp", as torch's and transformers' tensor-parallel meshes are; a mesh of another name is
+    taken for data-parallel, of which a weight is no part of a head but a head in parts. A loss
+    then multiplies by each process's own words. **Hidden states, labels and mask have to be the
+    same in all processes of the mesh**, and all have to call it. Value and gradients are the whole
+    head's in each; a few sums a row go through all in the forward pass, and the gradient of the
+    hidden states once. Top-k targets, "adaptive_kl", adapters on the head, a bias that isn't
+    sharded likewise, and fewer words than processes gather the head instead.
+
     Args:
         weight: W (V, D), any floating dtype.
-        bias: b (V).
+        bias: b (V), sharded as the weight.
         scale: of all logits, as Granite and Cohere have it.
         softcap: cap > 0 that no logit exceeds, as Gemma has it.
 
@@ -62,9 +74,9 @@ class Head:
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
-        check_floating("weight", weight, 2)
+        check_floating("weight", own_words(weight), 2)
         if bias is not None:
-            check_floating("bias", bias)
+            check_floating("bias", own_words(bias))
             check_shape("bias", bias, (weight.shape[0],), "the vocabulary")
             check_device("bias", bias, "weight", weight)
         check_number("scale", scale)
@@ -82,9 +94,9 @@ class Head:
 
         Tied weights are the embeddings'; PEFT's LoRA on the head stays beside the weight as a
         product of low rank, in which what learns learns; a quantised head that dequantises itself
-        is dequantised. A weight that is sharded over processes (FSDP2, tensor parallel) is gathered
-        here, once, and its gradient goes back as the mean over them. So read the head anew at each
-        step.
+        is dequantised. A weight that is sharded over processes (FSDP2, also beside tensor
+        parallelism) is gathered here, once, and its gradient goes back as the mean over them. So
+        read the head anew at each step. A vocabulary-parallel one stays in its parts: `Head`.
 
         The hidden states that belong to it are those that go into the model's output layer
         (`output_layer`): a decoder's after its final norm, which transformers call
@@ -110,7 +122,9 @@ class Head:
             layer, low_rank = _without_lora(layer)
         scale, softcap = _form_of(_unwrapped(model))
         bias = getattr(layer, "bias", None)
-        head = Head(_whole(_dense(layer)), None if bias is None else _whole(bias), scale, softcap)
+        weight, bias = (None if x is None else _taken(x) for x in (_dense(layer), bias))
+        assert weight is not None
+        head = Head(weight, bias, scale, softcap)
         head.low_rank = tuple(
             LowRank(_whole(x.down), _whole(x.up), x.scale, x.dropout) for x in low_rank
         )
@@ -126,17 +140,34 @@ class Head:
     def form(self) -> HeadForm:
         return HeadForm(self.scale, self.softcap or 0.0)
 
-    def on(self, hidden: Tensor) -> list[Tensor | None]:
+    @property
+    def columns(self) -> Columns:
+        """Which words it is multiplied by in this process."""
+        alike = self.bias is None or columns_of(self.bias) == columns_of(self.weight)
+        return columns_of(self.weight) if alike and not self.low_rank else ALL
+
+    def whole(self) -> "Head":
+        """The same with all words in every process."""
+        return self.map(_whole)
+
+    def on(self, hidden: Tensor, columns: Columns = ALL) -> list[Tensor | None]:
         """Itself on hidden states (R, D), as `fastkd._torch.linear_soft_targets` takes heads."""
+        part = slice(columns.first, columns.first + columns.most) if columns.group else slice(None)
+
+        def own(x: Tensor) -> Tensor:
+            return own_words(x) if columns_of(x).group else x[part]
+
         pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
         tensors: list[Tensor | None] = []
         for states, weight in pairs:
             dtype = torch.promote_types(states.dtype, weight.dtype)
-            tensors += [states.to(dtype), weight.to(dtype)]
-        return [*tensors, self.bias]
+            tensors += [states.to(dtype), own(weight).to(dtype)]
+        return [*tensors, None if self.bias is None else own(self.bias)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D), in the widest of their dtypes."""
+        if columns_of(self.weight).group:
+            return self.whole().logits(hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         logits = hidden.to(dtype) @ self.weight.to(dtype).T
         for part in self.low_rank:
@@ -174,8 +205,30 @@ def as_head(name: str, head: Tensor | Head | None) -> Head:
         return head
     if not isinstance(head, Tensor):
         raise TypeError(f"{name} must be a Tensor or Head, got {type(head).__name__}")
-    check_floating(name, head, 2)
+    check_floating(name, own_words(head), 2)
     return Head(head)
+
+
+def columns_of(x: Tensor) -> Columns:
+    """The words that this process has of a weight or bias (V, ...); see `Head` for the rule."""
+    sharded: Any = x
+    if not hasattr(sharded, "full_tensor"):
+        return ALL
+    mesh, placements = sharded.device_mesh, sharded.placements
+    if mesh.mesh_dim_names != TENSOR_PARALLEL or not placements[0].is_shard(0):
+        return ALL
+    V, processes = x.shape[0], mesh.size()
+    most = -(-V // processes)  # as torch.chunk
+    first = min(mesh.get_local_rank() * most, V)
+    return Columns(mesh.get_group().group_name, first, most, V)
+
+
+def own_words(x: Any) -> Any:
+    """This process's part of a vocabulary-parallel tensor, or ``x`` itself."""
+    if not (isinstance(x, Tensor) and columns_of(x).group):
+        return x
+    sharded: Any = x
+    return sharded.to_local(grad_placements=sharded.placements)
 
 
 def output_layer(model: nn.Module) -> nn.Module:
@@ -245,6 +298,11 @@ def _dense(layer: nn.Module) -> Tensor:
             'leave the head out of the quantisation, by llm_int8_skip_modules=["lm_head"] or alike'
         )
     return weight
+
+
+def _taken(x: Tensor) -> Tensor:
+    """What a `Head` has of a model's weight or bias."""
+    return x if columns_of(x).group else _whole(x)
 
 
 class _MeanOverProcesses(torch.autograd.Function):

@@ -29,6 +29,7 @@ from fastkd._core.numerics import (
     values_readable,
     working_dtype,
 )
+from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
 from fastkd._torch.linear_soft_targets import (
     CHUNK_BYTES,
@@ -536,6 +537,7 @@ def linear_soft_target_loss(
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     check_number("soft_weight", soft_weight, at_least=0)
     asked = _asked(return_terms)
+    student, teacher, columns = _in_parts(student, teacher, form, vocabulary)
     leading, V = student_hidden.shape[:-1], vocabulary or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
     mask, labels = _counted(mask, task, leading, student_hidden.device, V)
@@ -548,8 +550,8 @@ def linear_soft_target_loss(
     elif isinstance(teacher, TopK):
         given, tail = [*teacher.rows(mask)], teacher.tail
     elif isinstance(teacher_hidden, Tensor):
-        given, of_teacher = teacher.on(as_rows(teacher_hidden)), teacher.form
-    learning = student.on(as_rows(student_hidden))
+        given, of_teacher = teacher.on(as_rows(teacher_hidden), columns), teacher.form
+    learning = student.on(as_rows(student_hidden), columns)
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     recipe = Recipe(
         Soft(form, coefficient, float(temperature), scale, tail),
@@ -558,21 +560,44 @@ def linear_soft_target_loss(
         float(task.weight) if task else 0.0,
         student.form,
         of_teacher,
-        vocabulary or 0,
+        _words_here(columns, V) if columns.group else vocabulary or 0,
         _chunk_bytes(chunk_bytes, student_hidden),
         not {"entropy", "accuracy"}.isdisjoint(asked),
+        replace(columns, words=V) if columns.group else columns,
     )
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
     double = any(x is not None and x.dtype == torch.float64 for x in (*learning, *given))
     wider = student_hidden.double() if double else student_hidden
     triton = use_triton(backend, "linear_soft_target_loss", wider, **facts)
-    options = Options(recipe, reduction, triton and soft_weight > 0, len(learning))
+    triton = triton and soft_weight > 0 and not columns.group
+    options = Options(recipe, reduction, triton, len(learning))
     mask, labels = (None if x is None else saveable(x.flatten()) for x in (mask, labels))
     denominator = _as_tensor(denominator, student_hidden)
     loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *learning, *given)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(TERMS), *leading)
     return (loss, {x: terms[TERMS.index(x)] for x in asked}) if asked else loss
+
+
+def _in_parts(
+    student: Head, teacher: Head | TopK, form: str, vocabulary: int | None
+) -> tuple[Head, Head | TopK, Columns]:
+    """Both heads, and the words that this process has of them: all where it needs all."""
+    columns = student.columns
+    least = vocabulary or student.weight.shape[0]
+    last = (student.weight.shape[0] - 1) // columns.most * columns.most if columns.group else 0
+    in_parts = columns.group and isinstance(teacher, Head) and form != "adaptive_kl"
+    if not in_parts or least <= last or last == 0:
+        columns = ALL
+        student = student.whole()
+    if isinstance(teacher, Head) and (not columns.group or teacher.columns != columns):
+        teacher = teacher.whole()
+    return student, teacher, columns
+
+
+def _words_here(columns: Columns, V: int) -> int:
+    """Of V words, those that this process has."""
+    return min(V, columns.first + columns.most) - columns.first
 
 
 def _asked(return_terms: bool | Sequence[str]) -> tuple[str, ...]:

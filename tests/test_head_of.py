@@ -8,7 +8,9 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastkd import Head
+from fastkd import CrossEntropy, Divergence, Head
+from fastkd._torch import linear_soft_targets
+from fastkd._torch.divergences import NAMES
 from fastkd.head import output_layer
 from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
 from tests.support.compare import relative_error
@@ -172,15 +174,19 @@ def test_models_without_a_head():
         Head.of(transformers.MobileBertForMaskedLM(config))
 
 
+def meet(rank, folder, size):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
+    )
+    torch.manual_seed(0)
+
+
 def a_sharded_head(rank, folder):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
-    torch.manual_seed(0)
+    meet(rank, folder, 2)
     model = model_of("llama")
     layer = model.lm_head
     whole = layer.weight.detach().clone()
@@ -203,3 +209,83 @@ def a_sharded_head(rank, folder):
 
 def test_a_sharded_head_is_gathered(tmp_path):
     torch.multiprocessing.spawn(a_sharded_head, args=(tmp_path,), nprocs=2)
+
+
+LOSSES = [
+    *(dict(divergence=name, soft_weight=0.3) for name in ("forward_kl", "reverse_kl", "js")),
+    *(dict(divergence=Divergence(name), chunk_bytes=1) for name in NAMES[4:]),
+    dict(divergence=Divergence("js", beta=0.2), reduction="none"),
+    dict(divergence="adaptive_kl"),  # gathered
+    dict(soft_weight=0.0, temperature=12.0),
+    dict(temperature=12.0),
+]
+V, N = 23, 21
+
+
+def heads_in_parts(rank, folder, size):
+    """Loss, terms and gradients of sharded heads, against those of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    meet(rank, folder, size)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    states, weight, bias = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randn(V)
+    known, taught = torch.randn(2, 5, 6), torch.randn(V + 1, 6)
+    labels = torch.randint(N, (2, 5)).masked_fill(torch.rand(2, 5) < 0.2, -100)
+    task = CrossEntropy(labels, 0.7, label_smoothing=0.1, z_loss=0.01)
+
+    def made(split, options):
+        own = [x.double().detach() for x in (states, weight, bias)]
+        own = [x.requires_grad_() for x in (own[0], split(own[1]), split(own[2]))]
+        teacher = split(taught.double())
+        loss, terms = linear_soft_target_loss(
+            own[0], Head(*own[1:], 0.5, 4.0), known.double(), teacher,
+            vocabulary=N, task=task, return_terms=True, **options,
+        )  # fmt: skip
+        loss.backward(torch.arange(1.0, loss.numel() + 1).reshape(loss.shape).to(loss))
+        grads = [x.grad for x in own]
+        return (
+            loss.detach(),
+            terms,
+            [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads],
+        )
+
+    for options in LOSSES:
+        found = made(lambda x: distribute_tensor(x, mesh, [Shard(0)]), options)
+        torch.testing.assert_close(found, made(lambda x: x, options), rtol=1e-10, atol=1e-12)
+    layer = model_of("phi")
+    torch.distributed.tensor.parallel.parallelize_module(
+        layer, mesh, {"lm_head": torch.distributed.tensor.parallel.ColwiseParallel()}
+    )
+    head = Head.of(layer)
+    assert head.weight is layer.lm_head.weight and head.columns.most == 60 // size
+    seen = []
+    made_rows = linear_soft_targets.soft_rows
+    with pytest.MonkeyPatch.context() as patch:  # no process has more than its words
+        patch.setattr(
+            linear_soft_targets,
+            "soft_rows",
+            lambda student, *rest: seen.append(student.shape[1]) or made_rows(student, *rest),
+        )
+        linear_soft_target_loss(torch.randn(3, 16), head, torch.randn(3, 4), torch.randn(60, 4))
+    assert seen == [60 // size]
+    torch.distributed.destroy_process_group()
+
+
+def test_a_vocabulary_parallel_head_is_computed_on_its_parts(tmp_path):
+    torch.multiprocessing.spawn(heads_in_parts, args=(tmp_path, 2), nprocs=2)
+
+
+def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
+    """Hidden states may be each process's own there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    meet(0, tmp_path, 1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        weight = distribute_tensor(torch.randn(V, 8), mesh, [Shard(0)])
+        with pytest.raises(TypeError, match="weight must be whole in this process, got a DTensor"):
+            Head(weight)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_fraction
+from fastkd._torch.columns import ALL, Columns
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)
@@ -76,58 +77,71 @@ class Divergence:
 
 
 def row_divergence(
-    form: str, coefficient: float, log_ps: Tensor, log_pt: Tensor, wants_grad: bool
+    form: str,
+    coefficient: float,
+    log_ps: Tensor,
+    log_pt: Tensor,
+    wants_grad: bool,
+    columns: Columns = ALL,
 ) -> tuple[Tensor, Tensor | None]:
-    """Value (R,) and gradient (R, V) of a `Divergence.form`."""
-    if form in _PLAIN:
-        return _PLAIN[form](log_ps, log_pt, wants_grad)
-    return _WEIGHED[form](log_ps, log_pt, wants_grad, coefficient)
+    """Value (R,) and gradient (R, V) of a `Divergence.form`, over ``columns``."""
+    sides = log_ps, log_pt, wants_grad, columns
+    return _PLAIN[form](*sides) if form in _PLAIN else _WEIGHED[form](*sides, coefficient)
 
 
-def _forward_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _forward_kl(
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
+) -> tuple[Tensor, Tensor | None]:
     """KL(p_t ‖ p_s) of every row and its gradient with respect to z_s/τ: p_s − p_t."""
     p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_ps)
+    value = _weighted_sum(p_t, log_pt - log_ps, columns)
     return value, log_ps.exp().sub_(p_t) if wants_grad else None
 
 
-def _reverse_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _reverse_kl(
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
+) -> tuple[Tensor, Tensor | None]:
     """KL(p_s ‖ p_t) and its gradient: p_s (log p_s − log p_t − KL)."""
     p_s = log_ps.exp()
     ratio = log_ps - log_pt
-    value = _weighted_sum(p_s, ratio)
+    value = _weighted_sum(p_s, ratio, columns)
     return value, _expectation_grad(p_s, ratio, value) if wants_grad else None
 
 
-def _js(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _js(
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
+) -> tuple[Tensor, Tensor | None]:
     """½KL(p_t ‖ m) + ½KL(p_s ‖ m) and its gradient: ½p_s (log p_s − log m − KL(p_s ‖ m))."""
     log_m = torch.logaddexp(log_ps, log_pt).sub_(math.log(2))
     p_s = log_ps.exp()
     ratio = log_ps - log_m
-    student_side = _weighted_sum(p_s, ratio)
-    value = (student_side + _weighted_sum(log_pt.exp(), log_pt - log_m)) / 2
+    student_side = _weighted_sum(p_s, ratio, columns)
+    value = (student_side + _weighted_sum(log_pt.exp(), log_pt - log_m, columns)) / 2
     return value, _expectation_grad(p_s, ratio, student_side).div_(2) if wants_grad else None
 
 
-def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _adaptive_kl(
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
+) -> tuple[Tensor, Tensor | None]:
     """Forward and reverse KL weighted by the gap of the head and of the tail."""
     head = _head_share(log_ps.exp(), log_pt.exp())  # (R,)
-    return _two_kl(log_ps, log_pt, wants_grad, head)
+    return _two_kl(log_ps, log_pt, wants_grad, columns, head)
 
 
 def _mixed(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, mix: float
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, mix: float
 ) -> tuple[Tensor, Tensor | None]:
     """mix·KL(p_t ‖ p_s) + (1 − mix)·KL(p_s ‖ p_t)."""
-    return _two_kl(log_ps, log_pt, wants_grad, torch.full_like(log_ps[:, 0], mix))
+    share = torch.full_like(log_ps[:, 0], mix)
+    return _two_kl(log_ps, log_pt, wants_grad, columns, share)
 
 
 def _two_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, forward_share: Tensor
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, forward_share: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Forward KL times its share (R,), and reverse KL times the rest."""
-    forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad)
-    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad)
+    forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad, columns)
+    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad, columns)
     value = _weigh(forward_share, forward_value) + _weigh(1 - forward_share, reverse_value)
     if forward_grad is None or reverse_grad is None:
         return value, None
@@ -136,56 +150,56 @@ def _two_kl(
 
 
 def _generalized_js(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, beta: float
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, beta: float
 ) -> tuple[Tensor, Tensor | None]:
     """β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m), its gradient (1 − β) p_s (log p_s/m − KL(p_s ‖ m))."""
     log_m = _log_mixture(log_pt, log_ps, beta)
     p_s = log_ps.exp()
     ratio = log_ps - log_m
-    student_side = _weighted_sum(p_s, ratio)
-    value = beta * _weighted_sum(log_pt.exp(), log_pt - log_m) + (1 - beta) * student_side
+    student_side = _weighted_sum(p_s, ratio, columns)
+    value = beta * _weighted_sum(log_pt.exp(), log_pt - log_m, columns) + (1 - beta) * student_side
     if not wants_grad:
         return value, None
     return value, _expectation_grad(p_s, ratio, student_side).mul_(1 - beta)
 
 
 def _skew_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, skew: float
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, skew: float
 ) -> tuple[Tensor, Tensor | None]:
     """KL(p_t ‖ m) of m = α p_t + (1 − α) p_s, and p_s Σu − u with u = (1 − α) p_s p_t/m."""
     log_m = _log_mixture(log_pt, log_ps, skew)
     p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_m)
+    value = _weighted_sum(p_t, log_pt - log_m, columns)
     if not wants_grad:
         return value, None
     moved = (log_ps - log_m).exp_().mul_(1 - skew).mul_(p_t).masked_fill_(p_t == 0, 0)
-    return value, log_ps.exp().mul_(moved.sum(-1, keepdim=True)).sub_(moved)
+    return value, log_ps.exp().mul_(columns.sum(moved)[:, None]).sub_(moved)
 
 
 def _skew_reverse_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, skew: float
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, skew: float
 ) -> tuple[Tensor, Tensor | None]:
     """KL(p_s ‖ m) of m = α p_s + (1 − α) p_t; p_s (x − Σ p_s x) with x = log p_s/m − α p_s/m."""
     ratio = log_ps - _log_mixture(log_ps, log_pt, skew)
     p_s = log_ps.exp()
-    value = _weighted_sum(p_s, ratio)
+    value = _weighted_sum(p_s, ratio, columns)
     if not wants_grad:
         return value, None
     slope = ratio.sub_(ratio.exp().mul_(skew))
-    return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope))
+    return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope, columns))
 
 
 def _total_variation(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool
+    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
 ) -> tuple[Tensor, Tensor | None]:
     """½ Σ |p_t − p_s| and its gradient, in which the sign of no gap is 0."""
     p_s = log_ps.exp()
     gap = p_s - log_pt.exp()
-    value = gap.abs().sum(-1) / 2
+    value = columns.sum(gap.abs()) / 2
     if not wants_grad:
         return value, None
     side = gap.sign_().div_(2)
-    return value, _expectation_grad(p_s, side, _weighted_sum(p_s, side))
+    return value, _expectation_grad(p_s, side, _weighted_sum(p_s, side, columns))
 
 
 _PLAIN = {
@@ -210,9 +224,9 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_p + math.log(share), log_q + math.log1p(-share))
 
 
-def _weighted_sum(p: Tensor, x: Tensor) -> Tensor:
+def _weighted_sum(p: Tensor, x: Tensor, columns: Columns) -> Tensor:
     """Σ p·x over the vocabulary, where a probability of 0 counts nothing even against ∞."""
-    return (p * x).masked_fill_(p == 0, 0).sum(-1)
+    return columns.sum((p * x).masked_fill_(p == 0, 0))
 
 
 def _weigh(weight: Tensor, x: Tensor) -> Tensor:

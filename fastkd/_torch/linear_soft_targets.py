@@ -7,6 +7,7 @@ than `Recipe.chunk_bytes`, and no second matrix of the head's size beside the su
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fastkd._core.numerics import (
 )
 from fastkd._core.operator import operator
 from fastkd._core.products import HALF, add_product, product, product_back, ready
+from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.rows import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
 
 # Bytes of logits that stand in memory together, on the CPU and on a GPU: enough positions for
@@ -52,18 +54,22 @@ class Recipe:
     vocabulary: int  # 0 for all
     chunk_bytes: int
     terms: bool  # entropy and accuracy too
+    columns: Columns = ALL
 
-    def flat(self) -> tuple[str, str, list[float], list[int]]:
+    def flat(self) -> tuple[str, str, str, list[float], list[int]]:
         """As an operator takes it."""
         soft, task = self.soft, self.task
         numbers = [soft.coefficient, soft.temperature, soft.scale]
         numbers += [task.label_smoothing, task.z_loss, self.soft_weight, self.task_weight]
         for form in (self.student, self.teacher):
             numbers += [form.scale, form.softcap]
-        return soft.form, soft.tail, numbers, [self.vocabulary, self.chunk_bytes, int(self.terms)]
+        columns = self.columns
+        sizes = [self.vocabulary, self.chunk_bytes, int(self.terms)]
+        sizes += [columns.first, columns.most, columns.words]
+        return soft.form, soft.tail, columns.group, numbers, sizes
 
     @staticmethod
-    def of(form: str, tail: str, numbers: list[float], sizes: list[int]) -> "Recipe":
+    def of(form: str, tail: str, group: str, numbers: list[float], sizes: list[int]) -> "Recipe":
         """From `flat`."""
         coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms = numbers
         return Recipe(
@@ -76,6 +82,7 @@ class Recipe:
             sizes[0],
             sizes[1],
             bool(sizes[2]),
+            Columns(group, *sizes[3:]),
         )
 
 
@@ -112,16 +119,14 @@ class LinearSoftTargets(torch.autograd.Function):
         if options.reduction == "none":
             _save(ctx, labels, mask, *tensors)
             no_needs = [False] * len(needs)
-            (rows,) = linear_soft_targets(*given, None, no_needs, *recipe.flat(), options.triton)
+            (rows,) = _run(options, *given, None, no_needs)
             total = rows
         else:
             divisor = _divisor(student[0], mask, options.reduction, denominator)
             weights = None
             if any(needs):
                 weights = divisor.reciprocal().expand(student[0].shape[0])
-            rows, *grads = linear_soft_targets(
-                *given, weights, needs, *recipe.flat(), options.triton
-            )
+            rows, *grads = _run(options, *given, weights, needs)
             _save(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
@@ -133,18 +138,9 @@ class LinearSoftTargets(torch.autograd.Function):
         options, students = ctx.options, len(ctx.dtypes)
         needs = list(ctx.needs_input_grad[4 : 4 + students])
         if options.reduction == "none":
-            recipe: Recipe = options.recipe
             labels, mask, *tensors = ctx.saved_tensors
-            _, *made = linear_soft_targets(
-                tensors[:students],
-                tensors[students:],
-                labels,
-                mask,
-                grad.contiguous(),
-                needs,
-                *recipe.flat(),
-                options.triton,
-            )
+            sides = tensors[:students], tensors[students:]
+            _, *made = _run(options, *sides, labels, mask, grad.contiguous(), needs)
             upstream = None
         else:
             made, upstream = list(ctx.saved_tensors), grad
@@ -154,6 +150,11 @@ class LinearSoftTargets(torch.autograd.Function):
             for need, dtype in zip(needs, ctx.dtypes, strict=True)
         )
         return None, None, None, None, *scaled, *[None] * ctx.teachers
+
+
+def _run(options: Options, *given: Any) -> list[Tensor]:
+    """`linear_soft_targets` of its tensors and needs."""
+    return linear_soft_targets(*(*given, *options.recipe.flat(), options.triton))
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
@@ -222,6 +223,7 @@ def linear_soft_targets(
     needs: list[bool],
     form: str,
     tail: str,
+    group: str,
     numbers: list[float],
     sizes: list[int],
     triton: bool,
@@ -230,7 +232,7 @@ def linear_soft_targets(
 
     Tensors as in `LinearSoftTargets`, `Recipe.flat` for the rest; 0 where the mask (R,) is False.
     """
-    recipe = Recipe.of(form, tail, numbers, sizes)
+    recipe = Recipe.of(form, tail, group, numbers, sizes)
     hidden = student[0]
     assert hidden is not None
     R, kept = len(hidden), None
@@ -248,6 +250,8 @@ def linear_soft_targets(
         for chunk in work.chunks():
             work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
     terms, grads = work.terms, work.grads
+    for i in filter(lambda i: _has_rows(student, i), grads):
+        grads[i] = recipe.columns.total(grads[i])
     if mask is not None:
         terms = terms.masked_fill(~mask, 0)
     if kept is not None:
@@ -352,7 +356,8 @@ class _Pass:
         hidden = self.student.states[0]
         sides = 1 + (self.teacher is not None)
         bytes_each = sides * torch.finfo(self.dtype).bits // 8 + 2 * (hidden.dtype in HALF)
-        step = max(self.recipe.chunk_bytes // (bytes_each * self.V), 1)
+        words = self.recipe.columns.most or self.V  # as many chunks in every process
+        step = max(self.recipe.chunk_bytes // (bytes_each * words), 1)
         if step > 128:
             step -= step % 128  # whole tiles of the products, an aligned start in every vector
         return (slice(start, start + step) for start in range(0, len(hidden), step))
@@ -371,7 +376,7 @@ class _Pass:
         else:
             teacher = [x[chunk] for x in self.top_k]
         terms = self.terms[:, chunk]
-        if self.triton:
+        if self.triton or self.recipe.columns.group:
             self.fill(student, teacher, terms, labels, mask, weights)
         else:
             for rows in row_chunks(student):
@@ -398,14 +403,14 @@ class _Pass:
         if self.teacher is not None:
             self.teacher.finish(teacher[0])
         if recipe.terms:
-            terms[2], terms[3] = seen_rows(student, labels)
+            terms[2], terms[3] = seen_rows(student, labels, recipe.columns)
         slope = self.student.slope(student) if wants_grad else None
         of_soft = weights if teacher and recipe.soft_weight else None
         of_task = wants_grad and labels is not None and recipe.task_weight != 0
         grad = None
         if labels is not None:
             out = student if of_task and not teacher else None
-            terms[1], grad = task_rows(student, labels, of_task, recipe.task, out)
+            terms[1], grad = task_rows(student, labels, of_task, recipe.task, out, recipe.columns)
         if teacher:
             terms[0] = self.fill_soft(student, teacher, mask, of_soft)
         if weights is None:
@@ -431,7 +436,8 @@ class _Pass:
         """Divergences (R,) and, with weights, their gradient in the student's place."""
         soft, weight = self.recipe.soft, self.recipe.soft_weight
         if not self.triton:
-            value, grad = soft_rows(student, teacher, weights is not None, soft)
+            wants_grad, columns = weights is not None, self.recipe.columns
+            value, grad = soft_rows(student, teacher, wants_grad, soft, columns)
             if grad is not None:
                 torch.mul(grad, weight * soft.scale / soft.temperature, out=student)
             return value * soft.scale

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
+from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.divergences import row_divergence
 
 # Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
@@ -34,23 +35,27 @@ class Soft:
 
 
 def soft_rows(
-    student: Tensor, teacher: list[Tensor], wants_grad: bool, soft: Soft
+    student: Tensor,
+    teacher: list[Tensor],
+    wants_grad: bool,
+    soft: Soft,
+    columns: Columns = ALL,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses (R,) of logits (R, V), and their gradients with respect to student/τ, without scale.
 
     The teacher is logits (R, V), or ids and log-probabilities (R, K).
     """
-    log_ps = log_softmax(student, soft.temperature)
+    log_ps = log_softmax(student, soft.temperature, columns)
     if soft.tail:
         ids, log_probs = teacher
         return _from_top_k(log_ps, ids, log_probs, wants_grad, soft)
-    log_pt = log_softmax(teacher[0], soft.temperature)
-    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, wants_grad)
+    log_pt = log_softmax(teacher[0], soft.temperature, columns)
+    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, wants_grad, columns)
 
 
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+def log_softmax(logits: Tensor, temperature: float, columns: Columns = ALL) -> Tensor:
     z = logits.double() if temperature > HOT else upcast(logits)
-    return torch.log_softmax(z if temperature == 1 else z / temperature, dim=-1)
+    return columns.log_softmax(z if temperature == 1 else z / temperature)
 
 
 def _from_top_k(
@@ -145,19 +150,23 @@ class Task:
 
 
 def task_rows(
-    student: Tensor, labels: Tensor, wants_grad: bool, task: Task, out: Tensor | None = None
+    student: Tensor,
+    labels: Tensor,
+    wants_grad: bool,
+    task: Task,
+    out: Tensor | None = None,
+    columns: Columns = ALL,
 ) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy (R,) of logits (R, V) with labels (R,), and its gradient, in ``out`` if given.
 
     ``out`` may be student.
     """
-    log_p = torch.log_softmax(student, -1)
-    labels = labels[:, None]
-    smoothing, V = task.label_smoothing, student.shape[-1]
-    value = -log_p.gather(-1, labels)[:, 0]
+    log_p = columns.log_softmax(student)
+    smoothing, V = task.label_smoothing, columns.words or student.shape[-1]
+    value = -columns.gather(log_p, labels)
     if smoothing:
-        value = (1 - smoothing) * value - smoothing * log_p.mean(-1)
-    log_z = student.logsumexp(-1) if task.z_loss else None
+        value = (1 - smoothing) * value - smoothing * (columns.sum(log_p) / V)
+    log_z = columns.logsumexp(student) if task.z_loss else None
     if log_z is not None:
         value = value + task.z_loss * log_z.square()
     if not wants_grad:
@@ -167,14 +176,19 @@ def task_rows(
         grad.mul_(1 + 2 * task.z_loss * log_z[:, None])
     if smoothing:
         grad.sub_(smoothing / V)
-    label = torch.full_like(grad[:, :1], smoothing - 1)
-    return value, grad.scatter_add_(-1, labels, label)
+    label = torch.full_like(value, smoothing - 1)
+    if columns.group:
+        labels, here = columns.own(labels, grad)
+        label = label.masked_fill(~here, 0)
+    return value, grad.scatter_add_(-1, labels[:, None], label[:, None])
 
 
-def seen_rows(student: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+def seen_rows(
+    student: Tensor, labels: Tensor | None, columns: Columns = ALL
+) -> tuple[Tensor, Tensor]:
     """The student's entropy (R,), and whether its likeliest word is the label, 0 without labels."""
-    log_p = torch.log_softmax(student, -1)
+    log_p = columns.log_softmax(student)
     p = log_p.exp()
-    entropy = -log_p.mul_(p).masked_fill_(p == 0, 0).sum(-1)
-    right = torch.zeros_like(entropy) if labels is None else student.argmax(-1) == labels
+    entropy = -columns.sum(log_p.mul_(p).masked_fill_(p == 0, 0))
+    right = torch.zeros_like(entropy) if labels is None else columns.argmax(student) == labels
     return entropy, right.to(entropy.dtype)
