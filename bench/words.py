@@ -1,18 +1,31 @@
-"""Peak memory of one step of two language models on the CPU: `python -m bench.words heads`.
+"""Peak memory of one step of two language models on the CPU, with and without a loss.
 
-"heads" is a Distiller as it is, "logits" one with ``keep_logits=True``, and "none" the two models
-and the gradients of the student's weights without a loss.
+``python -m fastkd.bench.words`` measures every mode in a process of its own and writes the result
+file from which `report` makes its table.
 """
 
+import argparse
+import json
 import resource
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as t
 
+from fastkd._core.machine import describe, slug
 from fastkd.distill import Distiller, SoftTargets
 
-V, TOKENS = 151936, (2, 512)
+V = 151936
+# What is asked of the models: nothing of the logits; terms from heads; terms from all logits.
+MODES = {
+    "none": "both models, gradients of the student, no loss",
+    "heads": "`Distiller`",
+    "logits": "`Distiller(keep_logits=True)`",
+}
+FOLDER = Path(__file__).resolve().parent / "results" / "words"
 
 
 def model(hidden: int, layers: int) -> t.PreTrainedModel:
@@ -24,11 +37,9 @@ def model(hidden: int, layers: int) -> t.PreTrainedModel:
     return t.Qwen2ForCausalLM(config)
 
 
-def main(mode: str) -> None:
-    """One step, and the process's peak."""
-    torch.manual_seed(0)
-    teacher, student = model(512, 4).eval(), model(256, 2)
-    ids = torch.randint(5, V, TOKENS)
+def step(mode: str, teacher: t.PreTrainedModel, student: t.PreTrainedModel, tokens: int) -> int:
+    """MiB that the process has held at most until the end of a step."""
+    ids = torch.randint(5, V, (2, tokens // 2))
     if mode == "none":
         with torch.no_grad():
             teacher.model(ids)
@@ -37,8 +48,36 @@ def main(mode: str) -> None:
     else:
         distiller = Distiller(teacher, student, SoftTargets(), keep_logits=mode == "logits")
         distiller(input_ids=ids, labels=ids).loss.backward()
-    print(mode, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "MiB")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a mode's peak, or write the file of all."""
+    parser = argparse.ArgumentParser(prog="python -m fastkd.bench.words", description=__doc__)
+    parser.add_argument("mode", nargs="?", choices=MODES)
+    parser.add_argument("--teacher", type=int, default=512, help="its hidden size")
+    parser.add_argument("--student", type=int, default=256, help="its hidden size")
+    parser.add_argument("--tokens", type=int, default=1024)
+    options = parser.parse_args(arguments)
+    if options.mode:
+        torch.manual_seed(0)
+        models = model(options.teacher, 4).eval(), model(options.student, 2)
+        print(step(options.mode, *models, options.tokens))
+        return 0
+    sizes = {"V": V, **{name: getattr(options, name) for name in ("teacher", "student", "tokens")}}
+    flags = [word for n, x in sizes.items() if n != "V" for word in (f"--{n}", str(x))]
+    peaks = {}
+    for mode in MODES:
+        command = [sys.executable, "-m", "fastkd.bench.words", mode, *flags]
+        peaks[mode] = int(subprocess.check_output(command, text=True))
+    device = torch.device("cpu")
+    result: dict[str, Any] = {**describe(device), "sizes": sizes, "peak_mib": peaks}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{slug(device)}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main())
