@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test tests test-all test-torch test-machines fuzz sanitize lint style types bench
-.PHONY: gpu-check clean
+.PHONY: docs hub gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -65,6 +65,14 @@ $(VENV)/peers: $(VENV)/installed
 
 bench: $(VENV)/peers
 	$(BIN)/fastkd bench --out bench/results --plot runs/bench
+
+# The site, in build/site: warnings and links to nowhere are errors, and no network is asked.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The kernels as projects of the Hugging Face kernel hub, in hub/.
+hub: $(VENV)/installed
+	$(BIN)/python -m tools.hub hub
 
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
 # ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.

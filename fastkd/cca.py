@@ -103,8 +103,8 @@ def cca_loss(
         real observations give 0 with zero gradient.
 
     Raises:
-        TypeError: wrong type or dtype. ValueError: wrong shape, device, option, or a teacher that
-        requires grad.
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, device, option, or a teacher that requires grad.
 
     Example:
         >>> import torch

@@ -28,6 +28,7 @@ LEFT_OUT = {
     "tests/test_install.py": "builds wheels of its own",
     "tests/test_house.py": "reads the sources, not the package",
     "tests/test_docs.py": "reads the checkout, not the package",
+    "tests/test_site.py": "reads the checkout, not the package",
     "tests/tools": "is about this",
     "tests/bench": "benchmarks are run in the development environment",
     "tests/kernels/test_compile.py": "GPU code: compiled and proven with one Triton",

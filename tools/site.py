@@ -1,0 +1,94 @@
+"""What `make docs` adds to the pages in docs/: equations, and the files that pages link to.
+
+A page says ```math and TeX, as code hosts show it; here matplotlib draws it, so that a reader's
+browser loads nothing from a network. A link that leaves docs/ gets a page with that file.
+"""
+
+import functools
+import io
+import json
+import os
+import posixpath
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import math_to_image
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTWARD = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
+
+
+def equation(source: str, *args: Any, **kwargs: Any) -> str:
+    """A ```math fence as a picture a line, in the colour of the text around it."""
+    return "".join(map(_line, filter(None, map(str.strip, source.splitlines()))))
+
+
+@functools.cache
+def _line(source: str) -> str:
+    drawn = io.StringIO()
+    tex = re.sub(r"\\\\$", "", source)
+    font = FontProperties(size=13, math_fontfamily="cm")
+    math_to_image(f"${tex}$", drawn, prop=font, format="svg", color="#010203")
+    svg = drawn.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = svg.replace("#010203", "currentColor").replace("#ffffff", "none", 1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(tex)}"', 1)
+    return f'<p class="equation">{" ".join(svg.split())}</p>'
+
+
+def target(link: str, page: str) -> str | None:
+    """The repository's file that a page of docs/ links to, if it isn't one of docs/."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith("docs/") else path
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """A page of its own for each file that pages link to."""
+    wanted = {
+        path
+        for file in files.documentation_pages()
+        for link in OUTWARD.findall(file.content_string)
+        if (path := target(link, file.src_uri))
+    }
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        uri = path.relative_to(ROOT / "docs").as_posix()
+        files.remove(files.src_uris[uri])
+        page = uri.replace(".ipynb", ".md")
+        files.append(File.generated(config, page, content=notebook(f"docs/{uri}")))
+    for path in sorted(wanted):
+        text = (ROOT / path).read_text()
+        if not path.endswith(".md"):
+            text = f"# {path}\n\n```{Path(path).suffix[1:]}\n{text}```\n"
+        files.append(File.generated(config, f"source/{path}.md", content=text))
+    return files
+
+
+def notebook(path: str) -> str:
+    """A notebook with its outputs as a page."""
+    parts = []
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                png = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f"![Picture of the cell above](data:image/png;base64,{png})")
+            elif text := output.get("text") or data.get("text/plain"):
+                parts.append(f"```text\n{''.join(text).rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
+    def inside(match: re.Match[str]) -> str:
+        path = target(match[1], page.file.src_uri)
+        start = os.path.dirname(page.file.src_uri) or "."
+        return f"]({posixpath.relpath(f'source/{path}.md', start)}" if path else match[0]
+
+    return OUTWARD.sub(inside, markdown).replace(".ipynb)", ".md)")
