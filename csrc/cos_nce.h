@@ -15,6 +15,15 @@ struct Positions {
     const int64_t offset = sample * stride_sample + position * stride_position;
     return {data + offset * size_of(type), 0, D, type};
   }
+
+  // The positions (positions, D) of a sample.
+  Rows group(int64_t sample) const {
+    return {data + sample * stride_sample * size_of(type), stride_position, D, type};
+  }
+
+  Positions turned() const {
+    return {data, positions, samples, D, stride_position, stride_sample, type};
+  }
 };
 
 // What a thread needs to look at one position after the other.

@@ -1,11 +1,13 @@
 // The operators of the row kernels: named as the launchers in kernels/, with the same arguments.
+#include <array>
 #include <cmath>
+#include <memory>
 
 #include "attention.h"
 #include "cos_nce.h"
 #include "knn.h"
 #include "layer_norm_mse.h"
-#include "row_norms.h"
+#include "relation.h"
 #include "soft_targets.h"
 #include "tensors.h"
 
@@ -353,30 +355,131 @@ Tensor knn_backward(const Tensor& student, const Tensor& teacher, const Tensor& 
   return dstudent;
 }
 
-// A number (G, N) of every row of ``x`` (G, N, D): number(g, n).
-template <typename Number>
-Tensor of_rows(const Tensor& x, const Number& number) {
-  const int64_t G = x.size(0), N = x.size(1);
-  const Tensor result = torch::stable::new_empty(x, {G, N}, working_type(x));
-  const Rows numbers{data<char>(result), 1, 1, type_of(result)};
-  each_row(G * N, x.size(2) * x.element_size(), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) numbers.put(i, number(i / N, i % N));
-  });
-  return result;
+// out = a·b of matrices (n, ...), by BLAS.
+void multiply(const Tensor& a, const Tensor& b, const Tensor& out) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
+  STD_TORCH_CHECK(
+      torch_call_dispatcher("aten::bmm", "out", stack.data(), TORCH_ABI_VERSION) == 0, "bmm failed");
+  torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// ‖x‖ (G, N) of rows (G, N, D).
-Tensor row_norms(const Tensor& x) {
-  const Positions of = positions_of(x);
-  return of_rows(x, [&](int64_t g, int64_t n) { return row_norm(of.row(g, n), 0); });
+// The relations of groups of N rows: of tokens in their order, or turned round, of samples.
+struct Groups {
+  Positions student, teacher;  // (groups, N, D)
+  std::unique_ptr<bool[]> real;
+  std::vector<int64_t> counts;
+  int64_t compared = 0;
+
+  // Groups of fewer than two rows have nothing to compare.
+  Groups(const Tensor& of_student, const Tensor& of_teacher, const Mask& mask, bool samples)
+      : student(positions_of(of_student)), teacher(positions_of(of_teacher)) {
+    if (samples) student = student.turned(), teacher = teacher.turned();
+    const int64_t G = student.samples, N = student.positions;
+    real.reset(new bool[G * N]);
+    Tensor holder;
+    const bool* given = bytes_of(mask, holder);
+    for (int64_t g = 0; g < G; ++g) {
+      bool* row = real.get() + g * N;
+      for (int64_t i = 0; i < N; ++i) row[i] = !given || given[samples ? i * G + g : g * N + i];
+      counts.push_back(std::count(row, row + N, true));
+      if (counts.back() < 2) std::fill(row, row + N, false);
+      compared += counts.back() >= 2;
+    }
+  }
+
+  // Few enough at a time to stay in the cache; their number does not depend on the threads.
+  int64_t at_a_time() const {
+    const int64_t N = student.positions, entries = N * (2 * student.D + teacher.D + 2 * N);
+    return std::min(student.samples, std::max<int64_t>(1, (1 << 20) / entries));
+  }
+};
+
+// Σ weight·loss of the groups; its gradient is put into ``dx`` (groups, N, D), or added to it.
+template <typename W>
+double relations_of(const Groups& of, double weight, double eps, bool add, const Tensor& like,
+                    const Positions* dx) {
+  const int64_t N = of.student.positions, step = of.at_a_time();
+  const int64_t Ds = of.student.D, Dt = of.teacher.D;
+  const auto room = [&](int64_t rows, int64_t columns) {
+    return torch::stable::new_empty(like, {step, rows, columns}, working_type(like));
+  };
+  const Tensor rows_s = room(N, Ds), rows_t = room(N, Dt), R_s = room(N, N), R_t = room(N, N);
+  const Tensor h = room(dx ? N : 0, Ds);
+  const double share = weight / double(std::max<int64_t>(of.compared, 1));
+  std::vector<UnitRow> units(2 * step * N);
+  std::vector<RelationSide<W>> sides(2 * step);
+  std::vector<RelationLoss> losses(step);
+  double total = 0;
+  for (int64_t start = 0; start < of.student.samples; start += step) {
+    const int64_t n = std::min(step, of.student.samples - start);
+    each_row(2 * n, N * (Ds + Dt) * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t g = i / 2, D = i % 2 ? Dt : Ds;
+        const Tensor& rows = i % 2 ? rows_t : rows_s;
+        sides[i] = {(i % 2 ? of.teacher : of.student).group(start + g),
+                    of.real.get() + (start + g) * N, of.counts[start + g],
+                    data<W>(rows) + g * N * D, units.data() + i * N};
+        sides[i].centre(N);
+      }
+    });
+    const auto part = [&](const Tensor& x) {
+      return n == step ? x : torch::stable::narrow(const_cast<Tensor&>(x), 0, 0, n);
+    };
+    for (const auto& [rows, R] : {std::pair{&rows_s, &R_s}, std::pair{&rows_t, &R_t}}) {
+      Tensor some = part(*rows);
+      multiply(some, torch::stable::transpose(some, 1, 2), part(*R));
+    }
+    each_row(n, N * N * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; ++g) {
+        losses[g] = pearson(sides[2 * g], sides[2 * g + 1], data<W>(R_s) + g * N * N,
+                            data<W>(R_t) + g * N * N, N, eps, dx != nullptr);
+      }
+    });
+    for (int64_t g = 0; g < n; ++g) {
+      if (of.counts[start + g] >= 2) total += share * losses[g].loss;
+    }
+    if (dx == nullptr) continue;
+    multiply(part(R_s), part(rows_s), part(h));
+    each_row(n * N, 3 * Ds * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
+      std::vector<W> row(Ds);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t g = i / N;
+        W* to = reinterpret_cast<W*>(dx->row(start + g, i % N).data);
+        sides[2 * g].gradient(i % N, data<W>(h) + i * Ds, 2 * share * losses[g].k, add, to,
+                              row.data());
+      }
+    });
+  }
+  return total;
 }
 
-// Σ a·b (G, N) of rows (G, N, D).
-Tensor row_products(const Tensor& a, const Tensor& b) {
-  const Positions of_a = positions_of(a), of_b = positions_of(b);
-  return of_rows(a, [&](int64_t g, int64_t n) {
-    return row_product(of_a.row(g, n), of_b.row(g, n));
-  });
+// Σ weight·loss of the relations between tokens, (B, N, D), and between samples; and its gradient.
+std::vector<Tensor> relations(const Tensor& student, const Tensor& teacher, const Mask& mask,
+                              double tokens, double samples, double eps, bool gradient) {
+  std::vector<Tensor> results;
+  Positions dx{};
+  if (gradient) {
+    results.push_back(torch::stable::new_empty(
+        student, {student.size(0), student.size(1), student.size(2)}, working_type(student)));
+    dx = positions_of(results.back());
+  }
+  double loss = 0;
+  bool add = false;
+  for (const bool of_samples : {false, true}) {
+    const double weight = of_samples ? samples : tokens;
+    const Groups groups(student, teacher, mask, of_samples);
+    if (weight == 0 || groups.student.samples == 0 || groups.student.positions < 2) continue;
+    if (of_samples) dx = dx.turned();
+    const Positions* to = gradient ? &dx : nullptr;
+    loss += student.scalar_type() == ScalarType::Double
+                ? relations_of<double>(groups, weight, eps, add, student, to)
+                : relations_of<float>(groups, weight, eps, add, student, to);
+    add = true;
+  }
+  if (gradient && !add) torch::stable::zero_(results.back());
+  results.insert(results.begin(), scalar(loss, student));
+  return results;
 }
 
 }  // namespace
@@ -419,8 +522,9 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
   m.def(
       "knn_backward(Tensor student, Tensor teacher, Tensor nearest, Tensor factors, Tensor dloss)"
       " -> Tensor");
-  m.def("row_norms(Tensor x) -> Tensor");
-  m.def("row_products(Tensor a, Tensor b) -> Tensor");
+  m.def(
+      "relations(Tensor student, Tensor teacher, Tensor? mask, float tokens, float samples,"
+      " float eps, bool gradient) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
@@ -436,6 +540,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&fastkd::attention_backward));
   m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
   m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
-  m.impl("row_norms", TORCH_BOX(&fastkd::row_norms));
-  m.impl("row_products", TORCH_BOX(&fastkd::row_products));
+  m.impl("relations", TORCH_BOX(&fastkd::relations));
 }

@@ -13,18 +13,14 @@ namespace {
 constexpr int64_t kBlock = 2048;
 
 template <typename W>
-inline double product(const W* a, const W* b, int64_t n) {
+inline double squares(const W* x, int64_t n) {
   Vector<W> total{};
-  each<W>(n, [&](int64_t i, int64_t count) { total += load(a + i, count) * load(b + i, count); });
+  each<W>(n, [&](int64_t i, int64_t count) { total += load(x + i, count) * load(x + i, count); });
   return sum<W>(total);
 }
 
-FASTKD_CLONES double product_of(const float* a, const float* b, int64_t n) {
-  return product(a, b, n);
-}
-FASTKD_CLONES double product_of(const double* a, const double* b, int64_t n) {
-  return product(a, b, n);
-}
+FASTKD_CLONES double squares_of(const float* x, int64_t n) { return squares(x, n); }
+FASTKD_CLONES double squares_of(const double* x, int64_t n) { return squares(x, n); }
 
 // body(block, count) along a row
 template <typename W, typename Body>
@@ -47,27 +43,11 @@ double scaled_norm(const Rows& rows, int64_t row) {
   return peak == 0 ? std::sqrt(total) : std::sqrt(total) * peak;
 }
 
-template <typename W>
-double blockwise_product(const Rows& a, const Rows& b) {
-  W copies[2][kBlock];
-  double total = 0;
-  for (int64_t start = 0; start < a.n; start += kBlock) {
-    const int64_t count = std::min(kBlock, a.n - start);
-    total += product_of(a.read(0, start, count, copies[0]), b.read(0, start, count, copies[1]),
-                        count);
-  }
-  return total;
-}
-
 }  // namespace
-
-double row_product(const Rows& a, const Rows& b) {
-  return a.type == Type::kDouble ? blockwise_product<double>(a, b) : blockwise_product<float>(a, b);
-}
 
 double row_norm(const Rows& rows, int64_t row) {
   double total = 0;
-  const auto add = [&](const auto* x, int64_t count) { total += product_of(x, x, count); };
+  const auto add = [&](const auto* x, int64_t count) { total += squares_of(x, count); };
   if (rows.type == Type::kDouble) {
     each_block<double>(rows, row, add);
     return total > 1e-290 && total < 1e290 ? std::sqrt(total) : scaled_norm(rows, row);

@@ -1,4 +1,4 @@
-// Norms and products of rows on a CPU.
+// Norms of rows on a CPU.
 #pragma once
 
 #include "rows.h"
@@ -7,8 +7,5 @@ namespace fastkd {
 
 // ‖x‖ of a row; of finite numbers neither their squares nor the sum leave the range of float64.
 double row_norm(const Rows& rows, int64_t row);
-
-// Σ a·b of two rows of one type.
-double row_product(const Rows& a, const Rows& b);
 
 }  // namespace fastkd

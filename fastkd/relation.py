@@ -132,7 +132,7 @@ def relation_loss(
             is that of the documents in rows of their own, padded. On the CPU (whatever the device
             of the features) or the device. Values on a GPU or in a graph can't be read, and are
             compared in all pairs: that takes N² numbers for each row, and (B·N)² over samples.
-        backend: ``"auto"``, ``"torch"``, ``"cpp"`` or ``"triton"`` (only ``"l2"``, ``"pearson"``).
+        backend: ``"auto"``, ``"torch"``; ``"cpp"``, ``"triton"`` (only ``"l2"``, ``"pearson"``).
         gather: take the samples of all processes for one batch; see `fastkd.distributed`.
         group: the processes that gather, by default all.
 
@@ -233,7 +233,7 @@ class _Options:
     distance: str
     temperature: float
     eps: float
-    by_rows: bool = False  # norms in C++
+    in_cpp: bool = False  # but for what products of features do
 
     def __post_init__(self) -> None:
         check_choice("normalize", self.normalize, NORMALIZE)
@@ -317,9 +317,7 @@ def _relations_of(
     runs_on = backend_of(backend, "relation_loss", widest, unsupported, **words)
     if runs_on == "triton":
         return _by_kernels(students, teachers, mask, options, backend)
-    # In a graph the compiler makes one pass of the norms and what is around them.
-    by_rows = runs_on == "cpp" and values_readable(widest)
-    options = dataclasses.replace(options, by_rows=by_rows)
+    options = dataclasses.replace(options, in_cpp=runs_on == "cpp")
     with autocast_off(students[0]):
         if segments is not None:
             return _of_segments(students, teachers, mask, segments, options)
@@ -546,10 +544,8 @@ class _Relations(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         with autocast_off(students[0]):
             for student, teacher, wanted in zip(students, teachers, needs_grad, strict=True):
-                dx = torch.zeros_like(student, dtype=working_dtype(student)) if wanted else None
-                for over, weight in options.weights.items():
-                    if weight != 0:
-                        loss = loss + _relation_term(student, teacher, mask, dx, over, options)
+                value, dx = _relation_terms(student, teacher, mask, options, wanted)
+                loss = loss + value
                 gradients.append(dx)
         ctx.dtypes = [student.dtype for student in students]
         ctx.save_for_backward(*gradients)
@@ -600,6 +596,28 @@ class _TritonRelations(torch.autograd.Function):
         return (None, None, *gradients, *(None for _ in gradients))
 
 
+def _relation_terms(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, options: _Options, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of one layer, and its gradient where that is wanted."""
+    kinds = [over for over in OVER if options.weights.get(over)]
+    if options.in_cpp:
+        kinds = [over for over in kinds if _by_features(over, student, teacher, options, gradient)]
+        student, teacher = (x if x.stride(-1) == 1 else x.contiguous() for x in (student, teacher))
+        tokens, samples = (
+            0.0 if over in kinds else float(options.weights.get(over, 0)) for over in OVER
+        )
+        operator = torch.ops.fastkd_cpp.relations
+        loss, *made = operator(student, teacher, mask, tokens, samples, options.eps, gradient)
+        dx = made[0] if made else None
+    else:
+        loss = student.new_zeros((), dtype=working_dtype(student))
+        dx = torch.zeros_like(student, dtype=loss.dtype) if gradient else None
+    for over in kinds:
+        loss = loss + _relation_term(student, teacher, mask, dx, over, options)
+    return loss, dx
+
+
 def _relation_term(
     student: Tensor,
     teacher: Tensor,
@@ -609,6 +627,7 @@ def _relation_term(
     options: _Options,
 ) -> Tensor:
     """One layer's share of the loss ``over`` one kind; its gradient is added to ``dx``."""
+    feature_side = _by_features(over, student, teacher, options, dx is not None)
     if over == "samples":
         student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
         mask = None if mask is None else mask.transpose(0, 1)
@@ -627,18 +646,13 @@ def _relation_term(
         mask = mask & counts
         group_weight = weight / counts.sum().clamp_min(1).to(loss.dtype)
 
-    feature_side = (
-        options.distance == "pearson"
-        and (N > SIZES_OF_ONE_GRAPH or not torch.compiler.is_compiling())
-        and _feature_side_is_cheaper(N, Ds, Dt, dx is not None)
-    )
     chunks = _chunks(student, Ds + Dt, feature_side)
     chunk = (groups + chunks - 1) // chunks
     for i in range(chunks):
         part = slice(i * chunk, (i + 1) * chunk)
         part_mask = None if mask is None else mask[part]
-        s = _Centred(student[part], part_mask, options.normalize, options.by_rows)
-        t = _Centred(teacher[part], part_mask, options.normalize, options.by_rows)
+        s = _Centred(student[part], part_mask, options.normalize)
+        t = _Centred(teacher[part], part_mask, options.normalize)
         part_dx = None if dx is None else dx[part]
         if feature_side:
             losses = _pearson_by_features(s, t, group_weight, options.eps, part_dx)
@@ -648,6 +662,19 @@ def _relation_term(
             losses = losses.masked_fill(~counts[part, 0], 0)
         loss = loss + group_weight * losses.sum()
     return loss
+
+
+def _by_features(
+    over: str, student: Tensor, teacher: Tensor, options: _Options, gradient: bool
+) -> bool:
+    """Whether (D, D) products take the place of relations."""
+    members = student.shape[OVER[::-1].index(over)]
+    of_any_size = not options.in_cpp and not torch.compiler.is_compiling()
+    return (
+        options.distance == "pearson"
+        and (members > SIZES_OF_ONE_GRAPH or of_any_size)
+        and _feature_side_is_cheaper(members, student.shape[-1], teacher.shape[-1], gradient)
+    )
 
 
 def _feature_side_is_cheaper(N: int, Ds: int, Dt: int, gradient: bool) -> bool:
@@ -685,10 +712,7 @@ class _Centred:
     of the relations.
     """
 
-    def __init__(
-        self, x: Tensor, mask: Tensor | None, normalize: str, by_rows: bool = False
-    ) -> None:
-        self.by_rows = by_rows
+    def __init__(self, x: Tensor, mask: Tensor | None, normalize: str) -> None:
         half = x.dtype == torch.float16
         x = upcast(x)
         if mask is not None:
@@ -700,15 +724,12 @@ class _Centred:
             self.count = mask.sum(1, keepdim=True).clamp_min(1).to(x.dtype)
         self.normalized = normalize in ("l2", "layer_norm")
         self.size: int | Tensor = 1
-        factor = norm = None
-        if by_rows and normalize == "l2":
-            norm = self.norms(x)
-        if self.normalized and not half and not (norm is not None and _is_in_range(norm)):
+        factor = None
+        if self.normalized and not half:
             x, factor = in_range(x)
-            norm = None if factor is not None else norm
         if normalize == "l2":
             smallest = 1e-12  # torch.nn.functional.normalize divides by max(‖x‖, this)
-            norm = self.norms(x) if norm is None else norm  # (G, N)
+            norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
             self.short = norm < smallest  # of any length
             self.slack = self.short.to(x.dtype)
             # NaN where the norm overflows: 1/inf would pass the row off as zero.
@@ -748,24 +769,6 @@ class _Centred:
         if half and normalize == "l2":
             self.derivative = self.scale.masked_fill(self.short, 1)
 
-    def norms(self, x: Tensor) -> Tensor:
-        """‖x‖ (G, N) of rows (G, N, D)."""
-        if self.by_rows and x.stride(-1) == 1:
-            return torch.ops.fastkd_cpp.row_norms(x)
-        return torch.linalg.vector_norm(x, dim=-1)
-
-    def products(self, a: Tensor, b: Tensor) -> Tensor:
-        """a·b (G, N) of rows (G, N, D)."""
-        if self.by_rows and a.stride(-1) == b.stride(-1) == 1:
-            return torch.ops.fastkd_cpp.row_products(a, b)
-        return (a * b).sum(-1)
-
-    def norms_of_all(self, x: Tensor) -> Tensor:
-        """Frobenius norms (G,) of (G, N, M)."""
-        if self.by_rows:
-            return self.norms(x.flatten(1)[None])[0]
-        return torch.linalg.vector_norm(x, dim=(1, 2))
-
     def offsets(self, squares: Tensor, centred: bool = False) -> Tensor:
         """h with R_ij = s_i·s_j + h_i + h_j + size, from the squared lengths of ``rows``.
 
@@ -793,7 +796,7 @@ class _Centred:
         """
         along = row_sums
         if self.normalized:
-            across = self.products(h, self.x) * self.scale
+            across = (h * self.x).sum(-1) * self.scale
             along = self.slack * row_sums - (across / self.size).masked_fill(self.short, 0)
         return h.addcmul_(self.x, (along * self.scale)[..., None])
 
@@ -814,9 +817,9 @@ class _Centred:
         return R
 
 
-def _is_in_range(norm: Tensor) -> bool:
-    """Whether no row of these norms, which can be read, is one that `in_range` would scale."""
-    return not bool((norm > torch.finfo(norm.dtype).max ** 0.25).any())
+def _norms(x: Tensor) -> Tensor:
+    """Frobenius norms (G,) of (G, N, M)."""
+    return torch.linalg.vector_norm(x, dim=(1, 2))
 
 
 def _reciprocal(x: Tensor) -> Tensor:
@@ -838,12 +841,12 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
     R_s, R_t = s.relations(pearson), t.relations(pearson)
     if pearson:
         # With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
-        sigma_s, sigma_t = s.norms_of_all(R_s), t.norms_of_all(R_t)
+        sigma_s, sigma_t = _norms(R_s), _norms(R_t)
         denominator = sigma_s * sigma_t + options.eps
         a = R_s.mul_(_reciprocal(sigma_s)[:, None, None])
         b = R_t.mul_(_reciprocal(sigma_t)[:, None, None])
         A = b.sub_(a)
-        losses = s.norms_of_all(A).square() / 2
+        losses = _norms(A).square() / 2
         losses = (sigma_s * sigma_t * losses + options.eps) / denominator
         if gradient:
             A.addcmul_(a, losses[:, None, None])  # b − ρ·a
@@ -857,7 +860,7 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
         A = R_s - R_t + constant
         if padding is not None:
             A = A.masked_fill_(padding, 0)
-        losses = s.norms_of_all(A).square() / (2 * M)
+        losses = _norms(A).square() / (2 * M)
         return _Distances(losses, A, one / M)
     # Softened relations differ by little, and KL by its square: float32 would cancel.
     log_p_s = _log_softmax(R_s.double() / temperature, padding)
@@ -899,8 +902,8 @@ def _pearson_by_features(
     s: _Centred, t: _Centred, weight: Tensor, eps: float, dx: Tensor | None
 ) -> Tensor:
     """`_distance_by_relations` for Pearson from (D, D) products: ⟨SSᵀ, TTᵀ⟩ = ‖TᵀS‖²."""
-    u = s.centred_offsets(s.products(s.rows, s.rows))  # (G, N)
-    v = t.centred_offsets(t.products(t.rows, t.rows))
+    u = s.centred_offsets(s.rows.square().sum(-1))  # (G, N)
+    v = t.centred_offsets(t.rows.square().sum(-1))
     n = s.count
     StS = torch.bmm(s.rows.mT, s.rows)  # (G, Ds, Ds)
     TtS = torch.bmm(t.rows.mT, s.rows)  # (G, Dt, Ds)
@@ -908,7 +911,7 @@ def _pearson_by_features(
 
     def inner(x: Tensor, y: Tensor, product: Tensor) -> Tensor:
         linear = 2 * n * (x * y).sum(1, keepdim=True)
-        return linear.squeeze(1) + s.norms_of_all(product).square()
+        return linear.squeeze(1) + _norms(product).square()
 
     sigma_s, sigma_t = inner(u, u, StS).sqrt(), inner(v, v, TtT).sqrt()  # (G,)
     covariance = inner(u, v, TtS)

@@ -81,9 +81,11 @@ def _left_out(item) -> bool:
     given = item.callspec.params
     if any(mark.kwargs["where"](given) for mark in item.iter_markers("left_out")):
         return True
-    if given.get("backend") != "triton" or not item.get_closest_marker("within_kernels"):
+    functions = {"triton": dispatch.TRITON_FUNCTIONS, "cpp": dispatch.CPP_FUNCTIONS}
+    backend = given.get("backend")
+    if backend not in functions or not item.get_closest_marker("within_kernels"):
         return False
-    kernels = dispatch.TRITON_FUNCTIONS[item.module.TRITON_FUNCTION]
+    kernels = functions[backend][item.module.TRITON_FUNCTION]
     facts = {**kernels.words, **dict.fromkeys(kernels.at_most, 0), **given}
     return kernels.lack(given.get("dtype", torch.float32), facts) is not None
 

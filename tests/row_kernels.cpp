@@ -14,7 +14,7 @@
 #include "../csrc/cos_nce.h"
 #include "../csrc/knn.h"
 #include "../csrc/layer_norm_mse.h"
-#include "../csrc/row_norms.h"
+#include "../csrc/relation.h"
 #include "../csrc/soft_targets.h"
 #include "../csrc/vectors.h"
 
@@ -153,12 +153,54 @@ void knn(int64_t n, Type type, std::mt19937& random) {
       }
     });
   });
-  for (int64_t i = 0; i < kRows; ++i) {
-    Rows row = student.rows;
-    row.data = row.place(i, 0);
-    const double norm = row_norm(student.rows, i), squares = row_product(row, row);
-    if (!(std::abs(norm * norm - squares) <= 1e-5 * squares)) std::printf("a norm of %g\n", norm);
+}
+
+// a·bᵀ, or a·b, of matrices with n rows and inner sizes m.
+template <typename W>
+std::vector<W> product(const std::vector<W>& a, const std::vector<W>& b, int64_t m, bool turned) {
+  const int64_t n = int64_t(a.size()) / m, columns = int64_t(b.size()) / m;
+  std::vector<W> out(n * columns);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      for (int64_t k = 0; k < m; ++k) {
+        out[i * columns + j] += a[i * m + k] * (turned ? b[j * m + k] : b[k * columns + j]);
+      }
+    }
   }
+  return out;
+}
+
+template <typename W>
+void relation(int64_t n, Type type, std::mt19937& random) {
+  const Memory student(n, type, &random), teacher(n, type, &random);
+  const std::unique_ptr<bool[]> real(new bool[kRows]);
+  for (int64_t i = 0; i < kRows; ++i) real[i] = i != 3;
+  compare("relation", n, type, kRows * n * sizeof(W), [&](bool threads, char* out) {
+    std::vector<W> rows[2];
+    std::vector<UnitRow> units[2];
+    RelationSide<W> sides[2];
+    share(2, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        rows[i].resize(kRows * n), units[i].resize(kRows);
+        const Rows& x = i ? teacher.rows : student.rows;
+        sides[i] = {x, real.get(), kRows - 1, rows[i].data(), units[i].data()};
+        sides[i].centre(kRows);
+      }
+    });
+    std::vector<W> A = product(rows[0], rows[0], n, true);
+    const std::vector<W> R = product(rows[1], rows[1], n, true);
+    const auto [loss, k] = pearson(sides[0], sides[1], A.data(), R.data(), kRows, 1e-8, true);
+    if (!(loss > -1e-5 && loss < 2.001)) std::printf("a relation loss of %g\n", loss);
+    const std::vector<W> h = product(A, rows[0], kRows, false);
+    share(kRows, threads, [&, k = k](int64_t begin, int64_t end) {
+      std::vector<W> room(n);
+      W* dx = reinterpret_cast<W*>(out);
+      for (int64_t i = begin; i < end; ++i) {
+        sides[0].gradient(i, &h[i * n], k, false, dx + i * n, room.data());
+        if (i % 2) sides[0].gradient(i, &h[i * n], k, true, dx + i * n, room.data());
+      }
+    });
+  });
 }
 
 // Roundings that exp and log err by, over floats ``step`` apart; without fused sums exp takes 1.2.
@@ -202,6 +244,8 @@ int main(int, char** arguments) {
         soft_targets(n, type, random);
         cos_nce(n, type, random);
         knn(n, type, random);
+        type == Type::kDouble ? relation<double>(n, type, random)
+                              : relation<float>(n, type, random);
         if (n < 100) attention(n, type, random);
       }
     }

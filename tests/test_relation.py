@@ -518,8 +518,6 @@ def test_inductor(device):
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-6)
 
 
-# In a graph "cpp" is PyTorch's own form, so one case shows that it is taken.
-@pytest.mark.left_out(where=lambda given: given["backend"] == "cpp" and not given["masked"])
 @pytest.mark.within_kernels
 @pytest.mark.parametrize(
     ("dynamic", "masked", "normalize", "distance"),

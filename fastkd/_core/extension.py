@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "row_products")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "relations")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -61,6 +61,20 @@ def _direction_sums_meta(
     return rows.new_empty(classes, *rows.shape[1:], dtype=_scalar(rows).dtype)
 
 
+def _relations_meta(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    tokens: float,
+    samples: float,
+    eps: float,
+    gradient: bool,
+) -> list[Tensor]:
+    """Shapes of the loss, and of the student's gradient."""
+    loss = _scalar(student)
+    return [loss, student.new_empty(student.shape, dtype=loss.dtype)] if gradient else [loss]
+
+
 def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
@@ -84,8 +98,7 @@ ROW_KERNELS = {
         student.new_empty(student.shape[0], k, dtype=torch.int64),
     ),
     "knn_backward": lambda student, *rest: student.new_empty(student.shape),
-    "row_norms": lambda x: x.new_empty(x.shape[:2], dtype=_scalar(x).dtype),
-    "row_products": lambda a, b: a.new_empty(a.shape[:2], dtype=_scalar(a).dtype),
+    "relations": _relations_meta,
     "direction_sums": _direction_sums_meta,
     "cos_nce_angles": lambda student, *rest: student.new_empty(
         4, *student.shape[:2], dtype=torch.float64

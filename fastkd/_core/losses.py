@@ -59,6 +59,7 @@ class Loss:
         return {**self.functions, **self.parts}
 
 
+_RELATIONS = {"normalize": ("l2",), "distance": ("pearson",)}
 # The C++ kernels know them all.
 _ROWS = Kernels(dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
@@ -135,8 +136,8 @@ LOSSES = (
         "Correlation Distillation*, 2023",
         functions={"relation_loss": _features(4, 10, 16, teacher=(4, 10, 24), masked=True)},
         modules=("FCDLoss",),
-        row_kernels={"relation_loss": _ROWS},
-        kernels={"relation_loss": Kernels(words={"normalize": ("l2",), "distance": ("pearson",)})},
+        row_kernels={"relation_loss": replace(_ROWS, words=_RELATIONS)},
+        kernels={"relation_loss": Kernels(words=_RELATIONS)},
         kernel_files=("relation", "relation_rows", "relation_small", "relation_long"),
     ),
     Loss(

@@ -55,11 +55,11 @@ def _relation(x: Tensor, normalize: str, spacing: float) -> Tensor:
 
 def random_relation(draw: Draw) -> Case:
     B, N, D_s, D_t = (draw.size(zero=True) for _ in range(4))
-    kernels = draw.backend == "triton"
+    kernels, unit = draw.backend == "triton", draw.backend != "torch"
     options = {
         "over": draw.pick(["tokens", "samples"]),
-        "normalize": "l2" if kernels else draw.pick(["l2", "layer_norm", "softmax", "none"]),
-        "distance": "pearson" if kernels else draw.pick(["pearson", "mse", "kl"]),
+        "normalize": "l2" if unit else draw.pick(["l2", "layer_norm", "softmax", "none"]),
+        "distance": "pearson" if unit else draw.pick(["pearson", "mse", "kl"]),
         "temperature": draw.pick([1.0, 10.0]),
         "eps": draw.pick([1e-8, 1e-4]),
     }
