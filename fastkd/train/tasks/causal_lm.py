@@ -70,7 +70,7 @@ class CausalLM(Task):
     def encode(
         self, batch: dict[str, list], tokenizer: Any, max_length: int
     ) -> Mapping[str, list[Any]]:
-        stream: list[int] = []
+        stream: list[Any] = []
         rows: list[list[tuple[int, int, int]]] = []
         for number, text in zip(batch["number"], batch["text"], strict=True):
             document = [(token, size, number) for token, size in _tokens(text, tokenizer)]
