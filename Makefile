@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test tests test-all test-torch test-machines fuzz sanitize lint style types bench
+.PHONY: demo check core test tests test-all test-torch test-machines fuzz sanitize lint style types bench
 .PHONY: docs hub gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
@@ -25,6 +25,13 @@ style: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(BIN)/mypy
+
+# What a change needs: style, types and the suite's core.
+check: style
+	$(MAKE) --jobs 2 --keep-going types core
+
+core: $(VENV)/installed
+	$(BIN)/python -m tools.check $(ARGS)
 
 # The types, which take one core, beside the tests, whose last ones leave cores idle.
 test: style

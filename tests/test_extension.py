@@ -95,6 +95,7 @@ def test_eigenvalues_and_vectors(n, op_device):
     assert relative_error(vectors.mT @ vectors, torch.eye(n).expand(3, n, n)) <= 1e-13
 
 
+@pytest.mark.slow
 def test_no_lane_of_a_gpu_races_another(tmp_path):
     """The CUDA kernels' source on threads, watched by ThreadSanitizer; and with a barrier less."""
     compiler = shutil.which("g++") or shutil.which("c++")

@@ -76,6 +76,7 @@ def test_says_why_they_can_not_run(monkeypatch):
     assert dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "torch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
     """Bounds, undefined behaviour and races; other bits on threads; roundings of exp and log.

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests import conftest
-from tools import machines
+from tools import check, machines
+from tools.versions.__main__ import LEFT_OUT
 
 
 @pytest.mark.left_out(where=lambda given: given["size"] == 4)
@@ -32,3 +33,8 @@ def test_settings_of_other_processors():
     assert machines.turn(names) == machines.turn(names) in names
     assert {s["OMP_NUM_THREADS"] for s in machines.SETTINGS.values()} == set("1234")
     assert all((machines.ROOT / file).exists() for file in machines.CORE)
+
+
+def test_the_core_names_files_that_there_are():
+    """A path that is gone leaves nothing out, without a word."""
+    assert all((check.ROOT / path).exists() for path in (*check.WHOLE, *LEFT_OUT))

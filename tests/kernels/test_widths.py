@@ -26,6 +26,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.slow
 def test_accesses_are_wide():
     found = json.loads(not_interpreted("tools.widths"))
     unaligned = found.pop("unaligned")
