@@ -430,16 +430,24 @@ SIZES = {
 }
 
 
-def check_graphs(loss, calls):
+def check_graphs(loss, calls, compiler="eager"):
     """At most one graph for the first sizes and one for all others, right values in both."""
-    assert count_graphs(loss, calls, backend="aot_eager") <= 2
+    assert count_graphs(loss, calls, compiler) <= 2
 
 
+# Kernels are one operator in a graph: of them each word once, with the reductions in turn.
+@pytest.mark.left_out(
+    where=lambda given: (
+        given["backend"] != "torch"
+        and DIVERGENCES.index(given["divergence"]) % 2 == (given["reduction"] == "none")
+    )
+)
 @pytest.mark.parametrize(
     ("divergence", "reduction", "masked"),
     every_two_meet(DIVERGENCES, ["batchmean", "none"], [False, True]),
 )
 def test_sizes_stay_symbolic(backend, device, divergence, reduction, masked):
+    """One of them also in what AOT Autograd makes of the graph, which takes as long again."""
     options = dict(divergence=divergence, reduction=reduction, backend=backend)
     check_graphs(
         lambda s, t, mask: soft_target_loss(s, t, mask=mask, **options),
@@ -450,6 +458,7 @@ def test_sizes_stay_symbolic(backend, device, divergence, reduction, masked):
             )
             for rows, words in SIZES[backend]
         ),
+        "aot_eager" if masked and divergence == "forward_kl" else "eager",
     )
 
 
