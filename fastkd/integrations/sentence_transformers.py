@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fastkd import relation
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
+from fastkd._core.numerics import working_dtype
 from fastkd.cca import CCALoss, Ridge
 from fastkd.contrastive import cos_nce_loss
 from fastkd.distill.capture import Backbone
@@ -147,7 +148,9 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
                 f"{name}: labels must be the teacher's embeddings, ({rows}, Dt) or "
                 f"({rows}, {columns}, Dt), got shape {shape}"
             )
-        teacher = labels.detach().to(embeddings[0].device, embeddings[0].dtype)
+        dtype = working_dtype(embeddings[0])  # under autocast a student's may be rounded
+        embeddings = [student.to(dtype) for student in embeddings]
+        teacher = labels.detach().to(embeddings[0].device, dtype)
         if labels.dim() == 2:
             return [(student, teacher) for student in embeddings]
         return [(torch.cat(embeddings), teacher.transpose(0, 1).flatten(0, 1))]
@@ -424,6 +427,11 @@ class LayerDistillLoss(_Alike):
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
     ) -> Any:
         """The loss of a batch: its tokens, column by column, and labels for ``loss``."""
+        if isinstance(self.model, nn.DataParallel):
+            raise ValueError(
+                "DataParallel runs copies of the student, into which LayerDistillLoss doesn't see; "
+                "start a process for each GPU (torchrun, DistributedDataParallel)"
+            )
         self._follow_first_process()
         columns = list(sentence_features)
         engine = self.distiller.engine

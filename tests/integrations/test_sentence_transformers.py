@@ -138,6 +138,14 @@ def test_prefixes_are_compared_with_the_whole_teacher(folder):
         )
 
 
+def test_a_rounded_students_teacher_is_not_rounded(folder):
+    model = student_of(folder)
+    student, teacher = torch.randn(8, 16).bfloat16(), torch.randn(8, 16)
+    found = RelationDistillLoss(model).loss_of_embeddings([student], teacher)
+    assert torch.equal(found, relation_loss(student.float(), teacher, over="samples"))
+    assert not torch.equal(found, relation_loss(student, teacher.bfloat16(), over="samples"))
+
+
 METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
 
 
@@ -335,6 +343,10 @@ def test_wrong_calls_are_one_sentence(folder, tmp_path):
     with pytest.raises(ValueError, match="gradient cache"):
         cached = RelationDistillLoss(model, mini_batch_size=4)
         LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=cached)
+    layers = LayerDistillLoss(model, teacher, FCD(task_weight=0.0))
+    layers.model = torch.nn.DataParallel(model)
+    with pytest.raises(ValueError, match="DataParallel runs copies"):
+        layers(features)
     with pytest.raises(TypeError, match="model must be a SentenceTransformer"):
         LayerDistillLoss(torch.nn.Sequential(torch.nn.Identity()), teacher, FCD(task_weight=0.0))
     other = teacher_of(folder)
