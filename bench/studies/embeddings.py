@@ -136,27 +136,34 @@ def train(student: SentenceTransformer, loss: Any, seed: int, held: Held) -> Non
 
 
 def table(found: dict[str, Any]) -> str:
-    """Means over the seeds, and the difference of the agreement to the baseline's."""
-    lines = [f"Teacher, pairs: {found['teacher']['pairs']:.3f}.", ""]
-    lines += ["| student | loss | agreement | neighbours@10 | pairs | − MSE, agreement | p, Holm |"]
-    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    """Means over the seeds that were run; differences to the baseline where all were."""
+    lines = [
+        f"Teacher, pairs: {found['teacher']['pairs']:.3f}.",
+        "",
+        "| student | loss | seeds | agreement | neighbours@10 | pairs | − MSE | p, Holm |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for layers in LAYERS:
         rows = {}
         for name in LOSSES:
             runs = [found["runs"].get(key(name, layers, seed)) for seed in SEEDS]
-            if all(runs):
-                rows[name] = [each["scores"] for each in runs]
+            rows[name] = [each["scores"] for each in runs if each]
+        compared = [
+            name
+            for name, runs in rows.items()
+            if name not in (BASELINE, "cut") and len(runs) == len(SEEDS) == len(rows[BASELINE])
+        ]
         values = {name: [x["agreement"] for x in runs] for name, runs in rows.items()}
-        compared = [name for name in rows if name not in (BASELINE, "cut")]
-        if BASELINE in rows and compared:
-            p = holm([float(ttest_rel(values[n], values[BASELINE]).pvalue) for n in compared])
+        p = holm([float(ttest_rel(values[n], values[BASELINE]).pvalue) for n in compared])
         for name, runs in rows.items():
+            if not runs:
+                continue
             means = [np.mean([x[score] for x in runs]) for score in runs[0]]
             tail = ["", ""]
-            if BASELINE in rows and name in compared:
+            if name in compared:
                 difference = np.mean(values[name]) - np.mean(values[BASELINE])
                 tail = [f"{difference:+.4f}", f"{p[compared.index(name)]:.2g}"]
-            shown = [*(f"{x:.4f}" for x in means), *tail]
+            shown = [str(len(runs)), *(f"{x:.4f}" for x in means), *tail]
             lines.append(f"| {len(layers)} layers | {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
