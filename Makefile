@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo check core test tests test-all test-torch test-machines fuzz sanitize lint style types bench
-.PHONY: docs hub gpu-check clean
+.PHONY: demo check core test tests test-all test-torch test-machines fuzz sanitize lint style types
+.PHONY: bench docs hub release-check gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
@@ -81,10 +81,15 @@ docs: $(VENV)/installed
 hub: $(VENV)/installed
 	$(BIN)/python -m tools.hub hub
 
+# What a release still needs: changelog, versions, tag, and what is in the wheel and what it asks for.
+release-check: $(VENV)/installed
+	test -d .venv-release || $(BIN)/python -m pip install --quiet --target .venv-release auditwheel
+	PYTHONPATH=.venv-release $(BIN)/python -m tools.release_check $(ARGS)
+
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
 # ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info fastkd/*.so
+	rm -rf $(VENV) .venv-torch-* .venv-release build dist *.egg-info fastkd/*.so

@@ -136,6 +136,7 @@ def test_sdist_to_wheel_to_install(source, python, tmp_path, in_haste):
         "csrc/eigen_lanes.h",
         "fastkd/kernels/projection.py",
     } <= names
+    assert not [name for name in names if name.startswith("tests/")], "a few, without their helpers"
 
     pip(
         python, "wheel", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path,
