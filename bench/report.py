@@ -41,6 +41,12 @@ Make your own: `make bench`, or `fastkd bench` where fastkd is installed; then
 `python -m fastkd.bench.report`. `python -m fastkd.bench.compare A.json B.json` says what of fastkd
 got worse.
 """
+# Steps of `words`.
+MODES = {
+    "none": "both models, gradients of the student, no loss",
+    "heads": "`Distiller`",
+    "logits": "`Distiller(keep_logits=True)`",
+}
 COLUMNS = (
     "case", "provider", "forward", "backward", "both", "±",
     "vs reference", "memory MiB", "launches", "× floor", "error",
@@ -49,7 +55,12 @@ COLUMNS = (
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """All result files, GPUs first."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        words = folder / "words" / path.name
+        found.append(json.loads(path.read_text()))
+        if words.is_file():
+            found[-1]["words"] = json.loads(words.read_text())
     return sorted(found, key=lambda r: ("gpu" not in r["machine"], r["machine"]["name"]))
 
 
@@ -57,7 +68,7 @@ def page(results: list[dict[str, Any]], pictures: dict[str, list[Path]], folder:
     """docs/benchmarks.md."""
     parts = ["# Benchmarks", HOW]
     for result in results:
-        parts += [*machine_section(result), *step_section(result)]
+        parts += [*machine_section(result), *step_section(result), *words_section(result)]
         for loss in suite.LOSSES:
             parts += loss_section(result, loss)
         for picture in pictures.get(result["machine"]["name"], []):
@@ -121,6 +132,25 @@ def step_section(result: dict[str, Any]) -> list[str]:
             "\n".join(lines),
         ]
     return parts
+
+
+def words_section(result: dict[str, Any]) -> list[str]:
+    """Peak memory of a step of two language models."""
+    if "words" not in result:
+        return []
+    words = result["words"]
+    peaks, sizes = words["peak_mib"], words["sizes"]
+    lines = ["| a step of | peak MiB | of the models' |", "|---|---:|---:|"]
+    lines += [
+        f"| {MODES[mode]} | {peak} | {peak / peaks['none']:.2f}× |" for mode, peak in peaks.items()
+    ]
+    named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return [
+        "### Memory of a step of two language models",
+        f"Decoders of Qwen2's form in float32, {named} (hidden sizes, tokens in 2 rows); the whole "
+        f"process's peak, Python and torch included. Commit {words['commit']}, {words['date']}.",
+        "\n".join(lines),
+    ]
 
 
 def growth_section(result: dict[str, Any]) -> list[str]:

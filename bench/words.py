@@ -18,13 +18,9 @@ import transformers as t
 from fastkd._core.machine import describe, slug
 from fastkd.distill import Distiller, SoftTargets
 
+from .report import MODES
+
 V = 151936
-# What is asked of the models: nothing of the logits; terms from heads; terms from all logits.
-MODES = {
-    "none": "both models, gradients of the student, no loss",
-    "heads": "`Distiller`",
-    "logits": "`Distiller(keep_logits=True)`",
-}
 FOLDER = Path(__file__).resolve().parent / "results" / "words"
 
 

@@ -47,6 +47,15 @@ def result_file(name="somewhere", gpu=None):
     }
 
 
+def test_the_memory_of_language_models():
+    result = result_file()
+    assert not report.words_section(result)
+    peaks = {"none": 1000, "heads": 1050, "logits": 3000}
+    result["words"] = result | {"sizes": {"V": 151936, "tokens": 1024}, "peak_mib": peaks}
+    text = "\n".join(report.words_section(result))
+    assert "| `Distiller` | 1050 | 1.05× |" in text and "V 151936, tokens 1024" in text
+
+
 @pytest.fixture
 def results(tmp_path):
     folder = tmp_path / "results"

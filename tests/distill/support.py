@@ -248,9 +248,7 @@ modules; models that aren't from transformers: [any_loop.md](any_loop.md).
 Of "masked words" and "next word" the terms on logits come from hidden states and heads, and
 `out.logits` is None unless `keep_logits=True`. All logits are made of MobileBERT, BART, T5 and
 Whisper, of compiled models and `Blocks`, of sharded parameters, and for methods with terms of
-one's own. A step with V = 151,936, 1024 tokens and hidden sizes 512 and 256 in float32 on a CPU
-took 1759 MiB, 5123 MiB with `keep_logits=True`, and the two models with the student's gradients
-but without a loss 1755 MiB: `python -m bench.words heads`, `logits`, `none`.
+one's own. What that saves is in [benchmarks.md](benchmarks.md).
 
 | family | head | {" | ".join(ALL)} | |
 |{"---|" * (len(ALL) + 3)}
