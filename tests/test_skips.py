@@ -37,4 +37,4 @@ def test_settings_of_other_processors():
 
 def test_the_core_names_files_that_there_are():
     """A path that is gone leaves nothing out, without a word."""
-    assert all((check.ROOT / path).exists() for path in (*check.WHOLE, *LEFT_OUT))
+    assert all((check.ROOT / path).exists() for path in (*check.WHOLE, *check.TRAINS, *LEFT_OUT))
