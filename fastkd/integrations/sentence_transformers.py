@@ -354,7 +354,8 @@ class LayerDistillLoss(_Alike):
 
     Each column of text is a batch of its own; their losses are averaged. The teacher runs in each
     step, so no labels are needed. Another loss of the same student may be added, which then sees
-    the embeddings of the same pass.
+    the embeddings of the same pass: ``forward`` gives the dict of it and ``"layers"``, which the
+    Trainer adds up and logs, and otherwise a scalar.
 
     Args:
         model: the student, a SentenceTransformer that begins with a transformers encoder or
@@ -366,10 +367,6 @@ class LayerDistillLoss(_Alike):
         loss: a sentence-transformers loss of ``model``, without gradient cache; the labels are
             its own.
         gather: compare the texts of all processes.
-
-    Returns:
-        ``forward`` gives a scalar; with a ``loss`` the dict of it and ``"layers"``, which the
-        Trainer adds up and logs.
 
     Raises:
         TypeError: a model that doesn't begin with a transformers model.
