@@ -22,7 +22,7 @@ from fastkd.analysis.pictures import (
     plot_sentence,
     relation_agreement,
 )
-from fastkd.cli.display import say
+from fastkd.cli.display import RichDisplay, say
 from fastkd.cli.settings import AnalyzeSettings
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
@@ -34,6 +34,7 @@ from fastkd.train.finished import columns_of, training_of
 from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.models import be_quiet, check_length, let_pad, load
 from fastkd.train.plan import choose_device
+from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
 from fastkd.train.score import accepted
 
@@ -56,6 +57,10 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
         batches = batches_of(
             tokenizer, texts[kept], pairs, settings.batch_size, settings.max_length, labels
         )
+        display = stack.enter_context(RichDisplay(console))
+        starts = range(0, len(texts[kept]), settings.batch_size)
+        number = len(starts[processes.rank() :: world_size()])
+        batches = counted(batches, display, f"{len(texts[kept])} rows", number)
         report = analyze(settings, models, batches)
         if processes.first():
             sentence = settings.sentence or texts[0]

@@ -34,7 +34,7 @@ from fastkd.train.models import (
 from fastkd.train.options import as_json
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.plan import Plan, autocast, choose_device
-from fastkd.train.progress import Display
+from fastkd.train.progress import Display, counted
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
 from fastkd.train.settings import Pairing
@@ -66,11 +66,15 @@ def write(settings: CacheSettings, console: Console) -> None:
         processes.by_first(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
         distiller.prepare(itertools.islice(_batches(run, settings.batch_size), 64))
+        judged = sum(map(len, run.eval_rows.values()))
+        display.say(f"the teacher's scores, on {judged} evaluation rows ...")
         scores = run.judge(run.teacher, "teacher")
-        own = _batches(run, settings.batch_size, rank=processes.rank(), ranks=world_size())
+        size, rank, ranks = settings.batch_size, processes.rank(), world_size()
+        number = len(range(rank * size, len(run.all_rows), ranks * size))
+        own = counted(_batches(run, size, rank=rank, ranks=ranks), display, "teacher", number)
         with processes.agreed(), saving(out), autocast(run.plan):
             try:
-                if len(run.all_rows) > processes.rank() * settings.batch_size:
+                if number:
                     distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
             except ValueError as error:  # another teacher's cache, or a method that has none
                 path = str(error).startswith(str(out))

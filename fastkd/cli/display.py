@@ -89,6 +89,12 @@ def new_console(plain: bool = False) -> Iterator[Console]:
     stream.finish()
 
 
+def beside_the_answer() -> "RichDisplay":
+    """Progress of a command whose standard output is its answer: on standard error."""
+    stream: Any = Steadfast(sys.stderr)
+    return RichDisplay(Console(file=stream))
+
+
 def say(console: Console, text: str) -> None:
     """Print ``text`` as it is."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -197,10 +203,8 @@ class RichTrack(Track):
         self.display.progress.update(self.task, terms=terms)
         if not self.display.console.is_terminal and now - self.told >= LINE_EVERY:
             self.told = now
-            self.display.say(
-                f"{self.title}  step {step}/{self.total}  {terms}  {rate:.3g} steps/s  "
-                f"{clock(left)} left"
-            )
+            parts = (self.title, f"step {step}/{self.total}", terms, f"{rate:.3g} steps/s")
+            self.display.say("  ".join((*filter(None, parts), f"{clock(left)} left")))
 
     def stop(self) -> None:
         self.display.progress.remove_task(self.task)

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from fastkd.cli.display import say
+from fastkd.cli.display import beside_the_answer, say
 from fastkd.cli.settings import EvaluateSettings
 from fastkd.cli.tables import FORMATS, begin
 from fastkd.train.errors import InputError, nearest
@@ -24,7 +24,8 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     rows, lines = task.read_labels(rows, settings.label_order)
     for line in lines:
         say(console, line)
-    scores = task.scores(metrics, *model.answers(rows, settings.max_length))
+    answers = model.answers(rows, settings.max_length, beside_the_answer())
+    scores = task.scores(metrics, *answers)
     say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
         found = {"rows": len(rows), **scores}

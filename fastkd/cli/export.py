@@ -49,6 +49,7 @@ def export(settings: ExportSettings, console: Console) -> float:
     batches = task.samples(tokenizer, longest(tokenizer, model))
     known = inspect.signature(model.forward).parameters
     batches = [{k: v for k, v in batch.items() if k in known} for batch in batches]
+    say(console, f"{settings.model}: writing ONNX and comparing outputs, about a minute ...")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         _write(model.float().eval(), batches[0], path)

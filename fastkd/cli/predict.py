@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from fastkd.cli.display import say
+from fastkd.cli.display import beside_the_answer, say
 from fastkd.cli.settings import UseSettings
 from fastkd.cli.tables import FORMATS, begin
 from fastkd.train.errors import InputError
@@ -19,7 +19,8 @@ def predict(settings: UseSettings, console: Console) -> None:
     if not full:
         raise InputError(f"--data {settings.data}: no row holds text")
     asked = rows if len(full) == len(rows) else rows.select(full)
-    found = task.predictions(*model.answers(asked, settings.max_length), model.tokenizer)
+    given = model.answers(asked, settings.max_length, beside_the_answer())
+    found = task.predictions(*given, model.tokenizer)
     answers = dict(zip(full, found, strict=True))
     nothing = dict.fromkeys(found[0])
     numbers = (number for (number,) in rows.columns("number"))

@@ -10,6 +10,7 @@ from fastkd.cli.settings import VerifySettings
 from fastkd.distill import verify as checks
 from fastkd.train.errors import RunFailed
 from fastkd.train.models import be_quiet
+from fastkd.train.progress import counted
 from fastkd.train.run import assemble, select
 from fastkd.train.training import stopping_at_once
 
@@ -30,7 +31,8 @@ def verify(settings: VerifySettings, console: Console) -> bool:
         display.say(f"{len(rows)} rows, device {run.device}, float64, without dropout")
         try:
             distiller.prepare([inputs])
-            found = checks.verify(distiller, inputs, ranks=settings.ranks)
+            number, each = checks.begin(distiller, inputs, ranks=settings.ranks)
+            found = list(counted(each, display, "checks", number))
         except (RuntimeError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()
             raise RunFailed(f"the step can't be checked: {reason[-1]}") from error

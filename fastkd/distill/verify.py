@@ -114,6 +114,17 @@ def verify(
     Raises:
         ValueError: fewer than two rows.
     """
+    return list(begin(distiller, batch, ranks=ranks, compile_backend=compile_backend)[1])
+
+
+def begin(
+    distiller: Distiller,
+    batch: dict[str, Tensor],
+    *,
+    ranks: int | Sequence[int] = 2,
+    compile_backend: str | None = "aot_eager",
+) -> tuple[int, Iterator[Check]]:
+    """How many checks `verify` makes, and each of them as it is done."""
     tokens = batch["input_ids"]
     if len(tokens) < 2:
         raise ValueError("batch has fewer than two rows; there is nothing to split")
@@ -136,7 +147,7 @@ def verify(
     for count in (ranks,) if isinstance(ranks, int) else ranks:
         if count:
             ways[f"{count} processes, gather=True"] = functools.partial(step.processes, count)
-    return [_check(name, way, step) for name, way in ways.items()]
+    return len(ways), (_check(name, way, step) for name, way in ways.items())
 
 
 def table(checks: list[Check]) -> str:

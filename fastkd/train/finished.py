@@ -18,6 +18,7 @@ from fastkd.train.files import first_row
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import load_finished, longest
 from fastkd.train.plan import Plan
+from fastkd.train.progress import Display
 from fastkd.train.rows import Encoded, Encoder, Rows
 from fastkd.train.saving import read_marker
 from fastkd.train.score import predict
@@ -110,7 +111,7 @@ class Finished:
         rows = read_file(path, columns, "--data", not labelled, kind)
         return rows if labelled else self.task.bare(rows)
 
-    def answers(self, rows: Rows, max_length: int | None) -> tuple[Any, Encoded]:
+    def answers(self, rows: Rows, max_length: int | None, display: Display) -> tuple[Any, Encoded]:
         """What the model answers to each encoded row, see `Task.answer`; and these rows.
 
         Without a ``max_length`` texts are as long as in the training.
@@ -123,7 +124,8 @@ class Finished:
         task = self.task
         encoded = Encoder(self.tokenizer, length, task)(rows)
         model: Any = self.model if self.onnx is None else OnnxModel(self.onnx)
-        found = predict(model, encoded, task, self.tokenizer, self.plan)
+        with display:
+            found = predict(model, encoded, task, self.tokenizer, self.plan, display)
         outputs = task.num_labels
         if isinstance(found, np.ndarray) and outputs not in (None, found.shape[-1]):
             raise InputError(

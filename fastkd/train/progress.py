@@ -1,8 +1,10 @@
 """What a run says, to nobody here: `fastkd.cli.display` shows it to people and to programs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 class Track:
@@ -43,6 +45,19 @@ class Display:
     def shared(self) -> Callable[[], AbstractContextManager["Display"]]:
         """What another process opens to speak beside this one, which shows lines alone from now."""
         return Display
+
+
+def counted(items: Iterable[Item], display: Display, title: str, total: int) -> Iterator[Item]:
+    """The items, ``total`` of them; each counts as done when the next is asked for."""
+    track = display.track(title)
+    try:
+        track.start(0, total)
+        for number, item in enumerate(items, start=1):
+            yield item
+            track.advance(number)
+            track.losses(number, {})
+    finally:
+        track.stop()
 
 
 def clock(seconds: float) -> str:

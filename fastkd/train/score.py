@@ -12,6 +12,7 @@ from fastkd._core.extras import require
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.plan import Plan, autocast
+from fastkd.train.progress import Display, counted
 from fastkd.train.rows import Encoded
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def predict(
     task: "Task",
     tokenizer: Any,
     plan: Plan,
+    display: Display | None = None,
 ) -> Any:
     """What ``model`` answers to each row in eval mode; draws no random number.
 
@@ -38,6 +40,8 @@ def predict(
     rank, ranks = processes.rank(), world_size()
     collate = task.collator(tokenizer)
     batches = examples.batches(collate, size, order, rank=rank, ranks=ranks, device=plan.device)
+    number = len(range(rank * size, len(order), ranks * size))
+    batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:
         with torch.no_grad(), autocast(plan):
             for batch in batches:

@@ -20,6 +20,7 @@ from fastkd.analysis import (
     svcca_matrix,
 )
 from fastkd.cli import analyze as report
+from fastkd.cli import display
 from fastkd.cli.settings import AnalyzeSettings
 from fastkd.distill import student_from_teacher
 from fastkd.train.data import read_file
@@ -69,7 +70,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_numbers_and_pictures(folder, tmp_path):
+def test_numbers_and_pictures(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     text, out = folder / "text.txt", tmp_path / "out"
     output = run("analyze", model=folder, text=text, out=out, batch_size=7)
     written = json.loads((tmp_path / "out" / "layers.json").read_text())
@@ -87,6 +89,7 @@ def test_numbers_and_pictures(folder, tmp_path):
     assert written["tokens"] == int(whole[0]["attention_mask"].sum())
     assert f"{written['adjacent_cca'][2]:.4f}" in output
     assert f"{written['rccc']:.4f}" in output
+    assert "32 rows  step 5/5" in output
     for name in ("svcca.png", "cka.png", "relations.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from fastkd.cli import display
 from fastkd.distill.verify import _Step
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
@@ -94,6 +95,13 @@ def test_a_cache_keeps_a_narrower_student(call, tmp_path):
     assert read_json(tmp_path / "out" / "student" / "config.json")["hidden_size"] == 12
     out, live = report_of(tmp_path / "out"), report_of(tmp_path / "live")
     assert out["student"] == live["student"] and out["parameters"] == live["parameters"]
+
+
+def test_a_cache_says_how_far_it_is(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    output = call("cache", tmp_path / "cache", method="soft_targets")
+    assert "the teacher's scores, on 20 evaluation rows" in output
+    assert "teacher  step 6/6" in output  # 45 rows, 8 a batch
 
 
 def test_a_cache_is_enough(call, folder, tmp_path):
@@ -206,7 +214,9 @@ def test_a_changed_file_trains_no_other_student(call, tmp_path):
 def test_verify_prints_a_table(call, tmp_path, monkeypatch):
     # tests/distill/test_verify.py compiles.
     monkeypatch.setattr(_Step, "compiled", lambda step, backend: step.again())
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     output = call("verify", None, method="soft_targets", rows=4, ranks=0)
+    assert "checks  step 12/12" in output
     assert "4 rows, device cpu, float64" in output
     for name in ("left padding", "cached teacher", "saved and loaded"):
         assert name in output

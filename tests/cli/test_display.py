@@ -16,6 +16,7 @@ from fastkd.cli.display import RichDisplay, Steadfast, new_console, say
 from fastkd.cli.distill import show
 from fastkd.train.card import write_card
 from fastkd.train.errors import RunFailed
+from fastkd.train.progress import counted
 from tests.cli.launched import Launch, command
 from tests.support.tiny import make_teacher, words_of, write_tsv
 
@@ -33,6 +34,19 @@ def test_a_log_file_gets_lines(monkeypatch):
         track.stop()
     (line,) = file.getvalue().splitlines()
     assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
+
+
+def test_counted_work_shows_itself_and_ends_its_bar(monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    file = io.StringIO()
+    with RichDisplay(Console(file=file, width=80)) as shown:
+        assert list(counted("abc", shown, "rows", 3)) == ["a", "b", "c"]
+        with contextlib.closing(counted("abc", shown, "cut off", 3)) as items:
+            next(items)
+        assert not shown.progress.tasks
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert re.match(r"rows  step 2/3  \S+ steps/s  0:00 left$", lines[1]), lines
 
 
 def test_eighty_columns_keep_count_and_time():

@@ -21,7 +21,10 @@ from transformers import (
     XLNetForSequenceClassification,
     pipeline,
 )
+from typer.testing import CliRunner
 
+from fastkd.cli import display
+from fastkd.cli.main import app
 from fastkd.distill import METHODS
 from fastkd.train import saving
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
@@ -107,7 +110,7 @@ def test_onnx_gives_the_same_score(folder, report, tmp_path):
     student = folder / "out" / "student"
     path = folder / "student.onnx"
     output = run("export", "--model", student, "--out", path)
-    assert "outputs agree with ONNX Runtime's" in output
+    assert "outputs agree with ONNX Runtime's" in output and "about a minute" in output
     words = ("evaluate", "--model", student, "--data", folder / "test.tsv")
     score = report["test"]["student"]["accuracy"]
     assert f"accuracy {score:.4g}" in run(*words, "--onnx", path)
@@ -279,6 +282,17 @@ def test_every_format_holds_the_same_rows(folder, tmp_path):
     assert len(outputs) == 1 and outputs.pop().startswith("10 rows:  accuracy")
     output = run("predict", "--model", student, "--data", folder / "more.txt")
     assert len(output.splitlines()) == 25
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_progress_is_beside_the_answer(folder, monkeypatch, command):
+    words = [command, "--model", str(folder / "out" / "student"), "--data"]
+    words += [str(folder / "test.tsv"), "--batch-size", "5"]
+    silent = CliRunner().invoke(app, words)
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0 and told.stdout == silent.stdout != ""
+    assert "30 rows  step 3/3" in told.stderr and "step" not in silent.stderr
 
 
 @pytest.mark.parametrize(
