@@ -128,21 +128,30 @@ def check(settings: Settings, stages: list[Stage]) -> None:
     processes.join(stages[0].settings.device)
     with processes.agreed():
         _check_out(settings, stages)
+        words = None
         for stage in stages:
             with as_keys(f"stages.{stage.name} of {settings.stages}", Settings):
-                _check(stage.settings, stage.before is None)
+                words = _check(stage.settings, words)
 
 
-def _check(settings: Settings, first: bool) -> None:
+def _check(settings: Settings, words: int | None) -> int:
+    """Check a stage whose student reads so many words; how many they are, of the first one."""
     run.check(settings)
     remote = settings.trust_remote_code
     if settings.teacher_cache is not None:
-        load("--teacher-cache", str(settings.teacher_cache / STUDENT), AutoConfig, remote)
-    elif settings.teacher is not None:
-        load("--teacher", settings.teacher, AutoConfig, remote)
-    if settings.student is not None and first:
+        option, name = "--teacher-cache", str(settings.teacher_cache / STUDENT)
+    else:
+        option, name = "--teacher", str(settings.teacher)
+    teacher = load(option, name, AutoConfig, remote)
+    if words is None and settings.student is not None:
         load("--student", settings.student, AutoConfig, remote)
+    elif words not in (None, teacher.vocab_size):
+        raise InputError(
+            f"{option} {name}: its vocabulary has {teacher.vocab_size} tokens, that of the stage "
+            f"before {words}; both must read the same tokens"
+        )
     data.load(settings)
+    return int(teacher.vocab_size)
 
 
 def _check_out(settings: Settings, stages: list[Stage]) -> None:

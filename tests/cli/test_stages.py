@@ -17,6 +17,7 @@ from tests.cli.test_cli import (
     visible,
 )
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.train.tasks.test_causal_lm import make_decoder
 
 PAGE = Path(__file__).parents[2] / "docs" / "distill.md"
 PLAN = re.search(r"```toml\n(.*?\[stages\..*?)```", PAGE.read_text(), re.DOTALL)[1]
@@ -143,6 +144,39 @@ def test_mistakes_are_one_sentence_before_the_first_stage(folder, tmp_path, case
     error = run("distill", stages=plan, out=tmp_path / "out", expect=2)
     assert re.search(words, error), error
     assert not (tmp_path / "out").exists()
+
+
+OTHERS = """
+teacher = "gpt2"
+finetune_teacher = 1
+max_length = 16
+device = "cpu"
+[stages.text]
+task = "causal-lm"
+train = "more.txt"
+eval = "more.txt"
+student_config = {n_embd = 12, intermediate_size = 24}
+[stages.classes]
+train = "train.tsv"
+eval = "dev.tsv"
+"""
+
+
+def test_stages_of_other_tasks(folder, tmp_path):
+    """A narrower decoder learns from text, then what a classifier answers."""
+    make_decoder(folder / "gpt2")
+    plan, out = folder / "others.toml", tmp_path / "out"
+    plan.write_text(OTHERS)
+    run("distill", stages=plan, out=out)
+    assert "perplexity" in report_of(out / "1-text")["student"]
+    assert report_of(out / "2-classes")["student"].keys() == {"accuracy"}
+    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    assert (student.config.n_layer, student.config.n_embd, student.config.n_inner) == (2, 12, 24)
+
+    make_teacher(folder / "larger", vocab_size=18)
+    plan.write_text(OTHERS.replace("[stages.classes]", '[stages.classes]\nteacher = "larger"'))
+    error = run("distill", stages=plan, out=tmp_path / "x", expect=2)
+    assert re.search("stages.classes of .*: teacher .* 18 tokens, .* before 17", error), error
 
 
 def test_what_excludes_stages(finished, folder, tmp_path):
