@@ -346,6 +346,7 @@ class Encoder:
 
         def encode(columns: dict[str, list]) -> dict[str, list]:
             batch = {column[1:]: values for column, values in columns.items()}
+            batch["where"] = [f"{rows.source}, row {number}" for number in batch["number"]]
             found = dict(task.encode(batch, self.tokenizer, self.max_length))
             found.setdefault("number", batch["number"])
             for number, ids in zip(found["number"], found["input_ids"], strict=True):

@@ -95,14 +95,7 @@ class CausalLM(Task):
         return transformers.DataCollatorForTokenClassification(tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        """The sum of -log p of a row's tokens but the first, and how many they are."""
-        found = logits(model, batch).float()[:, :-1]
-        targets = batch["labels"][:, 1:]
-        losses = F.cross_entropy(
-            found.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=UNLABELLED
-        )
-        sums = losses.view_as(targets).double().sum(-1).tolist()
-        return list(zip(sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
+        return sums_of_losses(model, batch)
 
     def finite(self, answers: Any) -> bool:
         return all(math.isfinite(loss) for loss, _ in answers)
@@ -111,7 +104,7 @@ class CausalLM(Task):
         loss = math.fsum(loss for loss, _ in answers)
         size = sum(examples.beside["bytes"][:])
         compute = {
-            "perplexity": lambda: _exp(loss / max(1, sum(count for _, count in answers))),
+            "perplexity": lambda: perplexity(loss / max(1, sum(count for _, count in answers))),
             "bits_per_byte": lambda: loss / math.log(2) / max(1, size),
         }
         return {name: compute[name]() for name in metrics}
@@ -119,7 +112,7 @@ class CausalLM(Task):
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         """Of each document up to --max-length."""
         return [
-            {"tokens": count + 1, "perplexity": _exp(loss / count) if count else None}
+            {"tokens": count + 1, "perplexity": perplexity(loss / count) if count else None}
             for loss, count in answers
         ]
 
@@ -132,8 +125,20 @@ class CausalLM(Task):
         )
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf if value == value else math.nan
+def sums_of_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tuple[float, int]]:
+    """The sum of -log p of a row's labels but the first, and how many they are."""
+    found = logits(model, batch).float()[:, :-1]
+    targets = batch["labels"][:, 1:]
+    losses = F.cross_entropy(
+        found.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=UNLABELLED
+    )
+    sums = losses.view_as(targets).double().sum(-1).tolist()
+    return list(zip(sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
+
+
+def perplexity(loss: float) -> float:
+    """That of a mean of -log p."""
+    return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
 
 
 def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:

@@ -241,7 +241,7 @@ class Task:
     def encode(
         self, batch: dict[str, list], tokenizer: Any, max_length: int
     ) -> Mapping[str, list[Any]]:
-        """Tokens of a batch of rows, by column.
+        """Tokens of a batch of rows, by column; "where" each stands begins a message.
 
         Columns of `inputs` go to the model; the others stay in ``Encoded.beside``. Where a row
         isn't one row of tokens, ``number`` says of which row each is. ``labels`` are among them

@@ -1,0 +1,300 @@
+"""Conversations: what the assistant says next."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fastkd._core.extras import require
+from fastkd.train.columns import Columns, field, whole
+from fastkd.train.errors import InputError
+from fastkd.train.rows import UNLABELLED, Encoded, Rows
+from fastkd.train.tasks.causal_lm import perplexity, sums_of_losses
+from fastkd.train.tasks.task import Task
+
+MESSAGES = "messages"
+ASSISTANT = "assistant"
+# By which a template says what the assistant writes, to `apply_chat_template`.
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+NEW_TOKENS = 128  # the longest answer that is written
+
+
+@dataclass(frozen=True)
+class Chat(Task):
+    """Columns ``messages``: lists of objects with ``role`` and ``content``.
+
+    The tokenizer's chat template makes text of them; the losses count what the assistant says.
+    Of a conversation longer than --max-length the last answer loses its end and what is before it
+    its beginning, neither more than half of --max-length leaves it. What follows the last answer
+    is not read. Scored are all answers by their loss, and the last one by ROUGE-L against what
+    the model writes in its place, greedily, up to `NEW_TOKENS` tokens.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "rouge_l")
+    usual: ClassVar[tuple[str, ...]] = ("perplexity", "rouge_l")
+    smaller: ClassVar[frozenset[str]] = frozenset({"perplexity", "loss"})
+    head: ClassVar[str] = "AutoModelForCausalLM"
+    head_name: ClassVar[str] = "language model head"
+    pipeline: ClassVar[str] = "text-generation"
+    # The answers stand among the messages.
+    columns: ClassVar[Columns] = Columns(MESSAGES, None, MESSAGES)
+    beside: ClassVar[tuple[str, ...]] = ("answer",)
+
+    #: Rows are encoded up to where an answer is to be written.
+    prompts: bool = False
+
+    @classmethod
+    def features(cls, columns: Columns) -> dict[str, Any]:
+        return {MESSAGES: ["large_string"]}
+
+    @classmethod
+    def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+        name = columns.text
+        messages = field(record, name, where)
+        if not isinstance(messages, list):
+            raise InputError(
+                f"{where}: column {name!r} is not a list of messages but {messages!r:.40}"
+            )
+        checked = [_message(message, i, name, where) for i, message in enumerate(messages, 1)]
+        answers = [i for i, one in enumerate(checked) if one["role"] == ASSISTANT]
+        if checked and answers[:1] == [0]:
+            raise InputError(f"{where}: the first message is the assistant's, and answers nothing")
+        if checked and columns.label is not None:
+            if not answers:
+                raise InputError(f"{where}: no message is the assistant's; there is no answer")
+            checked = checked[: answers[-1] + 1]
+            if not checked[-1]["content"].strip():
+                raise InputError(f"{where}: message {len(checked)}, the answer, is empty")
+        return {MESSAGES: [json.dumps(message, ensure_ascii=False) for message in checked]}
+
+    @classmethod
+    def full(cls, row: Mapping[str, Any]) -> bool:
+        return bool(row[MESSAGES])
+
+    @classmethod
+    def wanted(cls, columns: Columns) -> list[str]:
+        return [columns.text or MESSAGES]
+
+    @classmethod
+    def texts(cls, rows: Rows) -> list[str]:
+        return [
+            "\n".join(json.loads(message)["content"] for message in messages)
+            for (messages,) in rows.columns(MESSAGES)
+        ]
+
+    def predicting(self) -> Task:
+        return replace(self, prompts=True)
+
+    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+        return 1, "a conversation"
+
+    def encode(
+        self, batch: dict[str, list], tokenizer: Any, max_length: int
+    ) -> Mapping[str, list[Any]]:
+        found: dict[str, list[Any]] = {n: [] for n in ("input_ids", "labels", "answer")}
+        for where, kept in zip(batch["where"], batch[MESSAGES], strict=True):
+            messages = [json.loads(message) for message in kept]
+            last = messages[-1] if messages[-1]["role"] == ASSISTANT else {"content": ""}
+            if self.prompts:
+                asked = messages[:-1] if last is messages[-1] else messages
+                ids = templated(asked, tokenizer, where, add_generation_prompt=True)[-max_length:]
+                mask = [0] * len(ids)
+            else:
+                ids, mask = _shortened(*answers_of(messages, tokenizer, where), max_length)
+            found["input_ids"].append(ids)
+            found["labels"].append(
+                [token if own else UNLABELLED for token, own in zip(ids, mask, strict=True)]
+            )
+            found["answer"].append(last["content"])
+        return {**found, "attention_mask": [[1] * len(ids) for ids in found["input_ids"]]}
+
+    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+        # The one for language models takes end tokens for padding where these are the same.
+        transformers: Any = require("transformers", "train")
+        return transformers.DataCollatorForTokenClassification(tokenizer)
+
+    def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
+        """The sum of -log p of the answers' tokens, how many they are, and what is written."""
+        if not hasattr(model, "generate"):
+            raise InputError(f"--onnx: --task {self.name()} lets the model write, which ONNX can't")
+        found = sums_of_losses(model, batch)
+        written = write(model, prompts_of(batch), tokenizer)
+        texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+        return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
+
+    def finite(self, answers: Any) -> bool:
+        return all(math.isfinite(loss) for loss, *_ in answers)
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        loss = math.fsum(loss for loss, *_ in answers)
+        loss /= max(1, sum(count for _, count, _ in answers))
+        compute = {
+            "perplexity": lambda: perplexity(loss),
+            "loss": lambda: loss,
+            "rouge_l": lambda: _rouge([text for *_, text in answers], examples.beside["answer"][:]),
+        }
+        return {name: compute[name]() for name in metrics}
+
+    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+        written = {text for *_, text in answers}
+        return f"are all {written.pop()!r:.40}" if len(written) == 1 < len(answers) else None
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        return [{"answer": text} for *_, text in answers]
+
+    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        for (messages,) in rows.columns(MESSAGES):
+            yield {MESSAGES: [json.loads(message) for message in messages]}
+
+    @classmethod
+    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
+        return (
+            "from transformers import pipeline\n\n"
+            f'write = pipeline("{cls.pipeline}", "{directory}")\n'
+            'print(write([{"role": "user", "content": "..."}]))'
+        )
+
+
+def _message(message: Any, number: int, name: str | None, where: str) -> dict[str, Any]:
+    """A message, of which role and content are text; what else it has is the template's."""
+    if not isinstance(message, dict):
+        raise InputError(f"{where}: message {number} is not an object but {message!r:.40}")
+    kept = {key: value for key, value in message.items() if value is not None}
+    for key in ("role", "content"):
+        if not isinstance(kept.get(key), str):
+            raise InputError(
+                f"{where}: message {number} has no text {key!r} but {kept.get(key)!r:.40}"
+            )
+        whole(kept[key], name, where)
+    return kept
+
+
+def templated(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> list[int]:
+    """Token ids of a conversation."""
+    return _apply(messages, tokenizer, where, **options)["input_ids"]
+
+
+def _apply(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> Mapping[str, Any]:
+    jinja2: Any = require("jinja2", "train")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+    except jinja2.TemplateError as error:  # templates refuse what they don't know
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{where}: the tokenizer's chat template refuses it ({reason})") from error
+
+
+def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[int], Sequence[int]]:
+    """Token ids of a conversation, and for each 1 where the assistant says it.
+
+    Raises:
+        InputError: there is no template, or it can't be told what is an answer.
+    """
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        raise InputError(
+            f"--task chat needs a tokenizer with a chat template, and this "
+            f"{type(tokenizer).__name__} has none"
+        ) from None
+    if MARKED.search(template) and tokenizer.is_fast:
+        found = _apply(messages, tokenizer, where, return_assistant_tokens_mask=True)
+        ids, mask = found["input_ids"], found["assistant_masks"]
+        if not any(mask):
+            raise InputError(f"{where}: the tokenizer's chat template marks no token as an answer")
+        return ids, mask
+    ids = templated(messages, tokenizer, where)
+    mask = [0] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = templated(messages[:i], tokenizer, where, add_generation_prompt=True)
+        through = templated(messages[: i + 1], tokenizer, where)
+        start, stop = len(before), len(through)
+        if ids[:stop] != through or ids[:start] != before or start >= stop:
+            raise InputError(
+                f"{where}: message {i + 1} can't be told apart from the rest: the tokenizer's "
+                "chat template writes a conversation otherwise than one that goes on; give the "
+                "template {% generation %} marks"
+            )
+        mask[start:stop] = [1] * (stop - start)
+    return ids, mask
+
+
+def _last_run(counted: Sequence[int]) -> int:
+    """Where the last run of ones begins."""
+    stop = len(counted) - list(reversed(counted)).index(1)
+    zeros = [i for i in range(stop) if not counted[i]]
+    return zeros[-1] + 1 if zeros else 0
+
+
+def _shortened(
+    ids: list[int], mask: Sequence[int], max_length: int
+) -> tuple[list[int], Sequence[int]]:
+    if len(ids) <= max_length:
+        return ids, mask
+    start = _last_run(mask)
+    stop = min(len(ids), start + max(max_length // 2, max_length - start))
+    part = slice(max(0, stop - max_length), stop)
+    return ids[part], mask[part]
+
+
+def prompts_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    """The tokens of each row before its last answer; all where it has none."""
+    prompts = []
+    rows = zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
+    for ids, mask, labels in rows:
+        real = mask.bool()
+        tokens = ids[real].tolist()
+        counted = (labels[real] != UNLABELLED).int().tolist()
+        prompts.append(tokens[: _last_run(counted)] if any(counted) else tokens)
+    return prompts
+
+
+def stops_of(tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the end token, and the template's own behind an answer."""
+    talk = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+    ids, mask = answers_of(talk, tokenizer, "a conversation of two messages")
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= set(tokenizer.all_special_ids)
+    return sorted(({*ids[_last_run(mask) :]} & special | {tokenizer.eos_token_id}) - {None})
+
+
+def write(model: Any, prompts: list[list[int]], tokenizer: Any, **options: Any) -> torch.Tensor:
+    """What ``model`` writes behind each prompt, (B, new), filled up with padding; greedily.
+
+    ``options`` of ``generate`` go before that. Prompts that leave no room lose their beginning.
+    """
+    new = NEW_TOKENS
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and positions > 0:
+        new = min(new, max(1, positions // 2))
+        prompts = [prompt[-(positions - new) :] for prompt in prompts]
+    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    found = model.generate(
+        input_ids=padded["input_ids"].to(model.device),
+        attention_mask=padded["attention_mask"].to(model.device),
+        **{
+            "max_new_tokens": new,
+            "do_sample": False,
+            "num_beams": 1,
+            "eos_token_id": stops_of(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            **options,
+        },
+    )
+    return found[:, padded["input_ids"].shape[1] :]
+
+
+def _rouge(written: list[str], answers: list[str]) -> float:
+    """The mean of ROUGE-L's F-measures."""
+    scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"])
+    pairs = zip(answers, written, strict=True)
+    return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(written)
+
+
+TASK = Chat

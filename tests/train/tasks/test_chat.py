@@ -1,0 +1,198 @@
+"""Conversations: which tokens are answers, what is written, scores, and every command."""
+
+import json
+import math
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from fastkd.train.data import load, read_file
+from fastkd.train.errors import InputError
+from fastkd.train.rows import Encoder
+from fastkd.train.settings import Source
+from fastkd.train.tasks.chat import TASK, prompts_of, write
+from tests.support.tiny import sentences
+from tests.train.tasks.test_causal_lm import make_decoder
+from tests.train.tasks.through import through
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} "
+    "{% elif m.role == 'assistant' %}[MASK] {{ m.content }} [SEP] "
+    "{% else %}{{ raise_exception('no such role: ' + m.role) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[MASK] {% endif %}"
+)
+MARKS = TEMPLATE.replace(
+    "{{ m.content }} [SEP] ", "{% generation %}{{ m.content }} [SEP]{% endgeneration %} "
+)
+
+
+def make_chat_teacher(path, template=TEMPLATE):
+    """A random GPT-2 whose tokenizer has a chat template."""
+    make_decoder(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def says(*contents):
+    """A conversation that the user begins."""
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+
+
+def talks(rows, seed=0):
+    """Questions whose answer is their first word."""
+    return [says(text, text.split()[0]) for text, _ in sentences(rows, seed)]
+
+
+def write_jsonl(path, conversations):
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations))
+    return path
+
+
+def read(path):
+    return read_file(path, TASK.columns, "--train", task=TASK)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_chat_teacher(tmp_path_factory.mktemp("models") / "gpt2")
+
+
+def test_every_command_takes_it(teacher, tmp_path):
+    train, evals = (write_jsonl(tmp_path / f"{i}.jsonl", talks(12, i)) for i in range(2))
+    report = through(tmp_path, teacher, train, evals, task="chat")
+    assert report["task"] == "chat" and set(report["student"]) == {"perplexity", "rouge_l"}
+    told, asked = report["told"], talks(12, 1)
+    assert [row["messages"] for row in told] == asked
+    scorer = RougeScorer(["rougeL"])
+    found = [
+        scorer.score(talk[-1]["content"], row["answer"])["rougeL"].fmeasure
+        for talk, row in zip(asked, told, strict=True)
+    ]
+    assert report["student"]["rouge_l"] == pytest.approx(sum(found) / 12, abs=1e-12)
+    history = [entry["scores"]["perplexity"] for entry in report["history"]]
+    assert report["best"]["scores"]["perplexity"] == min(history)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKS])
+def test_only_answers_are_learned(teacher, tmp_path, template):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.chat_template = template
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film", "is")]))
+    (row,) = Encoder(tokenizer, 16, TASK())(rows)
+    words = tokenizer.convert_ids_to_tokens(row["input_ids"])
+    assert " ".join(words) == "[CLS] a film [MASK] good [SEP] [CLS] so [MASK] bad film [SEP]"
+    counted = [i for i, label in enumerate(row["labels"]) if label != -100]
+    assert counted == [4, 5, 9, 10, 11]
+    assert all(row["labels"][i] == row["input_ids"][i] for i in counted)
+
+
+def test_too_long_a_conversation_keeps_its_middle(teacher, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    talk = says("a the film is", "good fine nice bad poor")
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [talk]))
+    for length, kept in (
+        (12, "[CLS] a the film is [MASK] good fine nice bad poor [SEP]"),
+        (11, "[CLS] a the film is [MASK] good fine nice bad poor"),
+        (6, "film is [MASK] good fine nice"),
+    ):
+        (row,) = Encoder(tokenizer, length, TASK())(rows)
+        assert " ".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) == kept
+        assert [label != -100 for label in row["labels"]].index(True) == kept.split().index("good")
+
+
+def test_scores_are_those_of_the_answers(teacher, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = GPT2LMHeadModel.from_pretrained(teacher).eval()
+    task = TASK()
+    encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(5))))
+    total = count = 0
+    with torch.no_grad():
+        for row in encoded:
+            ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+            here = int((labels != -100).sum())
+            total += model(ids, labels=labels).loss.double().item() * here
+            count += here
+        answers, alone = [], []
+        for batch in encoded.batches(task.collator(tokenizer), 3):
+            answers += task.answer(model, batch, tokenizer)
+        for batch in encoded.batches(task.collator(tokenizer), 1):
+            (prompt,) = prompts_of(batch)
+            alone.append(write(model, [prompt], tokenizer)[0])
+    found = task.scores(("loss", "perplexity"), answers, encoded)
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["perplexity"] == math.exp(found["loss"])
+    assert math.isnan(task.scores(("perplexity",), [(math.nan, 3, "")], encoded)["perplexity"])
+    # Beside longer prompts the same is written as alone.
+    texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
+    assert [text for *_, text in answers] == texts
+
+
+def test_prompts_are_answered(teacher, tmp_path):
+    """With an answer or without one, and not where nothing is asked."""
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
+    rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
+    encoded = Encoder(tokenizer, 16, TASK().predicting())(rows)
+    assert encoded[0] == encoded[1] and set(encoded[0]["labels"]) == {-100}
+    words = tokenizer.convert_ids_to_tokens(encoded[0]["input_ids"])
+    assert words == ["[CLS]", "a", "film", "[MASK]"]
+
+
+def test_parquet_gives_the_same_rows(tmp_path):
+    talk = says("a film", "good")
+    talk[0]["name"] = "Ada"
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [talk])
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [talk]}), tmp_path / "a.parquet")
+    one, other = (list(read(path).columns("messages")) for path in (jsonl, tmp_path / "a.parquet"))
+    assert [*map(json.loads, one[0][0])] == [*map(json.loads, other[0][0])] == talk
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"chat": []}, "no column 'messages'"),
+        ({"messages": "hello"}, "row 2: column 'messages' is not a list of messages but 'hello'"),
+        ({"messages": []}, "row 2: column 'messages' is empty"),
+        ({"messages": ["a"]}, "row 2: message 1 is not an object but 'a'"),
+        ({"messages": [{"role": "user"}]}, "row 2: message 1 has no text 'content' but None"),
+        ({"messages": says("a")}, "row 2: no message is the assistant's"),
+        ({"messages": says("a", " ")}, "row 2: message 2, the answer, is empty"),
+        ({"messages": says("", "a")[1:]}, "row 2: the first message is the assistant's"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, row, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n" for x in ({"messages": says("a", "b")}, row)))
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task="chat", train=path, evals=path))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "--task chat needs a tokenizer with a chat template"),
+        ("{{ messages | length }} {{ messages[-1].content }}", "row 1: message 2 can't be told"),
+        (
+            "{{ raise_exception('only systems') }}",
+            "row 1: the .* template refuses it .only systems",
+        ),
+        (
+            "{% if x %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}",
+            "row 1: the .* template marks no token",
+        ),
+    ],
+)
+def test_a_template_that_does_not_tell(teacher, tmp_path, template, words):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.chat_template = template
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a film", "good")]))
+    with pytest.raises(InputError, match=words):
+        Encoder(tokenizer, 16, TASK())(rows)
