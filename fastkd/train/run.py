@@ -24,7 +24,7 @@ import fastkd
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
-from fastkd.train import data, processes, trainer_args
+from fastkd.train import data, lora, processes, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
@@ -381,6 +381,8 @@ def assemble(
     # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
     cache = run.teacher.path if run.cached else None
     student = make_student(settings, run.teacher, run.tokenizer, run.task, selected, cache).float()
+    if settings.lora:
+        student = lora.adapted(student, settings.lora, run.task.head)
     method = make_method(settings.method, settings.options, settings.preset, selected)
     try:
         return Distiller(run.teacher, student, method, gather=gather)
@@ -449,7 +451,7 @@ def _distil(
     history = run.distil(distiller, settings.method, **watch)
     run.display.say("scoring and timing the best student ...")
     attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
-    best: Any = type(student).from_pretrained(out.student, **attention)
+    best: Any = type(lora.plain(student)).from_pretrained(out.student, **attention)
     best.to(run.device)
     run.judge(best, "student")
     if run.test_rows:
@@ -545,7 +547,7 @@ def save_model(
     """Save model, tokenizer and report under ``target``, all or nothing."""
 
     def write(directory: Path) -> dict[str, Any]:
-        model.save_pretrained(directory)
+        lora.save(model, directory)
         tokenizer.save_pretrained(directory)
         return report
 

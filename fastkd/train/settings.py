@@ -7,7 +7,7 @@ from typing import Any
 
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.order import LABELLED_SHARE
-from fastkd.train import tasks
+from fastkd.train import lora, tasks
 from fastkd.train.columns import Columns
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue
@@ -184,6 +184,13 @@ class Pairing(Source):
         "Weights of the student: cut from the teacher's, or random.",
         choices=("cut", "random"),
     )
+    lora: Mapping[str, Any] = model_option(
+        {},
+        "LoRA adapters on the student, which alone learn: r, alpha, dropout, and targets such as "
+        "q_proj+v_proj, all linear layers if not given.",
+        metavar="r=16,alpha=32",
+        joined=True,
+    )
     attention: str | None = model_option(
         None,
         "Attention of both models: eager keeps the maps that a method of your own may compare, as "
@@ -212,6 +219,8 @@ class Pairing(Source):
             raise InputError("--teacher-layers and --student-weights random exclude each other")
         if "num_hidden_layers" in self.student_config:
             raise InputError("--student-config num_hidden_layers: give --student-layers")
+        if self.lora:
+            lora.read(self.lora)
         if self.unlabelled is not None and self.method == "labels":
             raise InputError("--unlabelled and --method labels exclude each other")
 

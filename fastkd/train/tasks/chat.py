@@ -100,6 +100,7 @@ class Chat(Task):
         for where, kept in zip(batch["where"], batch[MESSAGES], strict=True):
             messages = [json.loads(message) for message in kept]
             last = messages[-1] if messages[-1]["role"] == ASSISTANT else {"content": ""}
+            mask: Sequence[int]
             if self.prompts:
                 asked = messages[:-1] if last is messages[-1] else messages
                 ids = templated(asked, tokenizer, where, add_generation_prompt=True)[-max_length:]

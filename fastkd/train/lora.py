@@ -1,0 +1,81 @@
+"""LoRA adapters on a student (Hu et al. 2021), by PEFT: --lora r=16,alpha=32."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from fastkd._core.extras import require
+from fastkd.train.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OPTION = "--lora"
+# Beside a student with what its adapters have learned added to its weights.
+ADAPTER = "adapter"
+# What PEFT calls the heads of transformers; of classifiers it trains the head as well.
+HEADS = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+    "AutoModelForQuestionAnswering": "QUESTION_ANS",
+}
+
+
+def read(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``peft.LoraConfig`` that are ``given``, by their names on the command line."""
+    words = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
+    for name, value in given.items():
+        if name not in words:
+            raise InputError(f"{OPTION} {name}: {nearest(name, words)}")
+        words[name] = value
+    number = type(words["r"]) is int and words["r"] > 0
+    if not number:
+        raise InputError(f"{OPTION} r={words['r']}: must be a whole number above 0")
+    for name, bound in (("alpha", float("inf")), ("dropout", 1.0)):
+        value = words[name]
+        if type(value) not in (int, float) or not 0 <= value < bound:
+            most = "" if bound > 1 else " and below 1"
+            raise InputError(f"{OPTION} {name}={value}: must be a number, at least 0{most}")
+    targets = str(words["targets"])
+    return {
+        "r": words["r"],
+        "lora_alpha": words["alpha"],
+        "lora_dropout": words["dropout"],
+        "target_modules": targets if targets == "all-linear" else targets.split("+"),
+    }
+
+
+def adapted(student: "PreTrainedModel", given: Mapping[str, Any], head: str) -> "PreTrainedModel":
+    """``student``, a model with this ``head`` of transformers, with adapters that alone learn."""
+    peft: Any = require("peft", "lora")
+    config = peft.LoraConfig(task_type=HEADS.get(head), **read(given))
+    try:
+        return cast("PreTrainedModel", peft.get_peft_model(student, config))
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{OPTION}: {reason}") from error
+
+
+def plain(student: nn.Module) -> "PreTrainedModel":
+    """The model that adapters are in, or ``student`` itself."""
+    model: Any = student
+    return cast("PreTrainedModel", model.get_base_model() if _has_adapters(model) else model)
+
+
+def save(student: nn.Module, directory: Path) -> None:
+    """Save a model for ``from_pretrained``; of one with adapters their sum, and they beside it."""
+    model: Any = student
+    if _has_adapters(model):
+        model.save_pretrained(directory / ADAPTER)
+        # Of a copy: taken out again, weights would no longer be the same bits.
+        model = copy.deepcopy(model).merge_and_unload()
+    model.save_pretrained(directory)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")

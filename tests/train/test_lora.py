@@ -1,0 +1,92 @@
+"""--lora: what learns, what is saved, resuming, and mistakes."""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fastkd.train import lora
+from fastkd.train.errors import InputError
+from fastkd.train.saving import read_json
+from tests.cli.test_cli import crash, stop_at
+from tests.support.tiny import make_teacher, run, write_tsv
+from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
+
+USUAL = {"epochs": 2, "batch_size": 4, "max_length": 16, "device": "cpu", "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """Options of a chat student with adapters."""
+    folder = tmp_path_factory.mktemp("chat")
+    files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
+    options = {"task": "chat", "train": files[0], "eval": files[1], "method": "soft_targets"}
+    teacher = make_chat_teacher(folder / "gpt2")
+    return {**USUAL, **options, "teacher": teacher, "lora": "r=2,alpha=4"}
+
+
+def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path):
+    run("distill", **chat, out=tmp_path / "out", log_json=tmp_path / "log")
+    student = tmp_path / "out/student"
+    config = read_json(student / "adapter/adapter_config.json")
+    assert (config["r"], config["lora_alpha"]) == (2, 4)
+    # Into the teacher's layers, of which the student is made, the adapters give the student.
+    run("cache", **{k: v for k, v in chat.items() if k not in ("epochs", "learning_rate", "lora")},
+        out=tmp_path / "cache")  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "cache/student")
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    merged = AutoModelForCausalLM.from_pretrained(student)
+    changed = {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
+    assert changed and all(".c_" in name and "weight" in name for name in changed)
+    both = PeftModel.from_pretrained(base, student / "adapter").eval()
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
+    run("evaluate", model=student, data=chat["eval"], out=tmp_path / "scores.json", device="cpu")
+    report = read_json(student / "fastkd.json")
+    said = read_json(tmp_path / "scores.json")["perplexity"]
+    assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
+    run("verify", **{k: v for k, v in chat.items() if k not in (*USUAL, "epochs")},
+        max_length=16, device="cpu", rows=4, ranks=0)  # fmt: skip
+
+
+def test_resuming_gives_the_same_bits(chat, tmp_path, monkeypatch):
+    options = {**chat, "checkpoint_every": 2}
+    run("distill", **options, out=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, crash)
+        run("distill", **options, out=tmp_path / "out", expect=130)
+    run("distill", "--resume", **options, out=tmp_path / "out")
+    one, other = (
+        load_file(tmp_path / name / "student/adapter/adapter_model.safetensors")
+        for name in ("whole", "out")
+    )
+    assert one and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_classifier_trains_its_head_too(tmp_path):
+    files = {"train": write_tsv(tmp_path / "a.tsv"), "eval": write_tsv(tmp_path / "b.tsv", 20, 1)}
+    teacher = make_teacher(tmp_path / "bert")
+    run("distill", **{**USUAL, "epochs": 1}, **files, teacher=teacher, lora="targets=query+value",
+        out=tmp_path / "out")  # fmt: skip
+    kept = load_file(tmp_path / "out/student/adapter/adapter_model.safetensors")
+    assert any("classifier" in name for name in kept) and any("query" in name for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rank": 4}, "--lora rank: known: r, alpha, targets, dropout"),
+        ({"r": 0}, "--lora r=0: must be a whole number above 0"),
+        ({"r": 4, "alpha": "x"}, "--lora alpha=x: must be a number, at least 0"),
+        ({"dropout": 1}, "--lora dropout=1: must be a number, at least 0 and below 1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(given, words):
+    with pytest.raises(InputError, match=words):
+        lora.read(given)
+
+
+def test_layers_that_are_not_there(chat, tmp_path):
+    error = run("distill", **{**chat, "lora": "targets=nothing"}, out=tmp_path / "out", expect=2)
+    assert "--lora: Target modules" in error
