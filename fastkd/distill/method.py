@@ -102,6 +102,8 @@ class Method(nn.Module):
     perturb: bool = False
     #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
     scheduled: bool = False
+    #: Terms that don't count for now: of text that the student wrote, its loss on the labels.
+    left_out: frozenset[str] = frozenset()
     #: How to leave out the terms on logits, in the words of an error message.
     _without_head: str = "set the weights of these terms to 0"
 
@@ -209,7 +211,9 @@ class Method(nn.Module):
         weights = {
             name: weight
             for name, weight in self.weights(progress).items()
-            if weight != 0 and on_logits in (None, name in self.logit_terms)
+            if weight != 0
+            and on_logits in (None, name in self.logit_terms)
+            and name not in self.left_out
         }
         made: dict[str, Tensor] = {}
         words = {name: weight for name, weight in weights.items() if name in ("task", "soft")}

@@ -20,6 +20,8 @@ _Trainer: Any = Trainer
 
 # Where a batch says how much its mean counts in the mean over the processes' batches.
 SHARE = "share_of_step"
+# Shares of steps add up to whole ones, to rounding.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,50 @@ class TeacherTrainer(Feed):
         self.model_accepts_loss_kwargs = False
 
 
+@dataclass(frozen=True)
+class OnPolicy:
+    """In a ``share`` of the steps the student learns from what it writes itself.
+
+    ``draw(student, batch)`` gives the rows, `Task.drawn`. What is written depends on the weights,
+    seed, step and process alone.
+    """
+
+    share: float
+    draw: Callable[[nn.Module, dict[str, Any]], list[dict[str, Any]]]
+
+    def at(self, step: int) -> bool:
+        """Whether ``step``, counted from 0, is one of them; they are spread evenly."""
+        return int((step + 1) * self.share + ROUNDING) > int(step * self.share + ROUNDING)
+
+
 class StudentTrainer(Feed, DistillationTrainer):
     """Distillation."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, on_policy: OnPolicy | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.gather = self.distiller.gather
+        self.on_policy = on_policy
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `DistillationTrainer.get_batch_samples`; of batches that the student may write."""
+        return super().get_batch_samples(self._written(epoch_iterator), *args, **kwargs)
+
+    def _written(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        step, method = self.state.global_step, self.distiller.method
+        own = self.on_policy is not None and self.on_policy.at(step)
+        # An answer of its own is no label.
+        method.left_out = frozenset({"task"} if own else ())
+        for number, batch in enumerate(batches):
+            if not (own and len(batch["input_ids"])):
+                yield batch
+                continue
+            assert self.on_policy is not None
+            place = (self.args.seed, step, self.args.process_index, number)
+            (seed,) = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                rows = self.on_policy.draw(self.distiller.student, batch)
+            yield {**batch, **self.data_collator(rows)}
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.train`; a method is prepared alike in all processes."""

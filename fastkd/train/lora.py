@@ -28,7 +28,7 @@ HEADS = {
 
 def read(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of ``peft.LoraConfig`` that are ``given``, by their names on the command line."""
-    words = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
+    words: dict[str, Any] = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
     for name, value in given.items():
         if name not in words:
             raise InputError(f"{OPTION} {name}: {nearest(name, words)}")

@@ -28,7 +28,7 @@ from fastkd.train import data, lora, processes, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.feed import Feed, StudentTrainer, TeacherTrainer
+from fastkd.train.feed import Feed, OnPolicy, StudentTrainer, TeacherTrainer
 from fastkd.train.models import (
     STUDENT,
     attention_for,
@@ -67,6 +67,7 @@ from fastkd.train.saving import (
 )
 from fastkd.train.score import accepted, predict
 from fastkd.train.settings import SELECT, Pairing, Settings
+from fastkd.train.tasks.task import Task
 from fastkd.train.training import Checkpoints, Watch, check_trackers, stopping_at_once, train
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
@@ -175,9 +176,17 @@ class Run:
         trainer = functools.partial(TeacherTrainer, model=self.teacher)
         return self._train(trainer, self.teacher, self.train_rows, plan, "teacher", **watch)
 
-    def distil(self, distiller: Distiller, title: str, **watch: Any) -> list[dict]:
-        """Train the student; ``watch`` are fields of `training.Watch`."""
-        trainer = functools.partial(StudentTrainer, model=distiller.to(self.device))
+    def distil(
+        self, distiller: Distiller, title: str, on_policy: float = 0.0, **watch: Any
+    ) -> list[dict]:
+        """Train the student; ``watch`` are fields of `training.Watch`.
+
+        It is its own text that it learns from in a share ``on_policy`` of the steps.
+        """
+        own = None
+        if on_policy:
+            own = OnPolicy(on_policy, functools.partial(self.task.drawn, tokenizer=self.tokenizer))
+        trainer = functools.partial(StudentTrainer, model=distiller.to(self.device), on_policy=own)
         return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
 
     def _train(
@@ -298,7 +307,22 @@ def _fit_together(
         prints["student weights"] = model_fingerprint(student)
     if run.teacher_model is None:
         _check_cached(distiller, run)
+    if settings.on_policy:
+        _check_on_policy(distiller, run)
     return run, prints, distiller
+
+
+def _check_on_policy(distiller: Distiller, run: Run) -> None:
+    """Raise where the student can't write, or the teacher has nothing to say about it."""
+    if type(run.task).drawn is Task.drawn:
+        run.task.drawn(distiller.student, {}, run.tokenizer)
+    method = distiller.method
+    for progress in (0.0, 1.0):
+        if not any(weight for name, weight in method.weights(progress).items() if name != "task"):
+            raise InputError(
+                f"--on-policy: {type(method).__name__} learns from labels alone, and what the "
+                "student writes has none"
+            )
 
 
 def _check_cached(distiller: Distiller, run: Run) -> None:
@@ -448,7 +472,7 @@ def _distil(
         "teacher": teacher_scores,
     }
     watch = _watch(settings, out, run, out.student, student, report)
-    history = run.distil(distiller, settings.method, **watch)
+    history = run.distil(distiller, settings.method, settings.on_policy, **watch)
     run.display.say("scoring and timing the best student ...")
     attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
     best: Any = type(lora.plain(student)).from_pretrained(out.student, **attention)

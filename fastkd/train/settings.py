@@ -256,6 +256,14 @@ class Settings(Pairing):
         least=0,
         most=1,
     )
+    on_policy: float = training_option(
+        0.0,
+        "Share of the steps, 0 to 1, in which the student writes the answers and the teacher says "
+        "what it thinks of them.",
+        metavar="SHARE",
+        least=0,
+        most=1,
+    )
     gather: bool = training_option(False, "Losses that compare samples see those of all processes.")
     trainer_args: Path | None = training_option(
         None,
@@ -315,6 +323,11 @@ class Settings(Pairing):
             self, "teacher", "tokenizer", "student_layers", "teacher_layers", "student_config",
             "student_weights", "finetune_teacher",
         )  # fmt: skip
+        if self.on_policy:
+            raise InputError(
+                "--on-policy and --teacher-cache exclude each other: a cache says nothing of what "
+                "the student writes"
+            )
         if settled:
             raise InputError(
                 f"--teacher-cache and {settled[0]} exclude each other: `fastkd cache` settled that"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
+from fastkd.analysis.layers import in_eval_mode
 from fastkd.train.columns import Columns, field, whole
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
@@ -124,9 +125,22 @@ class Chat(Task):
         if not hasattr(model, "generate"):
             raise InputError(f"--onnx: --task {self.name()} lets the model write, which ONNX can't")
         found = sums_of_losses(model, batch)
-        written = write(model, prompts_of(batch), tokenizer)
+        written = [tokens for _, tokens in write(model, prompts_of(batch), tokenizer)]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
         return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
+
+    def drawn(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any
+    ) -> list[dict[str, Any]]:
+        options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        return [
+            {
+                "input_ids": prompt + tokens,
+                "attention_mask": [1] * len(prompt + tokens),
+                "labels": [UNLABELLED] * len(prompt) + tokens,
+            }
+            for prompt, tokens in write(model, prompts_of(batch), tokenizer, **options)
+        ]
 
     def finite(self, answers: Any) -> bool:
         return all(math.isfinite(loss) for loss, *_ in answers)
@@ -244,7 +258,7 @@ def _shortened(
     return ids[part], mask[part]
 
 
-def prompts_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """The tokens of each row before its last answer; all where it has none."""
     prompts = []
     rows = zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
@@ -262,11 +276,14 @@ def stops_of(tokenizer: Any) -> list[int]:
     ids, mask = answers_of(talk, tokenizer, "a conversation of two messages")
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
+    special.discard(tokenizer.unk_token_id)  # it may stand for the words above
     return sorted(({*ids[_last_run(mask) :]} & special | {tokenizer.eos_token_id}) - {None})
 
 
-def write(model: Any, prompts: list[list[int]], tokenizer: Any, **options: Any) -> torch.Tensor:
-    """What ``model`` writes behind each prompt, (B, new), filled up with padding; greedily.
+def write(
+    model: Any, prompts: list[list[int]], tokenizer: Any, **options: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Each prompt, and what ``model`` writes behind it with the token that ends it; greedily.
 
     ``options`` of ``generate`` go before that. Prompts that leave no room lose their beginning.
     """
@@ -275,20 +292,20 @@ def write(model: Any, prompts: list[list[int]], tokenizer: Any, **options: Any) 
     if positions is not None and positions > 0:
         new = min(new, max(1, positions // 2))
         prompts = [prompt[-(positions - new) :] for prompt in prompts]
+    stops = stops_of(tokenizer)
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    found = model.generate(
-        input_ids=padded["input_ids"].to(model.device),
-        attention_mask=padded["attention_mask"].to(model.device),
-        **{
-            "max_new_tokens": new,
-            "do_sample": False,
-            "num_beams": 1,
-            "eos_token_id": stops_of(tokenizer),
-            "pad_token_id": tokenizer.pad_token_id,
-            **options,
-        },
-    )
-    return found[:, padded["input_ids"].shape[1] :]
+    usual = {"do_sample": False, "num_beams": 1, "pad_token_id": tokenizer.pad_token_id}
+    with in_eval_mode(model), torch.no_grad():
+        found = model.generate(
+            input_ids=padded["input_ids"].to(model.device),
+            attention_mask=padded["attention_mask"].to(model.device),
+            max_new_tokens=new,
+            eos_token_id=stops,
+            **{**usual, **options},
+        )
+    written = found[:, padded["input_ids"].shape[1] :].tolist()
+    ends = [next((i for i, t in enumerate(row, 1) if t in stops), len(row)) for row in written]
+    return [(p, row[:end]) for p, row, end in zip(prompts, written, ends, strict=True)]
 
 
 def _rouge(written: list[str], answers: list[str]) -> float:

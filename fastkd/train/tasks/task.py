@@ -272,6 +272,12 @@ class Task:
         """
         return logits(model, batch).float().cpu().numpy()
 
+    def drawn(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any
+    ) -> list[dict[str, Any]]:
+        """The rows of ``batch`` with what ``model`` draws in the place of answers: --on-policy."""
+        raise InputError(f"--on-policy: the models of --task {self.name()} write nothing")
+
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         """The named scores; NaN if the answers are not finite."""
         raise NotImplementedError

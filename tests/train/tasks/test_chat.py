@@ -8,14 +8,18 @@ import pyarrow.parquet
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
+from fastkd.train.feed import OnPolicy
 from fastkd.train.rows import Encoder
+from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
 from fastkd.train.tasks.chat import TASK, prompts_of, write
-from tests.support.tiny import sentences
+from tests.cli.test_cli import crash, stop_at
+from tests.support.tiny import run, sentences
 from tests.train.tasks.test_causal_lm import make_decoder
 from tests.train.tasks.through import through
 
@@ -124,7 +128,7 @@ def test_scores_are_those_of_the_answers(teacher, tmp_path):
             answers += task.answer(model, batch, tokenizer)
         for batch in encoded.batches(task.collator(tokenizer), 1):
             (prompt,) = prompts_of(batch)
-            alone.append(write(model, [prompt], tokenizer)[0])
+            alone.append(write(model, [prompt], tokenizer)[0][1])
     found = task.scores(("loss", "perplexity"), answers, encoded)
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["perplexity"] == math.exp(found["loss"])
@@ -196,3 +200,84 @@ def test_a_template_that_does_not_tell(teacher, tmp_path, template, words):
     rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a film", "good")]))
     with pytest.raises(InputError, match=words):
         Encoder(tokenizer, 16, TASK())(rows)
+
+
+def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = GPT2LMHeadModel.from_pretrained(teacher).train()
+    task = TASK()
+    encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(6))))
+    (batch,) = encoded.batches(task.collator(tokenizer), 6)
+    rows = task.drawn(model, batch, tokenizer)
+    assert model.training
+    end, lengths = tokenizer.sep_token_id, set()
+    for row, prompt in zip(rows, prompts_of(batch), strict=True):
+        ids, labels = row["input_ids"], row["labels"]
+        written = ids[len(prompt) :]
+        assert ids[: len(prompt)] == prompt
+        assert labels == [-100] * len(prompt) + written
+        assert end not in written[:-1] and (written[-1] == end or len(written) == 16)
+        lengths.add(len(written))
+    assert len(lengths) > 1
+
+
+@pytest.fixture(scope="module")
+def on_policy(teacher, tmp_path_factory):
+    """Options of a student that writes in half of the steps."""
+    folder = tmp_path_factory.mktemp("on-policy")
+    files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
+    return {
+        "task": "chat", "train": files[0], "eval": files[1], "teacher": teacher, "max_length": 16,
+        "method": "soft_targets", "epochs": 2, "batch_size": 4, "device": "cpu", "on_policy": 0.5,
+        "learning_rate": 1e-2,
+    }  # fmt: skip
+
+
+def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, monkeypatch):
+    steps = []
+    draw = TASK.drawn
+
+    def noted(self, model, batch, tokenizer):
+        rows = draw(self, model, batch, tokenizer)
+        steps.append([row["input_ids"] for row in rows])
+        return rows
+
+    monkeypatch.setattr(TASK, "drawn", noted)
+    options = {**on_policy, "checkpoint_every": 2, "lora": "r=2"}
+    run("distill", **options, out=tmp_path / "whole")
+    whole = list(steps)
+    assert len(whole) == 3  # of six steps
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, crash)
+        run("distill", **options, out=tmp_path / "out", expect=130)
+    run("distill", "--resume", **options, out=tmp_path / "out")
+    assert steps[-1:] == whole[-1:]
+    one, other = (
+        load_file(tmp_path / name / "student/model.safetensors") for name in ("whole", "out")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_on_policy_the_teacher_alone_is_learned_from(on_policy, tmp_path):
+    run("distill", **{**on_policy, "on_policy": 1, "epochs": 1}, out=tmp_path / "out")
+    (entry,) = read_json(tmp_path / "out/student/fastkd.json")["history"]
+    assert set(entry["losses"]) == {"loss", "soft"}
+
+
+def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
+    cache = {"teacher": None, "teacher_cache": tmp_path}
+    error = run("distill", **{**on_policy, **cache}, expect=2)
+    assert "--on-policy and --teacher-cache exclude each other" in error
+    for options, words in (
+        ({"method": "labels"}, "--on-policy: Labels learns from labels alone"),
+        ({"on_policy": 2}, "--on-policy must be at most 1, got 2"),
+    ):
+        error = run("distill", **{**on_policy, **options}, out=tmp_path / "out", expect=2)
+        assert words in error
+
+
+def test_the_steps_on_policy_are_spread():
+    for share, count in ((0.1, 100), (0.25, 250), (1 / 3, 333), (1.0, 1000)):
+        steps = [OnPolicy(share, None).at(step) for step in range(1000)]
+        assert sum(steps) == count
+        assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
