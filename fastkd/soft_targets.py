@@ -19,7 +19,7 @@ from fastkd._core.checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._core.dispatch import Backend, backend_of, use_triton
+from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.numerics import (
     apply,
     as_rows,
@@ -568,9 +568,10 @@ def linear_soft_target_loss(
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
     double = any(x is not None and x.dtype == torch.float64 for x in (*learning, *given))
     wider = student_hidden.double() if double else student_hidden
-    triton = use_triton(backend, "linear_soft_target_loss", wider, **facts)
-    triton = triton and soft_weight > 0 and not columns.group
-    options = Options(recipe, reduction, triton, len(learning))
+    runs_on = backend_of(backend, "linear_soft_target_loss", wider, **facts)
+    if soft_weight == 0 or columns.group:
+        runs_on = "torch"
+    options = Options(recipe, reduction, runs_on, len(learning))
     mask, labels = (None if x is None else saveable(x.flatten()) for x in (mask, labels))
     denominator = _as_tensor(denominator, student_hidden)
     loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *learning, *given)

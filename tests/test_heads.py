@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
+from fastkd._core import extension
 from fastkd.soft_targets import (
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
@@ -226,6 +227,24 @@ def test_a_weight_of_0_asks_the_teacher_for_nothing():
     assert linear_soft_target_loss(h, w, h_t, w_t[:V], **options).isfinite()
     loss, terms = linear_soft_target_loss(h, w, h_t, w_t[:V], return_terms=True, **options)
     assert loss.isfinite() and terms["soft"].isnan()
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js", "adaptive_kl"])
+def test_row_kernels_give_what_pytorch_gives(divergence):
+    if not extension.CPU:
+        pytest.skip("the extension is not built")
+    (h, w, b), (h_t, w_t, _) = heads(20)
+    labels = torch.randint(V, (20,)).masked_fill(torch.arange(20) % 3 == 0, -100)
+    options = dict(divergence=divergence, temperature=1.7, soft_weight=0.4, chunk_bytes=3 * V * 16)
+    found = []
+    for backend in ("cpp", "torch"):
+        task = CrossEntropy(labels, 0.7)
+        head = Head(w, b, 0.5, 4.0)
+        loss = linear_soft_target_loss(
+            h, head, h_t, w_t[:V], task=task, backend=backend, **options
+        )  # fmt: skip
+        found.append((loss.detach(), *torch.autograd.grad(loss, (h, w, b))))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-13)
 
 
 def test_terms_by_name():

@@ -207,7 +207,10 @@ LOSSES = (
             "linear_soft_target_loss": _heads(20, 8, 12, 33),
         },
         modules=("SoftTargetLoss",),
-        row_kernels={"soft_target_loss": replace(_SOFT_TARGETS, dtypes=_ROWS.dtypes)},
+        row_kernels={
+            name: replace(_SOFT_TARGETS, dtypes=_ROWS.dtypes)
+            for name in ("soft_target_loss", "linear_soft_target_loss")
+        },
         kernels={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
         kernel_files=("soft_targets",),
     ),

@@ -90,7 +90,7 @@ class Recipe:
 class Options:
     recipe: Recipe
     reduction: str
-    triton: bool
+    runs_on: str  # of the rows: "torch", "triton" or "cpp"
     students: int  # of the tensors, those of the student's head
 
 
@@ -154,7 +154,7 @@ class LinearSoftTargets(torch.autograd.Function):
 
 def _run(options: Options, *given: Any) -> list[Tensor]:
     """`linear_soft_targets` of its tensors and needs."""
-    return linear_soft_targets(*(*given, *options.recipe.flat(), options.triton))
+    return linear_soft_targets(*(*given, *options.recipe.flat(), options.runs_on))
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
@@ -226,7 +226,7 @@ def linear_soft_targets(
     group: str,
     numbers: list[float],
     sizes: list[int],
-    triton: bool,
+    runs_on: str,
 ) -> list[Tensor]:
     """Terms (4, R) of every row, and gradients of Σ weights·loss to those of student in need.
 
@@ -246,7 +246,7 @@ def linear_soft_targets(
     elif mask is not None and weights is not None:
         weights = weights.masked_fill(~mask, 0)
     with autocast_off(hidden):
-        work = _Pass(student, teacher, recipe, needs, triton)
+        work = _Pass(student, teacher, recipe, needs, runs_on)
         for chunk in work.chunks():
             work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
     terms, grads = work.terms, work.grads
@@ -325,9 +325,10 @@ class _Pass:
         teacher: list[Tensor | None],
         recipe: Recipe,
         needs: list[bool],
-        triton: bool,
+        runs_on: str,
     ) -> None:
-        self.recipe, self.triton = recipe, triton
+        self.recipe, self.runs_on = recipe, runs_on
+        self.by_kernels = runs_on != "torch"
         assert student[1] is not None
         self.V = V = recipe.vocabulary or len(student[1])
         self.student = _Side(student, recipe.student, V)
@@ -376,14 +377,14 @@ class _Pass:
         else:
             teacher = [x[chunk] for x in self.top_k]
         terms = self.terms[:, chunk]
-        if self.triton or self.recipe.columns.group:
+        if self.runs_on == "triton" or self.recipe.columns.group:
             self.fill(student, teacher, terms, labels, mask, weights)
         else:
             for rows in row_chunks(student):
                 rest = [None if x is None else x[rows] for x in (labels, mask, weights)]
                 self.fill(student[rows], [x[rows] for x in teacher], terms[:, rows], *rest)
         if weights is not None:
-            self.back(chunk, student, None if self.triton else weights[:, None])
+            self.back(chunk, student, None if self.by_kernels else weights[:, None])
 
     def fill(
         self,
@@ -421,7 +422,7 @@ class _Pass:
         elif of_soft is None:
             if grad is not student or recipe.task_weight != 1:
                 torch.mul(grad, recipe.task_weight, out=student)
-        elif self.triton:
+        elif self.by_kernels:
             student.addcmul_(grad, weights[:, None], value=recipe.task_weight)
         else:
             student.add_(grad, alpha=recipe.task_weight)
@@ -435,20 +436,28 @@ class _Pass:
     ) -> Tensor:
         """Divergences (R,) and, with weights, their gradient in the student's place."""
         soft, weight = self.recipe.soft, self.recipe.soft_weight
-        if not self.triton:
+        if not self.by_kernels:
             wants_grad, columns = weights is not None, self.recipe.columns
             value, grad = soft_rows(student, teacher, wants_grad, soft, columns)
             if grad is not None:
                 torch.mul(grad, weight * soft.scale / soft.temperature, out=student)
             return value * soft.scale
 
-        from fastkd.kernels.soft_targets import fill_gradient, soft_target_forward
-
         form, temperature, scale = soft.per_row
-        loss, stats = soft_target_forward(student, teacher[0], mask, form, temperature, scale)
-        if weights is not None:
-            given = student, teacher[0], mask, stats, None, weights
-            fill_gradient(student, *given, form, temperature, scale * weight)
+        if self.runs_on == "cpp":
+            kernels: Any = torch.ops.fastkd_cpp
+        else:
+            from fastkd.kernels import soft_targets as kernels
+        loss, stats = kernels.soft_target_forward(
+            student, teacher[0], mask, form, temperature, scale
+        )
+        if weights is None:
+            return loss
+        given = student, teacher[0], mask, stats, None, weights, form, temperature, scale * weight
+        if self.runs_on == "cpp":  # of few enough rows that they are still in the cache
+            student.copy_(kernels.soft_target_backward(*given))
+        else:
+            kernels.fill_gradient(student, *given)
         return loss
 
     def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:
