@@ -152,10 +152,13 @@ class Head:
 
     def on(self, hidden: Tensor, columns: Columns = ALL) -> list[Tensor | None]:
         """Itself on hidden states (R, D), as `fastkd._torch.linear_soft_targets` takes heads."""
-        part = slice(columns.first, columns.first + columns.most) if columns.group else slice(None)
 
         def own(x: Tensor) -> Tensor:
-            return own_words(x) if columns_of(x).group else x[part]
+            if columns_of(x).group:
+                return own_words(x)  # type: ignore[no-any-return]
+            # A slice of all would cost another matrix of the head's size in the backward pass.
+            last = columns.first + columns.most
+            return x[columns.first : last] if columns.group else x
 
         pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
         tensors: list[Tensor | None] = []

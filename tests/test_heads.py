@@ -229,6 +229,15 @@ def test_a_weight_of_0_asks_the_teacher_for_nothing():
     assert loss.isfinite() and terms["soft"].isnan()
 
 
+def test_the_heads_gradient_is_made_once():
+    """Anything between the head and the loss would make another of its size on the way back."""
+    (h, w, _), (h_t, w_t, _) = heads(4)
+    loss = linear_soft_target_loss(h, w, h_t, w_t[:V])
+    below = [node for node, _ in loss.grad_fn.next_functions if node is not None]
+    accumulate = [node for node in below if hasattr(node, "variable")]
+    assert any(node.variable is w for node in accumulate)
+
+
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js", "adaptive_kl"])
 def test_row_kernels_give_what_pytorch_gives(divergence):
     if not extension.CPU:
