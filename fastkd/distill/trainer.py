@@ -200,11 +200,14 @@ class DistillationTrainer(Trainer):
         """See ``transformers.Trainer``; of the labels those are counted that the loss compares."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if items is not None:
-            items = torch.stack([self.distiller.count_items(batch) for batch in batches]).sum()
+            items = torch.stack([self._items(batch) for batch in batches]).sum()
             items = items.to(device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 items = self.accelerator.gather(items).sum()
         return batches, items
+
+    def _items(self, batch: dict[str, Any]) -> Tensor:
+        return self.distiller.count_items(batch)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
 from fastkd.distill.order import Order
+from fastkd.distill.families import predicts_next_token
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
+from fastkd.train.rows import UNLABELLED
 from fastkd.train.saving import saving
 
 _Trainer: Any = Trainer
@@ -111,13 +113,24 @@ class Feed(_Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """The mean over this process's rows, times their share."""
         inputs = dict(inputs)
-        self.share = inputs.pop(SHARE, 1.0)
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.share = self._share(inputs, inputs.pop(SHARE, 1.0))
+        if num_items_in_batch is not None:
+            # What is divided by the items of all processes has its share already.
+            num_items_in_batch = num_items_in_batch * self.share
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss if self.share == 1.0 else loss * self.share
+
+    def _share(self, inputs: dict[str, Any], share: Any) -> Any:
+        """How much this process's mean counts, by default its rows' ``share``."""
+        return share
 
 
 class TeacherTrainer(Feed):
@@ -125,8 +138,17 @@ class TeacherTrainer(Feed):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Classifiers average over their rows; what counts items beforehand is about tokens.
+        # Each batch has its own mean, over rows or over tokens with a label.
         self.model_accepts_loss_kwargs = False
+
+    def _share(self, inputs: dict[str, Any], share: Any) -> Any:
+        """Where each token has a label, the mean is over those, of which rows may hold unlike many."""
+        labels, ranks = inputs.get("labels"), self.args.world_size
+        if ranks == 1 or not isinstance(labels, Tensor) or labels.dim() < 2:
+            return share
+        read = labels[:, 1:] if predicts_next_token(self.model) else labels
+        own = (read != UNLABELLED).sum() * (share > 0)
+        return own * ranks / self.accelerator.gather(own).sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -181,6 +203,9 @@ class StudentTrainer(Feed, DistillationTrainer):
             with torch.random.fork_rng():
                 self.distiller.prepare(self._bare(whole))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _items(self, batch: dict[str, Any]) -> Tensor:
+        return super()._items(batch) * (batch.get(SHARE, 1.0) > 0)
 
     def _note(self, terms: dict[str, Tensor]) -> None:
         super()._note({name: value * self.share for name, value in terms.items()})

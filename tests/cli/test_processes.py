@@ -19,6 +19,7 @@ from tests.cli.launched import Launch, command, commands, packaged, result_of
 from tests.cli.test_cli import report_of, stop_at, visible
 from tests.cli.test_demo import write_packaged
 from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
+from tests.train.tasks.test_causal_lm import make_decoder, write_text
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
@@ -33,6 +34,9 @@ RUNS: dict[str, dict] = {
     "lrc_bert": {"method": "lrc_bert", "gather": True},
     "mc3kd": {"method": "mc3kd", "gather": True},
     "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
+    # Rows hold unlike many tokens with labels.
+    "tags": {"task": "token-classification", "finetune_teacher": 1},
+    "text": {"task": "causal-lm", "finetune_teacher": 1},
 }
 STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
 STUDY = """
@@ -50,6 +54,15 @@ fcd = {}
 LONG = {"checkpoint_every": 3, "epochs": 6}
 
 
+def write_tagged(path, rows, seed):
+    """Lists of words, of which the first of a sentence says what all of them are."""
+    lines = []
+    for text, label in sentences(rows, seed):
+        tokens = text.split()
+        lines.append(json.dumps({"tokens": tokens, "labels": [f"B-{label}"] * len(tokens)}))
+    path.write_text("\n".join(lines) + "\n")
+
+
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """`fastkd distill` on tiny data without dropout; --batch-size is for one process."""
@@ -59,6 +72,11 @@ def words(tmp_path_factory):
     write_tsv(folder / "train.tsv", ROWS)
     write_tsv(folder / "dev.tsv", 21, seed=1)
     (folder / "more.txt").write_text("\n".join(text for text, _ in sentences(30, seed=2)))
+    make_teacher(folder / "token-classification", head=False, **still)
+    make_decoder(folder / "causal-lm")
+    for seed, part in enumerate(("train", "eval")):
+        write_tagged(folder / f"token-classification.{part}.jsonl", ROWS, seed)
+        write_text(folder / f"causal-lm.{part}.jsonl", ROWS, seed)
 
     def make(out, processes, command="distill", **options):
         if "unlabelled" in options:
@@ -75,6 +93,9 @@ def words(tmp_path_factory):
             "learning_rate": 1e-3,
             "method": "soft_targets",
         }
+        if (task := options.get("task")) is not None:
+            usual["teacher"] = folder / task
+            usual.update({part: folder / f"{task}.{part}.jsonl" for part in ("train", "eval")})
         return words_of(command, **{**usual, **options})
 
     return make
@@ -127,7 +148,8 @@ def same_students(one, other):
         if not name.endswith("key.bias"):
             assert (value - b[name]).abs().max() <= 1e-5, name
     first, second = report_of(one), report_of(other)
-    assert first["student"] == second["student"] and first["teacher"] == second["teacher"]
+    for who in ("student", "teacher"):
+        assert first[who] == pytest.approx(second[who], rel=1e-5)
     for ours, theirs in zip(first["history"], second["history"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
 

@@ -1,5 +1,6 @@
 """Language models: documents, packing, scores, and every command."""
 
+import json
 import math
 
 import pytest
@@ -18,7 +19,8 @@ from tests.train.tasks.through import through
 def make_decoder(path):
     """A random GPT-2 beside a tokenizer of words."""
     make_teacher(path, head=False)
-    config = GPT2Config(vocab_size=17, n_positions=32, n_embd=16, n_layer=4, n_head=2)
+    shape = {"vocab_size": 17, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    config = GPT2Config(**shape, **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0))
     config.bos_token_id = config.eos_token_id = 3
     torch.manual_seed(0)
     GPT2LMHeadModel(config).save_pretrained(path)
@@ -26,7 +28,11 @@ def make_decoder(path):
 
 
 def write_text(path, rows, seed=0):
-    path.write_text("\n\n".join(text for text, _ in sentences(rows, seed)) + "\n")
+    """Documents, by the kind of file."""
+    texts = [text for text, _ in sentences(rows, seed)]
+    if path.suffix == ".jsonl":
+        texts = [json.dumps({"text": text}) for text in texts]
+    path.write_text(("\n" if path.suffix == ".jsonl" else "\n\n").join(texts) + "\n")
     return path
 
 
