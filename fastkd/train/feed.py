@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
-from fastkd.distill.order import Order
 from fastkd.distill.families import predicts_next_token
+from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.rows import UNLABELLED
@@ -142,7 +142,7 @@ class TeacherTrainer(Feed):
         self.model_accepts_loss_kwargs = False
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """Where each token has a label, the mean is over those, of which rows may hold unlike many."""
+        """The part that these rows are of the step: of its tokens, where each token has a label."""
         labels, ranks = inputs.get("labels"), self.args.world_size
         if ranks == 1 or not isinstance(labels, Tensor) or labels.dim() < 2:
             return share
