@@ -130,6 +130,26 @@ def liger_linear() -> Provider:
     return Provider("liger-kernel", bind, why_no_liger)
 
 
+def liger_chunked() -> Provider:
+    """Liger's Jensen-Shannon divergence of chunks in PyTorch, which runs on the CPU too."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        loss = LigerFusedLinearJSDLoss(
+            weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, compiled=False
+        )
+        sides = list(inputs.values())
+        counted = torch.zeros(len(sides[0]), dtype=torch.int64, device=sides[0].device)
+        return Bound(lambda: loss(*sides, counted), leaves_of(inputs))
+
+    return Provider(
+        "liger-kernel, chunked",
+        bind,
+        lambda device: why_not_installed("liger-kernel", "liger_kernel"),
+    )
+
+
 def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
     """Logits of both sides, and the gradients of state and weight."""
     return (rows + V) * (2 * Ds + Dt), 2 * rows * V * (3 * Ds + Dt)
@@ -138,7 +158,9 @@ def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
 def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> Case:
     functions = linear_soft_target_loss_ref, linear_soft_target_loss, "linear_soft_target_loss"
     title, options = f"from hidden states, {NAMES[divergence]}", {"divergence": divergence}
-    peers: tuple[Provider, ...] = (liger_linear(),) if divergence == "js" else ()
+    peers: tuple[Provider, ...] = ()
+    if divergence == "js":
+        peers = liger_linear(), liger_chunked()
     peers += trl(divergence)
     work = Work(LOSS, title, make_linear, *functions, linear_cost, peers, options)
     return work.case(*more, compile=False, **rest)
