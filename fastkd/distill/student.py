@@ -26,10 +26,11 @@ def student_from_teacher(
 
     Layers: LayerDrop, FCD sec. 4.2. Widths: the axes of Minitron (Muralidharan et al. 2024, sec.
     2), hidden dimensions, attention heads and neurons, by norms of weights where Minitron takes
-    activations, so without data. Of the hidden dimensions the largest stay, the same ones in every
-    layer, by the sum over tensors of their share in its squared norm. Of a block's neurons those
-    stay whose weights' norms have the largest products, of its heads those with the largest
-    sum over their dimensions of |value|^2 |output|^2. Key and value heads stay with the query heads
+    activations, so without data. Hidden dimensions stay by their share in the squared gains of all
+    norms times that in the squared weights that read them, the same ones in every layer: what a
+    norm hands on has one variance but for its gain. Of a block's neurons those stay whose weights'
+    norms have the largest products, of its heads those with the largest sum over their dimensions
+    of |value|^2 |output|^2. Key and value heads stay with the query heads
     that share them. Smaller heads keep the dimensions with the largest |query|^2 |key|^2 and
     |value|^2 |output|^2; where positions turn them, the pairs that turn as fast as the student's,
     and queries are scaled as for the teacher's head size. Norms aren't changed for fewer

@@ -176,7 +176,7 @@ def cut(model: Any, narrow: Any) -> dict[str, Tensor]:
     attentions = _attentions(model)
     axes = _axes(model, attentions)
     kept: dict[tuple[str, str], Tensor] = {}  # by axis and group
-    hidden = _hidden_sizes(axes, weights)
+    hidden = _hidden_sizes(model, axes)
     kept["hidden", ""] = _largest(hidden, after.hidden)
     for group, size in _neuron_sizes(axes, weights).items():
         assert after.intermediate is not None
@@ -313,14 +313,28 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
     return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
 
 
-def _hidden_sizes(axes: Mapping[str, list[str | None]], weights: Mapping[str, Tensor]) -> Tensor:
-    """How much each hidden dimension matters: the sum of its shares in tensors' squared norms."""
-    shares = []
-    for name, dims in axes.items():
-        for dim in (dim for dim, axis in enumerate(dims) if axis == "hidden"):
-            size = _size(weights[name], dim)
-            shares.append(size / size.sum().clamp_min(torch.finfo(size.dtype).tiny))
-    return torch.stack(shares).sum(0)
+def _hidden_sizes(model: Any, axes: Mapping[str, list[str | None]]) -> Tensor:
+    """How much each hidden dimension matters: its share in norms' gains, times that in readers'.
+
+    A norm hands on dimensions of one variance, times its squared gains.
+    """
+    gains, readers = [], []
+    for path, module in model.named_modules():
+        name, kind = f"{path}.weight", type(module).__name__
+        if name not in axes:
+            continue
+        inputs = {"Linear": 1, "Conv1D": 0}.get(kind)
+        if inputs is not None and axes[name][inputs] == "hidden":
+            readers.append(_share(module.weight, inputs))
+        elif "Norm" in kind and axes[name] == ["hidden"]:
+            gains.append(_share(module.weight, 0))
+    return torch.stack(gains).sum(0) * torch.stack(readers).sum(0)
+
+
+def _share(weight: Tensor, dim: int) -> Tensor:
+    """The part of a tensor's squared norm that is each slice's."""
+    size = _size(weight.detach(), dim)
+    return size / size.sum().clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def _neuron_sizes(

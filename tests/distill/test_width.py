@@ -186,6 +186,20 @@ def test_key_and_value_heads_stay_with_their_query_heads():
             assert torch.equal(getattr(new, name).weight.view(-1, 4, 16), old[shared])
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_hidden_dimensions_that_norms_hand_on_stay(family):
+    """Large weights that write a dimension say little of it: the next norm undoes them."""
+    teacher = model_of(family, "sequence")
+    words = teacher.get_input_embeddings().weight
+    with torch.no_grad():
+        words[:, 1::2] *= 10
+        for name, tensor in teacher.named_parameters():
+            if "norm" in name.lower() or ".ln_" in name:
+                tensor[1::2] *= 0.1
+    student = student_from_teacher(teacher, config={"hidden_size": 8})
+    assert torch.equal(student.get_input_embeddings().weight, words[:, ::2])
+
+
 def test_layers_and_widths_in_one():
     teacher = classifier("bert")
     student = student_from_teacher(teacher, [1, 4], config={"intermediate_size": 8})
