@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -897,6 +898,40 @@ def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch):
     one_missing = torch.arange(m) != 1
     losses = cca._batched_layers([(x, x) for x in layers], one_missing, Options((1e-9, 1e-9)))
     assert (-losses).tolist() == [min(m - 2, d) for d in sizes]
+
+
+@pytest.mark.parametrize("real", [3, 420])
+def test_padding_of_large_items_is_left_out(real):
+    """Their rows that are no observations are not computed with; few may be left."""
+    student, teacher = torch.randn(2, 2, 520, 256)
+    mask = torch.arange(520) < real
+    for x in (student, teacher):
+        x[:, real:] = torch.nan
+    student.requires_grad_()
+    loss = cca_loss(student, teacher, mask.expand(2, 520))
+    [grad] = torch.autograd.grad(loss, student)
+    alone = student[:, :real].detach().requires_grad_()
+    expected = cca_loss(alone, teacher[:, :real])
+    [expected_grad] = torch.autograd.grad(expected, alone)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+    assert relative_error(grad[:, :real], expected_grad) <= 1e-5
+    assert not grad[:, real:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_squares_lose_nothing_of_small_correlations(dtype, monkeypatch):
+    """A LayerNorm leaves a direction without variance, and others hardly correlate."""
+    student, teacher = torch.randn(2, 150, 80, dtype=torch.float64)
+    student, teacher = (F.layer_norm(x, (80,)).to(dtype) for x in (student, teacher))
+    student.requires_grad_()
+    loss = cca_loss(student, teacher)
+    [grad] = torch.autograd.grad(loss, student)
+    monkeypatch.setattr(cca_solver, "SMALL_MATRIX", 1000)  # LAPACK's
+    expected = cca_loss(student, teacher)
+    [expected_grad] = torch.autograd.grad(expected, student)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    assert relative_error(loss, expected) <= tolerance
+    assert relative_error(grad, expected_grad) <= 1e3 * tolerance
 
 
 def test_module_warns_once_with_the_numbers():

@@ -11,7 +11,7 @@ A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
@@ -32,8 +32,11 @@ TRUSTED_ROUNDING = 3e-7
 FEW_OBSERVATIONS = 128
 # Elements of one item's features from which it is solved apart from the others of its batch.
 LARGE_ITEM = 2**17
-# Squared singular values below this part of the largest are too near float32 rounding to be used.
+# Squared singular values below this part of the largest are too near float32 rounding to be used;
+# those of float64 work lose as little above it as its other steps.
 SMALL_SQUARE = 1e-3
+# Matrices up to this size LAPACK decomposes itself as fast.
+SMALL_MATRIX = 64
 # A float32 singular value up to this may be rounding grown by TRUSTED_ROUNDING and a few more: the
 # direction that belongs to it, a whole one in the gradient, could have either sign.
 SMALLEST_FLOAT32 = 1e-4
@@ -129,7 +132,7 @@ def solve(
     if plan.one_by_one:
         masks = [None] * len(student) if mask is None else mask.split(1)
         items = zip(student.split(1), teacher.split(1), masks, strict=True)
-        solutions = [_solve_items(_Call(*item, options, want_grad), plan) for item in items]
+        solutions = [_solve_real(_Call(*item, options, want_grad), plan) for item in items]
         corr = torch.cat([corr for corr, _ in solutions])
         ds = torch.cat([ds for _, ds in solutions if ds is not None]) if want_grad else None
     else:
@@ -149,6 +152,22 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     values = decompose(whitened)[0] if extension else torch.linalg.svdvals(whitened)
     values = values[..., :count].clamp_max(1.0)
     return values.masked_fill(~(side_x.finite & side_y.finite).unsqueeze(-1), torch.nan)
+
+
+def _solve_real(call: _Call, plan: Plan) -> Solution:
+    """Of one large item, without the rows that are no observations."""
+    real = None if call.mask is None else call.mask[0]
+    if real is None or bool(real.all()):
+        return _solve_items(call._replace(mask=None), plan)
+    observed = call.student[:, real], call.teacher[:, real]
+    # Fewer rows may have another plan; ``dims`` are those of all items, and bound them later.
+    options = replace(call.options, dims=None)
+    corr, ds = solve(*observed, None, options, want_grad=call.want_grad)
+    if ds is None:
+        return corr, None
+    whole = ds.new_zeros(call.student.shape)
+    whole[:, real] = ds
+    return corr, whole
 
 
 def _solve_items(call: _Call, plan: Plan) -> Solution:
@@ -205,21 +224,26 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     """Everything D×D; None where float32 won't do."""
     student, teacher, mask, options, want_grad = call
     a, b, share = _centred(student, teacher, mask, dtype, options.ranks)
-    moments = [_gram(a), _gram(b), b.mT @ a]
-    if options.ranks is not None:
-        moments = [options.ranks.sum(x) for x in moments]
-    sigma_ss, sigma_tt, sigma_ts = (x.mul_(share) for x in moments)
-    finite = (_trace(sigma_ss) + _trace(sigma_tt)).isfinite()
-    bad = ~finite[..., None, None]
-    if dtype == torch.float64:
-        sigma_ss, sigma_tt, sigma_ts = (
-            x.masked_fill_(bad, 0.0) for x in (sigma_ss, sigma_tt, sigma_ts)
-        )
-    whiten_s = _Whitening(sigma_ss, options.ridges[0], student, method)
-    whiten_t = _Whitening(sigma_tt, options.ridges[1], teacher, method)
-    if dtype == torch.float32 and not (whiten_s.trusted() and whiten_t.trusted()):
-        return None
 
+    def moment(x: Tensor) -> Tensor:
+        return (x if options.ranks is None else options.ranks.sum(x)).mul_(share)
+
+    finite = a.new_ones(len(a), dtype=torch.bool)
+    whitenings = []
+    for x, ridge, features in zip((a, b), options.ridges, (student, teacher), strict=True):
+        sigma = moment(_gram(x))
+        own = _trace(sigma).isfinite()
+        finite = finite & own
+        if dtype == torch.float64:
+            sigma.masked_fill_(~own[..., None, None], 0.0)
+        whitenings.append(_Whitening(sigma, ridge, features, method))
+        if dtype == torch.float32 and not whitenings[-1].trusted():
+            return None
+    whiten_s, whiten_t = whitenings
+    bad = ~finite[..., None, None]
+    sigma_ts = moment(b.mT @ a)
+    if dtype == torch.float64:
+        sigma_ts.masked_fill_(bad, 0.0)
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
     if method == "products":
         left = polar(whitened)
@@ -301,12 +325,12 @@ def _svd(
     a kink, and the zero is one of its subgradients.
     """
     work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
-    if m.dtype == torch.float32:
-        left, values, right = _svd_float32(m)
-    elif method == "extension":
+    if method == "extension":
         values, right = _right_by_squares(m)
         left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
         work = _squared_rounding(m.shape[-1])
+    elif values_readable(m) and min(m.shape[-2:]) >= SMALL_MATRIX:
+        left, values, right = _svd_by_squares(m)
     else:
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         right = right.mT
@@ -315,14 +339,14 @@ def _svd(
     return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
 
 
-def _svd_float32(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _svd_by_squares(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(U, σ, V)`` by the eigenvectors of MᵀM: half the time of LAPACK's.
 
     Squaring loses the small ones: M times their (accurate) span, less what rounding put there of
     the large ones, is decomposed again. Where they are many LAPACK does it all.
     """
     if m.shape[-2] < m.shape[-1]:
-        left, values, right = _svd_float32(m.mT)
+        left, values, right = _svd_by_squares(m.mT)
         return right, values, left
     squares, right = torch.linalg.eigh(_gram(m))
     squares, right = squares.flip(-1), right.flip(-1)
