@@ -18,7 +18,7 @@ from fastkd.projection import (
 )
 
 from .features import features
-from .harness import REFERENCE, Bound, Case, Provider, Work, call, leaves_of
+from .harness import REFERENCE, Bound, Case, Provider, Work, call, compiled, leaves_of
 
 LOSS = "projection"
 KERNELS: tuple[Backend, ...] = ("torch", "cpp", "triton")
@@ -75,6 +75,7 @@ def cayley_case(set: str, *, sweep: str = "", headline: bool = False, D: int) ->
         make=make_skew,
         providers=(
             Provider(REFERENCE, call(functools.partial(weighted, cayley_ref))),
+            compiled(functools.partial(weighted, cayley_ref)),
             Provider("fastkd torch", call(functools.partial(weighted, cayley))),
             parametrized(),
         ),
@@ -159,7 +160,7 @@ def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
         sizes=sizes,
         dtype=torch.float32,
         make=make_dual,
-        providers=(Provider(REFERENCE, call(dual_ref)), *map(dual, KERNELS)),
+        providers=(Provider(REFERENCE, call(dual_ref)), compiled(dual_ref), *map(dual, KERNELS)),
         bytes_moved=4 * (2 * 2 * 2 * side**2 + B * (2 * Ds + Dt)),
         operations=4 * (2 * side**3 // 3 + 6 * B * side**2),
         headline=headline,
