@@ -25,7 +25,13 @@ from fastkd._core.checks import (
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, use_triton
-from fastkd._core.numerics import autocast_off, once_differentiable, values_readable, working_dtype
+from fastkd._core.numerics import (
+    apply,
+    autocast_off,
+    once_differentiable,
+    values_readable,
+    working_dtype,
+)
 from fastkd._core.pooling import pool_tokens
 from fastkd._torch import cca_solver
 from fastkd._torch.cca_solver import Options
@@ -340,7 +346,7 @@ def _loss(
             observations, real = ranks.gather_samples(observations, real)
             student, teacher = (x.movedim(0, -2) for x in observations)
             mask = None if real is None else real.movedim(0, -1)
-    loss: Tensor = _NegativeCorrelation.apply(student, teacher, mask, options)
+    loss: Tensor = apply(_NegativeCorrelation, student, teacher, mask, options)
     return loss
 
 

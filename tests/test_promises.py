@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastkd
@@ -214,6 +215,30 @@ def test_compile_without_gradients():
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(*features()), step(*features()))
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", _parameters("torch", "cpp"), indirect=True)
+def test_no_gradient_is_made_for_nobody(loss):
+    student, teacher = features()
+    made = []
+    for needed in (False, False, True):  # what is said once is said in the first
+        loss.requires_grad_(needed)
+        with torch.no_grad(), _Operations() as operations:
+            loss(student.requires_grad_(needed), teacher, padding() if loss.masked else None)
+        made.append([name for name in operations.names if name != "aten.detach.default"])
+    assert made[1] == made[2]
 
 
 @every_loss

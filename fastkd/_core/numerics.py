@@ -43,6 +43,9 @@ def saveable(x: Tensor) -> Tensor:
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply(*arguments)``, in which under torch.compile too a tensor may come twice.
 
+    Under ``torch.no_grad`` no argument asks for its gradient: ``ctx.needs_input_grad`` doesn't know
+    of that, and what makes gradients along with the loss would make them for nobody.
+
     A constant that is a float stands as a literal in what the function calls: the compiler takes a
     module's floats for inputs where all is dynamic, and then fails at a second call.
     """
@@ -52,6 +55,8 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
             repeated = isinstance(argument, Tensor) and any(argument is other for other in given)
             given.append(argument.view_as(argument) if repeated else argument)
         arguments = tuple(given)
+    if not torch.is_grad_enabled():
+        arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
     return function.apply(*arguments)
 
 
