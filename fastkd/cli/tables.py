@@ -36,8 +36,10 @@ def _cell(value: Any) -> str:
 
 
 def _joined(value: Any) -> Any:
-    """Words that a table keeps in one cell."""
-    return " ".join(map(str, value)) if isinstance(value, list) else value
+    """Words, or objects as JSON, that a table keeps in one cell."""
+    if not isinstance(value, list):
+        return value
+    return " ".join(x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in value)
 
 
 def _csv(found: list[dict[str, Any]]) -> str:

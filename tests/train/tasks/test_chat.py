@@ -1,7 +1,9 @@
 """Conversations: which tokens are answers, what is written, scores, and every command."""
 
+import csv
 import json
 import math
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -18,8 +20,9 @@ from fastkd.train.rows import Encoder
 from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
 from fastkd.train.tasks.chat import TASK, prompts_of, write
+from tests.cli.launched import Launch, commands
 from tests.cli.test_cli import crash, stop_at
-from tests.support.tiny import run, sentences
+from tests.support.tiny import run, sentences, words_of
 from tests.train.tasks.test_causal_lm import make_decoder
 from tests.train.tasks.through import through
 
@@ -281,3 +284,39 @@ def test_the_steps_on_policy_are_spread():
         steps = [OnPolicy(share, None).at(step) for step in range(1000)]
         assert sum(steps) == count
         assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
+
+
+def test_two_processes_train_the_student_of_one(on_policy, teacher, tmp_path):
+    still = tmp_path / "still"
+    shutil.copytree(teacher, still)
+    model = GPT2LMHeadModel.from_pretrained(teacher)
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        setattr(model.config, name, 0.0)
+    model.save_pretrained(still)
+    options = {**on_policy, "teacher": still, "on_policy": 0, "epochs": 1}
+    run("distill", **options, out=tmp_path / "one")
+    options["batch_size"] = 2
+    writing = {**options, "on_policy": 1, "lora": "r=2"}
+    lines = {
+        "writing": words_of("distill", **writing, out=tmp_path / "writing"),
+        "two": words_of("distill", **options, out=tmp_path / "two"),
+    }
+    launch = Launch(tmp_path / "launch", 2, commands, tmp_path, lines)
+    errors = launch.end()
+    results = read_json(tmp_path / "0.json")
+    assert launch.process.exitcode == 0 and results["writing"][0] == 0, (results, errors)
+    one, two = (
+        read_json(tmp_path / name / "student/fastkd.json")["history"][0] for name in ("one", "two")
+    )
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
+    assert one["scores"] == pytest.approx(two["scores"], rel=1e-4)
+    (entry,) = read_json(tmp_path / "writing/student/fastkd.json")["history"]
+    assert set(entry["losses"]) == {"loss", "soft"}
+
+
+def test_a_table_has_messages_as_json(teacher, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [says("a film")])
+    run("predict", model=teacher, data=path, out=tmp_path / "told.csv", task="chat", device="cpu")
+    with (tmp_path / "told.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert json.loads(row["messages"]) == says("a film")[0] and row["answer"]
