@@ -50,15 +50,22 @@ def read(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def adapted(student: "PreTrainedModel", given: Mapping[str, Any], head: str) -> "PreTrainedModel":
-    """``student``, a model with this ``head`` of transformers, with adapters that alone learn."""
+def adapted(
+    student: "PreTrainedModel", given: Mapping[str, Any], head: str, name: str | None
+) -> "PreTrainedModel":
+    """``student``, a model with this ``head`` of transformers, with adapters that alone learn.
+
+    Its ``name`` is that under which it can be loaded, None if it was made here.
+    """
     peft: Any = require("peft", "lora")
     config = peft.LoraConfig(task_type=HEADS.get(head), **read(given))
     try:
-        return cast("PreTrainedModel", peft.get_peft_model(student, config))
+        model = peft.get_peft_model(student, config)
     except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{OPTION}: {reason}") from error
+        raise InputError(f"{OPTION}: {str(error).splitlines()[0]}") from error
+    # A student of teacher layers has the teacher's name, which is another model.
+    config.base_model_name_or_path = name or ""
+    return cast("PreTrainedModel", model)
 
 
 def plain(student: nn.Module) -> "PreTrainedModel":

@@ -406,7 +406,7 @@ def assemble(
     cache = run.teacher.path if run.cached else None
     student = make_student(settings, run.teacher, run.tokenizer, run.task, selected, cache).float()
     if settings.lora:
-        student = lora.adapted(student, settings.lora, run.task.head)
+        student = lora.adapted(student, settings.lora, run.task.head, settings.student)
     method = make_method(settings.method, settings.options, settings.preset, selected)
     try:
         return Distiller(run.teacher, student, method, gather=gather)
@@ -477,6 +477,8 @@ def _distil(
     attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
     best: Any = type(lora.plain(student)).from_pretrained(out.student, **attention)
     best.to(run.device)
+    for size, measure in (("parameters", count), ("bytes", num_bytes)):
+        report[size]["student"] = measure(best)  # adapters are no longer beside the weights
     run.judge(best, "student")
     if run.test_rows:
         both = {"student": best}

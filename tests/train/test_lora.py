@@ -31,6 +31,7 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path):
     student = tmp_path / "out/student"
     config = read_json(student / "adapter/adapter_config.json")
     assert (config["r"], config["lora_alpha"]) == (2, 4)
+    assert config["base_model_name_or_path"] == ""
     # Into the teacher's layers, of which the student is made, the adapters give the student.
     run("cache", **{k: v for k, v in chat.items() if k not in ("epochs", "learning_rate", "lora")},
         out=tmp_path / "cache")  # fmt: skip
@@ -44,6 +45,7 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path):
     torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
     run("evaluate", model=student, data=chat["eval"], out=tmp_path / "scores.json", device="cpu")
     report = read_json(student / "fastkd.json")
+    assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())
     said = read_json(tmp_path / "scores.json")["perplexity"]
     assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
     run("verify", **{k: v for k, v in chat.items() if k not in (*USUAL, "epochs")},
