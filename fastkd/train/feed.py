@@ -191,7 +191,7 @@ class StudentTrainer(Feed, DistillationTrainer):
             assert self.on_policy is not None
             place = (self.args.seed, step, self.args.process_index, number)
             (seed,) = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), self.compute_loss_context_manager():
                 torch.manual_seed(seed)
                 rows = self.on_policy.draw(self.distiller.student, batch)
             yield {**batch, **self.data_collator(rows)}
