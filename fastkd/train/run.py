@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, set_seed
 import fastkd
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.methods import IntraClassKNN
 from fastkd.distributed import world_size
 from fastkd.train import data, lora, processes, trainer_args
 from fastkd.train.card import CARD, write_card
@@ -408,6 +409,11 @@ def assemble(
     if settings.lora:
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
     method = make_method(settings.method, settings.options, settings.preset, selected)
+    if isinstance(method, IntraClassKNN) and run.train_rows.labels is None:
+        raise InputError(
+            f"--method {settings.method} compares rows of one class, and those of --task "
+            f"{run.task.name()} have no class each"
+        )
     try:
         return Distiller(run.teacher, student, method, gather=gather)
     except (TypeError, ValueError) as error:
