@@ -30,7 +30,7 @@ USUAL = "classification"
 
 def check(name: str | None) -> None:
     """Raise unless --task ``name`` is one of GLUE's, one of these, or looks like one's own."""
-    known = (*GLUE_TASKS, *NAMES)
+    known = (*NAMES, *GLUE_TASKS)
     if name is not None and ":" not in name and name not in known:
         raise InputError(f"--task {name!r} is not an option; {nearest(name, known)}")
 
