@@ -1,5 +1,6 @@
 """Distillation inside ``transformers.Trainer``."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -241,14 +242,18 @@ class DistillationTrainer(Trainer):
             # The key of a cached teacher's samples has their token types.
             self._signature_columns = sorted({"token_type_ids"} | shared | own | targets | packing)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        output_dir = output_dir if output_dir is not None else self.args.output_dir
-        # Trainer saves a self.model of its own kind with save_pretrained.
+    @contextlib.contextmanager
+    def _student_as_model(self) -> Iterator[None]:
         self.model, distiller = self.distiller.student, self.model
         try:
-            super()._save(output_dir)
+            yield
         finally:
             self.model = distiller
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        with self._student_as_model():  # which Trainer saves with save_pretrained
+            super()._save(output_dir)
         if self.args.should_save:
             method = self.distiller.method.state_dict()
             torch.save(method, os.path.join(output_dir, METHOD_FILE))
@@ -256,7 +261,9 @@ class DistillationTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, self.distiller.student)
+        # Trainer asks its model which missing keys are tied weights.
+        with self._student_as_model():
+            super()._load_from_checkpoint(resume_from_checkpoint, self.distiller.student)
         self._load_method(resume_from_checkpoint)
 
     def _load_method(self, checkpoint: str) -> None:
@@ -266,9 +273,6 @@ class DistillationTrainer(Trainer):
         self.distiller.method.load_state_dict(torch.load(path, map_location="cpu"))
 
     def _load_best_model(self) -> None:
-        self.model, distiller = self.distiller.student, self.model
-        try:
+        with self._student_as_model():
             super()._load_best_model()
-        finally:
-            self.model = distiller
         self._load_method(self.state.best_model_checkpoint)

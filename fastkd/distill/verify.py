@@ -103,7 +103,8 @@ def verify(
 
     Args:
         distiller: with the method that will train; its weights and state stay as they are.
-        batch: arguments of `Distiller.forward`: rows of one document each, padded on the right.
+        batch: arguments of `Distiller.forward`: rows padded on the right, of one document each or
+            with ``position_ids`` that start again.
         ranks: processes to start, or several such numbers; 0 leaves them out. Where there are more
             than rows the last ones get none. Elsewhere than on Linux their check says "not here".
         compile_backend: of ``torch.compile``; "inductor" takes longer, None leaves it out.
@@ -263,7 +264,9 @@ class _Step:
         left["attention_mask"] = mask.gather(1, order)
         if bool(mask.all()):
             raise _CannotDo("no row is padded")
-        left["position_ids"] = self._positions((left["attention_mask"].cumsum(1) - 1).clamp(min=0))
+        if "position_ids" not in left:
+            places = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            left["position_ids"] = self._positions(places)
         return self.gradients(self.distiller, [{**self.batch, **left}])
 
     def packed(self) -> Gradients:
@@ -272,8 +275,9 @@ class _Step:
         if student.has_head and not student.per_token:
             raise _CannotDo("the head gives one prediction a row")
         row = {name: x[mask][None] for name, x in self._of_tokens()}
-        starts = self._positions(mask.long().cumsum(1) - 1)
-        row["position_ids"] = starts[mask][None]
+        if "position_ids" not in row:
+            starts = self._positions(mask.long().cumsum(1) - 1)
+            row["position_ids"] = starts[mask][None]
         others = {
             name: x
             for name, x in self.batch.items()
@@ -310,8 +314,6 @@ class _Step:
             raise _CannotDo(re.split("[;:]", str(error))[0]) from error
         if any(name.startswith("teacher_") for name in self.batch):
             raise _CannotDo("the teacher has inputs of its own")
-        if self.distiller.engine.student.writes:
-            raise _CannotDo("a cache keeps nothing of encoder-decoders")
         wanted = self.distiller.method.wanted("teacher")
         if wanted.attentions or wanted.qkv:
             raise _CannotDo("a cache keeps no attention maps")

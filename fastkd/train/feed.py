@@ -17,6 +17,7 @@ from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.rows import UNLABELLED
 from fastkd.train.saving import saving
+from fastkd.train.score import accepted
 
 _Trainer: Any = Trainer
 
@@ -32,10 +33,12 @@ class OwnRows:
 
     ``share`` is their number over the mean number of a process: the mean over the processes of
     share · mean is the mean over the step's rows. A process without rows reads one with share 0.
+    ``draw`` is what a collator that draws at random is told: seed and epoch.
     """
 
     rows: list[int]
     share: float
+    draw: tuple[int, int] = (0, 0)
 
 
 class Steps(Sampler[OwnRows]):
@@ -55,7 +58,8 @@ class Steps(Sampler[OwnRows]):
             step = rows[start : start + self.order.batch]
             own = np.array_split(step, self.ranks)[self.rank]
             share = len(own) * self.ranks / len(step)
-            yield OwnRows((own if len(own) else step[:1]).tolist(), share)
+            rows_here = (own if len(own) else step[:1]).tolist()
+            yield OwnRows(rows_here, share, (self.seed, self.epoch))
 
 
 class _Batches(Dataset):
@@ -68,7 +72,9 @@ class _Batches(Dataset):
         return len(self.examples)
 
     def __getitems__(self, part: OwnRows) -> dict[str, Any]:
-        batch = dict(self.collate(self.examples.__getitems__(part.rows)))
+        drawn = getattr(self.collate, "drawn", None)  # see `Task.collator`
+        collate = self.collate if drawn is None else drawn(part.draw)
+        batch = dict(collate(self.examples.__getitems__(part.rows)))
         if self.may_be_empty:  # the loss gathers the rows and weighs them itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}
         return {**batch, SHARE: part.share}
@@ -140,6 +146,12 @@ class TeacherTrainer(Feed):
         super().__init__(*args, **kwargs)
         # Each batch has its own mean, over rows or over tokens with a label.
         self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """See `Feed.compute_loss`; of the inputs those that the teacher takes."""
+        return super().compute_loss(model, accepted(self.model, inputs), *args, **kwargs)
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """The part that these rows are of the step: of its tokens, where each token has a label."""

@@ -152,7 +152,9 @@ class Run:
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
         batch = next(self.eval_rows[""].batches(self.collate, 32, device=self.device))
-        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        inputs = batch
+        if not getattr(student.config, "is_encoder_decoder", False):  # a decoder reads their words
+            inputs = {k: v for k, v in batch.items() if k != "labels"}
         models: dict[str, nn.Module] = {"student": student.eval()}
         if self.teacher_model is not None:
             models["teacher"] = self.teacher_model.eval()
@@ -200,10 +202,12 @@ class Run:
         **watch: Any,
     ) -> list[dict]:
         main = self.corpus.metrics[0]
+        # A cache knows the rows as they are without a draw.
+        collate = functools.partial(self.collate) if self.cached else self.collate
         return train(
             make_trainer,
             rows,
-            self.collate,
+            collate,
             plan,
             self.display,
             title,
@@ -331,10 +335,12 @@ def _check_cached(distiller: Distiller, run: Run) -> None:
     rows, cache, size = run.all_rows, run.teacher, 256
     rank, ranks = processes.rank(), world_size()
     for number, batch in enumerate(rows.batches(run.collate, size, rank=rank, ranks=ranks)):
-        start = (number * ranks + rank) * size
-        for i, key in enumerate(distiller.sample_keys(batch), start):
-            if key not in cache:
-                source, number = rows.place(i)
+        if all(key in cache for key in distiller.sample_keys(batch)):
+            continue
+        for i in range(len(batch["input_ids"])):
+            row = {name: x[i : i + 1] for name, x in batch.items()}
+            if not all(key in cache for key in distiller.sample_keys(row)):
+                source, number = rows.place((number * ranks + rank) * size + i)
                 raise InputError(
                     f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write it "
                     "from the same rows with the same --max-length"

@@ -60,9 +60,16 @@ def predict(
 
 
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` without what ``model`` has no argument for: DistilBERT knows no second text."""
+    """``inputs`` without what ``model`` has no argument for: DistilBERT knows no second text.
+
+    Positions that start again say where documents begin, if transformers gets neither a mask nor a
+    cache beside them.
+    """
     arguments = inspect.signature(model.forward).parameters
     left_out = {"token_type_ids", "segments"} - set(arguments)
+    if "position_ids" in inputs:
+        inputs = {**inputs, "use_cache": False}
+        left_out.add("attention_mask")
     return {name: value for name, value in inputs.items() if name not in left_out}
 
 

@@ -1,5 +1,7 @@
 """Language models that read from left to right: the next token of running text."""
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
+from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
 from fastkd.train.columns import Columns
+from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.tasks.task import Task, logits
@@ -22,8 +26,10 @@ from fastkd.train.tasks.task import Task, logits
 class CausalLM(Task):
     """Documents: of a ``.txt`` those apart by an empty line, else of a column; files or folders.
 
-    Their tokens, each document's followed by the end token, are cut into rows of --max-length. The
-    first token of a row is only read. Bits per byte are over the UTF-8 bytes of the others.
+    Their tokens, each document's followed by the end token, are cut into rows of --max-length. A
+    row's documents don't see each other, in models that know them by positions that start again:
+    the first token of each is only read. Other models read a row as one document. Bits per byte
+    are over the UTF-8 bytes of the tokens that are predicted.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
@@ -37,6 +43,8 @@ class CausalLM(Task):
 
     #: Each document is a row of its own, cut off at --max-length.
     apart: bool = False
+    #: Documents in a row don't see each other.
+    segments: bool = True
 
     @classmethod
     def check_file(cls, path: Path, option: str) -> None:
@@ -61,7 +69,22 @@ class CausalLM(Task):
         else:
             yield from files.records(path, header, option, every)
 
-    def predicting(self) -> Task:
+    @classmethod
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "CausalLM":
+        transformers: Any = require("transformers", "train")
+        model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        arguments = set() if model is None else {*inspect.signature(model.forward).parameters}
+        # What doesn't cache keys has masks of its own, and what is stateful remembers all it read.
+        fits = {"position_ids", "past_key_values"} <= arguments and not model._is_stateful
+        return cls(segments=fits and not reads_whole_rows(config))
+
+    def match(
+        self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
+    ) -> Corpus:
+        corpus = super().match(corpus, head, asked, who, fresh)
+        return corpus if head is None else replace(corpus, task=head)
+
+    def predicting(self) -> "CausalLM":
         return replace(self, apart=True)
 
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
@@ -70,29 +93,43 @@ class CausalLM(Task):
     def encode(
         self, batch: dict[str, list], tokenizer: Any, max_length: int
     ) -> Mapping[str, list[Any]]:
-        stream: list[Any] = []
-        rows: list[list[tuple[int, int, int]]] = []
-        for number, text in zip(batch["number"], batch["text"], strict=True):
-            document = [(token, size, number) for token, size in _tokens(text, tokenizer)]
-            stream += [document[:max_length]] if self.apart else document
-        if self.apart:
-            rows = stream
-        else:
-            cuts = range(0, len(stream), max_length)
-            rows = [row for at in cuts if len(row := stream[at : at + max_length]) > 1]
-        ids = [[token for token, _, _ in row] for row in rows]
-        return {
-            "input_ids": ids,
-            "attention_mask": [[1] * len(row) for row in rows],
-            "labels": ids,
-            "bytes": [sum(size for _, size, _ in row[1:]) for row in rows],
-            "number": [row[0][2] for row in rows],
+        found: dict[str, list[Any]] = {
+            name: []
+            for name in ("input_ids", "attention_mask", "labels", "bytes", "number", "position_ids")
         }
+        for row in self._rows(batch, tokenizer, max_length):
+            ids, sizes, documents = zip(*row, strict=True)
+            begins = [True, *(self.segments and a != b for a, b in itertools.pairwise(documents))]
+            pieces = list(zip(ids, sizes, begins, strict=True))
+            found["input_ids"].append(list(ids))
+            found["attention_mask"].append([1] * len(ids))
+            found["labels"].append([UNLABELLED if first else token for token, _, first in pieces])
+            found["bytes"].append(sum(size for _, size, first in pieces if not first))
+            found["number"].append(batch["number"][documents[0]])
+            at = -1
+            found["position_ids"].append([at := 0 if first else at + 1 for first in begins])
+        if not self.segments:
+            del found["position_ids"]
+        return found
+
+    def _rows(
+        self, batch: dict[str, list], tokenizer: Any, max_length: int
+    ) -> list[list[tuple[int, int, int]]]:
+        """Tokens in rows, each with the bytes that it stands for and the number of its document."""
+        documents = [
+            [(token, size, i) for token, size in _tokens(text, tokenizer)]
+            for i, text in enumerate(batch["text"])
+        ]
+        if self.apart:
+            return [document[:max_length] for document in documents]
+        stream = [token for document in documents for token in document]
+        cuts = [*range(0, len(stream), max_length), len(stream)]
+        if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and max_length > 2:
+            cuts[-2] -= 1  # a last token alone would be said by none
+        return [stream[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
 
     def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
-        # The one for language models takes end tokens for padding where these are the same.
-        transformers: Any = require("transformers", "train")
-        return transformers.DataCollatorForTokenClassification(tokenizer)
+        return Pad(tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         return sums_of_losses(model, batch)
@@ -139,6 +176,27 @@ def sums_of_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tup
 def perplexity(loss: float) -> float:
     """That of a mean of -log p."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Makes a batch of rows that may have positions of their own."""
+
+    tokenizer: Any
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        # The one for language models takes end tokens for padding where these are the same.
+        transformers: Any = require("transformers", "train")
+        positions = [row["position_ids"] for row in rows if "position_ids" in row]
+        rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
+        batch = dict(transformers.DataCollatorForTokenClassification(self.tokenizer)(rest))
+        if positions:
+            batch["position_ids"] = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row) for row in positions],
+                batch_first=True,
+                padding_side=self.tokenizer.padding_side,
+            )
+        return batch
 
 
 def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:

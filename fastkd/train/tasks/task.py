@@ -253,7 +253,11 @@ class Task:
     beside: ClassVar[tuple[str, ...]] = ()
 
     def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
-        """Makes a batch of encoded rows."""
+        """Makes a batch of encoded rows, always the same one of the same rows.
+
+        One with a method ``drawn`` is another in each epoch of training: that which this gives for
+        (seed, epoch). What it makes of a row is not to depend on the rows beside it.
+        """
         transformers: Any = require("transformers", "train")
         return transformers.DataCollatorWithPadding(tokenizer)
 

@@ -2,18 +2,26 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+)
 
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.rows import Encoder
+from fastkd.train.rows import UNLABELLED, Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.causal_lm import TASK
 from tests.support.tiny import make_teacher, sentences
-from tests.train.tasks.through import through
+from tests.train.tasks.through import killed_and_resumed, through
 
 
 def make_decoder(path):
@@ -67,13 +75,60 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     assert words == [["good", "film", "is", end], ["bad", "film", end]]
     assert encoded.beside["bytes"][:] == [len("  film\nis"), len(" film")]
     assert [encoded.place(i)[1] for i in range(2)] == [1, 5]
+    # The last token of six would be alone.
+    longer = Encoder(tokenizer, 6, TASK())(rows)
+    assert [len(ids) for ids in longer.ids()] == [5, 2]
+    assert [row["position_ids"] for row in longer] == [[0, 1, 2, 3, 0], [0, 1]]
+    assert [row["labels"][0] for row in longer] == [UNLABELLED, UNLABELLED]
+    assert longer[0]["labels"][4] == UNLABELLED
+    assert longer.beside["bytes"][:] == [len("  film\nis"), 0]
+
+
+def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
+    path = make_decoder(tmp_path / "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = GPT2LMHeadModel.from_pretrained(path).eval()
+    task = TASK.of(model.config)
+    assert task.segments
+    rows = read(write_text(tmp_path / "a.txt", 4))  # so few that none is cut
+
+    def loss(task):
+        encoded = Encoder(tokenizer, 30, task)(rows)
+        collate = task.collator(tokenizer)
+        with torch.no_grad():
+            answers = [
+                one
+                for batch in encoded.batches(collate, 4)
+                for one in task.answer(model, batch, tokenizer)
+            ]
+        return len(encoded), [sum(x) for x in zip(*answers, strict=True)]
+
+    (packed, together), (apart, alone) = loss(task), loss(replace(task, apart=True))
+    assert packed == 1 and apart == 4
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert loss(replace(task, segments=False))[1] != pytest.approx(alone, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("config", "segments"),
+    [(GPT2Config(), True), (BloomConfig(), False), (JambaConfig(), False), (BertConfig(), False)],
+)
+def test_models_that_know_documents_by_positions(config, segments):
+    """Bloom takes none, Jamba remembers what it has read."""
+    assert TASK.of(config).segments is segments
+
+
+def test_a_run_goes_on_to_the_same_bits(tmp_path):
+    teacher = make_decoder(tmp_path / "gpt2")
+    train, evals = (write_text(tmp_path / f"{i}.txt", 40, i) for i in range(2))
+    killed_and_resumed(tmp_path, teacher, train, evals, task="causal-lm", method="lrkd")
 
 
 def test_scores_are_those_of_the_whole_text(tmp_path):
     path = make_decoder(tmp_path / "gpt2")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = GPT2LMHeadModel.from_pretrained(path).eval()
-    task = TASK()
+    task = TASK(segments=False)
     encoded = Encoder(tokenizer, 8, task)(read(write_text(tmp_path / "a.txt", 12)))
     total = count = 0
     with torch.no_grad():

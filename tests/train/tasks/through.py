@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fastkd.train.saving import read_json
+from tests.cli.test_cli import crash, same_weights, stop_at
 from tests.support.tiny import run
 
 
@@ -40,3 +43,18 @@ def through(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) 
     few.pop("batch_size")
     run("verify", **few)
     return report
+
+
+def killed_and_resumed(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) -> None:
+    """Assert that a run cut off after its third step comes to the bits of one that isn't."""
+    rows = {"teacher": teacher, "train": train, "eval": evals, "device": "cpu", "max_length": 16}
+    rows |= {"batch_size": 4, "epochs": 2, "checkpoint_every": 2, **options}
+    run("distill", **rows, out=out / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 3, crash)
+        run("distill", **rows, out=out / "killed", expect=130)
+    run("distill", **rows, resume=True, out=out / "killed")
+    assert same_weights(out / "whole", out / "killed")
+    past = [read_json(out / name / "student/fastkd.json") for name in ("whole", "killed")]
+    scores = [[entry["scores"] for entry in report["history"]] for report in past]
+    assert scores[0] == scores[1] and len(scores[0]) == 2
