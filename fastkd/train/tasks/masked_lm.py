@@ -1,0 +1,130 @@
+"""Language models that read both ways: hidden tokens of running text."""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastkd._core.extras import require
+from fastkd.train.errors import InputError
+from fastkd.train.rows import UNLABELLED, Encoded, Rows
+from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
+from fastkd.train.tasks.task import logits
+
+
+@dataclass(frozen=True)
+class MaskedLM(CausalLM):
+    """Documents as --task causal-lm reads and packs them, between a model's special tokens.
+
+    15% of a row's tokens are hidden as transformers does it (BERT, section 3.1), at least one: in
+    training others in each epoch, by its seed; the same ones in evaluation and of a cached teacher.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("masked_perplexity",)
+    usual: ClassVar[tuple[str, ...]] = metrics
+    smaller: ClassVar[frozenset[str]] = frozenset(metrics)
+    head: ClassVar[str] = "AutoModelForMaskedLM"
+    pipeline: ClassVar[str] = "fill-mask"
+    beside: ClassVar[tuple[str, ...]] = ()
+
+    #: Encoders of words read a row as one document.
+    segments: bool = False
+
+    @classmethod
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "MaskedLM":
+        return cls()
+
+    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+        return sum(map(len, _around(tokenizer))), "a document"
+
+    def encode(
+        self, batch: dict[str, list], tokenizer: Any, max_length: int
+    ) -> Mapping[str, list[Any]]:
+        first, last = _around(tokenizer)
+        found = super().encode(batch, tokenizer, max_length - len(first) - len(last))
+        ids = [[*first, *row, *last] for row in found["input_ids"]]
+        masks = [[1] * len(row) for row in ids]
+        return {"input_ids": ids, "attention_mask": masks, "number": found["number"]}
+
+    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+        if tokenizer.mask_token is None:
+            raise InputError(
+                f"--task {self.name()} needs a tokenizer with a mask token, and "
+                f"{type(tokenizer).__name__} has none"
+            )
+        return Hide(tokenizer)
+
+    def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
+        """The sum of -log p of a row's hidden tokens, and how many they are."""
+        targets = batch["labels"]
+        losses = F.cross_entropy(
+            logits(model, batch).float().flatten(0, 1),
+            targets.flatten(),
+            reduction="none",
+            ignore_index=UNLABELLED,
+        )
+        sums = losses.view_as(targets).double().sum(-1).tolist()
+        return list(zip(sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        loss, count = math.fsum(x for x, _ in answers), sum(n for _, n in answers)
+        return dict.fromkeys(metrics, perplexity(loss / count) if count else math.nan)
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        """Of each document up to --max-length."""
+        return [
+            {"hidden": count, "masked_perplexity": perplexity(loss / count) if count else None}
+            for loss, count in answers
+        ]
+
+    @classmethod
+    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
+        return (
+            "from transformers import pipeline\n\n"
+            f'fill = pipeline("{cls.pipeline}", "{directory}")\n'
+            'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'
+        )
+
+
+@dataclass(frozen=True)
+class Hide:
+    """Makes a batch of rows, of whose tokens some are hidden: a row's own, by these numbers."""
+
+    tokenizer: Any
+    draw: tuple[int, ...] = ()
+
+    def drawn(self, draw: tuple[int, ...]) -> "Hide":
+        return replace(self, draw=draw)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
+        transformers: Any = require("transformers", "train")
+        hide = transformers.DataCollatorForLanguageModeling(self.tokenizer)
+        return Pad(self.tokenizer)([{**row, **self._hidden(hide, row)} for row in rows])
+
+    def _hidden(self, hide: Any, row: dict[str, Any]) -> dict[str, list[int]]:
+        ids = row["input_ids"]
+        name = hashlib.blake2b(repr((self.draw, ids)).encode(), digest_size=7).digest()
+        hide.generator = torch.Generator().manual_seed(int.from_bytes(name, "big"))
+        special = self.tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
+        while True:
+            inputs, labels = hide.torch_mask_tokens(torch.tensor([ids]), torch.tensor([special]))
+            if all(special) or bool((labels != UNLABELLED).any()):
+                return {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens before and behind a text."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    pieces = list(zip(found["input_ids"], found["special_tokens_mask"], strict=True))
+    first = [token for token, _ in itertools.takewhile(lambda piece: piece[1], pieces)]
+    behind = itertools.takewhile(lambda piece: piece[1], reversed(pieces))
+    return first, [token for token, _ in behind][::-1]
+
+
+TASK = MaskedLM

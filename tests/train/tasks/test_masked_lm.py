@@ -1,0 +1,85 @@
+"""Masked language models: what is hidden, scores, every command, and the student's next task."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+from fastkd.train.errors import InputError
+from fastkd.train.rows import UNLABELLED, Encoder
+from fastkd.train.tasks.masked_lm import TASK
+from tests.support.tiny import make_teacher, run, write_tsv
+from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
+from tests.train.tasks.through import killed_and_resumed, through
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_teacher(tmp_path_factory.mktemp("bert") / "x"))
+
+
+def test_every_command_takes_it_and_the_student_goes_on(tmp_path):
+    teacher = make_teacher(tmp_path / "bert", head=False)
+    train, evals = (write_text(tmp_path / f"{i}.txt", 24, i) for i in range(2))
+    report = through(tmp_path, teacher, train, evals, task="masked-lm")
+    assert report["task"] == "masked-lm" and set(report["student"]) == {"masked_perplexity"}
+    assert 1 < report["student"]["masked_perplexity"] < 40
+    assert all(row["hidden"] >= 1 and row["masked_perplexity"] > 1 for row in report["told"])
+    assert "fill-mask" in (tmp_path / "run/student/README.md").read_text()
+    rows = {"train": write_tsv(tmp_path / "a.tsv", 8), "eval": write_tsv(tmp_path / "b.tsv", 8, 1)}
+    run("distill", **rows, teacher=make_teacher(tmp_path / "judge"), device="cpu", epochs=1,
+        student=tmp_path / "run/student", task="classification", max_length=16,
+        out=tmp_path / "next")  # fmt: skip
+    assert (tmp_path / "next/student/config.json").read_text().count("ForSequenceClassification")
+
+
+def test_a_run_goes_on_to_the_same_bits(tmp_path):
+    make_teacher(tmp_path / "bert", head=False)
+    config = BertConfig.from_pretrained(tmp_path / "bert")
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    train, evals = (write_text(tmp_path / f"{i}.txt", 40, i) for i in range(2))
+    killed_and_resumed(tmp_path, tmp_path / "bert", train, evals, task="masked-lm", method="lrkd")
+
+
+def test_a_row_is_hidden_by_itself_and_anew_in_each_epoch(tmp_path, tokenizer):
+    rows = Encoder(tokenizer, 12, TASK())(read(write_text(tmp_path / "a.txt", 40)))
+    assert {ids[0] for ids in rows.ids()} == {tokenizer.cls_token_id}
+    assert {ids[-1] for ids in rows.ids()} == {tokenizer.sep_token_id}
+    assert max(rows.lengths) == 12
+    hide, number = TASK().collator(tokenizer), range(len(rows))
+    batch = hide([rows[i] for i in number])
+    for i in number:
+        alone = hide([rows[i]])
+        assert all(torch.equal(alone[k][0], batch[k][i][: rows.lengths[i]]) for k in alone)
+        hidden = alone["labels"][0] != UNLABELLED
+        ids = torch.tensor(rows[i]["input_ids"])
+        assert hidden.any() and torch.equal(alone["labels"][0][hidden], ids[hidden])
+        assert torch.equal(alone["input_ids"][0][~hidden], ids[~hidden])
+        special = tokenizer.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
+        assert not hidden[torch.tensor(special).bool()].any()
+    labels = [hide.drawn((0, epoch))([rows[i] for i in number])["labels"] for epoch in (0, 1, 1)]
+    assert not torch.equal(labels[0], labels[1]) and torch.equal(labels[1], labels[2])
+    share = sum((x != UNLABELLED).sum().item() for x in labels[:2]) / (2 * sum(rows.lengths - 2))
+    assert 0.1 < share < 0.3
+
+
+def test_scores_are_those_of_the_hidden_tokens(tmp_path, tokenizer):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(vocab_size=17, intermediate_size=16, **shape)).eval()
+    task = TASK()
+    encoded = Encoder(tokenizer, 12, task)(read(write_text(tmp_path / "a.txt", 12)))
+    batch = task.collator(tokenizer)(encoded.__getitems__(range(len(encoded))))
+    with torch.no_grad():
+        answers = task.answer(model, batch, tokenizer)
+        expected = model(**batch).loss.item()
+    found = task.scores(("masked_perplexity",), answers, encoded)["masked_perplexity"]
+    assert found == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def test_a_tokenizer_without_a_mask_is_one_sentence(tmp_path, tokenizer):
+    path = make_decoder(tmp_path / "gpt2")
+    without = AutoTokenizer.from_pretrained(path, mask_token=None)
+    with pytest.raises(InputError, match=r"a tokenizer with a mask token, and .* has none"):
+        TASK().collator(without)
