@@ -22,12 +22,12 @@ from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
 from fastkd.distill.words import Words
 from fastkd.head import Head
 
-FORMAT = 4
+FORMAT = 5
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
-    "sentence_last", "problem", "predicts_words",
+    "sentence_last", "problem", "predicts_words", "writes",
 )  # fmt: skip
 
 
@@ -244,13 +244,11 @@ def wanted_of(method: Method) -> dict[str, Any]:
 def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
     """A digest of each sample's tokens and what else the teacher reads of it, and which tokens
     (S, L) are real; waits for the device."""
-    if "decoder_input_ids" in part.batch:
-        raise ValueError(
-            "a teacher's cache doesn't keep what an encoder-decoder says; pass the teacher itself"
-        )
     ids = part.batch.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
+    if "decoder_input_ids" in part.batch:
+        return _written_keys(part)
     tokens, documents = ids.flatten(0, -2), part.documents
     mask = part.mask if documents is None else documents.mask
     whole = torch.ones(tokens.shape, dtype=torch.bool, device="cpu")
@@ -273,6 +271,30 @@ def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
             digest.update(b"" if name == "input_ids" else name.encode())
             digest.update(row.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return [digest.digest() for digest in digests], mask
+
+
+def _written_keys(part: Part) -> tuple[list[bytes], Tensor]:
+    """Those of encoder-decoders: of what one reads, and its words up to the last that counts."""
+    inputs = part.inputs
+    mask, words = part.token_mask.cpu(), inputs["decoder_input_ids"].cpu().long()
+    ids, read = inputs["input_ids"].cpu().long(), inputs.get("attention_mask")
+    read = torch.ones_like(ids) if read is None else read.cpu()
+    known = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
+    others = sorted({name for name, x in inputs.items() if isinstance(x, Tensor)} - known)
+    if others:
+        raise ValueError(
+            f"a teacher's cache can't tell which sample of an encoder-decoder {others[0]} "
+            "belongs to"
+        )
+    keys = []
+    for row, real, written, counted in zip(ids, read.bool(), words, mask, strict=True):
+        end = int((counted * torch.arange(1, len(counted) + 1)).max())
+        digest = hashlib.blake2b(row[real].numpy().tobytes(), digest_size=16)
+        digest.update(
+            b"decoder" + written[:end].numpy().tobytes() + counted[:end].numpy().tobytes()
+        )
+        keys.append(digest.digest())
+    return keys, mask
 
 
 def write_cache(

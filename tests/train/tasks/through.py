@@ -36,6 +36,7 @@ def through(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) 
     task = {"task": options.get("task")}
     cached = {**rows, **task, "teacher": learned, "method": "soft_targets"}
     run("cache", **cached, out=out / "cache")
+    rows.pop("teacher_layers", None)  # the cache has the student
     again = {**rows, "method": "soft_targets", "epochs": 1, "teacher_cache": out / "cache"}
     run("distill", **again, out=out / "again")
     assert read_json(out / "again/student/fastkd.json")["best"]["scores"]

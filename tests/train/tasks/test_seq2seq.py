@@ -1,0 +1,108 @@
+"""Texts written after others: files, scores as the libraries', and every command."""
+
+import json
+
+import pytest
+import sacrebleu
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+from fastkd.train.data import load, read_file
+from fastkd.train.errors import InputError
+from fastkd.train.rows import Encoder
+from fastkd.train.settings import Source
+from fastkd.train.tasks.seq2seq import TASK
+from tests.support.tiny import make_teacher, sentences
+from tests.train.tasks.through import killed_and_resumed, through
+
+
+def make_writer(path):
+    """A random T5 beside a tokenizer of words."""
+    make_teacher(path, head=False)
+    config = T5Config(
+        vocab_size=17, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.1,
+        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    T5ForConditionalGeneration(config).save_pretrained(path)
+    return path
+
+
+def write_pairs(path, rows, seed=0, names=("source", "target")):
+    """The task: to say a sentence's first word."""
+    texts = [text for text, _ in sentences(rows, seed)]
+    lines = [json.dumps(dict(zip(names, (text, text.split()[0]), strict=True))) for text in texts]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def files(tmp_path):
+    train, evals = (write_pairs(tmp_path / f"{i}.jsonl", 16, i) for i in range(2))
+    return make_writer(tmp_path / "t5"), train, evals
+
+
+def test_every_command_takes_it(tmp_path, files):
+    # T5's first block holds what the others lack.
+    report = through(tmp_path, *files, task="seq2seq", teacher_layers="1")
+    assert report["task"] == "seq2seq"
+    assert list(report["student"]) == ["rouge_l", "chrf", "loss"]
+    told = [row["target"] for row in report["told"]]
+    pairs = [json.loads(line) for line in files[2].read_text().splitlines()]
+    assert [row["source"] for row in report["told"]] == [pair["source"] for pair in pairs]
+    true = [pair["target"] for pair in pairs]
+    # The libraries' own, of what `fastkd predict` wrote.
+    scorer = RougeScorer(["rougeL"])
+    each = [scorer.score(a, b)["rougeL"].fmeasure for a, b in zip(true, told, strict=True)]
+    said = json.loads((tmp_path / "scores.json").read_text())
+    assert said["rouge_l"] == pytest.approx(sum(each) / len(each), rel=1e-12)
+    assert said["chrf"] == sacrebleu.corpus_chrf(told, [true]).score
+    assert 0 < said["loss"] < 10
+
+
+def test_a_run_goes_on_to_the_same_bits(tmp_path, files):
+    killed_and_resumed(tmp_path, *files, task="seq2seq", method="fcd", teacher_layers="1")
+
+
+def test_the_loss_is_the_mean_over_the_targets(tmp_path, files):
+    model = T5ForConditionalGeneration.from_pretrained(files[0]).eval()
+    tokenizer, task = AutoTokenizer.from_pretrained(files[0]), TASK()
+    encoded = Encoder(tokenizer, 16, task)(read_file(files[2], TASK.columns, "--eval", task=TASK))
+    batch = task.collator(tokenizer)(encoded.__getitems__(range(len(encoded))))
+    with torch.no_grad():
+        answers = task.answer(model, batch, tokenizer)
+        expected = model(**batch).loss.item()
+    assert task.scores(("loss",), answers, encoded)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_columns_may_have_other_names(tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl", 4, names=("en", "de"))
+    source = Source(task="seq2seq", train=path, evals=path, text_column="en", label_column="de")
+    assert next(iter(load(source).train.columns("label"))) == (sentences(4, 0)[0][0].split()[0],)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"source": "a"}', r"no column 'target' \(--label-column\)"),
+        ("a.jsonl", '{"source": "a", "target": "b"}\n{"source": "a", "target": 3}',
+         "row 2: column 'target' is not text but 3"),
+        ("a.jsonl", '{"source": "a", "target": " "}', "row 1: column 'target' is empty"),
+        ("a.jsonl", '{"source": "", "target": "a"}', "row 1: column 'source' is empty"),
+        ("a.tsv", "source\ttarget\na\tb\tc\n", "row 2"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task="seq2seq", train=path, evals=path))
+    assert str(path) in str(caught.value)
+
+
+def test_rows_without_targets_are_refused(tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl", 4)
+    words = "--unlabelled: a decoder reads the words before each of its own"
+    with pytest.raises(InputError, match=words):
+        load(Source(task="seq2seq", train=path, evals=path, unlabelled=path))
