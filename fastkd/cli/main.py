@@ -233,9 +233,9 @@ def verify(settings: VerifySettings, console: Console) -> None:
 @_command(DemoSettings, (*TRAINING, "matplotlib"))
 def demo(settings: DemoSettings, console: Console) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
-    from fastkd.cli.demo import run_demo
+    from fastkd.cli import demo, demo_text
 
-    run_demo(settings, console)
+    (demo_text if settings.task == demo_text.TASK else demo).run_demo(settings, console)
 
 
 @app.command()

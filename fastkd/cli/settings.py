@@ -38,6 +38,11 @@ class VerifySettings(Pairing):
 class DemoSettings(Checked):
     """The options of `fastkd demo`."""
 
+    task: str = option(
+        "classification",
+        "classification of docstrings by a packaged encoder, or causal-lm: a decoder of Python.",
+        choices=("classification", "causal-lm"),
+    )
     out: Path = option(Path("runs/demo"), "Directory for the table and the pictures.")
     steps: int | None = option(None, "Training steps of every student.", least=1)
     seed: int = seed()

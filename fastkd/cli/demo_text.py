@@ -1,0 +1,284 @@
+"""`fastkd demo --task causal-lm`: a small decoder of Python, cut in half by every method.
+
+A tokenizer and a decoder are made of the sources of Python's library on the spot. Students with
+half its layers learn from it, each by another method, as many steps on the same rows, and are
+scored as they go: perplexity against seconds of training.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
+
+import fastkd
+from fastkd.analysis.pictures import new_figure
+from fastkd.cli.demo import TITLES
+from fastkd.cli.display import RichDisplay, say
+from fastkd.cli.settings import DemoSettings
+from fastkd.distill.methods import METHODS
+from fastkd.train import data
+from fastkd.train.docstrings import SKIPPED
+from fastkd.train.errors import InputError
+from fastkd.train.models import be_quiet, count
+from fastkd.train.plan import Plan, choose_device
+from fastkd.train.run import Run, assemble, save_model
+from fastkd.train.saving import locked, read_marker, saving, write_json
+from fastkd.train.settings import Pairing
+from fastkd.train.training import stopping_at_once
+
+TASK = "causal-lm"
+END = "<end>"
+HELD_OUT = 10  # one file in so many
+PROMPT = "def "
+# Labels that LRC-BERT softens are classes; of thousands of tokens little would be left of one.
+OPTIONS: dict[str, dict[str, Any]] = {"lrc_bert": {"gamma": 0.0}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much the demo does; the default is made for two CPU cores and five minutes."""
+
+    train_files: int = 150
+    eval_files: int = 6
+    characters: int = 8000  # of a file
+    vocabulary: int = 2000
+    width: int = 128
+    layers: int = 6
+    length: int = 128
+    teacher_steps: int = 300
+    student_steps: int = 80
+    evaluations: int = 4
+    batch_size: int = 16
+    sample_tokens: int = 60
+
+
+FAST = Size(
+    train_files=6,
+    eval_files=2,
+    characters=1500,
+    vocabulary=300,
+    width=16,
+    layers=2,
+    length=32,
+    teacher_steps=2,
+    student_steps=2,
+    evaluations=1,
+    batch_size=2,
+    sample_tokens=4,
+)
+
+
+def sources(root: Path) -> Iterator[str]:
+    """The Python files below ``root`` that are no tests, in an order by their names' hashes."""
+
+    def place(path: Path) -> bytes:
+        name = path.relative_to(root).as_posix()
+        return hashlib.md5(name.encode(), usedforsecurity=False).digest()
+
+    for path in sorted(root.rglob("*.py"), key=place):
+        if not SKIPPED & set(path.relative_to(root).parts):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if text.strip():
+                yield text
+
+
+def write_texts(folder: Path, size: Size, root: Path) -> dict[str, Path]:
+    """Files of documents to train and to evaluate on.
+
+    Raises:
+        InputError: this Python comes without its library's sources.
+    """
+    texts = {"train": size.train_files, "eval": size.eval_files}
+    lines: dict[str, list[str]] = {name: [] for name in texts}
+    for i, text in enumerate(sources(root)):
+        name = "eval" if i % HELD_OUT == 0 else "train"
+        if len(lines[name]) < texts[name]:
+            lines[name].append(json.dumps({"text": text[: size.characters]}))
+    if not lines["train"] or not lines["eval"]:
+        raise InputError(f"too few sources below {root}: this Python comes without its library's")
+    paths = {name: folder / f"{name}.jsonl" for name in lines}
+    with saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, path in paths.items():
+            path.write_text("\n".join(lines[name]) + "\n", encoding="utf-8")
+    return paths
+
+
+def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Pairs of bytes that these texts have most often."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def make_teacher(tokenizer: PreTrainedTokenizerFast, size: Size, seed: int) -> GPT2LMHeadModel:
+    """A decoder that has read nothing yet."""
+    set_seed(seed)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=size.length, n_embd=size.width,
+        n_layer=size.layers, n_head=max(1, size.width // 32), bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def run_demo(settings: DemoSettings, console: Console, root: Path | None = None) -> dict[str, Any]:
+    """Run `fastkd demo --task causal-lm`; returns what demo.json holds."""
+    began = time.perf_counter()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    be_quiet()
+    size = FAST if settings.fast else Size()
+    if settings.steps is not None:
+        size = dataclasses.replace(size, student_steps=settings.steps)
+    out, display = settings.out, RichDisplay(console)
+    theirs = read_marker(out / "student") or {}
+    if (out / "student").exists() and "sample" not in theirs:
+        raise InputError(f"--out {out} holds a student that isn't this demo's; give another --out")
+    root = root or Path(sysconfig.get_path("stdlib"))
+    with stopping_at_once(), locked(out), display:
+        run, pairing = _begin(settings, size, display, write_texts(out / "text", size, root))
+        report = _compare(run, pairing, size, settings)
+        report["seconds"] = time.perf_counter() - began
+        write_json(out / "demo.json", report)
+        _draw(report, out / "students.png")
+    _show(report, settings, console)
+    return report
+
+
+def _begin(
+    settings: DemoSettings, size: Size, display: RichDisplay, paths: dict[str, Path]
+) -> tuple[Run, Pairing]:
+    """A teacher that has learned, with its rows."""
+    pairing = Pairing(
+        task=TASK, train=paths["train"], evals=paths["eval"], teacher=str(settings.out / "teacher"),
+        max_length=size.length, seed=settings.seed, device=settings.device,
+        student_layers=size.layers // 2,
+    )  # fmt: skip
+    corpus = data.load(pairing)
+    tokenizer = make_tokenizer(corpus.train.texts, size.vocabulary)
+    teacher = make_teacher(tokenizer, size, settings.seed)
+    task = type(corpus.task).of(teacher.config)
+    corpus = dataclasses.replace(corpus, task=task)
+    plan = Plan(
+        max_steps=size.teacher_steps, batch_size=size.batch_size, learning_rate=1e-3,
+        device=choose_device(settings.device, "fp32"), seed=settings.seed,
+    )  # fmt: skip
+    torch.nn.Module.to(teacher, plan.device)
+    run = Run(corpus, tokenizer, teacher, plan, size.length, display)
+    display.say(
+        f"{len(corpus.train)} files of Python's library, {len(run.train_rows)} rows of "
+        f"{size.length} tokens; {len(run.eval_rows[''])} held out; device {plan.device}"
+    )
+    display.say(f"teacher: {size.layers} layers, {count(teacher):,} parameters")
+    run.finetune(plan, every=size.teacher_steps)
+    return run, pairing
+
+
+def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> dict[str, Any]:
+    """A student by each method; the best is kept."""
+    run.plan = dataclasses.replace(run.plan, max_steps=size.student_steps)
+    every = -(-size.student_steps // size.evaluations)
+    students: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    best: Any = None
+    for name in METHODS:
+        try:
+            options = OPTIONS.get(name, {})
+            distiller = assemble(dataclasses.replace(pairing, method=name, options=options), run)
+            history = run.distil(distiller, TITLES[name], every=every)
+        except (InputError, ValueError) as error:  # it compares what a language model hasn't
+            left_out[name] = str(error)
+            run.display.say(f"{TITLES[name]}: left out ({error})")
+            continue
+        scores = history[-1]["scores"]
+        students[name] = {
+            **scores,
+            "parameters": count(distiller.student),
+            "seconds": history[-1]["seconds"],
+            "curve": [[entry["seconds"], entry["scores"]["perplexity"]] for entry in history],
+        }
+        if best is None or scores["perplexity"] < students[best[0]]["perplexity"]:
+            best = name, distiller.student
+    if best is None:
+        raise InputError("no method gave a student: " + "; ".join(left_out.values()))
+    report = {
+        "fastkd": fastkd.__version__,
+        "torch": torch.__version__,
+        "device": str(run.device),
+        "threads": torch.get_num_threads(),
+        "seed": settings.seed,
+        "size": dataclasses.asdict(size),
+        "rows": {"train": len(run.train_rows), "eval": len(run.eval_rows[""])},
+        "teacher": {**run.score(run.teacher), "parameters": count(run.teacher)},
+        "students": students,
+        "left_out": left_out,
+        "best": best[0],
+        "sample": _sample(best[1], run.tokenizer, size.sample_tokens),
+    }
+    save_model(settings.out / "student", best[1], run.tokenizer, report)
+    return report
+
+
+def _sample(student: Any, tokenizer: Any, tokens: int) -> str:
+    """What a student writes, each time its likeliest token."""
+    inputs = tokenizer(PROMPT, return_tensors="pt").to(student.device)
+    ids = student.eval().generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
+        max_new_tokens=tokens, do_sample=False, repetition_penalty=1.2,
+    )  # fmt: skip
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _draw(report: dict[str, Any], path: Path) -> None:
+    """Perplexity against seconds of training."""
+    figure = new_figure(8.4, 4.2)
+    ax = figure.subplots()
+    for name, row in report["students"].items():
+        seconds, perplexities = zip(*row["curve"], strict=True)
+        ax.plot(seconds, perplexities, marker="o", markersize=3, label=TITLES[name])
+    ax.axhline(report["teacher"]["perplexity"], color="black", linewidth=1.5, label="teacher")
+    ax.set_yscale("log")
+    ax.set_xlabel("seconds of training")
+    ax.set_ylabel("perplexity on held-out files")
+    size = report["size"]
+    ax.set_title(f"{size['layers'] // 2} of {size['layers']} layers, {size['student_steps']} steps")
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _show(report: dict[str, Any], settings: DemoSettings, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("", "perplexity", "bits per byte", "seconds"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows = [("teacher", report["teacher"], "")]
+    rows += [(TITLES[k], row, f"{row['seconds']:.0f}") for k, row in report["students"].items()]
+    for title, row, seconds in rows:
+        table.add_row(title, f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.3f}", seconds)
+    console.print(table)
+    out, best = settings.out, report["best"]
+    smaller = report["students"][best]["parameters"] / report["teacher"]["parameters"]
+    say(console, f"the {TITLES[best]} student, {smaller:.0%} of the teacher's parameters, writes:")
+    console.print(report["sample"], markup=False, highlight=False)
+    say(
+        console,
+        f"{report['seconds']:.0f} s in all; that student is saved in {out / 'student'}; one seed, "
+        f"curves in {out / 'students.png'}",
+    )
