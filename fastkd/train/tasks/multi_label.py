@@ -1,0 +1,199 @@
+"""Any number of labels for a text, or for two."""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fastkd._core.extras import require
+from fastkd.train.classes import MOST_CLASSES_SHOWN, whole_numbers
+from fastkd.train.columns import Columns, field, text_of, whole
+from fastkd.train.corpus import Corpus
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.labels import as_name
+from fastkd.train.rows import UNLABELLED, Encoded, Rows
+from fastkd.train.tasks.task import ClassTask, Fitted, Given
+
+LABELS = "labels"
+BETWEEN = "|"
+
+
+@dataclass(frozen=True)
+class MultiLabel(ClassTask):
+    """Texts and lists of labels, which may be empty; in tables they are split by "|".
+
+    Each output of the head is a decision of its own: the label is given where it is above 0.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("micro_f1", "macro_f1", "mean_average_precision")
+    usual: ClassVar[tuple[str, ...]] = metrics
+    columns: ClassVar[Columns] = Columns("text", None, LABELS)
+
+    @classmethod
+    def features(cls, columns: Columns) -> dict[str, Any]:
+        texts = {"text": True, "pair": columns.pair}
+        kept = {name: "large_string" for name, there in texts.items() if there is not None}
+        return kept if columns.label is None else {**kept, LABELS: ["large_string"]}
+
+    @classmethod
+    def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+        row: dict[str, Any] = {"text": text_of(record, columns.text, where)}
+        if columns.pair is not None:
+            row["pair"] = text_of(record, columns.pair, where)
+        if columns.label is not None:
+            row[LABELS] = _labels_of(record, columns.label, where)
+        return row
+
+    @classmethod
+    def declared(cls, feature: Any) -> list[str] | None:
+        return getattr(getattr(feature, "feature", None), "names", None)
+
+    @classmethod
+    def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
+        return [declared[i] for i in label]
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+        names = given.declared or sorted({name for (row,) in train.columns(LABELS) for name in row})
+        if whole_numbers(names) and given.declared is None:
+            names.sort(key=int)
+        if len(names) < 2:
+            found = f"the only label is {names[0]!r}" if names else "no row has a label"
+            raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
+        task = cls(tuple(names), given.declared is not None or whole_numbers(names))
+        for rows in evals.values():
+            task._check(rows, "does not occur in the training rows")
+        return Fitted(task, train, evals)
+
+    def _check(self, rows: Rows, unknown: str) -> None:
+        for number, names in rows.columns("number", LABELS):
+            for name in names:
+                if name not in self.classes:
+                    raise InputError(
+                        f"{rows.source}, row {number}: label {name!r:.60} {unknown}; "
+                        f"{nearest(name, self.classes)}"
+                    )
+
+    def fit_config(self, config: Any) -> None:
+        super().fit_config(config)
+        config.problem_type = "multi_label_classification"
+
+    def bare(self, rows: Rows) -> Rows:
+        return self.unlabelled(rows)
+
+    def unlabelled(self, rows: Rows) -> Rows:
+        known = [name for name in (LABELS,) if name in rows.data.column_names]
+        return replace(rows, data=rows.data.remove_columns(known))
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        if len(self.classes) > MOST_CLASSES_SHOWN:
+            yield f"{len(self.classes)} labels"
+            return
+        train, evals = map(_counts, ([corpus.train], corpus.evals.values()))
+        counts = (f"{name} {train[name]}/{evals[name]}" for name in self.classes)
+        yield f"labels, training/evaluation rows: {', '.join(counts)}"
+
+    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
+        if asked is not None:
+            super().read_labels(rows, asked)
+        self._check(rows, "is none of the model's")
+        return rows, ()
+
+    def encode(
+        self, batch: dict[str, list], tokenizer: Any, max_length: int
+    ) -> Mapping[str, list[Any]]:
+        found = super().encode(batch, tokenizer, max_length)
+        if LABELS in batch:
+            labels = [[float(name in row) for name in self.classes] for row in batch[LABELS]]
+        else:
+            labels = [[float(UNLABELLED)] * len(self.classes)] * len(batch["text"])
+        return {**found, "labels": labels}
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        if not self.finite(answers):
+            return dict.fromkeys(metrics, float("nan"))
+        scorers: Any = require("sklearn.metrics", "train")
+        rows = (row for (row,) in examples.rows.columns(LABELS))
+        true = np.array([[name in row for name in self.classes] for row in rows], dtype=int)
+        found = (answers > 0).astype(int)
+
+        def precision() -> float:
+            with warnings.catch_warnings():  # a label without a row counts as 0
+                warnings.filterwarnings("ignore", "No positive class found")
+                return scorers.average_precision_score(true, answers, average="macro")
+
+        compute = {
+            "micro_f1": lambda: scorers.f1_score(true, found, average="micro", zero_division=0),
+            "macro_f1": lambda: scorers.f1_score(true, found, average="macro", zero_division=0),
+            "mean_average_precision": precision,
+        }
+        return {name: float(compute[name]()) for name in metrics}
+
+    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+        if not self.finite(answers) or ((answers > 0) != (answers[:1] > 0)).any():
+            return None
+        return f"are all {BETWEEN.join(self._given(answers[0])) or 'no label'!r}"
+
+    def _given(self, outputs: Any) -> list[str]:
+        return [name for name, x in zip(self.classes, outputs, strict=True) if x > 0]
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        shares = torch.from_numpy(answers).double().sigmoid()
+        heads = [f"P({name})" for name in self.classes]
+        return [
+            {
+                LABELS: self._given(row),
+                **{head: round(float(x), 6) for head, x in zip(heads, share, strict=True)},
+            }
+            for row, share in zip(answers, shares, strict=True)
+        ]
+
+    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+        return [BETWEEN.join(self._given(row)) for row in answers]
+
+    def truths(self, examples: Encoded) -> list[Any]:
+        rows = (row for (row,) in examples.rows.columns(LABELS))
+        return [BETWEEN.join(name for name in self.classes if name in row) for row in rows]
+
+    @classmethod
+    def about(cls, report: Mapping[str, Any]) -> str:
+        return f"Labels: {', '.join(report['labels'])}."
+
+    @classmethod
+    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
+        example = '{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."'
+        return (
+            "from transformers import pipeline\n\n"
+            f'label = pipeline("{cls.pipeline}", "{directory}", top_k=None)\n'
+            f"print(label({example}))  # those with a score above 0.5"
+        )
+
+
+def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
+    value = field(record, column, where)
+    if isinstance(value, str):
+        value = value.split(BETWEEN) if value.strip() else []
+    known = isinstance(value, list) and all(
+        isinstance(name, str | int) and not isinstance(name, bool) for name in value
+    )
+    if not known:
+        raise InputError(f"{where}: column {column!r} is not a list of labels but {value!r:.40}")
+    names = [as_name(whole(name, column, where)) for name in value]
+    if "" in names:
+        raise InputError(f"{where}: label {names.index('') + 1} is empty")
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise InputError(f"{where}: label {min(twice)!r:.60} stands there twice")
+    return names
+
+
+def _counts(sets: Any) -> Counter[str]:
+    """How many rows have each label."""
+    return Counter(name for rows in sets for (row,) in rows.columns(LABELS) for name in row)
+
+
+TASK = MultiLabel

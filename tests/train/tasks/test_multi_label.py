@@ -1,0 +1,144 @@
+"""Several labels a text: what is read, what is scored, and every command."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, f1_score
+from transformers import BertConfig, BertForSequenceClassification
+
+from fastkd.distill import Distiller, SoftTargets
+from fastkd.train.data import load, read_file
+from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
+from fastkd.train.tasks.multi_label import TASK
+from tests.support.tiny import make_teacher, sentences
+from tests.train.tasks.through import through
+
+NAMED = ("bad", "film", "good", "so")
+
+
+def labelled(rows, seed=0):
+    for text, _ in sentences(rows, seed):
+        yield text, [name for name in NAMED if name in text.split()]
+
+
+def write_jsonl(path, rows, seed=0):
+    lines = (json.dumps({"text": text, "labels": names}) for text, names in labelled(rows, seed))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def write_csv(path, rows, seed=0):
+    lines = (f"{text},{'|'.join(names)}" for text, names in labelled(rows, seed))
+    path.write_text("\n".join(["text,labels", *lines]) + "\n")
+    return path
+
+
+def truth(rows, seed):
+    return np.array([[name in names for name in NAMED] for _, names in labelled(rows, seed)])
+
+
+def test_every_command_takes_it(tmp_path):
+    teacher = make_teacher(tmp_path / "bert", head=False)
+    train = write_csv(tmp_path / "train.csv", 24)
+    evals = write_jsonl(tmp_path / "eval.jsonl", 24, 1)
+    more = tmp_path / "more.txt"
+    more.write_text("good film\nbad film\n")
+    report = through(tmp_path, teacher, train, evals, task="multi-label", unlabelled=more)
+    assert report["task"] == "multi-label" and report["labels"] == list(NAMED)
+    told = report["told"]
+    assert [row["text"] for row in told] == [text for text, _ in labelled(24, 1)]
+    true = truth(24, 1)
+    chances = np.array([[row[f"P({name})"] for name in NAMED] for row in told])
+    found = np.array([[name in row["labels"] for name in NAMED] for row in told])
+    assert (found == (chances > 0.5)).all()
+    scores = report["best"]["scores"]
+    assert scores["micro_f1"] == f1_score(true, found, average="micro", zero_division=0)
+    assert scores["macro_f1"] == f1_score(true, found, average="macro", zero_division=0)
+    assert scores["mean_average_precision"] == pytest.approx(
+        average_precision_score(true, chances, average="macro"), abs=1e-9
+    )
+    config = json.loads((tmp_path / "run/student/config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+
+
+def test_both_formats_give_the_same_rows(tmp_path):
+    paths = write_csv(tmp_path / "a.csv", 24), write_jsonl(tmp_path / "a.jsonl", 24)
+    found = [
+        list(read_file(path, TASK.columns, "--train", task=TASK).columns("text", "labels"))
+        for path in paths
+    ]
+    assert found[0] == found[1] == list(labelled(24))
+    assert any(not names for _, names in found[0])
+
+
+def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "labels": [10, 9]}\n{"text": "b", "labels": []}\n')
+    corpus = load(Source(task="multi-label", train=path, evals=path))
+    assert corpus.task.classes == ("9", "10")
+    rows = corpus.train
+    encoded = type("Encoded", (), {"rows": rows})()
+    task = TASK(("9", "10", "11"))
+    answers = np.array([[3.0, 1.0, -1.0], [-1.0, 2.0, -1.0]], dtype=np.float32)
+    found = task.scores(task.metrics, answers, encoded)
+    assert found["micro_f1"] == pytest.approx(4 / 5)
+    assert found["macro_f1"] == pytest.approx((1 + 2 / 3) / 3)
+    assert found["mean_average_precision"] == pytest.approx((1 + 1 / 2) / 3)
+    assert math.isnan(task.scores(("micro_f1",), answers * math.nan, encoded)["micro_f1"])
+    assert task.doubt(answers, encoded) is None
+    assert "'10'" in task.doubt(answers[[1, 1]], encoded)
+
+
+def test_rows_without_labels_teach_by_the_teacher_alone(tmp_path):
+    """The soft loss is a mean over labels, each a distribution over yes and no."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, num_labels=3, problem_type="multi_label_classification",
+        initializer_range=0.5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    student, teacher = (BertForSequenceClassification(config).eval() for _ in range(2))
+    batch = {"input_ids": torch.randint(1, 20, (2, 4)), "attention_mask": torch.ones(2, 4).long()}
+    labels = torch.tensor([[1.0, 0.0, 1.0], [-100.0] * 3])
+    method = SoftTargets(temperature=1.0)
+    out = Distiller(teacher, student, method)(**batch, labels=labels)
+    with torch.no_grad():
+        said, taught = (model(**batch).logits for model in (student, teacher))
+    p, q = (torch.distributions.Bernoulli(logits=x.detach()) for x in (taught, said))
+    soft = torch.distributions.kl_divergence(p, q).mean()
+    torch.testing.assert_close(out.terms["soft"].detach(), soft)
+    assert soft > 0.1
+    hard = torch.nn.functional.binary_cross_entropy_with_logits(said[0], labels[0])
+    torch.testing.assert_close(out.terms["task"].detach(), hard)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"text": "a"}', "no column 'labels'"),
+        ("a.jsonl", '{"text": "a", "labels": 3}', "row 1: column 'labels' is not a list of labels"),
+        ("a.jsonl", '{"text": "a", "labels": [true]}', "not a list of labels but"),
+        ("a.jsonl", '{"text": "a", "labels": ["x", " "]}', "row 1: label 2 is empty"),
+        ("a.csv", "text,labels\na,x|y\nb,x|x\n", "row 3: label 'x' stands there twice"),
+        ("a.csv", "text,labels\na,x\n", "the only label is 'x', and --task multi-label needs two"),
+        ("a.csv", "text,labels\na,\n", "no row has a label"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task="multi-label", train=path, evals=path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_label_that_training_never_shows(tmp_path):
+    train, evals = tmp_path / "a.csv", tmp_path / "b.csv"
+    train.write_text("text,labels\na,good|bad\n")
+    evals.write_text("text,labels\na,good\nb,god\n")
+    with pytest.raises(InputError, match="row 3: label 'god' does not occur in the training rows"):
+        load(Source(task="multi-label", train=train, evals=evals))
