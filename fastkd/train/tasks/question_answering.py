@@ -1,0 +1,415 @@
+"""Answers that stand in a text: SQuAD 1.1, and 2.0 with questions that the text doesn't answer."""
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastkd.train import files
+from fastkd.train.columns import Columns, field, holds_text, text_of
+from fastkd.train.corpus import Corpus
+from fastkd.train.errors import InputError
+from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
+from fastkd.train.score import accepted
+from fastkd.train.tasks.task import Fitted, Given, Task
+
+ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
+FROM, TO = "start_positions", "end_positions"
+# As in the papers' scripts: tokens of a question, tokens that windows share, tokens of an answer,
+# and how many starts and ends are put together.
+LONGEST_QUESTION, STRIDE, LONGEST_ANSWER, BEST = 64, 128, 30, 20
+
+
+class Span(NamedTuple):
+    """An answer: where it stands in the context, and the sum of its two logits."""
+
+    score: float
+    start: int
+    end: int
+
+
+class Reading(NamedTuple):
+    """The best answers to a question, and the score of there being none."""
+
+    best: list[Span]
+    none: float
+
+
+@dataclass(frozen=True)
+class QuestionAnswering(Task):
+    """SQuAD's ``.json``, or rows with ``id``, ``question``, ``context`` and ``answers``.
+
+    A context that is longer than --max-length is read in windows that overlap. The answer is the
+    best span of all windows. Where training rows lack answers, it is empty if the first token, in
+    the window that is least sure of it, scores more than that span.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
+    usual: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
+    head: ClassVar[str] = "AutoModelForQuestionAnswering"
+    head_name: ClassVar[str] = "question answering head"
+    pipeline: ClassVar[str] = "question-answering"
+    columns: ClassVar[Columns] = Columns(QUESTION, CONTEXT, ANSWERS)
+    beside: ClassVar[tuple[str, ...]] = ("starts", "ends", "none")
+
+    #: Whether a question may have no answer; None: as the rows that are scored have it.
+    empty: bool | None = None
+
+    @classmethod
+    def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
+        nested = files.kind_of(path) == ".json" and _nested(path, option)
+        return _questions(path, nested) if nested else files.records(path, header, option, every)
+
+    @classmethod
+    def features(cls, columns: Columns) -> dict[str, Any]:
+        kept: dict[str, Any] = dict.fromkeys((ID, QUESTION, CONTEXT), "large_string")
+        answers = {"text": ["large_string"], "answer_start": ["int64"]}
+        return kept if columns.label is None else {**kept, ANSWERS: answers}
+
+    @classmethod
+    def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+        name = field(record, ID, where)
+        where = f"{where}, question {name!r:.60}"
+        context = text_of(record, columns.pair, where)
+        row = {
+            ID: str(name),
+            QUESTION: text_of(record, columns.text, where),
+            CONTEXT: context,
+        }
+        if columns.label is not None:
+            given = field(record, columns.label, where)
+            row[ANSWERS] = _answers(given, columns.label, context, where)
+        return row
+
+    @classmethod
+    def full(cls, row: Mapping[str, Any]) -> bool:
+        return holds_text(row[QUESTION]) and holds_text(row[CONTEXT])
+
+    @classmethod
+    def wanted(cls, columns: Columns) -> list[str]:
+        return [ID, *super().wanted(columns)]
+
+    @classmethod
+    def declared(cls, feature: Any) -> list[str] | None:
+        return None
+
+    @classmethod
+    def texts(cls, rows: Rows) -> list[str]:
+        return [f"{question} {text}" for question, text in rows.columns(QUESTION, CONTEXT)]
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+        return Fitted(cls(_some_empty(train)), train, evals)
+
+    @classmethod
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
+        empty = (report or {}).get("no_answer")
+        return cls(empty if isinstance(empty, bool) else None)
+
+    def report(self) -> dict[str, Any]:
+        return {**super().report(), "no_answer": self.empty}
+
+    def fit_config(self, config: Any) -> None:
+        config.num_labels, config.problem_type = 2, None
+
+    def bare(self, rows: Rows) -> Rows:
+        return self.unlabelled(rows)
+
+    def unlabelled(self, rows: Rows) -> Rows:
+        known = [name for name in (ANSWERS,) if name in rows.data.column_names]
+        return replace(rows, data=rows.data.remove_columns(known))
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        if self.empty:
+            without = sum(not found["text"] for (found,) in corpus.train.columns(ANSWERS))
+            yield f"{without} of {len(corpus.train)} training questions have no answer"
+        elif any(map(_some_empty, corpus.evals.values())):
+            yield "warning: evaluation questions without an answer, and none in the training rows"
+
+    # Tokens
+
+    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+        # A question and its context need two tokens each to overlap at all.
+        return tokenizer.num_special_tokens_to_add(pair=True) + 3, "a question and its text"
+
+    def encode(
+        self, batch: dict[str, list], tokenizer: Any, max_length: int
+    ) -> Mapping[str, list[Any]]:
+        if not tokenizer.is_fast:
+            raise InputError(
+                f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
+                "none: it doesn't say where in the text a token stands"
+            )
+        room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+        longest = min(LONGEST_QUESTION, room // 2)
+        found = tokenizer(
+            _cut(batch[QUESTION], tokenizer, longest),
+            batch[CONTEXT],
+            truncation="only_second",
+            max_length=max_length,
+            stride=min(STRIDE, (room - longest) // 2),
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        rows, offsets = found.pop("overflow_to_sample_mapping"), found.pop("offset_mapping")
+        columns: dict[str, list[Any]] = {name: [] for name in (*self.beside, FROM, TO)}
+        for i, (row, spans) in enumerate(zip(rows, offsets, strict=True)):
+            inside = [part == 1 for part in found.sequence_ids(i)]
+            starts, ends = (
+                [span[k] if there else -1 for span, there in zip(spans, inside, strict=True)]
+                for k in (0, 1)
+            )
+            none = _nowhere(found["input_ids"][i], tokenizer)
+            answers = batch[ANSWERS][row] if ANSWERS in batch else None
+            at = (UNLABELLED,) * 2 if answers is None else _tokens(answers, starts, ends, none)
+            for name, value in zip(columns, (starts, ends, none, *at), strict=True):
+                columns[name].append(value)
+        return {**found, **columns, "number": [batch["number"][row] for row in rows]}
+
+    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+        # On the right, whatever is usual: positions count from the first token.
+        return lambda rows: dict(tokenizer.pad(rows, padding_side="right", return_tensors="pt"))
+
+    def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
+        raise InputError(f"--task {self.name()} can't be exported yet")
+
+    # Scores and predictions
+
+    def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
+        """The logits of each window's tokens as starts and as ends, (2, tokens) a window."""
+        inputs = {name: x for name, x in batch.items() if name not in (FROM, TO)}
+        found = model(**accepted(model, inputs))
+        both = torch.stack([found.start_logits, found.end_logits], 1).float().cpu().numpy()
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        return [x[:, :length] for x, length in zip(both, lengths, strict=True)]
+
+    def finite(self, answers: Any) -> bool:
+        return all(np.isfinite(x).all() for x in answers)
+
+    def _readings(self, answers: Any, examples: Encoded) -> list[Reading]:
+        """That of each row, in their order, from all of its windows."""
+        windows: dict[int, list[Reading]] = {}
+        names = ("number", *self.beside)
+        beside = (
+            row
+            for batch in examples.beside.iter(BATCH)
+            for row in zip(*(batch[name] for name in names), strict=True)
+        )
+        for logits, (number, *places) in zip(answers, beside, strict=True):
+            windows.setdefault(number, []).append(_read(logits, *places))
+        readings = []
+        for (number,) in examples.rows.columns("number"):
+            parts = windows[number]
+            best: dict[tuple[int, int], Span] = {}
+            for span in sorted((span for part in parts for span in part.best), reverse=True):
+                best.setdefault((span.start, span.end), span)
+            none = min(part.none for part in parts)
+            readings.append(Reading([*best.values()][:BEST], none))
+        return readings
+
+    def _texts(self, readings: list[Reading], examples: Encoded) -> Iterator[str]:
+        """The answer to each question; an empty one if there is none."""
+        rows, empty = examples.rows, self.empty
+        if empty is None:
+            empty = ANSWERS in rows.data.column_names and _some_empty(rows)
+        for (context,), (best, none) in zip(rows.columns(CONTEXT), readings, strict=True):
+            no = not best or (empty and none > best[0].score)
+            yield "" if no else context[best[0].start : best[0].end]
+
+    def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        """In percent, as SQuAD's own scripts give them."""
+        if not self.finite(answers):
+            return dict.fromkeys(metrics, float("nan"))
+        gold = [found["text"] for (found,) in examples.rows.columns(ANSWERS)]
+        found = squad(self.marks(answers, examples), gold)
+        return {name: found[name] for name in metrics}
+
+    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+        readings = self._readings(answers, examples)
+        texts = self._texts(readings, examples)
+        return [
+            {"text": text, "score": best[0].score if best else None, "no_answer": none}
+            for text, (best, none) in zip(texts, readings, strict=True)
+        ]
+
+    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        names = (ID, QUESTION, CONTEXT)
+        return (dict(zip(names, row, strict=True)) for row in rows.columns(*names))
+
+    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+        return list(self._texts(self._readings(answers, examples), examples))
+
+    def truths(self, examples: Encoded) -> list[Any]:
+        return [next(iter(found["text"]), "") for (found,) in examples.rows.columns(ANSWERS)]
+
+    @classmethod
+    def about(cls, report: Mapping[str, Any]) -> str:
+        return "It finds the answer to a question in a text."
+
+    @classmethod
+    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
+        return (
+            f"from transformers import {cls.head}, AutoTokenizer\n\n"
+            f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
+            f'model = {cls.head}.from_pretrained("{directory}")\n'
+            'tokens = tokenizer("question", "text", return_tensors="pt")\n'
+            "found = model(**tokens)\n"
+            "start, end = found.start_logits.argmax(), found.end_logits.argmax()\n"
+            'print(tokenizer.decode(tokens["input_ids"][0, start : end + 1]))'
+        )
+
+
+def _some_empty(rows: Rows) -> bool:
+    """Whether there is a question without an answer."""
+    return any(not found["text"] for (found,) in rows.columns(ANSWERS))
+
+
+def _nested(path: Path, option: str) -> dict[str, Any] | None:
+    """What SQuAD's file holds; None for an array of rows, or rows line by line."""
+    lines = list(files.text_lines(path, option))
+    try:
+        found = json.loads("".join(line for _, line in lines))
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", str(error))
+        if lines[0][1].lstrip().startswith("[") or reason == "Extra data":
+            return None
+        row = lines[0][0] + getattr(error, "lineno", 1) - 1
+        raise InputError(f"{path}, row {row}: not JSON ({reason})") from None
+    return found if isinstance(found, dict) and "data" in found else None
+
+
+def _questions(path: Path, found: dict[str, Any]) -> files.Records:
+    """The questions of SQuAD's file, numbered as they come."""
+    number, seen = 0, set()
+    for a, article in enumerate(_objects(found, "data", str(path))):
+        where = f"{path}, data[{a}]"
+        for p, paragraph in enumerate(_objects(article, "paragraphs", where)):
+            place = f"{where}.paragraphs[{p}]"
+            for record in _objects(paragraph, "qas", place):
+                number += 1
+                name = field(record, ID, f"{place}, row {number}")
+                if name in seen:
+                    raise InputError(
+                        f"{path}, row {number}: question {name!r:.60} stands there twice"
+                    )
+                seen.add(name)
+                yield number, {**record, CONTEXT: field(paragraph, CONTEXT, place)}
+
+
+def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
+    found = field(of, name, where)
+    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+        raise InputError(f"{where}: {name!r} is not a list of objects but {found!r:.40}")
+    return found
+
+
+def _answers(given: Any, column: str, context: str, where: str) -> dict[str, list[Any]]:
+    """Texts and their places, from SQuAD's list of objects or from the hub's object of lists."""
+    names = ("text", "answer_start")
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        given = {name: [one.get(name) for one in given] for name in names}
+    parts = [given.get(name) if isinstance(given, dict) else None for name in names]
+    texts, starts = (part if isinstance(part, list) else None for part in parts)
+    if texts is None or starts is None or len(texts) != len(starts):
+        raise InputError(
+            f"{where}: column {column!r} is not a list of answers with text and answer_start but "
+            f"{given!r:.40}"
+        )
+    for text, start in zip(texts, starts, strict=True):
+        placed = isinstance(text, str) and text.strip() and isinstance(start, int) and start >= 0
+        if not placed or context[start : start + len(text)] != text:
+            raise InputError(
+                f"{where}: answer {text!r:.60} doesn't stand at character {start!r:.20} of its text"
+            )
+    return {"text": texts, "answer_start": starts}
+
+
+def _cut(questions: list[str], tokenizer: Any, longest: int) -> list[str]:
+    """``questions`` of at most so many tokens."""
+    found = tokenizer(
+        questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    return [
+        text if len(spans) <= longest else text[: spans[longest - 1][1]]
+        for text, spans in zip(questions, found["offset_mapping"], strict=True)
+    ]
+
+
+def _nowhere(ids: list[int], tokenizer: Any) -> int:
+    """The token that answers a question which has no answer: the one that begins a sentence."""
+    first = tokenizer.cls_token_id
+    return ids.index(first) if first in ids else 0
+
+
+def _tokens(
+    answers: dict[str, list[Any]], starts: list[int], ends: list[int], none: int
+) -> tuple[int, int]:
+    """First and last token of the first answer, ``none`` if this window doesn't hold all of it."""
+    inside = [i for i, start in enumerate(starts) if start >= 0]
+    if not answers["text"] or not inside:
+        return none, none
+    text, start = answers["text"][0], answers["answer_start"][0]
+    end = start + len(text.rstrip())
+    start += len(text) - len(text.lstrip())
+    if starts[inside[0]] > start or ends[inside[-1]] < end:
+        return none, none
+    first = max(i for i in inside if starts[i] <= start)
+    return first, max(first, min(i for i in inside if ends[i] >= end))
+
+
+def _read(logits: np.ndarray, starts: list[int], ends: list[int], none: int) -> Reading:
+    """The best spans of a window."""
+    inside = np.array([i for i, start in enumerate(starts) if start >= 0], dtype=int)
+    tops = [inside[np.argsort(-x[inside], kind="stable")[:BEST]].tolist() for x in logits]
+    begins, stops = logits.astype(float).tolist()
+    spans = [
+        Span(begins[i] + stops[j], starts[i], ends[j])
+        for i in tops[0]
+        for j in tops[1]
+        if i <= j < i + LONGEST_ANSWER and starts[i] < ends[j]
+    ]
+    return Reading(sorted(spans, reverse=True)[:BEST], begins[none] + stops[none])
+
+
+def _plain(text: str) -> str:
+    """A text as SQuAD compares it: lower case, no punctuation, no articles, single spaces."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _f1(found: list[str], gold: list[str], empty: bool) -> float:
+    """Of words. SQuAD 2.0 takes two answers without any for the same, 1.1 doesn't."""
+    if empty and not (found and gold):
+        return float(found == gold)
+    same = sum((Counter(found) & Counter(gold)).values())
+    if not same:
+        return 0.0
+    precision, recall = same / len(found), same / len(gold)
+    return 2 * precision * recall / (precision + recall)
+
+
+def squad(found: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Exact match and F1 in percent, against the nearest of the ``gold`` answers to each question.
+
+    As evaluate-v1.1.py, or evaluate-v2.0.py where a question has no answer, of Rajpurkar et al.
+    """
+    empty = any(not answers for answers in gold)
+    exact, f1 = 0, 0.0
+    for text, answers in zip(found, gold, strict=True):
+        said, meant = _plain(text), [_plain(answer) for answer in answers]
+        if empty:
+            meant = [answer for answer in meant if answer] or [""]
+        exact += said in meant
+        f1 += max(_f1(said.split(), answer.split(), empty) for answer in meant)
+    return {"exact_match": 100.0 * exact / len(found), "f1": 100.0 * f1 / len(found)}
+
+
+TASK = QuestionAnswering

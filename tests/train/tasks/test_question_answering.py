@@ -1,0 +1,203 @@
+"""Answers in a text: SQuAD's files, windows, spans, scores, and every command."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from torchmetrics.functional.text import squad as oracle
+from transformers import AutoTokenizer
+
+from fastkd.train.data import load, read_file
+from fastkd.train.errors import InputError
+from fastkd.train.rows import Encoder
+from fastkd.train.settings import Source
+from fastkd.train.tasks.question_answering import TASK, squad
+from tests.support.tiny import WORDS, make_teacher
+from tests.train.tasks.through import through
+
+
+def questions(rows, seed=0, empty=False):
+    """What film it is: the word before "film"; some ask for one that isn't there."""
+    rng = random.Random(seed)
+    for i in range(rows):
+        words = [*rng.choices(WORDS[:6], k=rng.randint(4, 16)), "film", "is", "so"]
+        text = " ".join(words)
+        answers = [{"text": words[-4], "answer_start": text.rindex(f"{words[-4]} film")}]
+        without = empty and i % 3 == 0
+        asked = "the dull film" if without else "the film"
+        yield f"q{i}", asked, text, [] if without else answers
+
+
+def write_squad(path, rows, seed=0, empty=False):
+    paragraphs = [
+        {"context": text, "qas": [{"id": name, "question": asked, "answers": answers}]}
+        for name, asked, text, answers in questions(rows, seed, empty)
+    ]
+    half = rows // 2
+    data = [{"title": "a", "paragraphs": part} for part in (paragraphs[:half], paragraphs[half:])]
+    path.write_text(json.dumps({"version": "v2.0", "data": data}))
+    return path
+
+
+def scored(told, truth):
+    found = [{"id": row["id"], "prediction_text": row["text"]} for row in told]
+    gold = [
+        {
+            "id": name,
+            "answers": {
+                "text": [a["text"] for a in answers],
+                "answer_start": [a["answer_start"] for a in answers],
+            },
+        }
+        for name, _, _, answers in truth
+    ]
+    return {name: float(x) for name, x in oracle(found, gold).items()}
+
+
+def test_every_command_takes_it(tmp_path):
+    teacher = make_teacher(tmp_path / "bert", head=False)
+    train = write_squad(tmp_path / "train.json", 12)
+    evals = write_squad(tmp_path / "eval.json", 12, 1)
+    report = through(tmp_path, teacher, train, evals, task="question-answering", max_length=12)
+    assert report["task"] == "question-answering" and report["no_answer"] is False
+    truth, told = list(questions(12, 1)), report["told"]
+    assert [(row["id"], row["question"], row["context"]) for row in told] == [
+        row[:3] for row in truth
+    ]
+    assert all(row["text"] and row["text"] in row["context"] for row in told)
+    scores = report["best"]["scores"]
+    assert scores == pytest.approx(scored(told, truth), rel=1e-6)
+    assert "AutoModelForQuestionAnswering" in (tmp_path / "run/student/README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    teacher = make_teacher(tmp_path_factory.mktemp("qa") / "bert", head=False)
+    return AutoTokenizer.from_pretrained(teacher)
+
+
+def encoded(path, tokenizer, length, task=None):
+    task = task or TASK()
+    return Encoder(tokenizer, length, task)(read_file(path, TASK.columns, "--train", task=TASK))
+
+
+def test_windows_hold_the_whole_text_and_the_answer(tmp_path, tokenizer):
+    path = write_squad(tmp_path / "a.json", 8)
+    examples = encoded(path, tokenizer, 12)
+    truth = list(questions(8))
+    seen = {number: set() for number in range(1, 9)}
+    answered = set()
+    for row, beside in zip(examples.tokens, examples.beside, strict=True):
+        number = beside["number"]
+        _, _, text, (answer,) = truth[number - 1]
+        spans = list(zip(beside["starts"], beside["ends"], strict=True))
+        seen[number].update(span for span in spans if span[0] >= 0)
+        start, end = row["start_positions"], row["end_positions"]
+        assert (start == 0) == (end == 0) and len(row["input_ids"]) <= 12
+        if start:
+            answered.add(number)
+            assert text[spans[start][0] : spans[end][1]] == answer["text"]
+            assert spans[start][0] == answer["answer_start"]
+    assert len(examples) > 8 and answered == set(seen)
+    for number, found in seen.items():
+        assert len(found) == len(truth[number - 1][2].split())
+
+
+def answers_for(examples, start, end, none=0.0):
+    """Logits that are 1 where a context's character ``start`` begins a token, and ``end`` ends."""
+    for beside in examples.beside:
+        logits = np.zeros((2, beside["length"]), dtype=np.float32)
+        logits[0][[x == start for x in beside["starts"]]] = 1
+        logits[1][[x == end for x in beside["ends"]]] = 1
+        logits[:, 0] = none
+        yield logits
+
+
+def test_answers_of_windows_and_none(tmp_path, tokenizer):
+    path = tmp_path / "a.json"
+    text = "good bad the poor nice film is so dull"
+    rows = [
+        {"id": "x", "question": "a film", "answers": [{"text": "poor nice", "answer_start": 13}]},
+        {"id": "y", "question": "film", "answers": [], "is_impossible": True},
+    ]
+    data = {"data": [{"paragraphs": [{"context": text, "qas": rows}]}]}
+    path.write_text(json.dumps(data, indent=1))
+    corpus = load(Source(task="question-answering", train=path, evals=path))
+    task = corpus.task
+    assert task.empty and list(task.describe(corpus)) == [
+        "1 of 2 training questions have no answer"
+    ]
+    examples = encoded(path, tokenizer, 10, task)
+    assert len(examples) > 2
+    answers = list(answers_for(examples, 13, 22))
+    told = task.predictions(answers, examples, tokenizer)
+    assert told == [{"text": "poor nice", "score": 2.0, "no_answer": 0.0}] * 2
+    assert task.scores(task.metrics, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
+    none = list(answers_for(examples, 13, 22, 1.5))
+    assert [row["text"] for row in task.predictions(none, examples, tokenizer)] == ["", ""]
+    # Where training rows had answers, each question gets one.
+    assert TASK(False).marks(none, examples) == ["poor nice"] * 2
+    none[0][0, 1] = math.nan
+    assert math.isnan(task.scores(("f1",), none, examples)["f1"])
+
+
+def test_scores_are_squads():
+    said = ["The cat!", "a dog", "red  house", ""]
+    gold = [["cat", "a cat"], ["dogs", "big dog"], ["the red house of", "house"], ["it"]]
+    found = [{"id": str(i), "prediction_text": text} for i, text in enumerate(said)]
+    true = [
+        {"id": str(i), "answers": {"text": texts, "answer_start": [0] * len(texts)}}
+        for i, texts in enumerate(gold)
+    ]
+    expected = {name: float(x) for name, x in oracle(found, true).items()}
+    assert squad(said, gold) == pytest.approx(expected, rel=1e-6)
+    # evaluate-v1.1.py, unlike torchmetrics, finds nothing that such answers share.
+    assert squad(["the"], [["an"]]) == {"exact_match": 100.0, "f1": 0.0}
+    # SQuAD 2.0: nothing is right where there is no answer, and answers without words count as none.
+    assert squad(["", "the", "cat"], [[], ["an"], []])["f1"] == pytest.approx(200 / 3)
+
+
+def question(**changes):
+    row = {"id": "q7", "question": "a", "answers": [{"text": "b", "answer_start": 2}], **changes}
+    return json.dumps({"data": [{"paragraphs": [{"context": "a b", "qas": [row]}]}]})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"data": [{"paragraphs": 3}]}', r"data\[0\]: 'paragraphs' is not a list of objects"),
+        ('{"data": [{"title": "a"}]}', r"data\[0\]: no column 'paragraphs'"),
+        ('{"data": [{"paragraphs": [{"qas": [{"id": 1}]}]}]}', r"paragraphs\[0\]: no column 'con"),
+        ('{\n"data": [{"par', "row 2: not JSON"),
+        ('{"data": []}', "the file has no rows"),
+        (question(question=3), "question 'q7': column 'question' is not text but 3"),
+        (question(question=" "), "row 1: column 'question' is empty"),
+        (question(answers=3), "question 'q7': column 'answers' is not a list of answers"),
+        (
+            question(answers=[{"text": "b", "answer_start": 1}]),
+            "question 'q7': answer 'b' doesn't stand at character 1 of its text",
+        ),
+        (question(answers=[{"text": "b"}]), "answer 'b' doesn't stand at character None"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, text, words):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task="question-answering", train=path, evals=path))
+    assert str(path) in str(caught.value)
+
+
+def test_rows_line_by_line(tmp_path):
+    """As the hub has them."""
+    found = {"text": ["b"], "answer_start": [2]}
+    row = {"id": "q", "question": "a", "context": "a b", "answers": found}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    rows = read_file(path, TASK.columns, "--train", task=TASK)
+    assert list(rows.columns("id", "answers")) == [("q", found)]
+    array = tmp_path / "a.json"
+    array.write_text(json.dumps([row, row]))
+    assert len(read_file(array, TASK.columns, "--train", task=TASK)) == 2
