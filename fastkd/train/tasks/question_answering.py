@@ -52,7 +52,7 @@ class QuestionAnswering(Task):
     the window that is least sure of it, scores more than that span.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
+    metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match", "best_f1", "best_exact_match")
     usual: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
     head: ClassVar[str] = "AutoModelForQuestionAnswering"
     head_name: ClassVar[str] = "question answering head"
@@ -79,7 +79,7 @@ class QuestionAnswering(Task):
         name = field(record, ID, where)
         where = f"{where}, question {name!r:.60}"
         context = text_of(record, columns.pair, where)
-        row = {
+        row: dict[str, Any] = {
             ID: str(name),
             QUESTION: text_of(record, columns.text, where),
             CONTEXT: context,
@@ -229,7 +229,12 @@ class QuestionAnswering(Task):
         if not self.finite(answers):
             return dict.fromkeys(metrics, float("nan"))
         gold = [found["text"] for (found,) in examples.rows.columns(ANSWERS)]
-        found = squad(self.marks(answers, examples), gold)
+        readings = self._readings(answers, examples)
+        found = squad(list(self._texts(readings, examples)), gold)
+        if not found.keys() >= {*metrics}:
+            spans = list(replace(self, empty=False)._texts(readings, examples))
+            doubts = [part.none - part.best[0].score if part.best else 0.0 for part in readings]
+            found.update(squad_best(spans, gold, doubts))
         return {name: found[name] for name in metrics}
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
@@ -396,20 +401,42 @@ def _f1(found: list[str], gold: list[str], empty: bool) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def squad(found: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Exact match and F1 in percent, against the nearest of the ``gold`` answers to each question.
-
-    As evaluate-v1.1.py, or evaluate-v2.0.py where a question has no answer, of Rajpurkar et al.
-    """
+def _right(found: Sequence[str], gold: Sequence[Sequence[str]]) -> Iterator[tuple[bool, float]]:
+    """Exact match and F1 of each question, against the nearest of its ``gold`` answers."""
     empty = any(not answers for answers in gold)
-    exact, f1 = 0, 0.0
     for text, answers in zip(found, gold, strict=True):
         said, meant = _plain(text), [_plain(answer) for answer in answers]
         if empty:
             meant = [answer for answer in meant if answer] or [""]
-        exact += said in meant
-        f1 += max(_f1(said.split(), answer.split(), empty) for answer in meant)
-    return {"exact_match": 100.0 * exact / len(found), "f1": 100.0 * f1 / len(found)}
+        yield said in meant, max(_f1(said.split(), answer.split(), empty) for answer in meant)
+
+
+def squad(found: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Exact match and F1 in percent.
+
+    As evaluate-v1.1.py, or evaluate-v2.0.py where a question has no answer, of Rajpurkar et al.
+    """
+    exact, f1 = zip(*_right(found, gold), strict=True)
+    return {"exact_match": 100.0 * sum(exact) / len(found), "f1": 100.0 * sum(f1) / len(found)}
+
+
+def squad_best(
+    found: Sequence[str], gold: Sequence[Sequence[str]], doubts: Sequence[float]
+) -> dict[str, float]:
+    """The best that any threshold gives above which ``doubts`` empty the answers that were found.
+
+    As evaluate-v2.0.py finds it.
+    """
+    order = sorted(range(len(found)), key=doubts.__getitem__)
+    right = list(_right(found, gold))
+    best = {}
+    for k, name in enumerate(("best_exact_match", "best_f1")):
+        total = most = float(sum(not answers for answers in gold))
+        for i in order:
+            total += right[i][k] if gold[i] else -bool(found[i])
+            most = max(most, total)
+        best[name] = 100.0 * most / len(found)
+    return best
 
 
 TASK = QuestionAnswering

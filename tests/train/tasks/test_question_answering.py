@@ -13,7 +13,7 @@ from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
-from fastkd.train.tasks.question_answering import TASK, squad
+from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, make_teacher
 from tests.train.tasks.through import through
 
@@ -134,11 +134,15 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
     answers = list(answers_for(examples, 13, 22))
     told = task.predictions(answers, examples, tokenizer)
     assert told == [{"text": "poor nice", "score": 2.0, "no_answer": 0.0}] * 2
-    assert task.scores(task.metrics, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
+    assert task.scores(task.usual, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
     none = list(answers_for(examples, 13, 22, 1.5))
     assert [row["text"] for row in task.predictions(none, examples, tokenizer)] == ["", ""]
     # Where training rows had answers, each question gets one.
     assert TASK(False).marks(none, examples) == ["poor nice"] * 2
+    for logits, beside in zip(answers, examples.beside, strict=True):
+        logits[:, 0] = beside["number"] / 4  # less sure of the second question
+    best = {"best_f1": 100.0, "best_exact_match": 100.0}
+    assert task.scores(task.metrics, answers, examples) == {"f1": 50, "exact_match": 50, **best}
     none[0][0, 1] = math.nan
     assert math.isnan(task.scores(("f1",), none, examples)["f1"])
 
@@ -157,6 +161,22 @@ def test_scores_are_squads():
     assert squad(["the"], [["an"]]) == {"exact_match": 100.0, "f1": 0.0}
     # SQuAD 2.0: nothing is right where there is no answer, and answers without words count as none.
     assert squad(["", "the", "cat"], [[], ["an"], []])["f1"] == pytest.approx(200 / 3)
+
+
+def test_the_best_threshold():
+    """Every threshold is tried by emptying what is above it."""
+    rng = random.Random(0)
+    gold = [[] if i % 3 == 0 else [rng.choice(WORDS[:6])] for i in range(12)]
+    said = [rng.choice(["dull", "fine film", *answers * 3]) for answers in gold]
+    doubts = [rng.random() for _ in gold]
+    tried = [
+        squad([text if d <= most else "" for text, d in zip(said, doubts, strict=True)], gold)
+        for most in (-1, *doubts)
+    ]
+    found = squad_best(said, gold, doubts)
+    assert found["best_f1"] == pytest.approx(max(one["f1"] for one in tried))
+    assert found["best_exact_match"] == pytest.approx(max(one["exact_match"] for one in tried))
+    assert found["best_f1"] > squad(said, gold)["f1"]
 
 
 def question(**changes):
