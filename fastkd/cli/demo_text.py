@@ -28,6 +28,7 @@ from fastkd.cli.demo import TITLES
 from fastkd.cli.display import RichDisplay, say
 from fastkd.cli.settings import DemoSettings
 from fastkd.distill.methods import METHODS
+from fastkd.study.work import leave_launcher
 from fastkd.train import data
 from fastkd.train.docstrings import SKIPPED
 from fastkd.train.errors import InputError
@@ -145,6 +146,8 @@ def run_demo(settings: DemoSettings, console: Console, root: Path | None = None)
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
     be_quiet()
+    if leave_launcher()[0]:  # there is one teacher and one run after another
+        return {}
     size = FAST if settings.fast else Size()
     if settings.steps is not None:
         size = dataclasses.replace(size, student_steps=settings.steps)
