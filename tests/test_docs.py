@@ -78,7 +78,8 @@ def started(words, monkeypatch):
         raise RunFailed("reached the work")
 
     for place in (
-        "train.run.distill", "cli.demo.run_demo", "cli.evaluate.evaluate", "cli.predict.predict",
+        "train.run.distill", "cli.demo.run_demo", "cli.demo_text.run_demo",
+        "cli.evaluate.evaluate", "cli.predict.predict",
         "cli.export.export", "cli.analyze.run", "cli.cache.write", "cli.verify.verify",
         "bench.runner.run", "cli.study.run", "train.stages.read",
     ):  # fmt: skip
