@@ -68,7 +68,7 @@ def export(settings: ExportSettings, console: Console) -> float:
 
 def _write(model: nn.Module, batch: dict[str, Tensor], path: Path) -> None:
     names = list(batch)
-    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    free = tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for x in batch.values())
     quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -81,7 +81,7 @@ def _write(model: nn.Module, batch: dict[str, Tensor], path: Path) -> None:
                 str(path),
                 input_names=names,
                 output_names=["logits"],
-                dynamic_shapes=(tuple(free for _ in names),),
+                dynamic_shapes=(free,),
                 dynamo=True,
                 external_data=False,
                 verbose=False,
