@@ -15,7 +15,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.multi_label import TASK
 from tests.support.tiny import make_teacher, sentences
-from tests.train.tasks.through import through
+from tests.train.tasks.through import killed_and_resumed, through
 
 NAMED = ("bad", "film", "good", "so")
 
@@ -48,6 +48,8 @@ def test_every_command_takes_it(tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("good film\nbad film\n")
     report = through(tmp_path, teacher, train, evals, task="multi-label", unlabelled=more)
+    again = tmp_path / "again", tmp_path / "run/teacher", train, evals
+    killed_and_resumed(*again, task="multi-label", method="lrkd")
     assert report["task"] == "multi-label" and report["labels"] == list(NAMED)
     told = report["told"]
     assert [row["text"] for row in told] == [text for text, _ in labelled(24, 1)]

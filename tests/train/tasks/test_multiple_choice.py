@@ -14,7 +14,7 @@ from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.multiple_choice import TASK
 from tests.support.tiny import WORDS, make_teacher, run
-from tests.train.tasks.through import through
+from tests.train.tasks.through import killed_and_resumed, through
 
 
 def asked(rows, seed=0):
@@ -48,6 +48,8 @@ def test_every_command_takes_it(tmp_path):
     lines = (json.dumps({"question": q, "choices": c}) for q, c, _ in asked(4, 2))
     more.write_text("\n".join(lines))
     report = through(tmp_path, teacher, train, evals, task="multiple-choice", unlabelled=more)
+    again = tmp_path / "again", tmp_path / "run/teacher", train, evals
+    killed_and_resumed(*again, task="multiple-choice", method="lrkd")
     assert report["task"] == "multiple-choice" and report["rows"]["unlabelled"] == 4
     truth = list(asked(16, 1))
     told = report["told"]

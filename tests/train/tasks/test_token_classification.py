@@ -14,7 +14,7 @@ from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.token_classification import TASK
 from tests.support.tiny import WORDS, make_teacher, run
-from tests.train.tasks.through import through
+from tests.train.tasks.through import killed_and_resumed, through
 
 TAG = {"film": "B-FILM", "good": "B-GOOD", "very": "I-GOOD"}
 
@@ -38,6 +38,8 @@ def test_every_command_takes_it(tmp_path):
     teacher = make_teacher(tmp_path / "bert", head=False)
     train, evals = (write_conll(tmp_path / f"{i}.conll", 24, i) for i in range(2))
     report = through(tmp_path, teacher, train, evals)
+    again = tmp_path / "again", tmp_path / "run/teacher", train, evals
+    killed_and_resumed(*again, task="token-classification", method="lrkd")
     assert report["task"] == "token-classification"
     assert report["labels"] == ["B-FILM", "B-GOOD", "I-GOOD", "O"]
     assert set(report["student"]) == {"f1", "precision", "recall"}
