@@ -18,12 +18,12 @@ SHOWN_ROWS = 256
 
 
 def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
-    """RCCC (MC3KD, 3.2) and M_ICS (intra-class KNN, section 2) on held-out rows."""
+    """RCCC (MC3KD, 3.2) on held-out rows, and M_ICS (intra-class KNN, section 2) of classes."""
     rows = run.eval_rows[""]
     shown = range(min(SHOWN_ROWS, len(rows)))
     batches = list(rows.batches(run.collate, 32, shown, device=run.device))
     found = {"rccc": rccc(svcca_matrix(student, batches))}
-    if run.corpus.names is not None:
+    if run.corpus.names is not None and batches[0]["labels"].dim() == 1:
         every = layer_intra_class_similarity(student, batches)
         found["intra_class_similarity"] = float(every[-1])
     return found

@@ -16,15 +16,19 @@ from fastkd.study.spec import Study
 from fastkd.study.statistics import (
     ABOVE,
     BELOW,
+    BETTER,
     LEVEL,
     UNKNOWN,
+    WORSE,
     Difference,
     Results,
     Row,
     Summary,
     at_chance,
+    classes_of,
     empty_classes,
     summarize,
+    worth,
 )
 from fastkd.study.work import Runs
 from fastkd.train.errors import InputError
@@ -34,7 +38,14 @@ jinja2: Any = require("jinja2", "train")
 
 #: What a report consists of.
 FILES = ("report.html", "report.md", "summary.csv", "runs.csv", "forest.png", "curves.png")
-COLOURS = {ABOVE: "#1a7f37", BELOW: "#b42318"}
+COLOURS = {BETTER: "#1a7f37", WORSE: "#b42318"}
+#: What a cell of the table means.
+MEANINGS = {
+    ABOVE: BETTER,
+    BELOW: WORSE,
+    f"{BELOW} ({BETTER})": BETTER,
+    f"{ABOVE} ({WORSE})": WORSE,
+}
 HEADINGS = (
     "", "seeds", "score", "difference", "95% over seeds", "95% over rows", "p (Holm)",
     "beyond noise", "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
@@ -51,7 +62,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; 
 table { border-collapse: collapse; margin: 1em 0 }
 th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th:first-child, td:first-child { text-align: left }
-.above { color: #1a7f37 } .below { color: #b42318 }
+{% for name, colour in colours.items() %}.{{ name }} { color: {{ colour }} } {% endfor %}
 img { max-width: 100%; margin: .5em 0 }
 </style></head><body>
 {% for kind, content in blocks -%}
@@ -59,7 +70,7 @@ img { max-width: 100%; margin: .5em 0 }
 <table><tr>{% for heading in content[0] %}<th>{{ heading }}</th>{% endfor %}</tr>
 {% for row in content[1] %}<tr>
 {% for cell in row -%}
-<td{% if cell in colours %} class="{{ cell }}"{% endif %}>{{ cell }}</td>
+<td{% if cell in meanings %} class="{{ meanings[cell] }}"{% endif %}>{{ cell }}</td>
 {%- endfor %}
 </tr>{% endfor %}</table>
 {%- elif kind == "list" -%}
@@ -108,7 +119,7 @@ def write(runs: Runs, out: Path) -> list[Summary]:
             pictures.append((title, base64.b64encode(content).decode()))
     blocks = list(_blocks(study, summaries, _about(study, missing), pictures, machines(found)))
     page = jinja2.Environment(autoescape=True).from_string(PAGE)
-    html = page.render(title=study.title, blocks=blocks, colours=COLOURS)
+    html = page.render(title=study.title, blocks=blocks, colours=COLOURS, meanings=MEANINGS)
     write_file(out / "report.html", html)
     write_file(out / "report.md", _markdown(blocks))
     write_file(out / "summary.csv", _csv(flat(row) for s in summaries for row in s.rows))
@@ -121,7 +132,7 @@ HOW = (
     "it. Differences are paired by seed. An interval over seeds is a t interval, uncorrected; "
     "p is that t test's, corrected by Holm for the comparisons of its table; where all seeds agree "
     "on counted rows, their variance is taken to be that of rounding to a row. The interval over "
-    "rows draws the test rows again, for scores of classes. Beyond noise means: p below 0.05, and "
+    "rows draws the test rows again, where each has a class. Beyond noise means: p below 0.05, and "
     "an interval over rows without 0. Gap recovered is the share of the way from the baseline to "
     "the teacher. Seconds and MiB are a run's training and its peak above what the process had "
     "before."
@@ -156,8 +167,8 @@ def told(summary: Summary) -> str:
     """A table in words."""
     count = summary.teacher["rows"]
     about = (
-        f"Teacher: {summary.metric} {summary.teacher_score:.4f}; {count['train']} training rows, "
-        f"{count['held out']} held out."
+        f"Teacher: {_metric(summary)} {summary.teacher_score:.4f}; {count['train']} training "
+        f"rows, {count['held out']} held out."
     )
     about += "".join(f" {warning}" for warning in warnings_of(summary))
     if failed := sum(row.failed for row in summary.rows):
@@ -169,7 +180,13 @@ def told(summary: Summary) -> str:
         ", ".join(row.variant for row in summary.rows if row.verdict == verdict) or "none"
         for verdict in (ABOVE, BELOW)
     )
+    if summary.smaller_is_better:
+        return f"{about} Below the baseline beyond noise: {below}. Above it beyond noise: {above}."
     return f"{about} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
+
+
+def _metric(summary: Summary) -> str:
+    return f"{summary.metric}{' (less is better)' if summary.smaller_is_better else ''}"
 
 
 def warnings_of(summary: Summary) -> list[str]:
@@ -179,7 +196,7 @@ def warnings_of(summary: Summary) -> list[str]:
         for what, names in empty_classes(summary.teacher).items()
         if names
     ]
-    if (summary.labelled or math.inf) < len(summary.teacher["classes"] or ()):
+    if (summary.labelled or math.inf) < len(classes_of(summary.teacher)):
         found.append(f"With {summary.labelled} labels not every class has one.")
     if at_chance(summary.teacher):
         found.append("The teacher is at chance: its answers say nothing about the labels.")
@@ -201,7 +218,7 @@ def cells(row: Row) -> list[str]:
         "" if d is None else _interval(d.low, d.high),
         "" if rows is None else _interval(*rows),
         _number(row.p_holm, ".3g"),
-        row.verdict,
+        row.verdict + (f" ({row.worth})" if row.worth and row.smaller_is_better else ""),
         "" if share is None else f"{share.mean:.0%} {_interval(share.low, share.high, '.0%')}",
         _number(row.seconds, ".1f"),
         _number(None if row.peak_bytes is None else row.peak_bytes / 2**20, ".0f"),
@@ -247,26 +264,40 @@ def beside_paper(study: Study, summaries: list[Summary]) -> dict[str, Any] | Non
     ours = {s.task: {row.variant: row for row in s.rows} for s in summaries}
     for name, values in theirs.items():
         found = [ours[s.task].get(name) for s in summaries]
-        mine = ["" if row is None else f"{100 * row.mean:.1f}" for row in found]
+        mine = ["" if row is None else _of_hundred(row, row.mean) for row in found]
         rows.append([name, *map(str, values), *mine])
         if name == study.baseline or study.baseline not in theirs:
             continue
         gap = float(np.mean(values) - np.mean(theirs[study.baseline]))
         for row in filter(None, found):
             if row.difference is not None:
-                said = "above" if (gap > 0) != smaller else "below" if gap else "equal"
+                said = ABOVE if gap > 0 else BELOW if gap else "equal"
+                here = _against(worth(said, smaller), row)
                 order.append(f"{row.task}: {name} is {said} {study.baseline} in the paper "
-                             f"({gap:+.1f}); here {_against(said, row)}")  # fmt: skip
+                             f"({gap:+.1f}); here {here}")  # fmt: skip
     columns = ["", *(f"paper: {c}" for c in paper["columns"]), *(f"ours: {t}" for t in ours)]
     return {"title": paper["title"], "columns": columns, "rows": rows, "order": order}
 
 
-def _against(said: str, row: Row) -> str:
+def _against(theirs: str, row: Row) -> str:
     assert row.difference is not None
-    size = f"({100 * row.difference.mean:+.1f} points)"
-    if row.verdict not in (ABOVE, BELOW):
+    size = f"({_of_hundred(row, row.difference.mean, '+')}{_points(row)})"
+    if not row.worth:
         return f"{row.verdict} {size}"
-    return f"{'the same' if row.verdict == said else 'the opposite'}, beyond noise {size}"
+    return f"{'the same' if row.worth == theirs else 'the opposite'}, beyond noise {size}"
+
+
+def _scale(row: Row | Summary) -> int:
+    """Shares are told by the hundred; a score where less is better is none."""
+    return 1 if row.smaller_is_better else 100
+
+
+def _of_hundred(row: Row, value: float, sign: str = "") -> str:
+    return f"{_scale(row) * value:{sign}.{2 if row.smaller_is_better else 1}f}"
+
+
+def _points(row: Row) -> str:
+    return "" if row.smaller_is_better else " points"
 
 
 def _blocks(
@@ -353,19 +384,21 @@ def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
         rows = [row for row in summary.rows if row.difference is not None]
-        rows.sort(key=lambda row: row.difference.mean)  # type: ignore[union-attr]
+        scale, smaller = _scale(summary), summary.smaller_is_better
+        rows.sort(key=lambda row: row.difference.mean, reverse=smaller)  # type: ignore[union-attr]
         for i, row in enumerate(rows):
-            d, colour = row.difference, COLOURS.get(row.verdict, "#777777")
+            d, colour = row.difference, COLOURS.get(row.worth, "#777777")
             assert d is not None
             if not math.isnan(d.low):
-                ax.plot([100 * d.low, 100 * d.high], [i, i], color=colour, linewidth=2)
+                ax.plot([scale * d.low, scale * d.high], [i, i], color=colour, linewidth=2)
             face = "white" if d.rounded else colour
-            ax.plot(100 * d.mean, i, "o", color=colour, markerfacecolor=face)
+            ax.plot(scale * d.mean, i, "o", color=colour, markerfacecolor=face)
         ax.axvline(0, color="black", linewidth=0.8)
         base = next((r.mean for r in summary.rows if r.variant == study.baseline), math.nan)
-        ax.axvline(100 * (summary.teacher_score - base), color="black", linestyle=":")
+        ax.axvline(scale * (summary.teacher_score - base), color="black", linestyle=":")
         ax.set_yticks(range(len(rows)), [row.variant for row in rows], fontsize=8)
-        ax.set_xlabel(f"points of {summary.metric} above {study.baseline}", fontsize=8)
+        unit = "" if smaller else "points of "
+        ax.set_xlabel(f"{unit}{_metric(summary)} above {study.baseline}", fontsize=8)
         ax.set_title(f"{summary.task} (dotted: teacher)", fontsize=9)
         ax.tick_params(labelsize=8)
     how = f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise"
@@ -412,7 +445,7 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
             ax.plot(at, np.mean(scores, 0), label=row.variant, **look)
         _widen(ax.lines)
         ax.set_xlabel("step" if study.steps else "share of the steps")
-        ax.set_title(f"{summary.task}: {summary.metric}", fontsize=9)
+        ax.set_title(f"{summary.task}: {_metric(summary)}", fontsize=9)
         ax.tick_params(labelsize=8)
     drawn = {line.get_label(): line for ax in axes for line in ax.lines}
     drawn = {name: drawn[name] for name in ("teacher", *order) if name in drawn}

@@ -35,6 +35,7 @@ from fastkd.train.models import attention_for, make_method
 from fastkd.train.options import fits
 from fastkd.train.plan import PRECISIONS
 from fastkd.train.settings import Source
+from fastkd.train.tasks import NAMES as NAMED_TASKS
 from fastkd.train.written import (
     as_keys,
     check_name,
@@ -289,8 +290,6 @@ def _check(study: Study) -> None:
             continue
         if task.labelled is not None and task.source.unlabelled is not None:
             raise InputError(f"{place}labelled and unlabelled exclude each other")
-        if task.source.metric == "mse":
-            raise InputError(f"tasks.{task.name}: a study compares by a score where more is better")
     for variant in study.variants:
         if variant.attention not in (None, "eager", "sdpa"):
             raise InputError(f"{variant.name}: attention {variant.attention!r}; known: eager, sdpa")
@@ -374,13 +373,13 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
 
 def _task_of_words(name: str, value: Any) -> dict[str, Any]:
     words = str(value).split(",")
-    known = {"task": name} if name in GLUE_TASKS else {}
+    known = {"task": name} if name in (*GLUE_TASKS, *NAMED_TASKS) else {}
     if words == ["docstrings"]:
         return {"docstrings": True}
     if words == ["pairs"]:
         return {"pairs": "docstrings"}
     if words == ["hub"]:
-        return known or {"data": name}
+        return known if name in GLUE_TASKS else {"data": name}
     if len(words) != 2:
         raise InputError(
             f"--tasks {name}={value}: give TRAIN,EVAL (files), hub, docstrings or pairs"

@@ -20,11 +20,13 @@ stats: Any = require("scipy.stats", "train")
 
 LEVEL = 0.95
 RESAMPLES = 2000
-#: A gap between teacher and baseline below this is no scale for a share of it.
+#: A gap between teacher and baseline below this is no scale for a share of it; of scores without
+#: a bound, such as perplexity, a gap below this share of the baseline's.
 SMALLEST_GAP = 0.03
 #: Scores of classes, which move by a row; the others are of numbers.
 COUNTED = ("accuracy", "mcc", "f1")
 ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: can't tell"
+BETTER, WORSE = "better", "worse"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,20 @@ class Row:
     intra_class_similarity: float
     failed: int = 0
     constant: int = 0  # seeds whose student gives every row the same answer
+    smaller_is_better: bool = False
+
+    @property
+    def worth(self) -> str:
+        """What the verdict means: "better", "worse", or nothing."""
+        return worth(self.verdict, self.smaller_is_better)
+
+
+def worth(verdict: str, smaller_is_better: bool) -> str:
+    """What it means to be "above" or "below"; nothing for other words."""
+    found = {ABOVE: BETTER, BELOW: WORSE}
+    if smaller_is_better:
+        found = {ABOVE: WORSE, BELOW: BETTER}
+    return found.get(verdict, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +182,10 @@ class Summary:
     @property
     def teacher_score(self) -> float:
         return self.teacher["scores"][self.metric]
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return self.metric in self.teacher.get("smaller", ())
 
 
 Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
@@ -195,6 +215,8 @@ def _table(
     study: Study, task: str, runs: dict[str, dict[int, Any]], teacher: Mapping[str, Any]
 ) -> Summary:
     metric = teacher["metrics"][0]
+    smaller = metric in teacher.get("smaller", ())
+    classes = classes_of(teacher)
     sound = {
         name: {seed: run for seed, run in by_seed.items() if "failed" not in run}
         for name, by_seed in runs.items()
@@ -207,20 +229,20 @@ def _table(
             values = [
                 by_seed[seed]["scores"][metric] - base[seed]["scores"][metric] for seed in both
             ]
-            step = 1 / len(teacher["labels"]) if metric in COUNTED else 0.0
+            step = 1 / len(teacher["labels"]) if metric in COUNTED and teacher["labels"] else 0.0
             compared[name] = paired(values, step), both
     corrected = dict(zip(compared, holm([d.p for d, _ in compared.values()]), strict=True))
     rows = []
     for name, by_seed in runs.items():
         difference, both = compared.get(name, (None, []))
         interval = None
-        if both:
+        if both and classes:
             interval = resampled(
                 metric,
                 teacher["labels"],
                 [sound[name][seed]["predictions"] for seed in both],
                 [base[seed]["predictions"] for seed in both],
-                len(teacher["classes"] or ()),
+                len(classes),
             )
         p = corrected.get(name, math.nan)
         pairs = [
@@ -235,7 +257,8 @@ def _table(
                 p_holm=p,
                 rows_interval=interval,
                 verdict="" if difference is None else verdict(difference, p, interval),
-                recovered=recovered(pairs, teacher["scores"][metric]),
+                recovered=recovered(pairs, teacher["scores"][metric], smaller),
+                smaller_is_better=smaller,
                 failed=len(by_seed) - len(sound[name]),
                 **_means(list(sound[name].values()), metric),
             )
@@ -268,7 +291,7 @@ def at_chance(teacher: Mapping[str, Any]) -> bool:
     by the test of Pearson's.
     """
     labels, answers = (np.asarray(teacher.get(name, ())) for name in ("labels", "predictions"))
-    if not answers.size:  # a file of an older version
+    if not answers.size or answers.dtype.kind not in "iuf":  # none, or words
         return False
     if len(set(answers.tolist())) == 1 or len(set(labels.tolist())) == 1:
         return True
@@ -283,16 +306,24 @@ def at_chance(teacher: Mapping[str, Any]) -> bool:
     return bool(of_confusion("mcc", table[None].astype(float))[0] <= 0 or p >= 1 - LEVEL)
 
 
+def classes_of(teacher: Mapping[str, Any]) -> list[str]:
+    """The classes, if each row has one; words of a row that do leave none."""
+    return (teacher["classes"] or []) if teacher["labels"] else []
+
+
 def empty_classes(teacher: Mapping[str, Any]) -> dict[str, list[str]]:
     """The classes without rows to train on, and those without rows that are held out."""
-    names = teacher["classes"]
-    counts = {"training": teacher.get("rows_of_classes")}
-    if names is not None:
-        counts["held-out"] = np.bincount(teacher["labels"], minlength=len(names)).tolist()
+    names = classes_of(teacher)
+    if not names:
+        return {}
+    counts = {
+        "training": teacher.get("rows_of_classes"),
+        "held-out": np.bincount(teacher["labels"], minlength=len(names)).tolist(),
+    }
     return {
         what: [name for name, rows in zip(names, found, strict=True) if not rows]
         for what, found in counts.items()
-        if names is not None and found is not None
+        if found is not None
     }
 
 
@@ -306,11 +337,13 @@ def verdict(difference: Difference, p: float, interval: tuple[float, float] | No
     return ABOVE if difference.mean > 0 else BELOW
 
 
-def recovered(pairs: Sequence[tuple[float, float]], teacher: float) -> Difference | None:
+def recovered(
+    pairs: Sequence[tuple[float, float]], teacher: float, smaller_is_better: bool = False
+) -> Difference | None:
     """(student − baseline) / (teacher − baseline) of each seed; None without a gap to speak of."""
-    if not pairs or teacher - float(np.mean([base for _, base in pairs])) < SMALLEST_GAP:
+    sign = -1 if smaller_is_better else 1
+    gaps = [sign * (teacher - base) for _, base in pairs]
+    scale = float(np.mean([base for _, base in pairs])) if pairs and smaller_is_better else 1.0
+    if not gaps or min(gaps) <= 0 or float(np.mean(gaps)) < SMALLEST_GAP * scale:
         return None
-    gaps = [teacher - base for _, base in pairs]
-    if min(gaps) <= 0:
-        return None
-    return paired([(s - b) / gap for (s, b), gap in zip(pairs, gaps, strict=True)])
+    return paired([sign * (s - b) / gap for (s, b), gap in zip(pairs, gaps, strict=True)])

@@ -143,8 +143,11 @@ class TaskWork:
     @functools.cached_property
     def key(self) -> str:
         """Everything that the teacher depends on."""
+        kind = self.corpus.task
         return key_of(
             {
+                # One's own task is a file that may change between two runs.
+                "task": [kind.name(), *(kind.code() if ":" in kind.name() else ())],
                 "teacher": self.study.teacher,
                 "files": _files_fingerprint(Path(self.name)),
                 "rows": corpus_fingerprints(self.corpus),
@@ -216,18 +219,20 @@ class TaskWork:
             f"{self.task.name}: teacher  {format_scores(scores)}  ({history[-1]['seconds']:.1f} s)"
         )
         kind = self.corpus.task
+        truths = kind.truths(run.eval_rows[""])
         report = {
             "scores": scores,
             "rows_of_classes": None
-            if names is None
+            if names is None or not truths
             else np.bincount(kind.strata(self.corpus.train), minlength=len(names)).tolist(),
             "predictions": run.answers,
-            "labels": kind.truths(run.eval_rows[""]),
+            "labels": truths,
             "classes": names,
             "rows": {"train": len(self.corpus.train), "held out": len(self.corpus.evals[""])},
             "seconds": history[-1]["seconds"],
             "parameters": count(model),
             "metrics": list(self.corpus.metrics),
+            "smaller": sorted(kind.smaller.intersection(self.corpus.metrics)),
         }
         save_model(self.folder, model, tokenizer, report)
 
@@ -272,6 +277,9 @@ class TaskWork:
 
     def check(self) -> None:
         """Raise if a variant can't be trained, which shows before the teacher has learned."""
+        if self.task.labelled is not None:
+            with as_keys(f"tasks.{self.task.name} of the study, labelled", Source):
+                few_labels(self.corpus, self.task.labelled, TEACHER_SEED)
         if self.folder.exists():
             return
         for eager in sorted({variant.eager for variant in self.study.variants}):

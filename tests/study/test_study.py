@@ -348,12 +348,6 @@ def test_mistakes_of_yaml_and_of_rows_met_first_by_other_processes(root):
         study(write(root), root / "out", jobs=2)
 
 
-def test_a_score_where_less_is_better_is_refused(root):
-    shared = SHARED + 'labels = "numbers"\nmetric = "mse"\n'
-    with pytest.raises(InputError, match="where more is better"):
-        study(write(root, shared=shared), root / "out")
-
-
 def test_other_weights_are_another_teacher(root, tiny):
     mine = shutil.copytree(tiny, root / "tiny")
     path = write(root)
