@@ -30,8 +30,8 @@ class StudySettings(Checked):
     )
     tasks: Mapping[str, Any] = what_option(
         {},
-        "A data set: NAME=TRAIN,EVAL (files), NAME=hub (GLUE), NAME=docstrings, NAME=pairs (of "
-        "docstrings); repeatable.",
+        "A data set: NAME=TRAIN,EVAL (files; a NAME like causal-lm is their task), NAME=hub (GLUE), "
+        "NAME=docstrings, NAME=pairs (of docstrings); repeatable.",
         metavar="NAME=FILES",
     )
     seeds: int | None = what_option(None, "How many seeds.", least=1)
