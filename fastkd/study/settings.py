@@ -30,7 +30,7 @@ class StudySettings(Checked):
     )
     tasks: Mapping[str, Any] = what_option(
         {},
-        "A data set: NAME=TRAIN,EVAL (files; a NAME like causal-lm is their task), NAME=hub (GLUE), "
+        "A data set: NAME=TRAIN,EVAL (files; NAME may be their task), NAME=hub (GLUE), "
         "NAME=docstrings, NAME=pairs (of docstrings); repeatable.",
         metavar="NAME=FILES",
     )

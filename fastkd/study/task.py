@@ -29,7 +29,7 @@ from fastkd.train import data
 from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.models import check_depth, check_length, count, fit_config, let_pad, load
+from fastkd.train.models import check_depth, count, fit_config, let_pad, load
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.packaged import teacher_path
 from fastkd.train.plan import Plan, choose_device
@@ -284,12 +284,15 @@ class TaskWork:
             return
         for eager in sorted({variant.eager for variant in self.study.variants}):
             teacher = self._pretrained("eager" if eager else "sdpa")
-            check_length(self.task.max_length, self.tokenizer, teacher, "teacher")
+            run = self._answering(self.corpus, teacher, self._plan(1, TEACHER_SEED))
+            order = range(min(self.study.batch_size, len(run.all_rows)))
+            (batch,) = run.all_rows.batches(run.collate, len(order), order, device=self.device)
             for variant in self.study.variants:
                 if variant.eager == eager:
                     with self._told(variant):
                         stand_in = self._layers("uniform", teacher) if variant.selects else []
-                        self._pair(variant, teacher, teacher, stand_in)
+                        pair = self._pair(variant, teacher, teacher, stand_in).to(self.device)
+                        pair(**batch)  # labels that a method can't read show here
 
     @contextlib.contextmanager
     def _told(self, variant: Variant) -> Iterator[None]:
