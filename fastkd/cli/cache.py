@@ -127,7 +127,7 @@ def _complete(
     selected: list[int] | None,
 ) -> None:
     student: Any = distiller.student
-    save_model(settings.out / STUDENT, student, run.tokenizer, {})
+    save_model(settings.out / STUDENT, student, run.tokenizer, {}, run.task)
     with saving(settings.out):
         report = {
             "settings": as_json(settings),

@@ -104,6 +104,9 @@ class Method(nn.Module):
     scheduled: bool = False
     #: Terms that don't count for now: of text that the student wrote, its loss on the labels.
     left_out: frozenset[str] = frozenset()
+    #: Hyper-parameters that leave out the terms on logits: what the commands take for models
+    #: without a head.
+    headless: Mapping[str, Any] = {}
     #: How to leave out the terms on logits, in the words of an error message.
     _without_head: str = "set the weights of these terms to 0"
 

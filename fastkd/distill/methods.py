@@ -88,6 +88,7 @@ class FCD(_Soft):
     """
 
     across_samples = ("samples",)
+    headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 
     def __init__(
         self,
@@ -283,6 +284,7 @@ class LRCBERT(_Soft):
     """
 
     across_samples = ("cos_nce",)
+    headless = MappingProxyType({"beta": 0.0, "gamma": 0.0})
     paper = MappingProxyType(
         {"alpha": 1.0, "beta": 1.0, "gamma": 3.0, "first_stage": 0.8, "perturb": True}
     )
@@ -371,6 +373,7 @@ class MC3KD(_Soft):
 
     across_samples = ("cca",)
     paper = MappingProxyType({"beta": 0.1})
+    headless = MappingProxyType({"alpha": None})
     _without_head = "pass alpha=None"
 
     def __init__(
@@ -464,6 +467,7 @@ class LRKD(_Soft):
 
     teacher_pool = "mean"
     paper = MappingProxyType({"alpha": 0.8, "scale_by_t2": False})
+    headless = MappingProxyType({"alpha": None})
     _without_head = "pass alpha=None"
 
     def __init__(
@@ -541,6 +545,8 @@ class AttentionMSE(_Soft):
 
     Terms: task, soft, maps, states.
     """
+
+    headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
     files = {kind: Path(settings[name] or ".").name for kind, name in FILES.items()}
     data = hub.ModelCardData(
-        library_name="transformers",
+        library_name=task.library,
         pipeline_tag=task.pipeline,
         tags=["fastkd", "knowledge-distillation"],
         base_model=None if Path(teacher).exists() else teacher,

@@ -13,7 +13,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     folded = {candidate.casefold(): candidate for candidate in reversed(known)}
     near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    listed = ", ".join(known[:16]) + (", ..." if len(known) > 16 else "")
     return f"known: {listed}" + (f"; did you mean {folded[near[0]]!r}?" if near else "")
 
 

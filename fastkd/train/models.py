@@ -116,7 +116,7 @@ def _load_weights(
         **options,
     )
     fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
-    body = f"{model.base_model_prefix}."
+    body = "" if task.headless() else f"{model.base_model_prefix}."
     # Encoders are often published without their pooler, which belongs to the head.
     lost = [key for key in fresh if key.startswith(body) and "pooler" not in key]
     if lost:
@@ -124,7 +124,7 @@ def _load_weights(
             f"{option} {name}: its weights don't fit its configuration ({lost[0]} is missing or of "
             "another size)"
         )
-    return model, fresh
+    return model, [] if task.headless() else fresh
 
 
 def be_quiet() -> None:
@@ -350,10 +350,12 @@ def make_method(
     options: Mapping[str, Any],
     preset: str = "default",
     layers: list[int] | None = None,
+    headless: bool = False,
 ) -> Method:
     """The method called ``name`` on the command line, with --preset and --set.
 
-    ``layers`` are the teacher layers that it compares, if it can and --set doesn't say which.
+    ``layers`` are the teacher layers that it compares, if it can and --set doesn't say which;
+    ``headless`` models have no logits to compare.
     """
     kind = method_class(name)
     known = list(inspect.signature(kind).parameters)
@@ -362,6 +364,8 @@ def make_method(
             raise InputError(f"--set {option}: {name} has no such option; {nearest(option, known)}")
     if layers is not None and "layers" in known:
         options = {"layers": layers, **options}
+    if headless:
+        options = {**kind.headless, **options}
     try:
         return from_preset(kind, preset, options)
     except (TypeError, ValueError) as error:

@@ -236,6 +236,9 @@ class Encoded(torch.utils.data.Dataset):
     and ``number`` and ``length`` of each, is in ``beside``.
     """
 
+    #: What the teacher answers to them, where scores compare with it.
+    taught: Any = None
+
     def __init__(self, tokens: Any, rows: Rows, beside: Sequence[str] = ()):
         self.sources, self.labels = [rows], rows.labels
         beside = ["number", "length", *beside]

@@ -25,7 +25,7 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.methods import IntraClassKNN
 from fastkd.distributed import world_size
-from fastkd.train import data, lora, processes, trainer_args
+from fastkd.train import data, lora, processes, tasks, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
@@ -140,7 +140,11 @@ class Run:
 
     def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, Any]:
         task, tokenizer = self.task, self.tokenizer
-        return {k: predict(model, rows, task, tokenizer, self.plan) for k, rows in sets.items()}
+        found = {k: predict(model, rows, task, tokenizer, self.plan) for k, rows in sets.items()}
+        if model is self.teacher_model and task.beside_teacher(self.corpus.metrics):
+            for suffix, answers in found.items():
+                sets[suffix].taught = answers
+        return found
 
     def _scores(self, answers: dict[str, Any], sets: Mapping[str, Encoded]) -> dict[str, float]:
         scores = {}
@@ -262,6 +266,11 @@ def check(settings: Settings) -> Plan:
     """The plan of a run whose options agree, as far as they tell without rows and models."""
     make_method(settings.method, settings.options, settings.preset)
     check_trackers(settings.report_to)
+    kind = tasks.of_file(settings.kind, settings.train)
+    if settings.finetune_teacher and not kind.supervised:
+        raise InputError(
+            f"--finetune-teacher: the rows of --task {kind.name()} don't say what is right"
+        )
     return _plan(settings)
 
 
@@ -354,6 +363,11 @@ def _with_teacher(
     if settings.teacher_cache is not None:
         folder = settings.teacher_cache
         cache, about, tokenizer, corpus = load_cached_teacher(settings, folder, corpus)
+        if corpus.task.beside_teacher(corpus.metrics):
+            raise InputError(
+                f"--teacher-cache {folder}: it doesn't hold what the teacher answers to the rows "
+                f"to evaluate on, with which {corpus.metrics[0]} compares; pass --teacher"
+            )
         prints = corpus_fingerprints(corpus)
         student = read_json(cache.path / STUDENT / MARKER)["files"]
         parts = [cache.digest, json.dumps(student, sort_keys=True)]
@@ -414,7 +428,8 @@ def assemble(
     student = make_student(settings, run.teacher, run.tokenizer, run.task, selected, cache).float()
     if settings.lora:
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
-    method = make_method(settings.method, settings.options, settings.preset, selected)
+    headless = run.task.headless()
+    method = make_method(settings.method, settings.options, settings.preset, selected, headless)
     if isinstance(method, IntraClassKNN) and run.train_rows.labels is None:
         raise InputError(
             f"--method {settings.method} compares rows of one class, and those of --task "
@@ -493,10 +508,10 @@ def _distil(
         report[size]["student"] = measure(best)  # adapters are no longer beside the weights
     run.judge(best, "student")
     if run.test_rows:
-        both = {"student": best}
-        if run.teacher_model is not None:
-            both["teacher"] = run.teacher_model
-        report["test"] = {name: run.score(model, run.test_rows) for name, model in both.items()}
+        both = {"teacher": run.teacher_model, "student": best}
+        report["test"] = {
+            name: run.score(model, run.test_rows) for name, model in both.items() if model
+        }
     # What the saved student says of itself: that is what people get.
     return {
         **read_json(out.student / MARKER),
@@ -566,7 +581,7 @@ def _watch(
     def keep(entry: dict[str, Any], history: list[dict]) -> None:
         found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
         full = {**out.identity, **report, **found}
-        processes.by_first(lambda: save_model(target, model, run.tokenizer, full))
+        processes.by_first(lambda: save_model(target, model, run.tokenizer, full, run.task))
 
     trackers = tuple(filter(None, (settings.report_to or "").split(",")))
     logs = settings.out / "logs" / target.name
@@ -580,13 +595,19 @@ def _is_complete(directory: Path) -> bool:
 
 
 def save_model(
-    target: Path, model: PreTrainedModel, tokenizer: Any, report: dict[str, Any]
+    target: Path,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    report: dict[str, Any],
+    task: Task | None = None,
 ) -> None:
-    """Save model, tokenizer and report under ``target``, all or nothing."""
+    """Save model, tokenizer, report, and a task's own files under ``target``, all or nothing."""
 
     def write(directory: Path) -> dict[str, Any]:
         lora.save(model, directory)
         tokenizer.save_pretrained(directory)
+        if task is not None:
+            task.save(directory, model.config)
         return report
 
     replace_directory(target, write)

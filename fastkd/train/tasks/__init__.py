@@ -77,7 +77,8 @@ def of_model(name: str | None, trained: str | None, architectures: list[str] | N
         return named(name or trained)
     usual = named(None)
     for head in architectures or ():
-        fitting = [task for task in _every() if head.endswith(task.head.removeprefix("AutoModel"))]
+        endings = ((task, task.head.removeprefix("AutoModel")) for task in _every())
+        fitting = [task for task, ending in endings if ending and head.endswith(ending)]
         if fitting and usual not in fitting:
             return fitting[0]
     return usual

@@ -66,6 +66,10 @@ class Task:
     head: ClassVar[str] = "AutoModelForSequenceClassification"
     head_name: ClassVar[str] = "classification head"
     pipeline: ClassVar[str] = "text-classification"
+    #: The library that loads a finished folder, as the hub calls it.
+    library: ClassVar[str] = "transformers"
+    #: Whether rows say what is right, so that a model learns without a teacher.
+    supervised: ClassVar[bool] = True
     #: Kinds of files that no other task reads.
     suffixes: ClassVar[tuple[str, ...]] = ()
     #: Where the parts of a row stand unless somebody says otherwise.
@@ -78,6 +82,11 @@ class Task:
         if package == __package__:
             return module.replace("_", "-")
         return f"{cls.__module__}:{cls.__qualname__}"
+
+    @classmethod
+    def headless(cls) -> bool:
+        """Whether its models end with hidden states."""
+        return cls.head == "AutoModel"
 
     @classmethod
     def code(cls) -> list[str]:
@@ -290,6 +299,10 @@ class Task:
         """Whether no answer is NaN or infinite."""
         return not isinstance(answers, np.ndarray) or bool(np.isfinite(answers).all())
 
+    def beside_teacher(self, metrics: Sequence[str]) -> bool:
+        """Whether these scores read what the teacher answers, ``examples.taught``."""
+        return False
+
     def doubt(self, answers: Any, examples: Encoded) -> str | None:
         """Why these answers are worth nothing, as the end of a sentence."""
         return None
@@ -323,6 +336,9 @@ class Task:
         return (wanted, *(m for m in usual if m != wanted))
 
     # What is written of it
+
+    def save(self, directory: Path, config: Any) -> None:
+        """Write what stands beside a model with this ``config`` and its tokenizer."""
 
     def report(self) -> dict[str, Any]:
         """What the marker of a student says of it."""

@@ -11,7 +11,16 @@ from tests.cli.test_cli import crash, same_weights, stop_at
 from tests.support.tiny import run
 
 
-def through(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) -> dict[str, Any]:
+def through(
+    out: Path,
+    teacher: Path,
+    train: Path,
+    evals: Path,
+    *,
+    method: str = "soft_targets",
+    finetune: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
     """The report of a student whose teacher learned the task first, then used by each command.
 
     Its evaluation says the scores of the run, a cache of the teacher gives a student too, and a
@@ -19,7 +28,9 @@ def through(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) 
     """
     rows = {"train": train, "eval": evals, "batch_size": 4, "device": "cpu", "max_length": 16}
     rows.update(options)
-    first = {"teacher": teacher, "finetune_teacher": 1, "method": "soft_targets", "epochs": 1}
+    first = {"teacher": teacher, "method": method, "epochs": 1}
+    if finetune:
+        first["finetune_teacher"] = 1
     run("distill", **rows, **first, out=out / "run")
     student = out / "run/student"
     report = read_json(student / "fastkd.json")
@@ -32,12 +43,12 @@ def through(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) 
     told = out / "told.jsonl"
     run("predict", model=student, data=evals, out=told, **length)
     report["told"] = [json.loads(line) for line in told.read_text().splitlines()]
-    learned = out / "run/teacher"
+    learned = out / "run/teacher" if finetune else teacher
     task = {"task": options.get("task")}
-    cached = {**rows, **task, "teacher": learned, "method": "soft_targets"}
+    cached = {**rows, **task, "teacher": learned, "method": method}
     run("cache", **cached, out=out / "cache")
     rows.pop("teacher_layers", None)  # the cache has the student
-    again = {**rows, "method": "soft_targets", "epochs": 1, "teacher_cache": out / "cache"}
+    again = {**rows, "method": method, "epochs": 1, "teacher_cache": out / "cache"}
     run("distill", **again, out=out / "again")
     assert read_json(out / "again/student/fastkd.json")["best"]["scores"]
     few = {**cached, "rows": 4, "ranks": 0}
