@@ -73,9 +73,11 @@ def _from(name: str, attention: str, task: Task, labels: int | None = None) -> A
     auto: Any = getattr(transformers, task.head)
     options = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
     try:
-        return load("--teacher", name, auto, False, attn_implementation=attention, **options)
+        model = load("--teacher", name, auto, False, attn_implementation=attention, **options)
     except InputError:
-        return load("--teacher", name, auto, False, **options)
+        model = load("--teacher", name, auto, False, **options)
+    task.check_model(model.config, f"--teacher {name}")
+    return model
 
 
 class Answering(Run):

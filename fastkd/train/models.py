@@ -115,6 +115,7 @@ def _load_weights(
         output_loading_info=True,
         **options,
     )
+    task.check_model(model.config, f"{option} {name}")
     fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
     body = "" if task.headless() else f"{model.base_model_prefix}."
     # Encoders are often published without their pooler, which belongs to the head.

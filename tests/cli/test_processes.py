@@ -163,7 +163,7 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(
     codes, outputs, errors = results[name]
     assert codes == (0, 0), errors
     assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
-    assert visible(folder / name) == ["student", *["teacher"] * (name == "tuned")]
+    assert visible(folder / name) == ["student", *["teacher"] * ("finetune_teacher" in RUNS[name])]
     run(*words(tmp_path / "one", 1, **RUNS[name]))
     same_students(folder / name, tmp_path / "one")
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
+from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
 from fastkd.train.classes import by_names, class_names, label_order, read_as_ids
 from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, whole
@@ -203,6 +204,15 @@ class Task:
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "Task":
         """The task that a finished model with this ``config`` answers; ``report``: its marker."""
         return cls()
+
+    @classmethod
+    def check_model(cls, config: Any, who: str) -> None:
+        """Raise if a loaded model with this ``config``, called ``who``, can't be for this task."""
+        if cls.head == "AutoModelForCausalLM" and reads_whole_rows(config):
+            raise InputError(
+                f"{who}: a {config.model_type} model reads rows from both sides, and sees the "
+                "token that it is to predict; take a decoder, or --task masked-lm"
+            )
 
     def fits(self, config: Any) -> bool:
         """Whether the head of such a model has the outputs that this task needs."""

@@ -20,7 +20,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.causal_lm import TASK
-from tests.support.tiny import make_teacher, sentences
+from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import killed_and_resumed, through
 
 
@@ -116,6 +116,15 @@ def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
 def test_models_that_know_documents_by_positions(config, segments):
     """Bloom takes none, Jamba remembers what it has read."""
     assert TASK.of(config).segments is segments
+
+
+def test_an_encoder_would_see_what_it_is_to_predict(tmp_path):
+    teacher = make_teacher(tmp_path / "bert", head=False)
+    train, evals = (write_text(tmp_path / f"{i}.txt", 12, i) for i in range(2))
+    rows = {"train": train, "eval": evals, "task": "causal-lm", "max_length": 16, "device": "cpu"}
+    rows |= {"teacher": teacher, "finetune_teacher": 1, "out": tmp_path / "run"}
+    said = run("distill", **rows, expect=2)
+    assert "a bert model reads rows from both sides" in said and "--task masked-lm" in said
 
 
 def test_a_run_goes_on_to_the_same_bits(tmp_path):
