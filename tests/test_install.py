@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import fastkd
-from fastkd import _extension
+from fastkd._core import extension
 from tools.versions.__main__ import copy_source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,7 +110,7 @@ def check(python: Path, cwd: Path) -> tuple[bool, Path]:
     return extension == "True", Path(file)
 
 
-@pytest.mark.skipif(not _extension.CPU, reason="fastkd._C is not built")
+@pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
 def test_one_binary_is_right_for_every_torch(tmp_path):
     """It calls the stable C functions of torch only."""
     undefined = run("nm", "-D", "--undefined-only", fastkd._C.__file__, cwd=tmp_path)
