@@ -115,6 +115,11 @@ class Rows:
         labels = None if self.labels is None else self.labels[keep]
         return replace(self, data=self.data.select(keep, keep_in_memory=True), labels=labels)
 
+    def without(self, column: str) -> "Rows":
+        """These rows without one of the file's columns, if they have it."""
+        known = [column] if column in self.data.column_names else []
+        return replace(self, data=self.data.remove_columns(known))
+
     def followed_by(self, other: "Rows") -> "Rows":
         """The texts of these rows and of the ``other`` ones, without labels."""
         kept = [n for n in self.data.column_names if n in other.data.column_names]

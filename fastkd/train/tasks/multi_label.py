@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -86,8 +86,7 @@ class MultiLabel(ClassTask):
         return self.unlabelled(rows)
 
     def unlabelled(self, rows: Rows) -> Rows:
-        known = [name for name in (LABELS,) if name in rows.data.column_names]
-        return replace(rows, data=rows.data.remove_columns(known))
+        return rows.without(LABELS)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if len(self.classes) > MOST_CLASSES_SHOWN:

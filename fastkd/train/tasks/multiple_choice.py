@@ -98,8 +98,7 @@ class MultipleChoice(Task):
             raise InputError(
                 f"{rows.source}: {count} choices where the training rows have {self.choices}"
             )
-        known = [name for name in (LABEL,) if name in rows.data.column_names]
-        return replace(rows, data=rows.data.remove_columns(known))
+        return rows.without(LABEL)
 
     def bare(self, rows: Rows) -> Rows:
         return replace(self, choices=0).unlabelled(rows)

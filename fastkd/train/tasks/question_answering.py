@@ -124,8 +124,7 @@ class QuestionAnswering(Task):
         return self.unlabelled(rows)
 
     def unlabelled(self, rows: Rows) -> Rows:
-        known = [name for name in (ANSWERS,) if name in rows.data.column_names]
-        return replace(rows, data=rows.data.remove_columns(known))
+        return rows.without(ANSWERS)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if self.empty:

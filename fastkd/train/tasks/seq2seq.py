@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -59,8 +59,7 @@ class Seq2Seq(Task):
         return row
 
     def bare(self, rows: Rows) -> Rows:
-        known = [name for name in (LABEL,) if name in rows.data.column_names]
-        return replace(rows, data=rows.data.remove_columns(known))
+        return rows.without(LABEL)
 
     def unlabelled(self, rows: Rows) -> Rows:
         raise InputError(

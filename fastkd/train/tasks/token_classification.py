@@ -1,7 +1,7 @@
 """A tag for every word: names, parts of speech."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -109,8 +109,7 @@ class TokenClassification(ClassTask):
         return self.unlabelled(rows)
 
     def unlabelled(self, rows: Rows) -> Rows:
-        known = [name for name in (TAGS,) if name in rows.data.column_names]
-        return replace(rows, data=rows.data.remove_columns(known))
+        return rows.without(TAGS)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
