@@ -1,4 +1,4 @@
-"""What a change needs while it is made: `make check`, two minutes on two cores.
+"""What a change needs while it is made: `make check`, a fifth of the suite.
 
 Each test once a backend, of the files that neither train, nor start processes, nor compile for
 long; of what reads the sources, all. `make test` has the rest, and every parameter.
