@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
-from fastkd._core import extension
 from fastkd.soft_targets import (
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
@@ -18,6 +17,7 @@ from fastkd.soft_targets import (
     soft_target_loss_ref,
 )
 from tests.support.compare import every_two_meet, relative_error, value_and_grad
+from tests.support.interpreter import MARKS
 
 DIVERGENCES = [
     "forward_kl",
@@ -238,10 +238,9 @@ def test_the_heads_gradient_is_made_once():
     assert any(node.variable is w for node in accumulate)
 
 
+@MARKS["cpp"][0]
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js", "adaptive_kl"])
 def test_row_kernels_give_what_pytorch_gives(divergence):
-    if not extension.CPU:
-        pytest.skip("the extension is not built")
     (h, w, b), (h_t, w_t, _) = heads(20)
     labels = torch.randint(V, (20,)).masked_fill(torch.arange(20) % 3 == 0, -100)
     options = dict(divergence=divergence, temperature=1.7, soft_weight=0.4, chunk_bytes=3 * V * 16)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_number, check_positive_int
+from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import Distiller
@@ -116,9 +116,7 @@ class DistillationTrainer(Trainer):
             )
         if ways[0]:
             model = Distiller(*parts)  # type: ignore[arg-type]
-        check_number("labelled_share", labelled_share, at_least=0)
-        if labelled_share > 1:
-            raise ValueError(f"labelled_share must be at most 1, got {labelled_share}")
+        check_fraction("labelled_share", labelled_share)
         self.prepare_batches, self.labelled_share = prepare_batches, labelled_share
         if model is not None:
             self._take(model)
@@ -187,7 +185,8 @@ class DistillationTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         columns = getattr(dataset, "column_names", None) or ()
         name = next((x for x in (*self.label_names, "label") if x in columns), None)
-        if name is not None:
+        # Lists of labels, a token's each, have no place here, and may be all that a corpus holds.
+        if name is not None and len(dataset) and np.ndim(dataset[0][name]) == 0:
             share = self.labelled_share
             order = Order(has_label(dataset[name][:]), self._train_batch_size, share)
             if order.rows != len(dataset):

@@ -206,7 +206,7 @@ class Run:
         **watch: Any,
     ) -> list[dict]:
         main = self.corpus.metrics[0]
-        # A cache knows the rows as they are without a draw.
+        # A cache knows the rows as they are without a draw, `drawn` of what is called here.
         collate = functools.partial(self.collate) if self.cached else self.collate
         return train(
             make_trainer,

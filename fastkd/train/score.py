@@ -1,6 +1,7 @@
 """What a model answers, and how right it is."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -141,3 +142,10 @@ def evaluate(
         "mse": lambda: ((predictions - labels) ** 2).mean(),
     }
     return {name: float(compute[name]()) for name in metrics}
+
+
+def rouge_l(written: Sequence[str], wanted: Sequence[str]) -> float:
+    """The mean of ROUGE-L's F-measures, as rouge-score has them, without stemming."""
+    scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"])
+    pairs = zip(wanted, written, strict=True)
+    return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(wanted)

@@ -149,7 +149,9 @@ def same_students(one, other):
             assert (value - b[name]).abs().max() <= 1e-5, name
     first, second = report_of(one), report_of(other)
     for who in ("student", "teacher"):
-        assert first[who] == pytest.approx(second[who], rel=1e-5)
+        for name, score in first[who].items():  # what counts rows is equal, a mean of losses nearly
+            real = name in ("perplexity", "bits_per_byte")
+            assert second[who][name] == (pytest.approx(score, rel=1e-5) if real else score)
     for ours, theirs in zip(first["history"], second["history"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
 

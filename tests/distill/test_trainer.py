@@ -103,6 +103,25 @@ def test_labelled_share_may_be_off_and_is_checked(tmp_path):
         DistillationTrainer(model=run.distiller, labelled_share=2)
 
 
+class Tokens(torch.utils.data.Dataset):
+    """Rows with a label a token, whose column is too large to be read whole."""
+
+    column_names = ("input_ids", "labels")
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        assert isinstance(row, int), f"all of {row} was read"
+        return {"input_ids": [1, 2], "labels": [-100, 1]}
+
+
+def test_a_column_of_labels_of_tokens_is_not_read_whole(tmp_path):
+    run = trainer(tmp_path, SoftTargets(), few_labels())
+    run.train_dataset = Tokens()
+    assert isinstance(run._get_train_sampler(), torch.utils.data.RandomSampler)
+
+
 def arguments(directory, **options):
     always = {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
     return t.TrainingArguments(str(directory), **always, **options)

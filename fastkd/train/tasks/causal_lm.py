@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
@@ -19,7 +18,7 @@ from fastkd.train.columns import Columns
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import Task, logits
+from fastkd.train.tasks.task import Task, logits, sums_of_losses
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class CausalLM(Task):
         return Pad(tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        return sums_of_losses(model, batch)
+        return sums_of_next(model, batch)
 
     def finite(self, answers: Any) -> bool:
         return all(math.isfinite(loss) for loss, _ in answers)
@@ -162,15 +161,9 @@ class CausalLM(Task):
         )
 
 
-def sums_of_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tuple[float, int]]:
+def sums_of_next(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tuple[float, int]]:
     """The sum of -log p of a row's labels but the first, and how many they are."""
-    found = logits(model, batch).float()[:, :-1]
-    targets = batch["labels"][:, 1:]
-    losses = F.cross_entropy(
-        found.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=UNLABELLED
-    )
-    sums = losses.view_as(targets).double().sum(-1).tolist()
-    return list(zip(sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
+    return sums_of_losses(logits(model, batch)[:, :-1], batch["labels"][:, 1:])
 
 
 def perplexity(loss: float) -> float:

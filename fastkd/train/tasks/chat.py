@@ -15,7 +15,8 @@ from fastkd.analysis.layers import in_eval_mode
 from fastkd.train.columns import Columns, field, whole
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.causal_lm import perplexity, sums_of_losses
+from fastkd.train.score import rouge_l
+from fastkd.train.tasks.causal_lm import Pad, perplexity, sums_of_next
 from fastkd.train.tasks.task import Task
 
 MESSAGES = "messages"
@@ -116,15 +117,13 @@ class Chat(Task):
         return {**found, "attention_mask": [[1] * len(ids) for ids in found["input_ids"]]}
 
     def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
-        # The one for language models takes end tokens for padding where these are the same.
-        transformers: Any = require("transformers", "train")
-        return transformers.DataCollatorForTokenClassification(tokenizer)
+        return Pad(tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The sum of -log p of the answers' tokens, how many they are, and what is written."""
         if not hasattr(model, "generate"):
             raise InputError(f"--onnx: --task {self.name()} lets the model write, which ONNX can't")
-        found = sums_of_losses(model, batch)
+        found = sums_of_next(model, batch)
         written = [tokens for _, tokens in write(model, prompts_of(batch), tokenizer)]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
         return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
@@ -151,7 +150,9 @@ class Chat(Task):
         compute = {
             "perplexity": lambda: perplexity(loss),
             "loss": lambda: loss,
-            "rouge_l": lambda: _rouge([text for *_, text in answers], examples.beside["answer"][:]),
+            "rouge_l": lambda: rouge_l(
+                [text for *_, text in answers], examples.beside["answer"][:]
+            ),
         }
         return {name: compute[name]() for name in metrics}
 
@@ -306,13 +307,6 @@ def write(
     written = found[:, padded["input_ids"].shape[1] :].tolist()
     ends = [next((i for i, t in enumerate(row, 1) if t in stops), len(row)) for row in written]
     return [(p, row[:end]) for p, row, end in zip(prompts, written, ends, strict=True)]
-
-
-def _rouge(written: list[str], answers: list[str]) -> float:
-    """The mean of ROUGE-L's F-measures."""
-    scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"])
-    pairs = zip(answers, written, strict=True)
-    return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(written)
 
 
 TASK = Chat

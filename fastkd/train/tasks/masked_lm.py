@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fastkd._core.extras import require
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
-from fastkd.train.tasks.task import logits
+from fastkd.train.tasks.task import logits, sums_of_losses
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,7 @@ class MaskedLM(CausalLM):
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The sum of -log p of a row's hidden tokens, and how many they are."""
-        targets = batch["labels"]
-        losses = F.cross_entropy(
-            logits(model, batch).float().flatten(0, 1),
-            targets.flatten(),
-            reduction="none",
-            ignore_index=UNLABELLED,
-        )
-        sums = losses.view_as(targets).double().sum(-1).tolist()
-        return list(zip(sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
+        return sums_of_losses(logits(model, batch), batch["labels"])
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss, count = math.fsum(x for x, _ in answers), sum(n for _, n in answers)

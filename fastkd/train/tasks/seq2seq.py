@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fastkd._core.extras import require
 from fastkd.train.columns import Columns, holds_text, text_of
 from fastkd.train.errors import InputError
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import LABEL, Task
+from fastkd.train.rows import Encoded, Rows
+from fastkd.train.score import rouge_l
+from fastkd.train.tasks.task import LABEL, Task, sums_of_losses
 
 SOURCE, TARGET = "source", "target"
 # New tokens of a generated text at most.
@@ -99,12 +99,8 @@ class Seq2Seq(Task):
         targets = batch.get("labels")
         if targets is None:
             return [(text, 0.0, 0) for text in texts]
-        found = writer(**batch).logits.float()
-        losses = F.cross_entropy(
-            found.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=UNLABELLED
-        )
-        sums = losses.view_as(targets).double().sum(-1).tolist()
-        return list(zip(texts, sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
+        found = sums_of_losses(writer(**batch).logits, targets)
+        return [(text, *one) for text, one in zip(texts, found, strict=True)]
 
     def finite(self, answers: Any) -> bool:
         return all(math.isfinite(loss) for _, loss, _ in answers)
@@ -112,18 +108,11 @@ class Seq2Seq(Task):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         if not self.finite(answers):
             return dict.fromkeys(metrics, math.nan)
-        rouge: Any = require("rouge_score.rouge_scorer", "tasks")
         bleu: Any = require("sacrebleu.metrics", "tasks")
         texts = [text for text, _, _ in answers]
         true = [target for (target,) in examples.rows.columns(LABEL)]
-        scorer = rouge.RougeScorer(["rougeL"])
-
-        def overlap() -> float:
-            pairs = zip(true, texts, strict=True)
-            return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(true)
-
         compute = {
-            "rouge_l": overlap,
+            "rouge_l": lambda: rouge_l(texts, true),
             "chrf": lambda: bleu.CHRF().corpus_score(texts, [true]).score,
             "loss": lambda: math.fsum(x for _, x, _ in answers) / sum(n for _, _, n in answers),
         }

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
@@ -18,7 +19,7 @@ from fastkd.train.columns import Columns, field, holds_text, settle_columns, tex
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import Glue
-from fastkd.train.rows import Encoded, Rows, file_fingerprint, label_json
+from fastkd.train.rows import UNLABELLED, Encoded, Rows, file_fingerprint, label_json
 from fastkd.train.score import accepted
 
 LABEL = "label"
@@ -426,6 +427,15 @@ class ClassTask(Task):
     def renumbered(self, classes: tuple[str, ...], new: list[int]) -> Task:
         """This task with these classes; class i now is ``new[i]``."""
         return replace(self, classes=classes)
+
+
+def sums_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[float, int]]:
+    """The sum of -log p of each row's ``targets`` (B, N), and how many count."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=UNLABELLED
+    )
+    sums = losses.view_as(targets).double().sum(-1).tolist()
+    return list(zip(sums, (targets != UNLABELLED).sum(-1).tolist(), strict=True))
 
 
 def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
