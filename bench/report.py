@@ -78,10 +78,21 @@ def page(results: list[dict[str, Any]], pictures: dict[str, list[Path]], folder:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+def _device(result: dict[str, Any]) -> str:
+    return str(result["machine"].get("gpu") or result["machine"]["cpu"])
+
+
+def _where(result: dict[str, Any]) -> str:
+    """The device, and of a CPU how many threads were used."""
+    if "gpu" in result["machine"]:
+        return _device(result)
+    threads = result["machine"]["threads"]
+    return f"{_device(result)}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
 def machine_section(result: dict[str, Any]) -> list[str]:
     """Machine, versions, commit and limits."""
     machine, limits = result["machine"], result["roofline"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     rates = ", ".join(
         f"{name.removesuffix('_ops_per_s')} {rate / 1e12:.3g} T operations/s"
@@ -89,7 +100,7 @@ def machine_section(result: dict[str, Any]) -> list[str]:
         if name.endswith("_ops_per_s")
     )
     return [
-        f"## {where}",
+        f"## {_where(result)}",
         f"Commit {result['commit']}, {result['date']}; {machine['system']}; {versions}. "
         f"Copy {limits['copy_bytes_per_s'] / 1e9:.3g} GB/s; {rates}.",
     ]
@@ -209,11 +220,15 @@ def unmeasured_section(results: list[dict[str, Any]]) -> list[str]:
 
 
 def readme_table(results: list[dict[str, Any]]) -> str:
-    """The headline rows of every machine."""
+    """The headline rows of every machine; of a CPU, with the most threads."""
     parts = []
+    most: dict[str, dict[str, Any]] = {}
     for result in results:
-        machine, versions = result["machine"], result["versions"]
-        where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+        best = most.setdefault(_device(result), result)
+        if result["machine"]["threads"] > best["machine"]["threads"]:
+            most[_device(result)] = result
+    for result in most.values():
+        versions = result["versions"]
         lines = [
             "| loss | sizes | reference ms | fastkd ms | vs reference | vs torch.compile "
             "| memory, of the reference's |",
@@ -223,7 +238,8 @@ def readme_table(results: list[dict[str, Any]]) -> str:
             if row.get("headline") and row["loss"] != "step":
                 lines.append(headline(row))
         parts += [
-            f"{where}, torch {versions['torch']}, commit {result['commit']}, {result['date']}:",
+            f"{_where(result)}, torch {versions['torch']}, commit {result['commit']}, "
+            f"{result['date']}:",
             "\n".join(lines),
             *(_steps_sentence(row) for row in result["rows"] if row["loss"] == "step"),
         ]

@@ -90,7 +90,11 @@ def test_the_readme_is_filled_between_its_markers(results):
     for part in ("abc1234", "Some GPU", "| 8.25 | 2.75 | 3.0× | 2.00× | 25% |"):
         assert part in filled
     assert "GPU figures" not in filled
-    assert "GPU figures: not measured" in report.readme_table([result_file()])
+    one, two = result_file(), result_file()
+    one["machine"] = one["machine"] | {"threads": 1}
+    table = report.readme_table([one, two])
+    assert "GPU figures: not measured" in table and "A CPU, 2 threads" in table
+    assert "A CPU, 1 thread" not in table and "A CPU, 1 thread," in report.readme_table([one])
     with pytest.raises(ValueError, match="needs the two lines"):
         report.fill_readme("no markers", table)
 
