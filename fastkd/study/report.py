@@ -12,7 +12,7 @@ import numpy as np
 
 from fastkd._core.extras import require
 from fastkd.analysis.pictures import new_figure
-from fastkd.study.spec import Study
+from fastkd.study.spec import STUDENTS, Study
 from fastkd.study.statistics import (
     ABOVE,
     BELOW,
@@ -158,6 +158,8 @@ def _about(study: Study, missing: int) -> str:
 
 
 def _students(study: Study) -> str:
+    if study.student not in STUDENTS:
+        return f"students that begin as {study.student}"
     sizes = "".join(f", {name} {value}" for name, value in study.student_config.items())
     made = "of random weights" if study.student_weights == "random" else "of the teacher's layers"
     return f"{study.student_layers}-layer students made {made}{sizes}"

@@ -60,6 +60,7 @@ class Variant:
     options: dict[str, Any]
     teacher_layers: Any = "uniform"  # that make the student
     attention: str | None = None  # "eager" for maps that a method of one's own compares
+    student: str | None = None  # what it is made of, where that isn't the study's
 
     @property
     def eager(self) -> bool:
@@ -135,7 +136,8 @@ class Study:
     teacher: str = PACKAGED
     student_layers: int = 3
     #: What the student is made of: the layers of the fine-tuned teacher with its head, or those of
-    #: the "pretrained" model that it was before, with a fresh head.
+    #: the "pretrained" model that it was before, with a fresh head; or a directory or a name on the
+    #: hub: that model as it is, with a fresh head if it has none for the task.
     student: str = "teacher"
     #: Sizes of the student where they aren't the teacher's, and whether its weights are "cut" from
     #: the teacher's or "random".
@@ -229,12 +231,21 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
         raise InputError(f"seeds must be their number or a list, got {seeds!r}")
     study = Study(
         tasks=tuple(_task(name, table, folder) for name, table in tasks.items()),
-        variants=tuple(_variants(methods)),
+        variants=tuple(_variants(methods, folder)),
         seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
         **values,
     )
     _check(study)
-    return study
+    return dataclasses.replace(study, student=_begin("student", study.student, folder))
+
+
+def _begin(where: str, given: Any, folder: Path) -> str:
+    """What students are made of: a word, a directory or a name on the hub."""
+    if given in STUDENTS:
+        return str(given)
+    path = path_of(where, given, folder)
+    is_path = path.is_dir() or given.startswith((".", "/", "$", "~"))
+    return str(path) if is_path else str(given)
 
 
 def _check_positive(where: str, values: Any, *names: str) -> None:
@@ -257,8 +268,6 @@ def _check(study: Study) -> None:
             raise InputError(f"seeds must be whole numbers from 0 to 2**32 - 1, got {seed!r}")
     if (study.steps is None) == (study.seconds is None):
         raise InputError("give the budget as steps or as seconds")
-    if study.student not in STUDENTS:
-        raise InputError(f"student {study.student!r}; {nearest(study.student, STUDENTS)}")
     if study.student_weights not in WEIGHTS:
         raise InputError(
             f"student_weights {study.student_weights!r}; {nearest(study.student_weights, WEIGHTS)}"
@@ -302,7 +311,7 @@ def _check(study: Study) -> None:
                 )
 
 
-def _variants(methods: Mapping[str, Mapping[str, Any]]) -> Iterable[Variant]:
+def _variants(methods: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterable[Variant]:
     for entry, table in methods.items():
         options = dict(table)
         method = options.pop("method", entry)
@@ -313,7 +322,10 @@ def _variants(methods: Mapping[str, Mapping[str, Any]]) -> Iterable[Variant]:
             name = ", ".join([entry, *(f"{k}={_word(chosen[k])}" for k in varied)])
             start = chosen.pop("teacher_layers", "uniform")
             attention = chosen.pop("attention", None)
-            yield Variant(name, method, chosen, start, attention)
+            student = chosen.pop("student", None)
+            if student is not None:
+                student = _begin(f"methods.{entry}: student", student, folder)
+            yield Variant(name, method, chosen, start, attention, student)
 
 
 def _choices(name: str, value: Any) -> list[Any]:

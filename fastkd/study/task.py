@@ -24,7 +24,7 @@ from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
 from fastkd.distill.student import student_from_teacher
 from fastkd.study.measures import PeakMemory, machine_of, similarities
-from fastkd.study.spec import PACKAGED, SELECT, Study, TaskSpec, Variant, build
+from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
 from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings, load_pairs
@@ -68,15 +68,17 @@ def _file_as_of(path: Path, changed: int, size: int) -> str:
     return file_fingerprint(path)
 
 
-def _from(name: str, attention: str, task: Task, labels: int | None = None) -> Any:
+def _from(
+    name: str, attention: str, task: Task, labels: int | None = None, whose: str = "--teacher"
+) -> Any:
     """A model with this implementation of attention, if its family has it."""
     auto: Any = getattr(transformers, task.head)
     options = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
     try:
-        model = load("--teacher", name, auto, False, attn_implementation=attention, **options)
+        model = load(whose, name, auto, False, attn_implementation=attention, **options)
     except InputError:
-        model = load("--teacher", name, auto, False, **options)
-    task.check_model(model.config, f"--teacher {name}")
+        model = load(whose, name, auto, False, **options)
+    task.check_model(model.config, f"{whose} {name}")
     return model
 
 
@@ -195,17 +197,18 @@ class TaskWork:
         self.make_teacher()
         return _from(str(self.folder), attention, self.corpus.task).to(self.device)
 
-    def _pretrained(self, attention: str) -> PreTrainedModel:
-        """The model that the teacher was, with a fresh head."""
+    def _pretrained(self, attention: str, name: str) -> PreTrainedModel:
+        """The model that the teacher was, or another, with a fresh head."""
         task = self.corpus.task
-        model = _from(self.name, attention, task, task.num_labels).to(self.device).float()
+        whose = "--teacher" if name == self.name else "student"
+        model = _from(name, attention, task, task.num_labels, whose).to(self.device).float()
         fit_config(model.config, task, self.tokenizer)
         return model
 
     def _finetune(self) -> None:
         names, tokenizer = self.corpus.names, self.tokenizer
         set_seed(TEACHER_SEED)
-        model = self._pretrained("sdpa")
+        model = self._pretrained("sdpa", self.name)
         plan = dataclasses.replace(
             self._plan(self.task.teacher_steps, TEACHER_SEED),
             learning_rate=self.task.teacher_learning_rate,
@@ -268,6 +271,11 @@ class TaskWork:
         for batch in run.all_rows.batches(run.collate, 32, order, device=self.device):
             yield {k: v for k, v in batch.items() if k != "labels"}
 
+    def student_key(self, variant: Variant) -> str:
+        """What a student is made of; of a directory, what its files hold."""
+        made_of = variant.student or self.study.student
+        return _files_fingerprint(Path(made_of)) if Path(made_of).is_dir() else made_of
+
     def _layers(self, layers: Any, teacher: PreTrainedModel) -> list[int]:
         depth, wanted = Backbone(teacher, "teacher").num_layers, self.study.student_layers
         check_depth("student_layers", wanted, depth)
@@ -285,7 +293,7 @@ class TaskWork:
         if self.folder.exists():
             return
         for eager in sorted({variant.eager for variant in self.study.variants}):
-            teacher = self._pretrained("eager" if eager else "sdpa")
+            teacher = self._pretrained("eager" if eager else "sdpa", self.name)
             run = self._answering(self.corpus, teacher, self._plan(1, TEACHER_SEED))
             order = range(min(self.study.batch_size, len(run.all_rows)))
             (batch,) = run.all_rows.batches(run.collate, len(order), order, device=self.device)
@@ -308,25 +316,33 @@ class TaskWork:
     def _pair(
         self, variant: Variant, teacher: Any, source: PreTrainedModel, selected: list[int]
     ) -> Distiller:
-        """A fresh student of ``source``, and a method, beside the teacher or its cache."""
-        layers = variant.teacher_layers
-        layers = selected if layers == SELECT else self._layers(layers, source)
-        shape: Any = {"config": self.study.student_config, "weights": self.study.student_weights}
-        student = cast(PreTrainedModel, student_from_teacher(source, layers, **shape))
+        """A fresh student, of ``source`` or as the variant has it, and a method, beside the teacher
+        or its cache."""
+        made_of = variant.student or self.study.student
+        student = source
+        if made_of != "teacher":
+            name = self.name if made_of == "pretrained" else made_of
+            student = self._pretrained("eager" if variant.eager else "sdpa", name)
+        if made_of in STUDENTS:
+            layers = variant.teacher_layers
+            layers = selected if layers == SELECT else self._layers(layers, student)
+            shape: Any = {
+                "config": self.study.student_config,
+                "weights": self.study.student_weights,
+            }
+            student = cast(PreTrainedModel, student_from_teacher(student, layers, **shape))
         return Distiller(teacher, student, self._method(variant, selected))
 
     def _distiller(self, variant: Variant, cached: bool, seed: int | None = None) -> Distiller:
         """A fresh student and method; what is loaded for them draws nothing after the ``seed``."""
-        teacher = source = self.eager_teacher if variant.eager else self.teacher
+        teacher = self.eager_teacher if variant.eager else self.teacher
         with self._told(variant):
             kept: Any = self.cache if cached and self._can_cache(variant) else teacher
             selected = self.selected if variant.selects else []
         if seed is not None:
             set_seed(seed)
-        if self.study.student == "pretrained":
-            source = self._pretrained("eager" if variant.eager else "sdpa")
         with self._told(variant):
-            return self._pair(variant, kept, source, selected)
+            return self._pair(variant, kept, teacher, selected)
 
     def _can_cache(self, variant: Variant) -> bool:
         return self.study.cache and not variant.eager and variant.method != "labels"

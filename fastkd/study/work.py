@@ -97,7 +97,7 @@ class Runs:
                 "teacher": work.key,
                 **methods[variant.name],
                 "seed": seed,
-                "student": study.student,
+                "student": work.student_key(variant),
                 "student_layers": study.student_layers,
                 **study.shape,
                 "steps": study.steps,

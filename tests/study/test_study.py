@@ -203,6 +203,33 @@ def test_a_student_of_the_model_before_it_was_the_teacher(root, tiny):
         assert not torch.equal(starts[0].classifier.weight, starts[1].classifier.weight)
 
 
+def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path):
+    mine = tmp_path / "mine"
+    model = AutoModel.from_pretrained(tiny)
+    with torch.no_grad():
+        model.get_parameter("embeddings.word_embeddings.weight").add_(1.0)
+    model.save_pretrained(mine)
+    methods = f'[methods]\nlabels = {{}}\nbefore = {{method = "labels", student = "{mine}"}}\n'
+    path = write(root, methods)
+    found = spec.read(StudySettings(spec=path))
+    task = TaskWork(found, found.tasks[0], root / "out")
+    usual, begun = (task._distiller(variant, cached=False).student for variant in found.variants)
+    word = "embeddings.word_embeddings.weight"
+    assert torch.equal(begun.get_parameter(f"bert.{word}"), model.get_parameter(word))
+    assert begun.config.num_hidden_layers == model.config.num_hidden_layers
+    assert usual.config.num_hidden_layers == found.student_layers
+    kept = [job.path for job in work.Runs(found, root / "out").jobs]
+    with torch.no_grad():
+        model.get_parameter(word).add_(1.0)
+    model.save_pretrained(mine)
+    now = [job.path for job in work.Runs(found, root / "out").jobs]
+    assert [a == b for a, b in zip(kept, now, strict=True)] == [True, False] * (len(now) // 2)
+    methods = methods.replace(str(mine), "./none")
+    none = spec.read(StudySettings(spec=write(root, methods)))
+    with pytest.raises(InputError, match=r"student .*none"):
+        TaskWork(none, none.tasks[0], root / "out")._distiller(none.variants[1], cached=False)
+
+
 def test_students_of_another_shape(root):
     shape = 'student_weights = "random"\n'
     shape += "student_config = {hidden_size = 24, num_attention_heads = 3}\n"
