@@ -1,13 +1,13 @@
 """The house's own rules: who may import whom, and how long a function gets."""
 
 import ast
+import functools
 import itertools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from setuptools.config.pyprojecttoml import read_configuration
 
@@ -44,6 +44,11 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def floor(module: str) -> int:
     if module == "fastkd.__main__":
         return FLOORS.index("cli")
@@ -57,7 +62,7 @@ def floor(module: str) -> int:
 def imported(module: str) -> Iterator[str]:
     """Modules that run when ``module`` does, wherever its imports stand."""
     path = SOURCES[module]
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     types_only = {
         inner
         for node in ast.walk(tree)
@@ -81,20 +86,26 @@ def imported(module: str) -> Iterator[str]:
             yield from (name if name in SOURCES else base for name in below)
 
 
-ARROWS = {
-    module: {name for name in imported(module) if name in SOURCES and name != module}
-    for module in SOURCES
-}
+@functools.cache
+def arrows() -> dict[str, set[str]]:
+    return {
+        module: {name for name in imported(module) if name in SOURCES and name != module}
+        for module in SOURCES
+    }
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_point_down(module):
-    upwards = {other for other in ARROWS[module] if floor(other) > floor(module)}
-    assert not upwards, f"{module} imports {', '.join(upwards)} from a floor above"
+def test_imports_point_down():
+    upwards = [
+        f"{module} imports {other} from a floor above"
+        for module, needs in arrows().items()
+        for other in needs
+        if floor(other) > floor(module)
+    ]
+    assert not upwards
 
 
 def test_imports_form_no_circle():
-    left = dict(ARROWS)
+    left = dict(arrows())
     while free := [module for module, needs in left.items() if not needs & set(left)]:
         for module in free:
             del left[module]
@@ -102,15 +113,17 @@ def test_imports_form_no_circle():
     assert not left, f"these import each other, or depend on some that do: {circle}"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_no_module_has_two_names(module):
+def test_no_module_has_two_names():
     """bench/ and kernels/ are the package's; imported by the folder they would exist twice."""
-    tree = ast.parse(SOURCES[module].read_text())
-    named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-             for alias in node.names}  # fmt: skip
-    named |= {node.module or "" for node in ast.walk(tree)
-              if isinstance(node, ast.ImportFrom) and not node.level}  # fmt: skip
-    assert not {name for name in named if name.partition(".")[0] in ("bench", "kernels")}
+    for module, path in SOURCES.items():
+        named = set()
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Import):
+                named.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                named.add(node.module or "")
+        twice = {name for name in named if name.partition(".")[0] in ("bench", "kernels")}
+        assert not twice, f"{module} imports {twice}"
 
 
 def test_the_command_line_stays_in_cli():
@@ -120,7 +133,7 @@ def test_the_command_line_stays_in_cli():
             packages = {name.partition(".")[0] for name in imported(module)}
             assert not packages & {"typer", "rich"}, f"{module} imports what only cli does"
         if floor(module) in (FLOORS.index("train"), FLOORS.index("study")):
-            calls = [node for node in ast.walk(ast.parse(path.read_text()))
+            calls = [node for node in ast.walk(parsed(path))
                      if isinstance(node, ast.Call)]  # fmt: skip
             assert not [c for c in calls if getattr(c.func, "id", "") == "print"], module
 
@@ -140,31 +153,26 @@ def test_what_is_imported_is_declared():
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
 
-HELD = [
-    module
-    for module in SOURCES
-    if not module.startswith(("fastkd.kernels", "tools.calls", "tests"))
-]
-
-
-@pytest.mark.parametrize("module", HELD)
-def test_functions_are_short(module):
+def test_functions_are_short():
     """Kernels may be longer, and their launchers take what they launch; calls are tables."""
-    for function in functions(SOURCES[module]):
-        first, *rest = function.body
-        if ast.get_docstring(function):
-            first = rest[0] if rest else first
-        lines = function.body[-1].end_lineno - first.lineno + 1
-        assert lines <= MOST_LINES, f"{function.name} has {lines} lines"
-        given = function.args
-        parameters = len(given.posonlyargs + given.args + given.kwonlyargs)
-        short = parameters <= MOST_PARAMETERS or function.name in MORE_PARAMETERS
-        assert short, f"{function.name} has {parameters} parameters"
+    for module, path in SOURCES.items():
+        if module.startswith(("fastkd.kernels", "tools.calls", "tests")):
+            continue
+        for function in functions(path):
+            first, *rest = function.body
+            if ast.get_docstring(function):
+                first = rest[0] if rest else first
+            lines = function.body[-1].end_lineno - first.lineno + 1
+            assert lines <= MOST_LINES, f"{module}: {function.name} has {lines} lines"
+            given = function.args
+            parameters = len(given.posonlyargs + given.args + given.kwonlyargs)
+            short = parameters <= MOST_PARAMETERS or function.name in MORE_PARAMETERS
+            assert short, f"{module}: {function.name} has {parameters} parameters"
 
 
 def python_files() -> Iterator[Path]:
@@ -177,7 +185,7 @@ def test_a_distiller_keeps_its_private_members():
     home = ROOT / "fastkd/distill/distiller.py"
     (distiller,) = (
         node
-        for node in ast.parse(home.read_text()).body
+        for node in parsed(home).body
         if isinstance(node, ast.ClassDef) and node.name == "Distiller"
     )
     private = {
@@ -188,7 +196,7 @@ def test_a_distiller_keeps_its_private_members():
     }
     assert "_student" in private
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Attribute) and node.attr in private and path != home:
                 assert "distiller" not in ast.unparse(node.value), f"{path}: {ast.unparse(node)}"
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":

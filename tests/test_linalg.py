@@ -288,7 +288,7 @@ def test_autocast_changes_nothing(device):
 
 
 def test_compiles_once_for_all_sizes(device):
-    sizes = [(2, 4), (3, 5), *((b, 3 * b) for b in range(4, 20)), (2, 130), (3, 140)]
+    sizes = [(2, 4), (3, 5), (4, 12), (19, 57), (2, 130), (3, 140)]
     graphs = count_graphs(
         lambda x: sqrtm(x).sum() + inv_sqrtm(x, ridge=0.1).sum(),
         ([with_eigenvalues(torch.rand(size) + 0.5).to(device).requires_grad_()] for size in sizes),

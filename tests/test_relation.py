@@ -8,11 +8,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd._core.dispatch import BackendUnavailable
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
-from tests.support.compare import DTYPES, TOLERANCE, assert_accurate, relative_error, value_and_grad
+from tests.support.compare import (
+    DTYPES,
+    TOLERANCE,
+    assert_accurate,
+    count_graphs,
+    counted,
+    relative_error,
+    value_and_grad,
+)
 
 TRITON_FUNCTION = "relation_loss"
 
@@ -479,108 +486,41 @@ def test_anisotropic_features_with_options(over, shape, normalize, distance):
     assert grad <= 5e-5
 
 
-@pytest.mark.within_kernels
-@pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
-def test_features_made_in_inference_mode(backend, device, normalize):
-    student = torch.randn(2, 5, 8, device=device)
-    with torch.inference_mode():
-        teacher, mask = torch.randn(2, 5, 8, device=device), torch.ones(2, 5, device=device)
-    kwargs = {"normalize": normalize, "backend": backend}
-    actual = value_and_grad(relation_loss, student, teacher, mask, **kwargs)
-    expected = value_and_grad(relation_loss, student, teacher.clone(), mask.clone(), **kwargs)
-    assert all(map(torch.equal, actual, expected))
-
-
-@pytest.mark.parametrize("N", [5, 500])
-def test_meta_device(N):
-    student = torch.randn(2, N, 8, device="meta", requires_grad=True)
-    loss = FCDLoss()(student, student.detach(), torch.ones(2, N, device="meta"))
-    loss.backward()
-    assert loss.is_meta and student.grad.is_meta
-
-
-@pytest.mark.parametrize("over", OVER)
-def test_no_gradient_wanted(backend, device, over):
-    student, teacher = torch.randn(2, 3, 5, 8, device=device)
-    loss = relation_loss(student, teacher, over=over, backend=backend)
-    assert not loss.requires_grad
-    expected, _ = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
-    torch.testing.assert_close(loss, expected)
-
-
-def test_inductor(device):
-    student, teacher = features(3, 20, 8).float().to(device), features(3, 20, 6).float().to(device)
-    mask = make_mask("ragged", 3, 20, device)
-    loss = FCDLoss()
-    expected = value_and_grad(loss, student, teacher, mask)
-    compiled = torch.compile(loss, fullgraph=True)
-    actual = value_and_grad(compiled, student, teacher, mask)
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-6)
-
-
+# Every normalisation and distance once, and the kernels, one operator in a graph, once.
 @pytest.mark.within_kernels
 @pytest.mark.parametrize(
-    ("dynamic", "masked", "normalize", "distance"),
-    [
-        (None, True, "l2", "pearson"),
-        (True, False, "l2", "pearson"),
-        (None, False, "layer_norm", "pearson"),
-        (None, False, "softmax", "mse"),
-        (None, False, "none", "kl"),
-    ],
+    ("normalize", "distance", "masked"),
+    [("l2", "pearson", True), ("layer_norm", "kl", False), ("softmax", "mse", False)],
 )
-def test_sizes_stay_symbolic(backend, device, dynamic, masked, normalize, distance):
-    """At most two graphs for all sizes up to 64; none of the sizes equals another.
-
-    Of the first case several layers, and what AOT Autograd makes of the graph: each doubles it.
-    """
-    torch._dynamo.reset()
-    first = masked and backend != "cpp"
-    graphs = CompileCounterWithBackend("aot_eager" if first else "eager")
+def test_sizes_stay_symbolic(backend, device, normalize, distance, masked):
+    """At most two graphs for all sizes up to 64; none of the sizes equals another."""
     loss = FCDLoss(normalize=normalize, distance=distance, backend=backend)
-    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=graphs)
     large = [(11, 12)] if backend == "triton" else [(64, 41), (11, 64)]  # the interpreter is slow
-    for B, N in ((3, 4), (5, 7), *large):
-        layers = [(24, 16), (8, 9)] if first else [(24, 16)]
-        students, teachers = (
-            [features(B, N, D, dtype=torch.float32, device=device) for D in sizes]
-            for sizes in zip(*layers, strict=True)
-        )
-        for student in students:
-            student.requires_grad_()
-        mask = make_mask("ragged", B, N, device) if masked else None
-        actual, expected = (f(students, teachers, mask) for f in (compiled, loss))
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-        for dx, oracle in zip(
-            torch.autograd.grad(actual, students),
-            torch.autograd.grad(expected, students),
-            strict=True,
-        ):
-            torch.testing.assert_close(dx, oracle, rtol=1e-4, atol=1e-6)
-    assert graphs.frame_count <= 2
+
+    def calls():
+        for B, N in ((3, 4), (5, 7), *large):
+            student, teacher = (features(B, N, D, device=device).float() for D in (24, 16))
+            mask = make_mask("ragged", B, N, device) if masked else None
+            yield student.requires_grad_(), teacher, mask
+
+    assert count_graphs(loss, calls(), rtol=1e-4, atol=1e-6) <= 2
 
 
-@pytest.mark.parametrize("repeated", ["student", "teacher", "both"])
-def test_a_repeated_layer_compiles(backend, device, repeated):
-    """Dynamo refuses autograd functions of repeated tensors."""
-    torch._dynamo.reset()
-    students = list(torch.randn(2, 3, 9, 8, device=device))
-    teachers = list(torch.randn(2, 3, 9, 8, device=device))
-    if repeated == "student":
-        students[1] = students[0]
-    elif repeated == "teacher":
-        teachers[1] = teachers[0]
-    loss = FCDLoss(backend=backend)
+def test_a_repeated_layer_compiles(backend, device):
+    """Dynamo refuses autograd functions of repeated tensors: here of either side, and of both."""
+    a, b, c, d = torch.randn(4, 3, 9, 8, device=device)
+    students, teachers = [a, a, b], [c, d, d]
     students[0].requires_grad_()
-    if repeated == "both":
-        teachers = [student.detach() for student in students]
-    compiled = torch.compile(loss, fullgraph=True, backend="eager")
-    expected, actual = loss(students, teachers), compiled(students, teachers)
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(actual, students[0]), torch.autograd.grad(expected, students[0])
-    )
+    layers = FCDLoss(backend=backend)
+
+    def loss(students, teachers):
+        return layers(students, teachers) + layers(students[:1], [students[0].detach()])
+
+    actual, graphs = counted(loss)
+    values = [call(students, teachers) for call in (actual, loss)]
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*(torch.autograd.grad(x, students[0]) for x in values))
+    assert len(graphs) == 1
 
 
 def test_segments_under_a_default_device():
