@@ -463,19 +463,6 @@ def test_compiles_with_a_tensor_given_twice(backend):
     assert count_graphs(call, [(student, labels)]) == 1
 
 
-def test_teacher_made_in_inference_mode(backend):
-    student, teacher, *labels = batch(6, 9, 5, 2, dtype=torch.float32)
-    expected = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend)
-    with torch.inference_mode():
-        teacher, *labels = (x.clone() for x in (teacher, *labels))
-    actual = value_and_grad(knn_feature_loss, student, teacher, *labels, backend=backend)
-    assert torch.equal(actual[0], expected[0])
-    assert torch.equal(actual[1], expected[1])
-    with torch.inference_mode():
-        loss = knn_feature_loss(student, teacher, *labels, backend=backend)
-    assert torch.equal(loss, expected[0])
-
-
 @pytest.mark.parametrize("k", [1, 4])
 def test_many_blocks(monkeypatch, k):
     # Blocks of 64 rows: chunks that begin and end within a label, banks in several parts.
@@ -626,14 +613,8 @@ def test_ties_under_a_default_device(rows):
         assert torch.equal(knn_feature_loss(*arguments), expected)
 
 
-def test_meta_device():
-    x = torch.randn(4, 3, device="meta", requires_grad=True)
-    labels = torch.zeros(4, device="meta")
-    with pytest.raises(ValueError, match="student is on meta"):
-        knn_feature_loss(x, x.detach(), labels, backend="triton")
-    loss = knn_feature_loss(x, torch.randn(4, 3, device="meta"), labels, k=2)
-    loss.backward()
-    assert (loss.shape, x.grad.shape) == ((), (4, 3))
+def test_meta_device_of_a_measure():
+    x, labels = torch.randn(4, 3, device="meta"), torch.zeros(4, device="meta")
     assert intra_class_similarity(x, labels).shape == ()
 
 

@@ -58,10 +58,10 @@ def assert_inverse_root(inverse: Tensor, values: Tensor, vectors: Tensor, unit: 
     assert relative_error(inverse, oracle) <= condition * unit
 
 
-# The larger sizes take a second or two a case.
-PARITY = [(n, kind) for n in SIZES for kind in KINDS if n < 768]
-PARITY += [(n, f"condition {c}") for n in (768, 1024) for c in ("1", "10000", "1e+08")]
-PARITY += [(1024, "repeated"), (1024, "rank-deficient")]
+# The larger sizes take seconds a case, and have no method of their own.
+PARITY = [(n, kind) for n in SIZES for kind in KINDS if n < 256]
+PARITY += [(256, "condition 1e+08"), (512, "condition 10000"), (512, "rank-deficient")]
+PARITY += [(768, "condition 1e+08"), (1024, "repeated")]
 
 
 @pytest.mark.parametrize("n, kind", PARITY)
@@ -87,8 +87,10 @@ def test_parity_with_float64_eigh(n, kind, device):
         assert_inverse_root(inverse, values + ridge, vectors, unit)
 
 
+# The larger ones, which take long, at one condition.
+@pytest.mark.left_out(where=lambda given: given["n"] > 129 and given["condition"][-2:] != "06")
 @pytest.mark.parametrize("condition", ["condition 100", "condition 10000", "condition 1e+06"])
-@pytest.mark.parametrize("n", [8, 33, 64, 65, 96, 97, 128, 129, 256, 700])
+@pytest.mark.parametrize("n", [8, 33, 64, 65, 96, 97, 128, 129, 700])
 def test_float32_loses_no_more_than_rounding_the_matrix_does(n, condition, device):
     """Values and gradients, within ten times, on both sides of every change of method."""
     exact = matrix(n, condition)
@@ -120,8 +122,9 @@ def inverse_gradient_residual(a: Tensor, upstream: Tensor, inverse: Tensor, da: 
     return root_gradient_residual(a, -inverse @ upstream @ inverse, root, da)
 
 
+@pytest.mark.left_out(where=lambda given: given["n"] > 129 and given["kind"] != "repeated")
 @pytest.mark.parametrize("kind", ["condition 1", "condition 100", "condition 10000", "repeated"])
-@pytest.mark.parametrize("n", [1, 3, 33, 64, 65, 128, 129, 256, 512])
+@pytest.mark.parametrize("n", [1, 3, 33, 64, 65, 128, 129, 512])
 def test_gradients_solve_their_lyapunov_equations(n, kind, device):
     condition = float(kind.split()[1]) if " " in kind else 3.0
     upstream = torch.randn(n, n).double()

@@ -1,13 +1,11 @@
 """README's "What every loss keeps", sentence by sentence, over every loss and Module."""
 
-import contextlib
 import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastkd
 from fastkd._core import checks
+from tests.distill.processes import run_ranks
 from tests.losses import subjects
 from tests.support.compare import counted, relative_error
 from tests.support.interpreter import MARKS
@@ -184,7 +183,18 @@ def test_autocast(loss):
         assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
 
 
-@every_loss
+def _traced() -> list:
+    """All in PyTorch; the kernels are one operator in a graph, of which each function is one."""
+    once = {(backend, name.split()[0]): name for backend, name in reversed(TABLE)}
+    return [
+        given
+        for given in _parameters(*MARKS)
+        for backend, name in [given.values[0]]
+        if backend == "torch" or once[backend, name.split()[0]] == name
+    ]
+
+
+@pytest.mark.parametrize("loss", _traced(), indirect=True)
 def test_compile(loss):
     """torch.compile(fullgraph=True)"""
     compiled, graphs = counted(loss)
@@ -377,24 +387,12 @@ def test_second_derivatives(loss):
         (value + gradient.square().sum()).backward()
 
 
-def test_ddp():
+def test_ddp(tmp_path):
     """DDP"""
-    mp.spawn(_ddp_process, args=(_free_port(),), nprocs=2)
+    run_ranks(_ddp_process, 2, tmp_path)
 
 
-def _free_port() -> int:
-    import socket
-
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _ddp_process(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+def _ddp_process(rank: int) -> None:
     for subject in subjects("torch"):
         torch.manual_seed(0)
         model = nn.ModuleDict({"body": nn.Linear(D_S, D_S), "loss": subject})
@@ -407,7 +405,6 @@ def _ddp_process(rank: int, port: int) -> None:
             (_Step(model)(*(half[other] for half in halves)) / 2).backward()
         for gradient, parameter in zip(found, model.parameters(), strict=True):
             assert relative_error(gradient, parameter.grad) <= 1e-5, subject.name
-    torch.distributed.destroy_process_group()
 
 
 class _Step(nn.Module):

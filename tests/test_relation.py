@@ -17,6 +17,7 @@ from tests.support.compare import (
     assert_accurate,
     count_graphs,
     counted,
+    every_two_meet,
     relative_error,
     value_and_grad,
 )
@@ -165,6 +166,14 @@ def test_reference_masks_like_removal(over, kind):
     torch.testing.assert_close(relation_loss_ref(student, teacher, mask, over=over), expected)
 
 
+# The interpreter is slow: both relations at the edge of its tiles, in turn elsewhere.
+@pytest.mark.left_out(
+    where=lambda given: (
+        given["backend"] == "triton"
+        and given["members"] not in (17, 129)
+        and (given["over"] == "tokens") == (given["members"] % 2 == 0)
+    )
+)
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", [1, 2, 15, 16, 17, 127, 128, 129, 300])
 def test_lengths(backend, device, over, members):
@@ -179,9 +188,7 @@ def test_lengths(backend, device, over, members):
     assert_matches_reference(student, teacher, None, backend, over=over)
 
 
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("members", SIZES)
+@pytest.mark.parametrize(("kind", "over", "members"), every_two_meet(MASKS, OVER, SIZES))
 def test_masks(backend, device, over, kind, members):
     B, N = shape_of(over, 2, members)
     student = features(B, N, 12, dtype=torch.float32, device=device)
@@ -196,10 +203,12 @@ def test_masks(backend, device, over, kind, members):
 
 
 @pytest.mark.within_kernels
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("members", "masked"), [(33, False), (33, True), (140, True)])
-def test_dtypes(backend, device, over, dtype, members, masked):
+@pytest.mark.parametrize(
+    ("dtype", "size", "over"),
+    every_two_meet(DTYPES, [(33, False), (33, True), (140, True)], OVER),
+)
+def test_dtypes(backend, device, dtype, size, over):
+    members, masked = size
     B, N = shape_of(over, 2, members)
     student = features(B, N, 48, 0.5, dtype, device)
     teacher = features(B, N, 20, 0.5, dtype, device)
@@ -208,10 +217,11 @@ def test_dtypes(backend, device, over, dtype, members, masked):
 
 
 @pytest.mark.within_kernels
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
-@pytest.mark.parametrize("kind", ["none", "one", "random"])
-def test_options(backend, device, over, normalize, distance, kind):
+@pytest.mark.parametrize(
+    ("normalize", "distance", "kind", "over"),
+    [(*o, *rest) for o, *rest in every_two_meet(OPTIONS, ["none", "one", "random"], OVER)],
+)
+def test_options(backend, device, normalize, distance, kind, over):
     for dtype, N in itertools.product((torch.float64, torch.float32), (6, 25)):
         if backend == "triton" and dtype == torch.float64:
             continue
@@ -250,11 +260,17 @@ def test_strides(backend, device, over, layout):
         assert_matches_reference(make(), teacher, None, backend, over=over)
 
 
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("shape", [(3, 60, 8, 5), (3, 20, 31, 40), (8, 3, 8, 5)])
-@pytest.mark.parametrize(("cosine", "allowed"), [(0.9, 1e-5), (0.99, 2e-5), (0.999, 3e-4)])
-@pytest.mark.parametrize("near", [False, True])
-def test_fp32_accuracy_on_anisotropic_features(backend, device, over, shape, cosine, allowed, near):
+@pytest.mark.parametrize(
+    ("shape", "anisotropy", "over", "near"),
+    every_two_meet(
+        [(3, 60, 8, 5), (3, 20, 31, 40), (8, 3, 8, 5)],
+        [(0.9, 1e-5), (0.99, 2e-5), (0.999, 3e-4)],
+        OVER,
+        [False, True],
+    ),
+)
+def test_fp32_accuracy_on_anisotropic_features(backend, device, shape, anisotropy, over, near):
+    cosine, allowed = anisotropy
     groups, members, Ds, Dt = shape
     B, N = shape_of(over, groups, members)
     student = features(B, N, Ds, cosine, torch.float32, device)
@@ -299,9 +315,9 @@ def test_embeddings_are_samples_of_one_token(backend, device, masked):
 
 
 @pytest.mark.within_kernels
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("normalize", ["l2", "layer_norm"])
-@pytest.mark.parametrize("size", [1e20, 1e30, 1e34])
+@pytest.mark.parametrize(
+    ("size", "over", "normalize"), every_two_meet([1e20, 1e30, 1e34], OVER, ["l2", "layer_norm"])
+)
 def test_huge_rows_are_normalised(backend, device, over, normalize, size):
     """Their squares overflow float32, among ordinary rows or not; infinite ones still give NaN."""
     students, teachers = features(3, 5, 16), features(3, 5, 16)
@@ -321,10 +337,8 @@ def test_huge_rows_are_normalised(backend, device, over, normalize, size):
 
 
 @pytest.mark.within_kernels
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("members", SIZES)
-def test_degenerate_features(backend, device, over, dtype, members):
+@pytest.mark.parametrize(("dtype", "over", "members"), every_two_meet(DTYPES, OVER, SIZES))
+def test_degenerate_features(backend, device, dtype, over, members):
     """Constant features have ρ = 0; zero and tiny rows give what the formula gives, finite."""
     B, N = shape_of(over, 2, members)
     good = features(B, N, 8, dtype=dtype, device=device)
@@ -356,9 +370,7 @@ def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members)
     assert_matches_reference(student, teacher, None, backend, over=over)
 
 
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("members", SIZES)
-@pytest.mark.parametrize("side", (0, 1))
+@pytest.mark.parametrize(("over", "members", "side"), every_two_meet(OVER, SIZES, (0, 1)))
 def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
     """Their relations are small, not lost: eps is no larger than a hundred times σ_sσ_t."""
     pair = [features(*shape_of(over, 2, members), 8, device=device).float() for _ in range(2)]
@@ -414,10 +426,9 @@ def test_nothing_to_compare(backend, device, normalize, shape):
             assert grad.eq(0).all()
 
 
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
-@pytest.mark.parametrize("N", [4, 12])
-def test_gradcheck(over, normalize, distance, N):
+@pytest.mark.parametrize(("option", "over", "N"), every_two_meet(OPTIONS, OVER, [4, 12]), ids=str)
+def test_gradcheck(option, over, N):
+    normalize, distance = option
     student, teacher = features(3, N, 5).requires_grad_(), features(3, N, 4)
     mask = make_mask("ragged", 3, N)
     assert torch.autograd.gradcheck(
@@ -472,11 +483,13 @@ def test_value_of_identical_rows_of_documents(normalize, readable, monkeypatch):
     assert value == pytest.approx(1)
 
 
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("shape", [(3, 20, 24, 16), (3, 60, 8, 5)])
-@pytest.mark.parametrize("normalize", ["layer_norm", "none"])
-@pytest.mark.parametrize("distance", ["pearson", "mse", "kl"])
-def test_anisotropic_features_with_options(over, shape, normalize, distance):
+@pytest.mark.parametrize(
+    ("distance", "shape", "normalize", "over"),
+    every_two_meet(
+        ["pearson", "mse", "kl"], [(3, 20, 24, 16), (3, 60, 8, 5)], ["layer_norm", "none"], OVER
+    ),
+)
+def test_anisotropic_features_with_options(distance, shape, normalize, over):
     groups, members, Ds, Dt = shape
     B, N = shape_of(over, groups, members)
     student = features(B, N, Ds, 0.9999, torch.float32)
@@ -575,10 +588,11 @@ class TestSegments:
         )
         return (actual, packed_dx), (expected, self.packed(dx, mask)[0].nan_to_num())
 
-    @pytest.mark.parametrize("readable", [True, False])
-    @pytest.mark.parametrize("over", OVER)
-    @pytest.mark.parametrize(("normalize", "distance"), OPTIONS)
-    def test_equal_unpacked_rows(self, device, over, normalize, distance, readable, monkeypatch):
+    @pytest.mark.parametrize(
+        ("option", "over", "readable"), every_two_meet(OPTIONS, OVER, [True, False]), ids=str
+    )
+    def test_equal_unpacked_rows(self, device, option, over, readable, monkeypatch):
+        normalize, distance = option
         if not readable:
             monkeypatch.setattr("fastkd.relation.values_readable", lambda x: False)
         options = {"over": over, "normalize": normalize, "distance": distance, "temperature": 0.7}

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests import conftest
 from tools import check, machines
@@ -13,6 +14,24 @@ from tools.versions.__main__ import LEFT_OUT
 @pytest.mark.parametrize("size", [3, 4])
 def test_left_out(size):
     assert size == 3
+
+
+@pytest.mark.parametrize("runs_on", ["triton", "cpp"])
+def test_kernels_are_left_out_of_what_they_cannot_do_only(runs_on):
+    """Tests of half types that name no option were left out with those of other options."""
+
+    def left_out(**given):
+        item = SimpleNamespace(
+            callspec=SimpleNamespace(params={"backend": runs_on, **given}),
+            module=SimpleNamespace(TRITON_FUNCTION="relation_loss"),
+            iter_markers=lambda name: (),
+            get_closest_marker=lambda name: name == "within_kernels",
+        )
+        return conftest._left_out(item)
+
+    assert not left_out(dtype=torch.bfloat16) and not left_out(normalize="l2")
+    assert left_out(dtype=torch.float64) == (runs_on == "triton")
+    assert left_out(normalize="softmax") and left_out(distance="kl")
 
 
 def test_table_of_skips():

@@ -26,6 +26,7 @@ from tests.support.compare import (
     assert_matches_reference,
     count_graphs,
     counted,
+    every_two_meet,
     values_and_grads,
 )
 
@@ -155,10 +156,18 @@ def test_matches_reference(backend, device, divergence, dtype):
 
 VOCABULARIES = (1, 2, 15, 16, 17, 127, 128, 129, 300, 1025, 4097)
 RAGGED = [*((3, V) for V in VOCABULARIES), *((rows, 6) for rows in (1, 2, 17, 129)), (9,)]
+SUMS = [d for d in DIVERGENCES if d != "adaptive_kl"]
 
 
-@divergences
-@pytest.mark.parametrize("shape", RAGGED)
+# The search for the head at each edge of a tile; the others, which are sums of rows, in turn.
+@pytest.mark.parametrize(
+    ("divergence", "shape"),
+    [
+        (divergence, shape)
+        for i, shape in enumerate(RAGGED)
+        for divergence in ("adaptive_kl", SUMS[i % len(SUMS)])
+    ],
+)
 def test_ragged_shapes(backend, device, divergence, shape):
     student, teacher = make_logits(*shape, dtype=torch.float32, device=device)
     check_against_oracle(student, teacher, backend, divergence=divergence)
@@ -405,13 +414,6 @@ def test_gradcheck(divergence):
         assert torch.autograd.gradcheck(loss, (student,))
 
 
-def test_works_without_grad(backend, device):
-    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
-    with torch.no_grad():
-        value = soft_target_loss(student, teacher, backend=backend)
-    torch.testing.assert_close(value, soft_target_loss_ref(student.detach(), teacher))
-
-
 # Rows, words. The interpreter pays by the row.
 SIZES = {
     "torch": [(4, 4), (5, 6), (17, 9), (16, 64)],
@@ -477,31 +479,14 @@ def test_same_storage_on_both_sides(backend, device):
 
 
 @divergences
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_teacher_made_in_inference_mode(backend, device, divergence, reduction):
-    student, teacher = make_logits(3, 9, dtype=torch.float32, device=device)
-    mask = torch.tensor([1, 0, 1], device=device, dtype=torch.bool)
-    options = dict(divergence=divergence, reduction=reduction, backend=backend)
-    upstream = torch.ones(3, device=device) if reduction == "none" else None
-    loss = functools.partial(value_and_grad, soft_target_loss, student, upstream=upstream)
-    expected = loss(teacher, mask=mask, **options)
-    with torch.inference_mode():
-        teacher, mask = teacher.clone(), mask.clone()
-    assert all(map(torch.equal, loss(teacher, mask=mask, **options), expected))
-
-
-@divergences
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_meta_device_has_shapes(divergence, reduction):
+def test_meta_device_has_shapes_of_rows(divergence):
     student, teacher = torch.empty(2, 2, 3, 9, device="meta")
     mask = torch.empty(2, 3, device="meta")
-    options = dict(divergence=divergence, reduction=reduction, mask=mask)
+    options = dict(divergence=divergence, reduction="none", mask=mask)
     loss = soft_target_loss(student.requires_grad_(), teacher, **options)
-    assert loss.shape == ((2, 3) if reduction == "none" else ())
+    assert loss.shape == (2, 3)
     loss.sum().backward()
     assert student.grad.shape == student.shape
-    with pytest.raises(ValueError, match="student is on meta"):
-        soft_target_loss(student, teacher, backend="triton", **options)
 
 
 # Properties
@@ -594,9 +579,10 @@ def chunks(monkeypatch):
     return seen
 
 
-@divergences
-@pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
-@pytest.mark.parametrize("chunk", [880, None])
+@pytest.mark.parametrize(
+    ("divergence", "reduction", "chunk"),
+    every_two_meet(DIVERGENCES, ["batchmean", "sum", "none"], [880, None]),
+)
 def test_linear_equals_the_loss_of_the_logits(backend, device, divergence, reduction, chunk):
     heads = make_heads(3, 4, dtype=exact_dtype(backend), device=device)
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device)
@@ -662,20 +648,6 @@ def test_linear_shared_head_compiled(backend, device, reduction):
     torch.testing.assert_close(
         compiled(h_t, learnt, h_t, head), torch.zeros_like(expected), rtol=0, atol=1e-6
     )
-
-
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_linear_teacher_made_in_inference_mode(backend, device, reduction):
-    heads = make_heads(4, dtype=torch.float32, device=device)
-    mask = torch.tensor([1, 0, 1, 1], device=device, dtype=torch.bool)
-    options = dict(reduction=reduction, backend=backend)
-    expected = linear_value_and_grads(linear_soft_target_loss, heads, mask=mask, **options)
-    with torch.inference_mode():
-        made, mask = [x.clone() for x in heads[2:]], mask.clone()
-    actual = linear_value_and_grads(
-        linear_soft_target_loss, (*heads[:2], *made), mask=mask, **options
-    )
-    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
@@ -777,13 +749,6 @@ def test_linear_backward_twice_and_frozen_head(backend, device, reduction):
         alone[learns].requires_grad_()
         loss = linear_soft_target_loss(*alone, **options).sum()
         assert torch.equal(torch.autograd.grad(loss, alone[learns])[0], first[learns])
-
-
-def test_linear_without_grad(backend, device):
-    heads = make_heads(4, dtype=exact_dtype(backend), device=device)
-    loss = linear_soft_target_loss(*heads, backend=backend)
-    with torch.no_grad():
-        assert torch.equal(linear_soft_target_loss(*heads, backend=backend), loss)
 
 
 def test_linear_denominator_and_empty(backend, device):

@@ -25,13 +25,9 @@ from tests.train.tasks.test_causal_lm import make_decoder, write_text
 ROWS, BATCH = 45, 8
 RUNS: dict[str, dict] = {
     "soft_targets": {},
-    "lrkd": {"method": "lrkd"},
     # A quarter of each batch has labels: as many in each process.
     "few": {"max_train_rows": 9, "unlabelled": "more.txt"},
-    # These compare samples with each other.
-    "knn": {"method": "knn", "gather": True},
-    "fcd": {"method": "fcd", "gather": True},
-    "lrc_bert": {"method": "lrc_bert", "gather": True},
+    # Which compares samples with each other; tests/distill/test_one_curve.py has every method.
     "mc3kd": {"method": "mc3kd", "gather": True},
     "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
     # Rows hold unlike many tokens with labels.

@@ -1,9 +1,17 @@
-"""What a loss adds to the tests that go through every loss: a file each, named as its row.
+"""A loss's tables for the tests that go through every loss: a file each, named as its row.
 
-``<loss>.py`` has the oracle, written from the paper (`tests.support.oracles` has what they share);
-``RANDOM``, random calls against it, by name (`tests.support.draw`); and ``subjects(backend)``, if
-it has losses of (B, N, D) features (`tests.support.subject`). tests/test_losses.py names a row
-without a file, and what a file lacks.
+====================  =============================================  =======================
+an oracle             the paper's equation in float64, sharing no    ``RANDOM``, and the
+                      code with the loss (`tests.support.oracles`)   loss's own test file
+``RANDOM``            by name, a random call of each public name     tests/fuzz.py,
+                      against the oracle (`tests.support.draw`)      tests/test_fuzz.py
+``subjects``          each as a loss of (B, N, D) features, if it    tests/test_promises.py
+                      has such (`tests.support.subject`)
+``calls``             in tools/calls/<loss>.py, as tools that are    tests/test_dry_cuda.py,
+                      no tests walk them: every word and choice      tools/compile_report.py
+====================  =============================================  =======================
+
+tests/test_losses.py names a row without a file, and what a file lacks.
 """
 
 import importlib

@@ -1,4 +1,7 @@
-"""Attention maps, in the tests that go through every loss."""
+"""Attention maps: `attention`, the oracle.
+
+`RANDOM` calls are held against it; no (B, N, D) features, so no `subjects`.
+"""
 
 import torch
 from torch import Tensor

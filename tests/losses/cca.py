@@ -1,4 +1,7 @@
-"""Canonical correlation, in the tests that go through every loss."""
+"""Canonical correlation: `correlation`, the oracle.
+
+`RANDOM` calls are held against it; `subjects` that keep every promise.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""COS-NCE, in the tests that go through every loss."""
+"""COS-NCE: `cos_nce`, the oracle; `RANDOM` calls against it; `subjects` that keep every promise."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""K nearest rows of the same class, in the tests that go through every loss."""
+"""K nearest rows of the same class: `nearest` and `class_similarity`, the oracles.
+
+`RANDOM` calls are held against them; `subjects` that keep every promise.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,7 @@
-"""Roots of symmetric matrices, in the tests that go through every loss."""
+"""Roots of symmetric matrices: `root`, the oracle.
+
+`RANDOM` calls are held against it; no loss, so no `subjects`.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,7 @@
-"""FCD's relations, in the tests that go through every loss."""
+"""FCD's relations: `relation`, the oracle.
+
+`RANDOM` calls are held against it; `subjects` that keep every promise.
+"""
 
 from collections.abc import Iterator
 

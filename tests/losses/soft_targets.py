@@ -1,4 +1,7 @@
-"""Soft targets, in the tests that go through every loss."""
+"""Soft targets: `soft_targets`, `of_top_k` and `divergence_with_coefficient`, the oracles.
+
+`RANDOM` calls are held against them; `subjects` that keep every promise.
+"""
 
 import functools
 from collections.abc import Iterator
