@@ -336,6 +336,14 @@ def test_huge_rows_are_normalised(backend, device, over, normalize, size):
     assert relation_loss(student, teacher, backend=backend, **options).isnan()
 
 
+# The interpreter's tiles once.
+@pytest.mark.left_out(
+    where=lambda given: (
+        given["backend"] == "triton"
+        and given["members"] == SIZES[1]
+        and given["dtype"] != torch.float16
+    )
+)
 @pytest.mark.within_kernels
 @pytest.mark.parametrize(("dtype", "over", "members"), every_two_meet(DTYPES, OVER, SIZES))
 def test_degenerate_features(backend, device, dtype, over, members):
