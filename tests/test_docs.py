@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 RUN_BY = {
     "fastkd doctor": "cli/test_doctor.py::test_all_backends_that_run_are_right",
     "pip install torch": "test_install.py::test_without_torch",
-    "pip install --no-build-isolation .": "test_install.py::test_sdist_to_wheel_to_install",
+    "pip install --no-build-isolation .": "test_install.py::test_without_the_extension",
     "pip install --no-deps torch": "../tools/versions/__main__.py::environment",
     "python -m tools.versions.cuda_stubs": "../tools/versions/__main__.py::environment",
     ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_masks",

@@ -118,13 +118,14 @@ def test_one_binary_is_right_for_every_torch(tmp_path):
     assert not re.findall(r"_ZN\w*(?:2at|3c10|5torch)\w*", undefined)
 
 
-def test_editable_install_in_an_isolated_build(source, python, tmp_path, in_haste):
+def test_editable_install(source, python, tmp_path):
+    """The extension of one is what `make test` has built for all other tests."""
+    pip(python, "install", "-e", source, cwd=tmp_path, FASTKD_NO_EXT="1")
+    assert check(python, tmp_path) == (False, source / "fastkd" / "__init__.py")
+
+
+def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path, in_haste):
     """torch is no build requirement; its headers are found in the environment all the same."""
-    pip(python, "install", "-e", source, cwd=tmp_path, **in_haste)
-    assert check(python, tmp_path) == (True, source / "fastkd" / "__init__.py")
-
-
-def test_sdist_to_wheel_to_install(source, python, tmp_path, in_haste):
     code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
     run(python, "-c", code, cwd=source)
     (sdist,) = (source / "dist").glob("*.tar.gz")
@@ -138,10 +139,7 @@ def test_sdist_to_wheel_to_install(source, python, tmp_path, in_haste):
     } <= names
     assert not [name for name in names if name.startswith("tests/")], "a few, without their helpers"
 
-    pip(
-        python, "wheel", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path,
-        FASTKD_LABEL=LABEL, **in_haste,
-    )  # fmt: skip
+    pip(python, "wheel", "-w", tmp_path, sdist, cwd=tmp_path, FASTKD_LABEL=LABEL, **in_haste)
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(rf"fastkd-[\d.]+\+{LABEL}-cp310-abi3-\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:

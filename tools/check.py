@@ -1,4 +1,4 @@
-"""What a change needs while it is made: `make check`, a fifth of the suite.
+"""What a change needs while it is made: `make check`.
 
 Each test once a backend, of the files that neither train, nor start processes, nor compile for
 long; of what reads the sources, all. `make test` has the rest, and every parameter.
@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[1]
 # Their parameters are files, commands and names, in any of which a change may be.
 WHOLE = ("tests/test_house.py", "tests/test_docs.py", "tests/test_contract.py")
 # Beside what versions of torch go without: what trains, and what compiles.
-TRAINS = ("tests/cli", "tests/analysis/test_pictures.py")
+TRAINS = (
+    "tests/cli", "tests/train/tasks", "tests/train/test_lora.py", "tests/integrations",
+    "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py",
+    "tests/analysis/test_pictures.py",
+)  # fmt: skip
 COMPILES = "compiles or dynamic_graph or tensor_twice or one_graph or ddp"
 
 

@@ -59,7 +59,8 @@ def test_the_same_step_in_every_way():
     teachers, student = models()
     method = Several(FCD(), MC3KD(layers="uniform"), IntraClassKNN())
     distiller = Distiller([*teachers, teachers[0]], student, method)
-    checks = {c.name: c for c in verify(distiller, batch(rows=4), ranks=2, compile_backend=None)}
+    # Processes: tests/distill/test_verify.py.
+    checks = {c.name: c for c in verify(distiller, batch(rows=4), ranks=0, compile_backend=None)}
     assert checks.pop("accumulated in a plain loop").verdict == "by definition"
     for check in checks.values():
         assert check.verdict in ("equal", "not here"), check

@@ -1,13 +1,12 @@
 """One task through every command, on a few rows: what every task's tests begin with."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastkd.distill import verify as checks
+from fastkd.distill.verify import _Step
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import crash, same_weights, stop_at
 from tests.support.tiny import run
@@ -56,8 +55,8 @@ def through(
     few = {**cached, "rows": 4, "ranks": 0}
     few.pop("batch_size")
     with pytest.MonkeyPatch.context() as patch:
-        # Compiling a model takes longer than all else; tests/distill/test_loops.py does that.
-        patch.setattr(checks, "begin", functools.partial(checks.begin, compile_backend=None))
+        # Compiling a model takes longer than all else: tests/distill/test_verify.py does.
+        patch.setattr(_Step, "compiled", lambda step, backend: step.again())
         run("verify", **few)
     return report
 
