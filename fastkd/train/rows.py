@@ -6,6 +6,7 @@ made once, by the first of several processes, while the others wait for it.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -92,17 +93,35 @@ class Rows:
         names = [n for n in self.data.column_names if n not in ("number", "label", "labels")]
         return (repr(row) for row in self.columns(*names))
 
-    def raw_labels(self) -> Iterator[tuple[int, Any]]:
-        """Number and label of each row as they stand in the source."""
-        return ((number, json.loads(label)) for number, label in self.columns("number", "label"))
+    @functools.cached_property
+    def raw_labels(self) -> tuple[list[Any], np.ndarray]:
+        """The source's labels, each once, by their first rows; and which of them each row has."""
+        column = self.data.select_columns(["label"]).with_format("arrow")[:].column("label")
+        coded = column.dictionary_encode().combine_chunks()
+        labels = [json.loads(label) for label in coded.dictionary.to_pylist()]
+        return labels, coded.indices.to_numpy()
 
     def number(self, index: int) -> int:
         """Where row ``index`` stands in the source."""
         return self.data[index]["number"]
 
-    def labelled(self, labels: Iterable[float], kind: type) -> "Rows":
-        """With these encoded labels, of ``kind`` int or float."""
-        return replace(self, labels=np.fromiter(labels, kind, len(self)))
+    def first_with(self, i: int) -> int:
+        """Where the first row with raw label ``i`` stands in the source."""
+        return self.number(int(np.argmax(self.raw_labels[1] == i)))
+
+    def each_label(self, read: Callable[[Any], Any]) -> list[Any]:
+        """What ``read`` makes of each different label; a mistake in one begins with its row."""
+        found = []
+        for i, label in enumerate(self.raw_labels[0]):
+            try:
+                found.append(read(label))
+            except InputError as error:
+                raise InputError(f"{self.source}, row {self.first_with(i)}: {error}") from None
+        return found
+
+    def labelled(self, read: Callable[[Any], float], kind: type) -> "Rows":
+        """With labels of ``kind`` int or float: what ``read`` makes of those of the source."""
+        return replace(self, labels=np.array(self.each_label(read), kind)[self.raw_labels[1]])
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
         """At most ``limit`` rows, drawn without replacement, in their first order."""

@@ -1,7 +1,6 @@
 """A class for a text, or for two."""
 
 import difflib
-import itertools
 import math
 import unicodedata
 from collections import Counter
@@ -26,7 +25,7 @@ from fastkd.train.labels import as_name, as_number
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import doubt, evaluate
 from fastkd.train.tasks.regression import Regression
-from fastkd.train.tasks.task import LABEL, ClassTask, Fitted, Given, Task
+from fastkd.train.tasks.task import ClassTask, Fitted, Given, Task
 
 # What spreadsheets and data frames write where a label is missing.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
@@ -63,7 +62,7 @@ class Classification(ClassTask):
         return Fitted(task, train, evals, rest, tuple(notes))
 
     def unlabelled(self, rows: Rows) -> Rows:
-        return rows.labelled(itertools.repeat(UNLABELLED, len(rows)), int)
+        return replace(rows, labels=np.full(len(rows), UNLABELLED))
 
     def bare(self, rows: Rows) -> Rows:
         return self.unlabelled(rows)
@@ -72,8 +71,9 @@ class Classification(ClassTask):
     def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
         if is_regression(rows) if glue is None else glue.regression:
             return None
-        known = {f"{mark}{UNLABELLED}{mark}": UNLABELLED for mark in ("", '"')}
-        return [known.setdefault(label, len(known)) for (label,) in rows.columns(LABEL)]
+        labels, which = rows.raw_labels
+        groups = [UNLABELLED if _is_no_label(label) else i for i, label in enumerate(labels)]
+        return np.array(groups)[which].tolist()
 
     def strata(self, rows: Rows) -> Sequence[int]:
         return np.asarray(rows.labels).tolist()
@@ -172,9 +172,7 @@ def encode(
     else names in alphabetical order. A label that training never shows is an error, and so is one
     that looks like a missing value, unless ``anything`` may be a class.
     """
-    seen = _classes(train, anything)
-    for rows in evals.values():
-        _classes(rows, anything)
+    seen, *_ = [_classes(rows, anything) for rows in (train, *evals.values())]
     if names is None:
         names = sorted(seen)
         if whole_numbers(seen):  # 1 and 01 are two names of one number
@@ -183,39 +181,42 @@ def encode(
         raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
     ids = {name: i for i, name in enumerate(names)}
 
-    def find(rows: Rows, number: int, name: str) -> int:
+    def find(label: Any) -> int:
+        name = as_name(label)
         if name not in ids:
             raise InputError(
-                f"{rows.source}, row {number}: label {name!r:.60} does not occur in "
-                f"the training rows; {nearest(name, ids)}"
+                f"label {name!r:.60} does not occur in the training rows; {nearest(name, ids)}"
             )
         return ids[name]
 
-    def to_ids(rows: Rows) -> Rows:
-        return rows.labelled((find(rows, n, as_name(x)) for n, x in rows.raw_labels()), int)
-
-    return to_ids(train), {k: to_ids(rows) for k, rows in evals.items()}, list(names)
+    labelled = {k: rows.labelled(find, int) for k, rows in evals.items()}
+    return train.labelled(find, int), labelled, list(names)
 
 
 def _classes(rows: Rows, anything: bool) -> set[str]:
     """The names that the labels of ``rows`` are; see `_not_a_class`."""
-    seen = set()
-    for number, label in rows.raw_labels():
-        why = _not_a_class(label, anything)
-        if why:
-            raise InputError(f"{rows.source}, row {number}: {why}")
-        seen.add(as_name(label))
-    return seen
+
+    def name(label: Any) -> str:
+        if why := _not_a_class(label, anything):
+            raise InputError(why)
+        return as_name(label)
+
+    return set(rows.each_label(name))
 
 
 def with_labels(rows: Rows) -> tuple[Rows, Rows | None]:
     """The rows that have a class, and those that -100 marks as having none."""
-    bare = [i for i, (_, label) in enumerate(rows.raw_labels()) if as_number(label) == UNLABELLED]
-    if not bare:
+    labels, which = rows.raw_labels
+    bare = np.array([_is_no_label(label) for label in labels])[which]
+    if not bare.any():
         return rows, None
-    if len(bare) == len(rows):
+    if bare.all():
         raise InputError(f"{rows.source}: no row has a label, all are {UNLABELLED}")
-    return rows.select(sorted(set(range(len(rows))).difference(bare))), rows.select(bare)
+    return rows.select(np.flatnonzero(~bare).tolist()), rows.select(np.flatnonzero(bare).tolist())
+
+
+def _is_no_label(label: Any) -> bool:
+    return as_number(label) == UNLABELLED
 
 
 def to_classes(
@@ -232,23 +233,20 @@ def to_classes(
     meanings = [meaning(name) for name in names]
     meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
     numbered = order is None and not whole_numbers(names)
-    numbered = numbered and whole_numbers({as_name(label) for _, label in rows.raw_labels()})
+    numbered = numbered and whole_numbers(map(as_name, rows.raw_labels[0]))
     as_ids: set[int] = set()
 
-    def find(number: int, label: Any) -> int:
+    def find(label: Any) -> int:
         name = as_name(label)
         found = exact.get(name, meant.get(meaning(name)))
         if found is None and numbered and 0 <= int(name) < len(names):
             found = int(name)
             as_ids.add(found)
         if found is None:
-            raise InputError(
-                f"{rows.source}, row {number}: label {name!r:.60} is no class of the model; "
-                f"{nearest(name, names)}"
-            )
+            raise InputError(f"label {name!r:.60} is no class of the model; {nearest(name, names)}")
         return found
 
-    found = rows.labelled((find(*row) for row in rows.raw_labels()), int)
+    found = rows.labelled(find, int)
     return found, read_as_ids({i: str(i) for i in sorted(as_ids)}, names, rows.source)
 
 
@@ -268,18 +266,16 @@ def _not_a_class(label: Any, anything: bool) -> str | None:
 
 def is_regression(train: Rows) -> bool:
     """Whether labels are real numbers: all numeric and not all whole."""
-    real = bad = None
-    for number, label in train.raw_labels():
-        value = as_number(label)
-        if value is None:
-            bad = bad or (number, label)
-        elif value != int(value):
-            real = real or (number, label)
+    labels, _ = train.raw_labels
+    values = [as_number(label) for label in labels]
+    bad = next((i for i, x in enumerate(values) if x is None), None)
+    real = next((i for i, x in enumerate(values) if x is not None and x != int(x)), None)
     if real is not None and bad is not None:
+        rows = train.first_with(bad), train.first_with(real)
         raise InputError(
-            f"{train.source}, row {bad[0]}: label {as_name(bad[1])!r:.60} is not a number while "
-            f"row {real[0]} has {as_name(real[1])}; mend it, or pass --labels classes if these "
-            "are names"
+            f"{train.source}, row {rows[0]}: label {as_name(labels[bad])!r:.60} is not a number "
+            f"while row {rows[1]} has {as_name(labels[real])}; mend it, or pass --labels classes "
+            "if these are names"
         )
     return real is not None
 

@@ -1,10 +1,11 @@
 """A number for a text, or for two."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+import numpy as np
 
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
@@ -31,7 +32,7 @@ class Regression(Task):
         return Fitted(cls(), to_reals(train), {k: to_reals(rows) for k, rows in evals.items()})
 
     def unlabelled(self, rows: Rows) -> Rows:
-        return rows.labelled(itertools.repeat(math.nan, len(rows)), float)
+        return replace(rows, labels=np.full(len(rows), math.nan))
 
     def bare(self, rows: Rows) -> Rows:
         return self.unlabelled(rows)
@@ -78,14 +79,14 @@ TASK = Regression
 
 def to_reals(rows: Rows) -> Rows:
     """Labels as real numbers."""
+    return rows.labelled(_real, float)
 
-    def real(number: int, label: Any) -> float:
-        value = as_number(label)
-        if value is None:
-            raise InputError(
-                f"{rows.source}, row {number}: label {as_name(label)!r:.40} "
-                f"is not a number of at most {LARGEST:.2g}, and this is a regression task"
-            )
-        return value
 
-    return rows.labelled((real(*row) for row in rows.raw_labels()), float)
+def _real(label: Any) -> float:
+    value = as_number(label)
+    if value is None:
+        raise InputError(
+            f"label {as_name(label)!r:.40} is not a number of at most {LARGEST:.2g}, and this is a "
+            "regression task"
+        )
+    return value
