@@ -170,7 +170,7 @@ class Output:
                     raise InputError(f"process {number} reads other {name} than process 0")
         before = (self.marker or self.done or {}).get("fingerprints", {})
         for name, value in prints.items():
-            if before and before.get(name) != value:
+            if before.get(name, value) != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with other {name}; "
                     "put them back, or give another --out"

@@ -166,6 +166,14 @@ def file_fingerprint(path: Path) -> str:
         return fingerprint(iter(lambda: file.read(2**20), b""))
 
 
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """That of a tokenizer's files, which say all that it does, whatever class it is."""
+    with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        words = type(tokenizer).__name__, file_fingerprint(Path(folder))
+    return fingerprint(word.encode() for word in words)
+
+
 def in_memory(
     source: str, texts: list[str], labels: Sequence[float], pairs: list[str] | None = None
 ) -> Rows:
@@ -349,11 +357,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, max_length: int, task: "Task"):
         self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
-        # Its files say all that it does, whatever class it is.
-        with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            self.words = [type(tokenizer).__name__, str(max_length), *map(file_fingerprint, files)]
+        self.words = [tokenizer_fingerprint(tokenizer), str(max_length)]
         for module in ("transformers", "tokenizers"):
             self.words.append(getattr(require(module, "train"), "__version__", ""))
         self.words += [task.name(), repr(task), *task.code()]

@@ -53,7 +53,7 @@ from fastkd.train.output import (
 )
 from fastkd.train.plan import Plan, choose_device
 from fastkd.train.progress import Display, format_scores
-from fastkd.train.rows import Encoded, Encoder, fingerprint
+from fastkd.train.rows import Encoded, Encoder, fingerprint, tokenizer_fingerprint
 from fastkd.train.saving import (
     MARKER,
     damage,
@@ -312,7 +312,7 @@ def _fit_together(
 ) -> tuple[Run, dict[str, str], Distiller]:
     """The run, fingerprints of what it reads, and its student and method."""
     run, prints = _with_teacher(settings, out, corpus, plan, display)
-    prints["tokens (tokenizer)"] = fingerprint(repr(ids).encode() for ids in run.all_rows.ids())
+    prints["tokenizer files"] = tokenizer_fingerprint(run.tokenizer)
     # A mistake shows now, not after the teacher's fine-tuning.
     distiller = assemble(settings, run, gather=settings.gather)
     student = cast(PreTrainedModel, distiller.student)
