@@ -6,7 +6,6 @@ fastkd's own providers again. The file is complete and valid after every case of
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from fastkd._core import machine
 from fastkd._core.checks import check_choice
+from fastkd._core.writing import write_file
 
 from . import roofline, suite, table
 from .harness import FORMAT, Case, add_pass, measure, one_line, row_of
@@ -207,9 +207,7 @@ def _result_path(out: str | Path | None, device: torch.device) -> Path:
 def write(path: Path, results: dict[str, Any]) -> None:
     """Replace the file in one step: an interruption leaves the last complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".json.part")
-    temporary.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(temporary, path)
+    write_file(path, json.dumps(results, indent=1) + "\n")
 
 
 def split(text: str) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastkd._core.writing import write_file
+
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "compiled"
 PROVEN = ROOT / "kernels" / "proven.json"
@@ -147,7 +149,7 @@ def walked(loss: str) -> dict[str, Any]:
     file = KEPT / f"calls-{loss}-{_sources_key()}.json"
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            _write(file, _walk(loss))
+            write_file(file, _walk(loss), shared=True)
     return json.loads(file.read_text())
 
 
@@ -183,13 +185,6 @@ def _versions() -> str:
     import triton
 
     return f"{sys.version} {torch.__version__} {triton.__version__}"
-
-
-def _write(file: Path, text: str) -> None:
-    """All or nothing, as several processes keep what they found."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
-        part.write(text)
-    os.replace(part.name, file)
 
 
 def choices(form: Form) -> dict[str, str]:
@@ -246,7 +241,7 @@ def note_proven(states: dict[str, str]) -> None:
     """Keep what is proven of the modules that there are."""
     proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
     kept = {name: now for name, now in (proven | states).items() if name in modules()}
-    _write(PROVEN, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    write_file(PROVEN, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 def compile_one(form: Form) -> dict[str, Any]:
@@ -256,7 +251,7 @@ def compile_one(form: Form) -> dict[str, Any]:
     file = KEPT / f"form-{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        _write(file, json.dumps(_compiled(form)))
+        write_file(file, json.dumps(_compiled(form)), shared=True)
     return json.loads(file.read_text())
 
 

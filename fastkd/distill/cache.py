@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
+from fastkd._core.writing import write_file
 from fastkd.distill.batch import Part
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method
@@ -25,6 +25,7 @@ from fastkd.head import Head
 FORMAT = 5
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
+SPANS = ("start", "end")
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
     "sentence_last", "problem", "predicts_words", "writes",
@@ -188,44 +189,57 @@ class TeacherCache(nn.Module):
                 "another tokenizer"
             )
 
-        def read(name: str, per_token: bool) -> Tensor:
+        columns = _columns(self.about)
+
+        def read(name: str, places: Tensor) -> Tensor:
             parts = []
             for length, (path, start, number) in zip(lengths, found, strict=True):  # type: ignore[misc]
                 rows = self._shard(path).get_slice(name)
-                first, count = (start, length) if per_token else (number, 1)
+                first, count = (start, length) if columns[name] else (number, 1)
                 parts.append(rows[first : first + count])
             if not parts:  # a batch without samples: none of any row
                 path = next(iter(self._rows.values()))[0]
                 parts.append(self._shard(path).get_slice(name)[:1][:0])
-            return torch.cat(parts).to(device, non_blocking=True)
+            rows = torch.cat(parts).to(device, non_blocking=True)
+            return _placed(rows, places) if columns[name] else rows
 
         pooled = self.about["kept"]["pool"] != "tokens"
-        hidden = {}
-        for layer in wanted["layers"]:
-            rows = read(f"hidden.{layer}", not pooled)
-            hidden[layer] = rows[:, None] if pooled else _placed(rows, mask)
+        hidden = {layer: read(f"hidden.{layer}", mask) for layer in wanted["layers"]}
+        if pooled:
+            hidden = {layer: rows[:, None] for layer, rows in hidden.items()}
         logits: Any = None
         words: Words | None = None
         if wanted["logits"]:
             raw = part.token_mask
             if self.about["head"]:
-                last = _placed(read(_last_name(self.about, self.model.num_layers), True), raw)
                 head: dict[str, Any] = dict(self.named_buffers())
+                last = read(_last_name(self.about), raw)
                 words = Words(last, Head(head["head_weight"], head.get("head_bias")))
             elif self.about["spans"]:
-                logits = tuple(_placed(read(name, True), raw) for name in ("start", "end"))
+                logits = tuple(read(name, raw) for name in SPANS)
             else:
-                logits = read("logits", self.model.per_token)
-                if self.model.per_token:
-                    logits = _placed(logits, raw)
-                elif _choices(part):
+                logits = read("logits", raw)
+                if not columns["logits"] and _choices(part):
                     logits = logits.view(part.batch["input_ids"].shape[:2])
         return Outputs(hidden, logits, pooled=pooled, words=words)
 
 
-def _last_name(about: dict[str, Any], layer: int) -> str:
-    """The last hidden states that the head reads, which a method may compare as well."""
+def _columns(about: dict[str, Any]) -> dict[str, bool]:
+    """What a cache keeps, and whether of each real token or once a sample."""
     kept = about["kept"]
+    columns = {f"hidden.{layer}": kept["pool"] == "tokens" for layer in kept["layers"]}
+    if about["head"]:
+        columns[_last_name(about)] = True
+    elif kept["logits"] and about["spans"]:
+        columns |= dict.fromkeys(SPANS, True)
+    elif kept["logits"]:
+        columns["logits"] = about["model"]["per_token"]
+    return columns
+
+
+def _last_name(about: dict[str, Any]) -> str:
+    """The last hidden states that the head reads, which a method may compare as well."""
+    kept, layer = about["kept"], about["model"]["num_layers"]
     compared = kept["pool"] == "tokens" and layer in kept["layers"]
     return f"hidden.{layer}" if compared else f"hidden.{layer}.last"
 
@@ -370,9 +384,9 @@ class _Writer:
         if begun:
             _check_same(folder, _read_about(folder), about)
         if head_data is not None and not (folder / HEAD).is_file():
-            _write(folder / HEAD, head_data)
+            write_file(folder / HEAD, head_data, shared=True)
         if not begun:
-            _write(folder / ABOUT, json.dumps(about, indent=1).encode())
+            write_file(folder / ABOUT, json.dumps(about, indent=1), shared=True)
         self.cache = TeacherCache(folder)
         self.columns: dict[str, list[Tensor]] = {}
         self.size = 0
@@ -410,29 +424,25 @@ class _Writer:
         """The rows of a batch that aren't known."""
         head, pool = bool(self.about["head"]), self.wanted["pool"]
         outputs = self._run(part, with_last=head, logits=self.wanted["logits"] and not head)
-        of_tokens: dict[str, Tensor] = {}  # (B, N, ...)
-        of_samples: dict[str, Tensor] = {}  # (S, ...)
-        for layer in self.wanted["layers"]:
-            name, hidden = f"hidden.{layer}", outputs.hidden[layer]
-            if pool == "tokens":
-                of_tokens[name] = hidden
-                continue
-            if part.documents is not None:
-                hidden = part.documents.unpack(hidden)
-            of_samples[name] = pooled_rows(pool, self.teacher, hidden, part.feature_mask)
+        found = {f"hidden.{layer}": outputs.hidden[layer] for layer in self.wanted["layers"]}
+        if pool != "tokens":
+            unpack = (lambda x: x) if part.documents is None else part.documents.unpack
+            for name, x in found.items():
+                found[name] = pooled_rows(pool, self.teacher, unpack(x), part.feature_mask)
         if head:
-            last = self.teacher.num_layers
-            of_tokens[_last_name(self.about, last)] = outputs.hidden[last]
+            found[_last_name(self.about)] = outputs.hidden[self.teacher.num_layers]
         elif isinstance(outputs.logits, tuple):
-            of_tokens.update(zip(("start", "end"), outputs.logits, strict=True))
+            found |= zip(SPANS, outputs.logits, strict=True)
         elif outputs.logits is not None:
-            logits = outputs.logits.flatten()[:, None] if _choices(part) else outputs.logits
-            (of_tokens if self.teacher.per_token else of_samples)["logits"] = logits
+            logits = outputs.logits
+            found["logits"] = logits.flatten()[:, None] if _choices(part) else logits
         elif self.wanted["logits"]:
             raise ValueError(f"{self.teacher.class_name} returns no logits to keep")
-        raw, lengths = part.token_mask, mask.sum(1).tolist()
-        rows = {name: x[raw].cpu().split(lengths) for name, x in of_tokens.items()}
-        rows |= {name: x.cpu().split(1) for name, x in of_samples.items()}
+        raw, lengths, columns = part.token_mask, mask.sum(1).tolist(), _columns(self.about)
+        rows = {
+            name: x[raw].cpu().split(lengths) if columns[name] else x.cpu().split(1)
+            for name, x in found.items()
+        }
         for i, key in enumerate(keys):
             if key in known or key in keys[:i]:
                 continue
@@ -453,7 +463,8 @@ class _Writer:
             return
         tensors = {name: torch.cat(parts).contiguous() for name, parts in self.columns.items()}
         data = _safetensors().torch.save(tensors)
-        _write(self.folder / f"shard-{_digest(data)}.safetensors", data)
+        path = self.folder / f"shard-{_digest(data)}.safetensors"
+        write_file(path, data, shared=True)
         self.columns, self.size = {}, 0
 
 
@@ -560,13 +571,6 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
         return None
     words = sorted(tokenizer.get_vocab().items())
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Complete or not at all."""
-    partial = path.with_name(f".{uuid.uuid4().hex}")
-    partial.write_bytes(data)
-    os.replace(partial, path)
 
 
 def _safetensors() -> Any:

@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -459,9 +458,7 @@ def _rank(
     model = DistributedDataParallel(distiller, find_unused_parameters=True)
     model(**{name: x[rows] for name, x in batch.items()}).loss.backward()
     if rank == 0:
-        partial = Path(folder, "gradients")
-        torch.save(_gradients(distiller), partial)
-        os.replace(partial, f"{folder}/gradients.pt")
+        torch.save(_gradients(distiller), f"{folder}/gradients.pt")
     dist.barrier()
     # Taking the group down has hung, with nothing left to do.
     os._exit(0)

@@ -21,6 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fastkd._core.extras import require
+from fastkd._core.writing import staging_of, sync_names, write_file
 from fastkd.train.errors import InputError, SaveFailed
 
 filelock: Any = require("filelock", "train")
@@ -55,9 +56,9 @@ def move_directory(source: Path, target: Path) -> None:
     if target.exists():
         target.rename(backup)
     source.rename(target)
-    _sync(target.parent)
+    sync_names(target.parent)
     if source.parent != target.parent and source.parent.exists():
-        _sync(source.parent)
+        sync_names(source.parent)
     discard(backup)
 
 
@@ -74,11 +75,6 @@ def recover_directory(target: Path) -> None:
 
 def _backup(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
-
-
-def staging_of(target: Path) -> Path:
-    """Where ``target`` is written until it is complete; what lies there is ours."""
-    return target.with_name(f".{target.name}.new")
 
 
 def discard(directory: Path) -> Path | None:
@@ -128,7 +124,7 @@ def seal(directory: Path, content: dict[str, Any]) -> None:
     """Write the marker of a directory whose files are all there, once they are on the disk."""
     files = {name: _digest(directory / name) for name in _files(directory)}
     for folder in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
-        _sync(folder)
+        sync_names(folder)
     write_json(directory / MARKER, {**content, "files": files})
 
 
@@ -202,16 +198,6 @@ def _digest(path: Path, sync: bool = True) -> str:
     return digest.hexdigest()
 
 
-def _sync(directory: Path) -> None:
-    """See to it that the names in ``directory`` are on the disk, where a system offers that."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 @contextlib.contextmanager
 def saving(target: Path) -> Iterator[None]:
     """A save that fails is one sentence, whatever torch, safetensors or the system call it."""
@@ -278,22 +264,6 @@ def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(listed)
     return text.getvalue()
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file, replacing ``path`` only once it is complete and on the disk."""
-    staging = staging_of(path)
-    try:
-        with staging.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-        _sync(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            staging.unlink()
-        raise
 
 
 def read_json(path: Path) -> Any:
