@@ -168,6 +168,9 @@ def file_fingerprint(path: Path) -> str:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """That of a tokenizer's files, which say all that it does, whatever class it is."""
+    if tokenizer.is_fast:  # how long its last texts were to be isn't its own
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         words = type(tokenizer).__name__, file_fingerprint(Path(folder))
