@@ -95,6 +95,8 @@ class Method(nn.Module):
     uses_teacher: bool = True
     #: Terms that compare samples with each other: in a part of a batch they are another loss.
     across_samples: tuple[str, ...] = ()
+    #: Whether a term compares the samples of a class, of which each sample must have one.
+    by_class: bool = False
     #: What is compared of the teacher's hidden states: "tokens", or one row a sample, "cls" or
     #: "mean" as `Step.pooled` gives it. A teacher's cache then keeps only that.
     teacher_pool: str = "tokens"

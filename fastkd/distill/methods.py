@@ -203,6 +203,7 @@ class IntraClassKNN(_Soft):
     """
 
     across_samples = ("knn",)
+    by_class = True
 
     def __init__(
         self,

@@ -52,6 +52,7 @@ class Several(Method):
         self.methods = nn.ModuleList(methods)
         self.perturb = any(method.perturb for method in methods)
         self.scheduled = any(method.scheduled for method in methods)
+        self.by_class = any(method.by_class for method in methods)
         self.uses_teacher = any(method.uses_teacher for method in methods)
         pools = {method.teacher_pool for method in methods}
         self.teacher_pool = pools.pop() if len(pools) == 1 else "tokens"

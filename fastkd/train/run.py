@@ -23,7 +23,6 @@ from transformers import PreTrainedModel, set_seed
 import fastkd
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.methods import IntraClassKNN
 from fastkd.distributed import world_size
 from fastkd.train import data, lora, processes, tasks, trainer_args
 from fastkd.train.card import CARD, write_card
@@ -430,7 +429,7 @@ def assemble(
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
     headless = run.task.headless()
     method = make_method(settings.method, settings.options, settings.preset, selected, headless)
-    if isinstance(method, IntraClassKNN) and run.train_rows.labels is None:
+    if method.by_class and run.train_rows.labels is None:
         raise InputError(
             f"--method {settings.method} compares rows of one class, and those of --task "
             f"{run.task.name()} have no class each"

@@ -64,9 +64,6 @@ class Classification(ClassTask):
     def unlabelled(self, rows: Rows) -> Rows:
         return replace(rows, labels=np.full(len(rows), UNLABELLED))
 
-    def bare(self, rows: Rows) -> Rows:
-        return self.unlabelled(rows)
-
     @classmethod
     def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
         if is_regression(rows) if glue is None else glue.regression:

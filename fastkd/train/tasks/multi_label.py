@@ -10,20 +10,19 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import require
-from fastkd.train.classes import MOST_CLASSES_SHOWN, whole_numbers
+from fastkd.train.classes import MOST_CLASSES_SHOWN
 from fastkd.train.columns import Columns, field, text_of, whole
 from fastkd.train.corpus import Corpus
-from fastkd.train.errors import InputError, nearest
+from fastkd.train.errors import InputError
 from fastkd.train.labels import as_name
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import ClassTask, Fitted, Given
+from fastkd.train.rows import UNLABELLED, Encoded
+from fastkd.train.tasks.task import LABELS, ListedTask
 
-LABELS = "labels"
 BETWEEN = "|"
 
 
 @dataclass(frozen=True)
-class MultiLabel(ClassTask):
+class MultiLabel(ListedTask):
     """Texts and lists of labels, which may be empty; in tables they are split by "|".
 
     Each output of the head is a decision of its own: the label is given where it is above 0.
@@ -48,45 +47,9 @@ class MultiLabel(ClassTask):
             row[LABELS] = _labels_of(record, columns.label, where)
         return row
 
-    @classmethod
-    def declared(cls, feature: Any) -> list[str] | None:
-        return getattr(getattr(feature, "feature", None), "names", None)
-
-    @classmethod
-    def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
-        return [declared[i] for i in label]
-
-    @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        names = given.declared or sorted({name for (row,) in train.columns(LABELS) for name in row})
-        if whole_numbers(names) and given.declared is None:
-            names.sort(key=int)
-        if len(names) < 2:
-            found = f"the only label is {names[0]!r}" if names else "no row has a label"
-            raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
-        task = cls(tuple(names), given.declared is not None or whole_numbers(names))
-        for rows in evals.values():
-            task._check(rows, "does not occur in the training rows")
-        return Fitted(task, train, evals)
-
-    def _check(self, rows: Rows, unknown: str) -> None:
-        for number, names in rows.columns("number", LABELS):
-            for name in names:
-                if name not in self.classes:
-                    raise InputError(
-                        f"{rows.source}, row {number}: label {name!r:.60} {unknown}; "
-                        f"{nearest(name, self.classes)}"
-                    )
-
     def fit_config(self, config: Any) -> None:
         super().fit_config(config)
         config.problem_type = "multi_label_classification"
-
-    def bare(self, rows: Rows) -> Rows:
-        return self.unlabelled(rows)
-
-    def unlabelled(self, rows: Rows) -> Rows:
-        return rows.without(LABELS)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if len(self.classes) > MOST_CLASSES_SHOWN:
@@ -95,12 +58,6 @@ class MultiLabel(ClassTask):
         train, evals = map(_counts, ([corpus.train], corpus.evals.values()))
         counts = (f"{name} {train[name]}/{evals[name]}" for name in self.classes)
         yield f"labels, training/evaluation rows: {', '.join(counts)}"
-
-    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        if asked is not None:
-            super().read_labels(rows, asked)
-        self._check(rows, "is none of the model's")
-        return rows, ()
 
     def encode(
         self, batch: dict[str, list], tokenizer: Any, max_length: int

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
-from fastkd.train.classes import by_names, class_names, label_order, read_as_ids
+from fastkd.train.classes import by_names, class_names, label_order, read_as_ids, whole_numbers
 from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, whole
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
@@ -22,7 +22,7 @@ from fastkd.train.glue import Glue
 from fastkd.train.rows import UNLABELLED, Encoded, Rows, file_fingerprint, label_json
 from fastkd.train.score import accepted
 
-LABEL = "label"
+LABEL, LABELS = "label", "labels"
 
 
 class Given(NamedTuple):
@@ -384,6 +384,9 @@ class ClassTask(Task):
     def names(self) -> list[str]:
         return list(self.classes)
 
+    def bare(self, rows: Rows) -> Rows:
+        return self.unlabelled(rows)
+
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
         return cls(tuple(class_names(config)))
@@ -427,6 +430,53 @@ class ClassTask(Task):
     def renumbered(self, classes: tuple[str, ...], new: list[int]) -> Task:
         """This task with these classes; class i now is ``new[i]``."""
         return replace(self, classes=classes)
+
+
+@dataclass(frozen=True)
+class ListedTask(ClassTask):
+    """A task with any number of classes a row, in the column `LABELS`."""
+
+    #: What a class is called in messages.
+    called: ClassVar[str] = "label"
+
+    @classmethod
+    def declared(cls, feature: Any) -> list[str] | None:
+        return getattr(getattr(feature, "feature", None), "names", None)
+
+    @classmethod
+    def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
+        return [declared[i] for i in label]
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+        names = given.declared or sorted({x for (row,) in train.columns(LABELS) for x in row})
+        numbered = whole_numbers(names)
+        if numbered and given.declared is None:
+            names.sort(key=int)
+        if len(names) < 2:
+            found = f"the only {cls.called} is {names[0]!r}" if names else "no row has a label"
+            raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
+        task = cls(tuple(names), given.declared is not None or numbered)
+        for rows in evals.values():
+            task.check_known(rows, "does not occur in the training rows")
+        return Fitted(task, train, evals)
+
+    def check_known(self, rows: Rows, unknown: str) -> None:
+        """Raise for the first label of the rows that is no class."""
+        for number, row in rows.columns("number", LABELS):
+            for name in row:
+                if name not in self.classes:
+                    raise InputError(
+                        f"{rows.source}, row {number}: {self.called} {name!r:.60} {unknown}; "
+                        f"{nearest(name, self.classes)}"
+                    )
+
+    def unlabelled(self, rows: Rows) -> Rows:
+        return rows.without(LABELS)
+
+    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
+        self.check_known(rows, "is none of the model's")
+        return super().read_labels(rows, asked)
 
 
 def sums_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[float, int]]:

@@ -12,18 +12,18 @@ from fastkd._core.extras import require
 from fastkd.train import files
 from fastkd.train.columns import Columns, words_of
 from fastkd.train.corpus import Corpus
-from fastkd.train.errors import InputError, nearest
+from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import ClassTask, Fitted, Given, logits
+from fastkd.train.tasks.task import LABELS, ListedTask, logits
 
 CONLL = ".conll"
-TOKENS, TAGS = "tokens", "labels"
+TOKENS = "tokens"
 OUTSIDE = "O"
 
 
 @dataclass(frozen=True)
-class TokenClassification(ClassTask):
+class TokenClassification(ListedTask):
     """Words and their tags: ``.conll``, or columns ``tokens`` and ``labels`` with lists of words.
 
     A word's first piece carries its tag. Words beyond --max-length have no answer; in the scores
@@ -36,7 +36,8 @@ class TokenClassification(ClassTask):
     head_name: ClassVar[str] = "token classification head"
     pipeline: ClassVar[str] = "token-classification"
     suffixes: ClassVar[tuple[str, ...]] = (CONLL,)
-    columns: ClassVar[Columns] = Columns(TOKENS, None, TAGS)
+    columns: ClassVar[Columns] = Columns(TOKENS, None, LABELS)
+    called: ClassVar[str] = "tag"
 
     @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
@@ -48,7 +49,7 @@ class TokenClassification(ClassTask):
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
-        parts = {TOKENS: columns.text, TAGS: columns.label}
+        parts = {TOKENS: columns.text, LABELS: columns.label}
         return {name: ["large_string"] for name, there in parts.items() if there is not None}
 
     @classmethod
@@ -62,7 +63,7 @@ class TokenClassification(ClassTask):
         tags = words_of(record, columns.label, where)
         if len(tags) != len(words):
             raise InputError(f"{where}: {len(words)} words and {len(tags)} tags")
-        return {TOKENS: words, TAGS: [_checked(tag.strip(), where) for tag in tags]}
+        return {TOKENS: words, LABELS: [_checked(tag.strip(), where) for tag in tags]}
 
     @classmethod
     def full(cls, row: Mapping[str, Any]) -> bool:
@@ -72,44 +73,9 @@ class TokenClassification(ClassTask):
     def texts(cls, rows: Rows) -> list[str]:
         return [" ".join(words) for (words,) in rows.columns(TOKENS)]
 
-    @classmethod
-    def declared(cls, feature: Any) -> list[str] | None:
-        return getattr(getattr(feature, "feature", None), "names", None)
-
-    @classmethod
-    def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
-        return [declared[i] for i in label]
-
-    @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        names = given.declared or sorted({tag for (tags,) in train.columns(TAGS) for tag in tags})
-        if len(names) < 2:
-            raise InputError(
-                f"{train.source}: every tag is {names[0]!r}; there is nothing to learn"
-            )
-        task = cls(tuple(names), given.declared is not None)
-        for rows in evals.values():
-            task._check(rows)
-        return Fitted(task, train, evals)
-
-    def _check(self, rows: Rows) -> None:
-        for number, tags in rows.columns("number", TAGS):
-            for tag in tags:
-                if tag not in self.classes:
-                    raise InputError(
-                        f"{rows.source}, row {number}: tag {tag!r:.60} does not occur in the "
-                        f"training rows; {nearest(tag, self.classes)}"
-                    )
-
     def fit_config(self, config: Any) -> None:
         super().fit_config(config)
         config.problem_type = None
-
-    def bare(self, rows: Rows) -> Rows:
-        return self.unlabelled(rows)
-
-    def unlabelled(self, rows: Rows) -> Rows:
-        return rows.without(TAGS)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
@@ -119,12 +85,6 @@ class TokenClassification(ClassTask):
         found = super().chosen(wanted, glue)
         marked = any(tag[:2] in ("B-", "I-", "S-", "E-") for tag in self.classes)
         return found if marked or wanted is not None else ("accuracy",)
-
-    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        if asked is not None:
-            super().read_labels(rows, asked)
-        self._check(rows)
-        return rows, ()
 
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=False), "a sentence"
@@ -148,7 +108,7 @@ class TokenClassification(ClassTask):
             pieces = found.word_ids(i)
             first = [w if w not in pieces[:at] else None for at, w in enumerate(pieces)]
             words.append([-1 if w is None else w for w in first])
-            tags = batch[TAGS][i] if TAGS in batch else None
+            tags = batch[LABELS][i] if LABELS in batch else None
             none = [UNLABELLED] * len(all_pieces)
             labels.append(
                 none if tags is None else [UNLABELLED if w is None else ids[tags[w]] for w in first]
@@ -185,7 +145,7 @@ class TokenClassification(ClassTask):
             return dict.fromkeys(metrics, float("nan"))
         seqeval: Any = require("seqeval.metrics", "tasks")
         found = [[tag or OUTSIDE for tag in tags] for tags in self._tags(answers, examples)]
-        true = [tags for (tags,) in examples.rows.columns(TAGS)]
+        true = [tags for (tags,) in examples.rows.columns(LABELS)]
         compute = {
             "f1": lambda: seqeval.f1_score(true, found, zero_division=0),
             "precision": lambda: seqeval.precision_score(true, found, zero_division=0),
@@ -199,7 +159,7 @@ class TokenClassification(ClassTask):
         return f"are all {given.pop()!r}" if len(given) == 1 else None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        return [{TAGS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
+        return [{LABELS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
 
     def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
         return ({TOKENS: words} for (words,) in rows.columns(TOKENS))
@@ -234,7 +194,7 @@ def _conll(path: Path, option: str) -> files.Records:
 
 def _sentence(lines: list[list[str]]) -> dict[str, list[str]]:
     words = {TOKENS: [parts[0] for parts in lines]}
-    return words if len(lines[0]) == 1 else {**words, TAGS: [parts[-1] for parts in lines]}
+    return words if len(lines[0]) == 1 else {**words, LABELS: [parts[-1] for parts in lines]}
 
 
 TASK = TokenClassification

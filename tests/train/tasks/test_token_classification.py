@@ -98,7 +98,7 @@ def test_words_that_are_cut_off_are_outside(tmp_path):
         ("a.jsonl", '{"tokens": "a b", "labels": ["O"]}', "not a list of words but 'a b'"),
         ("a.jsonl", '{"tokens": ["a", " "], "labels": ["O", "O"]}', "row 1: word 2 is empty"),
         ("a.jsonl", '{"tokens": [], "labels": []}', "row 1: column 'tokens' is empty"),
-        ("a.jsonl", '{"tokens": ["a"], "labels": ["O"]}', "every tag is 'O'"),
+        ("a.jsonl", '{"tokens": ["a"], "labels": ["O"]}', "the only tag is 'O'"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
