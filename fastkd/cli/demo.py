@@ -47,33 +47,37 @@ TITLES = {
 MOST_PROCESSES = 4
 
 
+def either(usual: int, fast: int) -> Any:
+    """How much of something, and how much of it with --fast."""
+    return dataclasses.field(default=usual, metadata={"fast": fast})
+
+
 @dataclasses.dataclass(frozen=True)
-class Size:
-    """How much the demo does; the default is made for two CPU cores and five minutes."""
+class Sizes:
+    """How much a demo does; its default is made for two CPU cores and five minutes."""
 
-    train_rows: int = 300  # of each area
-    eval_rows: int = 60
-    labelled: int = 24
-    seeds: int = 3
-    teacher_steps: int = 140
-    student_steps: int = 40
-    batch_size: int = 32
-    max_length: int = 20
-    student_layers: int = 3
-    timing_rounds: int = 9
+    student_steps: int
+
+    @classmethod
+    def of(cls, settings: DemoSettings) -> Any:
+        fields = dataclasses.fields(cls)
+        few = {field.name: field.metadata["fast"] for field in fields if settings.fast}
+        steps = {} if settings.steps is None else {"student_steps": settings.steps}
+        return cls(**{**few, **steps})
 
 
-FAST = Size(
-    train_rows=8,
-    eval_rows=4,
-    labelled=8,
-    seeds=2,
-    teacher_steps=2,
-    student_steps=2,
-    batch_size=4,
-    max_length=12,
-    timing_rounds=1,
-)
+@dataclasses.dataclass(frozen=True)
+class Size(Sizes):
+    train_rows: int = either(300, 8)  # of each area
+    eval_rows: int = either(60, 4)
+    labelled: int = either(24, 8)
+    seeds: int = either(3, 2)
+    teacher_steps: int = either(140, 2)
+    student_steps: int = either(40, 2)
+    batch_size: int = either(32, 4)
+    max_length: int = either(20, 12)
+    student_layers: int = either(3, 3)
+    timing_rounds: int = either(9, 1)
 
 
 def make_study(size: Size, seed: int, device: str) -> Study:
@@ -105,9 +109,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     be_quiet()
     teacher = teacher_path()
-    size = FAST if settings.fast else Size()
-    if settings.steps is not None:
-        size = dataclasses.replace(size, student_steps=settings.steps)
+    size = Size.of(settings)
     study = make_study(size, settings.seed, settings.device)
     out, display = settings.out, RichDisplay(console)
     runs = Runs(study, out / "runs", display)

@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 
 import fastkd
 from fastkd.analysis.pictures import new_figure
-from fastkd.cli.demo import TITLES
+from fastkd.cli.demo import TITLES, Sizes, either
 from fastkd.cli.display import RichDisplay, say
 from fastkd.cli.settings import DemoSettings
 from fastkd.distill.methods import METHODS
@@ -48,37 +48,19 @@ OPTIONS: dict[str, dict[str, Any]] = {"lrc_bert": {"gamma": 0.0}}
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
-    """How much the demo does; the default is made for two CPU cores and five minutes."""
-
-    train_files: int = 150
-    eval_files: int = 6
-    characters: int = 8000  # of a file
-    vocabulary: int = 2000
-    width: int = 128
-    layers: int = 6
-    length: int = 128
-    teacher_steps: int = 300
-    student_steps: int = 80
-    evaluations: int = 4
-    batch_size: int = 16
-    sample_tokens: int = 60
-
-
-FAST = Size(
-    train_files=6,
-    eval_files=2,
-    characters=1500,
-    vocabulary=300,
-    width=16,
-    layers=2,
-    length=32,
-    teacher_steps=2,
-    student_steps=2,
-    evaluations=1,
-    batch_size=2,
-    sample_tokens=4,
-)
+class Size(Sizes):
+    train_files: int = either(150, 6)
+    eval_files: int = either(6, 2)
+    characters: int = either(8000, 1500)  # of a file
+    vocabulary: int = either(2000, 300)
+    width: int = either(128, 16)
+    layers: int = either(6, 2)
+    length: int = either(128, 32)
+    teacher_steps: int = either(300, 2)
+    student_steps: int = either(80, 2)
+    evaluations: int = either(4, 1)
+    batch_size: int = either(16, 2)
+    sample_tokens: int = either(60, 4)
 
 
 def sources(root: Path) -> Iterator[str]:
@@ -148,9 +130,7 @@ def run_demo(settings: DemoSettings, console: Console, root: Path | None = None)
     be_quiet()
     if leave_launcher()[0]:  # there is one teacher and one run after another
         return {}
-    size = FAST if settings.fast else Size()
-    if settings.steps is not None:
-        size = dataclasses.replace(size, student_steps=settings.steps)
+    size = Size.of(settings)
     out, display = settings.out, RichDisplay(console)
     theirs = read_marker(out / "student") or {}
     if (out / "student").exists() and "sample" not in theirs:

@@ -11,6 +11,7 @@ import pytest
 from fastkd._core.extras import MissingExtra
 from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
+from fastkd.cli.settings import DemoSettings
 from fastkd.distill import METHODS
 from fastkd.study import task
 from fastkd.train import packaged, saving
@@ -177,7 +178,7 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
 
 def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
     """What is kept was trained once more: it answers as the run's file says."""
-    study = demo.make_study(demo.FAST, 5, "cpu")
+    study = demo.make_study(demo.Size.of(DemoSettings(fast=True)), 5, "cpu")
     work = task.TaskWork(study, study.tasks[0], tmp_path / "runs")
     first = work.train(study.variants[2], 5)
     again = work.distil(study.variants[2], 5)
