@@ -19,7 +19,6 @@ one variant of each:
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,8 @@ from fastkd.study.settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
-from fastkd.train.options import fits
-from fastkd.train.plan import PRECISIONS
-from fastkd.train.settings import Source
+from fastkd.train.options import fits, option
+from fastkd.train.settings import Checked, Source, device, precision
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 from fastkd.train.written import (
     as_keys,
@@ -47,19 +45,20 @@ from fastkd.train.written import (
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")
-WEIGHTS = ("cut", "random")
 SELECT = "select"  # the teacher layers that MC3KD's Algorithm 1 chooses
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
+class Variant(Checked):
     """A row of the table: a method with its options, and the student it starts from."""
 
     name: str
     method: str
     options: dict[str, Any]
     teacher_layers: Any = "uniform"  # that make the student
-    attention: str | None = None  # "eager" for maps that a method of one's own compares
+    attention: str | None = option(
+        None, "eager for maps that a method of one's own compares.", choices=("eager", "sdpa")
+    )
     student: str | None = None  # what it is made of, where that isn't the study's
 
     @property
@@ -103,7 +102,7 @@ def build(name: str, options: Mapping[str, Any]) -> Method:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskSpec:
+class TaskSpec(Checked):
     """A data set. ``source`` is None for the docstrings of Python's library, or their ``pairs``."""
 
     name: str
@@ -111,12 +110,15 @@ class TaskSpec:
     # Docstrings of each area, or pairs of each grade: to train on, held out.
     rows: tuple[int, int] = (350, 60)
     pairs: bool = False
-    #: How many rows the student sees with labels, drawn anew by each seed; the others come
-    #: without. The teacher has learned from all.
-    labelled: int | None = None
-    max_length: int = 32
-    teacher_steps: int = 300
-    teacher_learning_rate: float = 1e-4
+    labelled: int | None = option(
+        None,
+        "How many rows the student sees with labels, drawn anew by each seed; the others come "
+        "without. The teacher has learned from all.",
+        least=1,
+    )
+    max_length: int = option(32, "Longest text, in tokens.", least=4)
+    teacher_steps: int = option(300, "Steps in which the teacher learns the task.", least=1)
+    teacher_learning_rate: float = option(1e-4, "Its learning rate.", above=0)
 
     def json(self) -> dict[str, Any]:
         """What its result depends on, besides the rows themselves."""
@@ -124,7 +126,7 @@ class TaskSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
+class Study(Checked):
     """A whole study."""
 
     tasks: tuple[TaskSpec, ...]
@@ -134,26 +136,28 @@ class Study:
     #: The variant that the others are compared with.
     baseline: str = "labels"
     teacher: str = PACKAGED
-    student_layers: int = 3
+    student_layers: int = option(3, "Layers of the student.", least=1)
     #: What the student is made of: the layers of the fine-tuned teacher with its head, or those of
     #: the "pretrained" model that it was before, with a fresh head; or a directory or a name on the
     #: hub: that model as it is, with a fresh head if it has none for the task.
     student: str = "teacher"
-    #: Sizes of the student where they aren't the teacher's, and whether its weights are "cut" from
-    #: the teacher's or "random".
+    #: Sizes of the student where they aren't the teacher's.
     student_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    student_weights: str = "cut"
-    steps: int | None = 80
-    seconds: float | None = None
-    evaluations: int = 4
-    batch_size: int = 32
-    learning_rate: float = 2e-4
-    #: Least share of a batch that has labels.
-    labelled_share: float = LABELLED_SHARE
+    student_weights: str = option(
+        "cut", "Cut from the teacher's, or random.", choices=("cut", "random")
+    )
+    steps: int | None = option(80, "Training steps of every run.", least=1)
+    seconds: float | None = option(None, "Training time of every run.", above=0)
+    evaluations: int = option(4, "How often a run is scored.", least=1)
+    batch_size: int = option(32, "Rows in a step.", least=1)
+    learning_rate: float = option(2e-4, "Peak learning rate.", above=0)
+    labelled_share: float = option(
+        LABELLED_SHARE, "Least share of a batch that has labels.", least=0, most=1
+    )
     #: Keep the teacher's outputs on the disk for all runs; without it, each step runs the teacher.
     cache: bool = True
-    device: str = "auto"
-    precision: str = "fp32"
+    device: str = device()
+    precision: str = precision()
     #: A table of a paper to be printed beside: title, columns, and rows by variant.
     paper: Mapping[str, Any] | None = None
 
@@ -172,7 +176,6 @@ class Study:
 
 FIELDS = {field.name: field for field in dataclasses.fields(Study)}
 PATHS = ("train", "evals", "unlabelled", "test")
-DEVICES = ("auto", "cpu", "cuda")
 OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps", "teacher_learning_rate")
 
 
@@ -229,14 +232,15 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
     seeds = spec.get("seeds", 4)
     if not fits(seeds, int | list):
         raise InputError(f"seeds must be their number or a list, got {seeds!r}")
-    study = Study(
-        tasks=tuple(_task(name, table, folder) for name, table in tasks.items()),
-        variants=tuple(_variants(methods, folder)),
-        seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
-        **values,
-    )
+    if "student" in values:
+        values["student"] = _begin("student", values["student"], folder)
+    values["tasks"] = tuple(_task(name, table, folder) for name, table in tasks.items())
+    values["variants"] = tuple(_variants(methods, folder))
+    values["seeds"] = tuple(range(seeds) if isinstance(seeds, int) else seeds)
+    with as_keys("the study", Study):
+        study = Study(**values)
     _check(study)
-    return dataclasses.replace(study, student=_begin("student", study.student, folder))
+    return study
 
 
 def _begin(where: str, given: Any, folder: Path) -> str:
@@ -246,14 +250,6 @@ def _begin(where: str, given: Any, folder: Path) -> str:
     path = path_of(where, given, folder)
     is_path = path.is_dir() or given.startswith((".", "/", "$", "~"))
     return str(path) if is_path else str(given)
-
-
-def _check_positive(where: str, values: Any, *names: str) -> None:
-    """Raise for the first of these fields that is 0 or less."""
-    for name in names:
-        value = getattr(values, name)
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{where}{name} must be a number above 0, got {value!r}")
 
 
 def _check(study: Study) -> None:
@@ -268,40 +264,21 @@ def _check(study: Study) -> None:
             raise InputError(f"seeds must be whole numbers from 0 to 2**32 - 1, got {seed!r}")
     if (study.steps is None) == (study.seconds is None):
         raise InputError("give the budget as steps or as seconds")
-    if study.student_weights not in WEIGHTS:
-        raise InputError(
-            f"student_weights {study.student_weights!r}; {nearest(study.student_weights, WEIGHTS)}"
-        )
     if "num_hidden_layers" in study.student_config:
         raise InputError("student_config.num_hidden_layers: give student_layers")
-    if study.precision not in PRECISIONS:
-        raise InputError(f"precision {study.precision!r}; {nearest(study.precision, PRECISIONS)}")
-    if study.device not in DEVICES:
-        raise InputError(f"device {study.device!r}; {nearest(study.device, DEVICES)}")
     if study.paper is not None:
         for name, kind in (("title", str), ("columns", list), ("rows", Mapping)):
             if not isinstance(study.paper.get(name), kind):
                 raise InputError("paper must have a title, a list columns and a table rows")
-    if not 0 <= study.labelled_share <= 1:
-        raise InputError(f"labelled_share must be 0 to 1, got {study.labelled_share!r}")
-    _check_positive(
-        "", study, "steps", "seconds", "batch_size", "learning_rate", "evaluations",
-        "student_layers",
-    )  # fmt: skip
     if study.baseline not in names and study.baseline != "labels":
         raise InputError(f"baseline {study.baseline!r}: {nearest(study.baseline, names)}")
     for task in study.tasks:
-        place = f"tasks.{task.name}: "
-        _check_positive(place, task, "labelled", "teacher_steps", "teacher_learning_rate")
-        if task.max_length < 4 or min(task.rows) < 1:
-            raise InputError(f"{place}max_length must be at least 4, rows at least 1 and 1")
-        if task.source is None:
-            continue
-        if task.labelled is not None and task.source.unlabelled is not None:
-            raise InputError(f"{place}labelled and unlabelled exclude each other")
+        if min(task.rows) < 1:
+            raise InputError(f"tasks.{task.name}: rows must be at least 1 and 1")
+        unlabelled = None if task.source is None else task.source.unlabelled
+        if task.labelled is not None and unlabelled is not None:
+            raise InputError(f"tasks.{task.name}: labelled and unlabelled exclude each other")
     for variant in study.variants:
-        if variant.attention not in (None, "eager", "sdpa"):
-            raise InputError(f"{variant.name}: attention {variant.attention!r}; known: eager, sdpa")
         layers = variant.options.get("layers")
         build(variant.method, {**variant.options, **({"layers": "uniform"} if layers else {})})
         for where in (layers, variant.teacher_layers):
@@ -325,7 +302,9 @@ def _variants(methods: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterabl
             student = chosen.pop("student", None)
             if student is not None:
                 student = _begin(f"methods.{entry}: student", student, folder)
-            yield Variant(name, method, chosen, start, attention, student)
+            with as_keys(name, Variant):
+                variant = Variant(name, method, chosen, start, attention, student)
+            yield variant
 
 
 def _choices(name: str, value: Any) -> list[Any]:
@@ -380,7 +359,8 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         with as_keys(f"tasks.{name} of the study", Source):
             source = Source(**rest)
     check_name(f"tasks.{name}", name)
-    return TaskSpec(name, source, **own)
+    with as_keys(f"tasks.{name}", TaskSpec):
+        return TaskSpec(name, source, **own)
 
 
 def _task_of_words(name: str, value: Any) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def options_of(cls: Any) -> dict[str, Option]:
             flag=field.metadata["option"].flag or "--" + field.name.replace("_", "-"),
         )
         for field in dataclasses.fields(cls)
+        if "option" in field.metadata
     }
 
 
