@@ -350,10 +350,14 @@ class TaskWork:
     @functools.cached_property
     def cache(self) -> TeacherCache:
         """The teacher's outputs on all training rows, for all methods of the study."""
-        layers: set[int] = set()
-        for variant in self.study.variants:
-            if self._can_cache(variant):
-                layers.update(wanted_of(self._distiller(variant, cached=False).method)["layers"])
+        teacher, layers = self.teacher, set[int]()
+        # How deep a student is decides on what methods want; they take their own student's size.
+        uniform = self._layers("uniform", teacher)
+        student = cast(PreTrainedModel, student_from_teacher(teacher, uniform))
+        for variant in filter(self._can_cache, self.study.variants):
+            with self._told(variant):
+                method = self._method(variant, self.selected if variant.selects else [])
+                layers.update(wanted_of(Distiller(teacher, student, method).method)["layers"])
         name = "-".join(map(str, sorted(layers)))
         folder = self.out / "cache" / f"{self.task.name}-{self.key}-{name}"
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -361,9 +365,7 @@ class TaskWork:
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not done.exists():
                 self.display.say(f"{self.task.name}: keeping the teacher's outputs ...")
-                student = student_from_teacher(self.teacher, self._layers("uniform", self.teacher))
-                method = _Everything(sorted(layers))
-                distiller = Distiller(self.teacher, cast(PreTrainedModel, student), method)
+                distiller = Distiller(teacher, student, _Everything(sorted(layers)))
                 distiller.cache_teacher(self._batches(), folder)
                 done.touch()
         return TeacherCache(folder)
