@@ -20,10 +20,6 @@ SHARED_KERNEL_FILES = {"launch", "pointers"}
 HELPERS = {"FeatureQueue", "CrossEntropy", "Divergence", "Head", "TopK"}  # public, and no loss
 
 
-def referred(loss) -> list[str]:
-    return [f"{function}_ref" for function in loss.compared]
-
-
 def announced(loss) -> list[str]:
     """The losses proper: what a page about losses has to name."""
     return [*loss.functions, *(name for name in loss.modules if name.endswith("Loss"))]
@@ -31,7 +27,7 @@ def announced(loss) -> list[str]:
 
 @pytest.mark.parametrize("name", [n for n in fastkd.__all__ if callable(getattr(fastkd, n))])
 def test_every_public_name_has_a_row(name):
-    rows = [{*loss.compared, *referred(loss), *loss.modules, *loss.measures} for loss in LOSSES]
+    rows = [loss.names for loss in LOSSES]
     assert name in HELPERS or any(name in row for row in rows), (
         f"{name} stands in no row of fastkd/_core/losses.py"
     )
@@ -40,7 +36,7 @@ def test_every_public_name_has_a_row(name):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 class TestRow:
     def test_its_names_are_public(self, loss):
-        for name in (*loss.compared, *referred(loss), *loss.measures):
+        for name in {*loss.names}.difference(loss.modules):
             assert name in functional.__all__, f"fastkd.functional lacks {name}"
         for name in loss.modules:
             assert name in fastkd.__all__, f"fastkd lacks {name}"

@@ -20,6 +20,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from fastkd._core.losses import LOSSES
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTWARD = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
 
@@ -46,6 +48,24 @@ def target(link: str, page: str) -> str | None:
     """The repository's file that a page of docs/ links to, if it isn't one of docs/."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
     return None if path.startswith("docs/") else path
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Behind the page on the losses those of each, in the order of its links."""
+    (section,) = (entry["Losses"] for entry in config.nav or () if "Losses" in entry)
+    links = re.findall(r"\]\((losses/\w+\.md)", (ROOT / "docs" / "losses.md").read_text())
+    section += dict.fromkeys(links)
+    return config
+
+
+def members() -> str:
+    """What the page of the API asks for of each loss."""
+    return "".join(
+        f"::: fastkd.{loss.name}\n    options:\n"
+        f"      members: [{', '.join(loss.names)}]\n"
+        "      show_root_heading: false\n      show_root_toc_entry: false\n"
+        for loss in LOSSES
+    )
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -91,4 +111,5 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         start = os.path.dirname(page.file.src_uri) or "."
         return f"]({posixpath.relpath(f'source/{path}.md', start)}" if path else match[0]
 
+    markdown = markdown.replace("::: losses\n", members())
     return OUTWARD.sub(inside, markdown).replace(".ipynb)", ".md)")

@@ -58,6 +58,12 @@ class Loss:
         """All functions that have a reference."""
         return {**self.functions, **self.parts}
 
+    @property
+    def names(self) -> list[str]:
+        """All that is public of it."""
+        references = (f"{function}_ref" for function in self.compared)
+        return [*self.compared, *references, *self.modules, *self.measures]
+
 
 _RELATIONS = {"normalize": ("l2",), "distance": ("pearson",)}
 # The C++ kernels know them all.
