@@ -78,7 +78,7 @@ class Launch(NamedTuple):
     arguments: list[Any]
 
 
-class Tensor(NamedTuple):
+class InMemory(NamedTuple):
     """A tensor among the arguments."""
 
     bytes: int

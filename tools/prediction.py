@@ -13,7 +13,7 @@ from typing import Any
 
 from fastkd.bench.harness import Case
 
-from .machine_code import Assumed, Launch, Site, Tensor, compiled, executed, work
+from .machine_code import Assumed, InMemory, Launch, Site, compiled, executed, work
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def kernel(gpu: Gpu, launch: Launch, assumed: Assumed) -> Kernel:
     warps = launch.form.num_warps
     fit = resident(gpu, warps, made.registers, made.shared)
     waves = programs / (gpu.processors * fit)
-    of_tensors = {i: x.bytes for i, x in enumerate(launch.arguments) if isinstance(x, Tensor)}
+    of_tensors = {i: x.bytes for i, x in enumerate(launch.arguments) if isinstance(x, InMemory)}
     memory, cache = memory_seconds(gpu, [*done.loads, *done.stores], of_tensors, programs)
     instructions = executed(made.code, done.trips)
     in_flight = max(launch.form.num_stages - 1, 1) if done.products else 1

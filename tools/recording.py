@@ -15,7 +15,7 @@ from fastkd.bench.harness import Case
 
 from . import dry_cuda
 from .compile_report import Form
-from .machine_code import Launch, Tensor
+from .machine_code import InMemory, Launch
 
 PREFERRED = ("fastkd triton", "fastkd torch", "fastkd")
 # Operations that start no kernel, beside views.
@@ -76,7 +76,7 @@ def _arguments(value: Any, kind: Any) -> list[Any]:
     if isinstance(kind, tuple):
         return [x for part, k in zip(value, kind, strict=True) for x in _arguments(part, k)]
     if isinstance(value, torch.Tensor):
-        return [Tensor(value.numel() * value.element_size())]
+        return [InMemory(value.numel() * value.element_size())]
     return [value]
 
 
