@@ -612,6 +612,15 @@ def replaced_embeddings(
         backbone._replaced = []
 
 
+def first_tokens(states: Tensor) -> Tensor:
+    """The first token of each row, (..., 1, D).
+
+    Side by side in memory: rows that are apart are multiplied one by one, with a copy of the head
+    for each.
+    """
+    return states[..., :1, :].contiguous()
+
+
 @contextlib.contextmanager
 def reading_logits(backbone: Backbone, read: bool) -> Iterator[None]:
     """Where none are read the vocabulary's head, if a module, runs over one token of each row."""
@@ -620,7 +629,9 @@ def reading_logits(backbone: Backbone, read: bool) -> Iterator[None]:
     if not read and backbone.shows_states and not backbone.compiled:
         head = backbone.inner.get_output_embeddings()
     if head is not None:
-        hooks.before(head, lambda module, args, kwargs: ((args[0][..., :1, :], *args[1:]), kwargs))
+        hooks.before(
+            head, lambda module, args, kwargs: ((first_tokens(args[0]), *args[1:]), kwargs)
+        )
     try:
         yield
     finally:

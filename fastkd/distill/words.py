@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
-from fastkd.distill.capture import Backbone, Hooks
+from fastkd.distill.capture import Backbone, Hooks, first_tokens
 from fastkd.head import Head
 from fastkd.soft_targets import DivergenceWord
 
@@ -74,7 +74,7 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
         if head is None:
             return None
         found.append(_as_multiplied(args[0], head))
-        return (args[0][:, :1], *args[1:]), kwargs
+        return (first_tokens(args[0]), *args[1:]), kwargs
 
     if layer is not None:
         hooks.before(layer, stop)
@@ -122,7 +122,7 @@ def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:
     if any(part.dropout is not None for part in words.head.low_rank):
         return True
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        made = Words(words.states[:, :1], words.head).logits().double()
+        made = Words(first_tokens(words.states), words.head).logits().double()
         error = (made - logits.double()).abs().max() if made.shape == logits.shape else torch.inf
         half = torch.float16 in (logits.dtype, words.states.dtype) or torch.bfloat16 in (
             logits.dtype,
