@@ -454,31 +454,34 @@ double relations_of(const Groups& of, double weight, double eps, bool add, const
   return total;
 }
 
-// Σ weight·loss of the relations between tokens, (B, N, D), and between samples; and its gradient.
-std::vector<Tensor> relations(const Tensor& student, const Tensor& teacher, const Mask& mask,
-                              double tokens, double samples, double eps, bool gradient) {
-  std::vector<Tensor> results;
+// weight·loss of the relations between tokens, (B, N, D), and between samples, (2); and the gradient
+// of their sum.
+std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher, const Mask& mask,
+                                   double tokens, double samples, double eps, bool gradient) {
+  const ScalarType type = working_type(student);
+  std::vector<Tensor> results{torch::stable::new_empty(student, {2}, type)};
   Positions dx{};
   if (gradient) {
     results.push_back(torch::stable::new_empty(
-        student, {student.size(0), student.size(1), student.size(2)}, working_type(student)));
+        student, {student.size(0), student.size(1), student.size(2)}, type));
     dx = positions_of(results.back());
   }
-  double loss = 0;
   bool add = false;
   for (const bool of_samples : {false, true}) {
+    const Rows terms = numbers_of(results.front());
+    terms.put(of_samples, 0);
     const double weight = of_samples ? samples : tokens;
+    if (weight == 0) continue;
     const Groups groups(student, teacher, mask, of_samples);
-    if (weight == 0 || groups.student.samples == 0 || groups.student.positions < 2) continue;
+    if (groups.student.samples == 0 || groups.student.positions < 2) continue;
     if (of_samples) dx = dx.turned();
     const Positions* to = gradient ? &dx : nullptr;
-    loss += student.scalar_type() == ScalarType::Double
-                ? relations_of<double>(groups, weight, eps, add, student, to)
-                : relations_of<float>(groups, weight, eps, add, student, to);
+    terms.put(of_samples, type == ScalarType::Double
+                              ? relations_of<double>(groups, weight, eps, add, student, to)
+                              : relations_of<float>(groups, weight, eps, add, student, to));
     add = true;
   }
   if (gradient && !add) torch::stable::zero_(results.back());
-  results.insert(results.begin(), scalar(loss, student));
   return results;
 }
 
@@ -523,7 +526,7 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "knn_backward(Tensor student, Tensor teacher, Tensor nearest, Tensor factors, Tensor dloss)"
       " -> Tensor");
   m.def(
-      "relations(Tensor student, Tensor teacher, Tensor? mask, float tokens, float samples,"
+      "relation_terms(Tensor student, Tensor teacher, Tensor? mask, float tokens, float samples,"
       " float eps, bool gradient) -> Tensor[]");
 }
 
@@ -540,5 +543,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&fastkd::attention_backward));
   m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
   m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
-  m.impl("relations", TORCH_BOX(&fastkd::relations));
+  m.impl("relation_terms", TORCH_BOX(&fastkd::relation_terms));
 }

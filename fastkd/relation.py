@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -154,8 +154,8 @@ def relation_loss(
     """
     check_choice("over", over, OVER)
     options = _Options({over: 1.0}, normalize, distance, temperature, eps)
-    ranks = ranks_of(gather, group)
-    return _weighted_relations([(student, teacher)], mask, segments, options, backend, ranks)
+    layers, ranks = _Layers([student], [teacher]), ranks_of(gather, group)
+    return _weighted_relations(layers, mask, segments, options, backend, ranks).loss
 
 
 class FCDLoss(InGroup):
@@ -168,7 +168,7 @@ class FCDLoss(InGroup):
         alpha, beta: weights, at least 0.
         normalize, distance, temperature, eps, backend, gather, group: as in `relation_loss`.
 
-    ``forward(student, teacher, mask=None, *, segments=None)``.
+    ``forward(student, teacher, mask=None, *, segments=None, return_terms=False)``.
 
     >>> student, teacher = torch.randn(4, 8, 16, requires_grad=True), torch.randn(4, 8, 32)
     >>> FCDLoss(beta=0.5)(student, teacher, mask=torch.ones(4, 8)).shape
@@ -204,18 +204,28 @@ class FCDLoss(InGroup):
         mask: Tensor | None = None,
         *,
         segments: Tensor | None = None,
-    ) -> Tensor:
+        return_terms: bool = False,
+    ) -> Any:
         """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them.
 
-        With ``alpha=0`` also of (B, Ds) and (B, Dt).
+        With ``alpha=0`` also of (B, Ds) and (B, Dt). With ``return_terms`` it is
+        ``(loss, {"tokens": ..., "samples": ...})``: the terms whose weight isn't 0, before
+        weighting and detached, from the same pass.
         """
         pairs, ranks = layer_pairs(student, teacher), ranks_of(self.gather, self.group)
-        options = self._options(len(pairs))
-        return _weighted_relations(pairs, mask, segments, options, self.backend, ranks)
+        options = self._options(len(pairs), return_terms)
+        layers = _Layers(*(list(side) for side in zip(*pairs, strict=True)))
+        loss, terms = _weighted_relations(layers, mask, segments, options, self.backend, ranks)
+        if terms is None:
+            return loss
+        weights = {"tokens": self.alpha, "samples": self.beta}
+        named = zip(weights.items(), terms.unbind(), strict=True)
+        return loss, {over: term / weight for (over, weight), term in named if weight}
 
-    def _options(self, layers: int) -> "_Options":
+    def _options(self, layers: int, terms: bool = False) -> "_Options":
         weights = {"tokens": self.alpha / layers, "samples": self.beta / layers}
-        return _Options(weights, self.normalize, self.distance, self.temperature, self.eps)
+        options = self.normalize, self.distance, self.temperature, self.eps
+        return _Options(weights, *options, terms=terms)
 
     def extra_repr(self) -> str:
         return (
@@ -233,6 +243,7 @@ class _Options:
     distance: str
     temperature: float
     eps: float
+    terms: bool = False  # asked for, beside the loss
     in_cpp: bool = False  # but for what products of features do
 
     def __post_init__(self) -> None:
@@ -247,47 +258,75 @@ class _Options:
         return dataclasses.replace(self, weights=weights)
 
 
+class _Layers(NamedTuple):
+    """Features of both sides, one of each a layer."""
+
+    students: list[Tensor]
+    teachers: list[Tensor]
+
+    @classmethod
+    def of(cls, features: Sequence[Tensor]) -> "_Layers":
+        """From all features, the students' first."""
+        half = len(features) // 2
+        return cls(list(features[:half]), list(features[half:]))
+
+    @property
+    def features(self) -> list[Tensor]:
+        """What `of` takes."""
+        return [*self.students, *self.teachers]
+
+    @property
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Student and teacher of one layer after the other."""
+        return zip(self.students, self.teachers, strict=True)
+
+
+class _Value(NamedTuple):
+    """The loss and, where asked for, the terms that it is the sum of."""
+
+    loss: Tensor  # ()
+    terms: Tensor | None = None  # (2,), in the order of OVER, detached
+
+
 def _weighted_relations(
-    pairs: Sequence[tuple[Tensor, Tensor]],
+    layers: _Layers,
     mask: Tensor | None,
     segments: Tensor | None,
     options: _Options,
     backend: str,
     ranks: Ranks | None,
-) -> Tensor:
-    """Σ_over weights[over] · loss over ``over`` of all layer pairs: the one way in."""
-    if _are_embeddings(pairs):
+) -> _Value:
+    """Σ_over weights[over] · loss over ``over`` of all layers: the one way in."""
+    if _are_embeddings(layers):
         _check_embeddings(options, segments)
-        pairs = [(student[:, None], teacher[:, None]) for student, teacher in pairs]
-        mask = check_mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
+        layers = _Layers.of([x[:, None] for x in layers.features])
+        mask = check_mask(mask, layers.students[0].shape[:1], layers.students[0].device)
         mask = None if mask is None else mask[:, None]
-    students, teachers = (list(side) for side in zip(*pairs, strict=True))
-    first, rows = students[0], students[0].shape[:2]
-    for student in students:
+    first, rows = layers.students[0], layers.students[0].shape[:2]
+    for student, teacher in layers.pairs:
         check_shape("student", student, (*rows, student.size(2)), "(B, N) of the first layer")
-    for teacher in teachers:
         check_shape("teacher", teacher, (*rows, teacher.size(2)), "(B, N) of student")
     mask = check_mask(mask, rows, first.device)
     if segments is not None:
         _check_segments(segments, first)
         # Rows of other processes are of other lengths: their documents can't be compared by pairs.
         if ranks is not None or values_readable(segments):
-            unpacked, mask = _unpacked([*students, *teachers], mask, segments)
-            students, teachers = unpacked[: len(pairs)], unpacked[len(pairs) :]
-            segments = None
+            unpacked, mask = _unpacked(layers.features, mask, segments)
+            layers, segments = _Layers.of(unpacked), None
     if ranks is None:
-        return _relations_of(students, teachers, mask, segments, options, backend)
-    return _across_ranks(students, teachers, mask, options, backend, ranks)
+        return _relations_of(layers, mask, segments, options, backend)
+    return _across_ranks(layers, mask, options, backend, ranks)
 
 
-def _are_embeddings(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the pairs are (B, D), and not (B, N, D)."""
-    for student, teacher in pairs:
+def _are_embeddings(layers: _Layers) -> bool:
+    """Whether the features are (B, D), and not (B, N, D)."""
+    dims = 0
+    for student, teacher in layers.pairs:
         check_pair(student, teacher, min_ndim=2)
-        dims = min(pairs[0][0].dim(), 3)
+        dims = dims or min(student.dim(), 3)
         check_floating("student", student, dims)
         check_floating("teacher", teacher, dims)
-    return pairs[0][0].dim() == 2
+    return dims == 2
 
 
 def _check_embeddings(options: _Options, segments: Tensor | None) -> None:
@@ -301,80 +340,85 @@ def _check_embeddings(options: _Options, segments: Tensor | None) -> None:
 
 
 def _relations_of(
-    students: list[Tensor],
-    teachers: list[Tensor],
+    layers: _Layers,
     mask: Tensor | None,
     segments: Tensor | None,
     options: _Options,
     backend: str,
-) -> Tensor:
+) -> _Value:
     """The loss of these layers; ``segments`` are those whose values can't be read."""
-    widest = next((x for x in students if x.dtype == torch.float64), students[0])
+    first = layers.students[0]
+    widest = next((x for x in layers.students if x.dtype == torch.float64), first)
     unsupported = None
     if segments is not None:
         unsupported = "its kernels need segments whose values can be read, on the CPU"
     words = {"normalize": options.normalize, "distance": options.distance}
     runs_on = backend_of(backend, "relation_loss", widest, unsupported, **words)
     if runs_on == "triton":
-        return _by_kernels(students, teachers, mask, options, backend)
+        return _by_kernels(layers, mask, options, backend)
     options = dataclasses.replace(options, in_cpp=runs_on == "cpp")
-    with autocast_off(students[0]):
+    with autocast_off(first):
         if segments is not None:
-            return _of_segments(students, teachers, mask, segments, options)
+            return _of_segments(layers, mask, segments, options)
         if options.normalize == "softmax":
-            students = [_softmax(first_order_only(x), mask) for x in students]
-            teachers = [_softmax(x, mask) for x in teachers]
-        return apply(_Relations, options, mask, *students, *teachers)
+            students = [_softmax(first_order_only(x), mask) for x in layers.students]
+            layers = _Layers(students, [_softmax(x, mask) for x in layers.teachers])
+        return _applied(_Relations, options, mask, layers.features)
 
 
-def _by_kernels(
-    students: list[Tensor],
-    teachers: list[Tensor],
-    mask: Tensor | None,
+def _applied(
+    function: type[torch.autograd.Function],
     options: _Options,
-    backend: str,
-) -> Tensor:
+    mask: Tensor | None,
+    features: Sequence[Tensor],
+) -> _Value:
+    made = apply(function, options, mask, *features)
+    return _Value(*made) if options.terms else _Value(made)
+
+
+def _by_kernels(layers: _Layers, mask: Tensor | None, options: _Options, backend: str) -> _Value:
     """Layers alike share their launches; some relations ``auto`` leaves to PyTorch."""
     from fastkd.kernels.pointers import layer_groups
 
-    pairs = list(zip(students, teachers, strict=True))
-    left = _left_to_features(pairs, options) if backend == "auto" else []
+    left = _left_to_features(layers, options) if backend == "auto" else []
     kinds = [over for over in options.weights if over not in left]
     kernels = options.only(*kinds) if left else options
-    losses = []
-    for group in layer_groups(pairs) if kinds else []:
-        features = *(students[i] for i in group), *(teachers[i] for i in group)
-        losses.append(apply(_TritonRelations, kernels, mask, *features))
+    values = []
+    for group in layer_groups(list(layers.pairs)) if kinds else []:
+        features = [side[i] for side in layers for i in group]
+        values.append(_applied(_TritonRelations, kernels, mask, features))
     if left:
-        losses.append(apply(_Relations, options.only(*left), mask, *students, *teachers))
-    return functools.reduce(torch.add, losses)
+        values.append(_applied(_Relations, options.only(*left), mask, layers.features))
+    losses = functools.reduce(torch.add, (value.loss for value in values))
+    terms = [value.terms for value in values if value.terms is not None]
+    return _Value(losses, functools.reduce(torch.add, terms) if terms else None)
 
 
 def _across_ranks(
-    students: list[Tensor],
-    teachers: list[Tensor],
-    mask: Tensor | None,
-    options: _Options,
-    backend: str,
-    ranks: Ranks,
-) -> Tensor:
+    layers: _Layers, mask: Tensor | None, options: _Options, backend: str, ranks: Ranks
+) -> _Value:
     """The loss of the samples of all processes.
 
     Between tokens every sample stands for itself, and only the mean is taken over all.
     """
-    first = students[0]
-    loss = first.new_zeros((), dtype=working_dtype(first))
+    first = layers.students[0]
+    losses = dict.fromkeys(OVER, first.new_zeros((), dtype=working_dtype(first)))
     if options.weights.get("tokens"):
-        own = _relations_of(students, teachers, mask, None, options.only("tokens"), backend)
+        own = _relations_of(layers, mask, None, options.only("tokens"), backend).loss
         real = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
         count = (real.sum(1) >= 2).sum()
-        loss = loss + ranks.total(own * count) / ranks.sum(count).clamp_min(1)
+        losses["tokens"] = ranks.total(own * count) / ranks.sum(count).clamp_min(1)
     if options.weights.get("samples"):
-        rows, mask = ranks.gather_samples([*students, *teachers], mask)
-        students, teachers = rows[: len(students)], rows[len(students) :]
+        rows, mask = ranks.gather_samples(layers.features, mask)
         options = options.only("samples")
-        loss = loss + _relations_of(students, teachers, mask, None, options, backend)
-    return loss
+        losses["samples"] = _relations_of(_Layers.of(rows), mask, None, options, backend).loss
+    return _of_terms(losses, options)
+
+
+def _of_terms(losses: dict[str, Tensor], options: _Options) -> _Value:
+    """Of the weighted losses over each kind."""
+    terms = torch.stack([losses[over] for over in OVER])
+    return _Value(terms.sum(), terms.detach() if options.terms else None)
 
 
 def _check_segments(segments: Tensor, student: Tensor) -> None:
@@ -406,14 +450,11 @@ def _unpacked(
 
 
 def _of_segments(
-    students: Sequence[Tensor],
-    teachers: Sequence[Tensor],
-    mask: Tensor | None,
-    segments: Tensor,
-    options: _Options,
-) -> Tensor:
+    layers: _Layers, mask: Tensor | None, segments: Tensor, options: _Options
+) -> _Value:
     """The loss where values of ``segments`` can't be read: relations of all pairs, masked."""
-    loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
+    first = layers.students[0]
+    losses = dict.fromkeys(OVER, first.new_zeros((), dtype=working_dtype(first)))
     same = segments[:, :, None] == segments[:, None, :]  # (B, N, N)
     position = same.tril(-1).sum(-1).view(1, -1)  # (1, B·N), in its document
     valid = torch.ones_like(same[..., 0]) if mask is None else mask  # (B, N)
@@ -424,7 +465,7 @@ def _of_segments(
         alike = position[:, :, None] == position[:, None, :] if whole else same
         there = valid.view(1, -1) if whole else valid
         alike = alike & there[:, :, None] & there[:, None, :]
-        for student, teacher in zip(students, teachers, strict=True):
+        for student, teacher in layers.pairs:
             y_s, y_t = (
                 normalized(
                     zero_padding(upcast(x.flatten(0, 1)[None] if whole else x), there),
@@ -432,8 +473,8 @@ def _of_segments(
                 )
                 for x in (first_order_only(student), teacher)
             )
-            loss = loss + weight * _mean_of_groups(y_s, y_t, alike, options)
-    return loss
+            losses[over] = losses[over] + weight * _mean_of_groups(y_s, y_t, alike, options)
+    return _of_terms(losses, options)
 
 
 def normalized(x: Tensor, normalize: str) -> Tensor:
@@ -498,13 +539,13 @@ def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: _Options) -> Tenso
     return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
 
 
-def _left_to_features(pairs: Sequence[tuple[Tensor, Tensor]], options: _Options) -> list[str]:
+def _left_to_features(layers: _Layers, options: _Options) -> list[str]:
     """Kinds of relation so long against their features that D×D products win on a GPU.
 
     These are plain matrix products, in float32 by PyTorch; the kernels' N×N products run on tensor
     cores, about eight times as fast for half types and three times for float32.
     """
-    B, N, _ = pairs[0][0].shape
+    B, N, _ = layers.students[0].shape
     return [
         over
         for over in options.weights
@@ -516,7 +557,7 @@ def _left_to_features(pairs: Sequence[tuple[Tensor, Tensor]], options: _Options)
                 teacher.shape[-1],
                 student.requires_grad,
             )
-            for student, teacher in pairs
+            for student, teacher in layers.pairs
         )
     ]
 
@@ -537,23 +578,23 @@ class _Relations(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, *tensors):
         mask, *features = tensors
-        layers = len(features) // 2
-        students, teachers = features[:layers], features[layers:]
-        needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
-        loss = students[0].new_zeros((), dtype=working_dtype(students[0]))
-        gradients: list[Tensor | None] = []
-        with autocast_off(students[0]):
-            for student, teacher, wanted in zip(students, teachers, needs_grad, strict=True):
-                value, dx = _relation_terms(student, teacher, mask, options, wanted)
-                loss = loss + value
-                gradients.append(dx)
-        ctx.dtypes = [student.dtype for student in students]
-        ctx.save_for_backward(*gradients)
-        return loss
+        layers = _Layers.of(features)
+        needs_grad = ctx.needs_input_grad[2 : 2 + len(layers.students)]
+        made = []
+        with autocast_off(features[0]):
+            for pair, wanted in zip(layers.pairs, needs_grad, strict=True):
+                made.append(_relation_terms(*pair, mask, options, wanted))
+        terms = functools.reduce(torch.add, (terms for terms, _ in made))
+        ctx.dtypes = [student.dtype for student in layers.students]
+        ctx.save_for_backward(*(dx for _, dx in made))
+        if not options.terms:
+            return terms.sum()
+        ctx.mark_non_differentiable(terms)
+        return terms.sum(), terms
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         with autocast_off(grad):
             gradients = [
                 None if dx is None else (dx * grad.to(dx.dtype)).to(dtype)
@@ -570,20 +611,23 @@ class _TritonRelations(torch.autograd.Function):
         from fastkd.kernels import relation as kernels
 
         mask, *features = tensors
-        layers = len(features) // 2
-        students, teachers = list(features[:layers]), list(features[layers:])
-        ctx.needs_grad = ctx.needs_input_grad[-2 * layers : -layers]
-        tokens, samples = (float(options.weights.get(over, 0)) for over in OVER)
-        loss, *dx = kernels.relations(
-            students, teachers, mask, tokens, samples, options.eps, any(ctx.needs_grad)
-        )
+        layers = _Layers.of(features)
+        count = len(layers.students)
+        ctx.needs_grad = ctx.needs_input_grad[2 : 2 + count]
+        weights = [float(options.weights.get(over, 0)) for over in OVER]
+        losses, *dx = kernels.relations(*layers, mask, *weights, options.eps, any(ctx.needs_grad))
         if dx:
-            ctx.save_for_backward(mask, *dx, *(saveable(x) for x in students))
-        return loss
+            ctx.save_for_backward(mask, *dx, *(saveable(x) for x in layers.students))
+        if not options.terms:
+            return losses.sum()
+        parts = losses.split(kernels.counts_of_losses(layers.students, *weights))
+        terms = torch.stack([part.sum() for part in parts])
+        ctx.mark_non_differentiable(terms)
+        return terms.sum(), terms
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         from fastkd.kernels import relation as kernels
 
         mask, dx, *students = ctx.saved_tensors
@@ -599,23 +643,25 @@ class _TritonRelations(torch.autograd.Function):
 def _relation_terms(
     student: Tensor, teacher: Tensor, mask: Tensor | None, options: _Options, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of one layer, and its gradient where that is wanted."""
+    """The weighted losses of one layer (2,), and the gradient of both where that is wanted."""
     kinds = [over for over in OVER if options.weights.get(over)]
     if options.in_cpp:
         kinds = [over for over in kinds if _by_features(over, student, teacher, options, gradient)]
         student, teacher = (x if x.stride(-1) == 1 else x.contiguous() for x in (student, teacher))
-        tokens, samples = (
-            0.0 if over in kinds else float(options.weights.get(over, 0)) for over in OVER
-        )
-        operator = torch.ops.fastkd_cpp.relations
-        loss, *made = operator(student, teacher, mask, tokens, samples, options.eps, gradient)
+        weights = (0.0 if over in kinds else float(options.weights.get(over, 0)) for over in OVER)
+        operator = torch.ops.fastkd_cpp.relation_terms
+        terms, *made = operator(student, teacher, mask, *weights, options.eps, gradient)
         dx = made[0] if made else None
     else:
-        loss = student.new_zeros((), dtype=working_dtype(student))
-        dx = torch.zeros_like(student, dtype=loss.dtype) if gradient else None
-    for over in kinds:
-        loss = loss + _relation_term(student, teacher, mask, dx, over, options)
-    return loss, dx
+        terms = student.new_zeros(2, dtype=working_dtype(student))
+        dx = torch.zeros_like(student, dtype=terms.dtype) if gradient else None
+    if not kinds:
+        return terms, dx
+    losses = [
+        loss + _relation_term(student, teacher, mask, dx, over, options) if over in kinds else loss
+        for over, loss in zip(OVER, terms.unbind(), strict=True)
+    ]
+    return torch.stack(losses), dx
 
 
 def _relation_term(

@@ -114,11 +114,18 @@ def relation_project_kernel(
             tl.store(out_ptr + start + first + d, dx, mask=in_rows[:, None] & (first + d < D))
 
 
+def counts_of_losses(students: list[Tensor], tokens: float, samples: float) -> list[int]:
+    """How many losses `relations` gives over tokens, and over samples."""
+    B, N, _ = students[0].shape
+    kinds = (B, N, tokens), (N, B, samples)
+    return [len(students) * G * (weight != 0 and members >= 2) for G, members, weight in kinds]
+
+
 def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
     x = students[0]
     shape = len(students), *x.shape[:2], padded_size(x.shape[-1])
-    loss = x.new_empty((), dtype=torch.float32)
-    return [loss, x.new_empty(shape, dtype=gradient_dtype(x.dtype))] if gradient else [loss]
+    losses = x.new_empty(sum(counts_of_losses(students, tokens, samples)), dtype=torch.float32)
+    return [losses, x.new_empty(shape, dtype=gradient_dtype(x.dtype))] if gradient else [losses]
 
 
 @operator(_relations_shapes)
@@ -133,8 +140,9 @@ def relations(
 ) -> list[Tensor]:
     """tokens · loss over tokens + samples · loss over samples, summed over layers alike.
 
-    Returns the loss and, with ``gradient``, the gradients (layers, B, N, `padded_size` of Ds) for
-    an upstream gradient of 1 and before `projected`.
+    Returns what the loss is the sum of, first over tokens, one for each group of each layer; and,
+    with ``gradient``, the gradients (layers, B, N, `padded_size` of Ds) for an upstream gradient of
+    1 and before `projected`.
     """
     B, N, _ = students[0].shape
     shares = None, None
@@ -154,13 +162,13 @@ def relations(
         dx = layers.students[0].new_empty if terms else layers.students[0].new_zeros
         shape = len(students), B, N, layers.Ds
         layers.dx = dx(shape, dtype=gradient_dtype(layers.dtype))
-    losses = layers.scale.new_empty(len(students) * sum(term.groups for term in terms))
+    losses = layers.scale.new_empty(sum(counts_of_losses(students, tokens, samples)))
     done = 0
     for term in terms:
         launch = launch_small if term.N <= SMALL_GROUP else launch_long
         launch(layers, term, losses, done)
         done += len(students) * term.groups
-    return [losses.sum()] if layers.dx is None else [losses.sum(), layers.dx]
+    return [losses] if layers.dx is None else [losses, layers.dx]
 
 
 def _projected_shapes(dx, students, mask, factor):

@@ -690,6 +690,34 @@ class TestFCDLoss:
         ]
         torch.testing.assert_close(student.grad, sum(expected) / 2)
 
+    @pytest.mark.parametrize("way", ["plain", "segments", "compiled"])
+    def test_terms(self, backend, device, way, monkeypatch):
+        """Each term is what it is alone, and the loss and its gradient are as without them."""
+        given = {}
+        if way == "segments":  # whose values can't be read: on PyTorch alone
+            monkeypatch.setattr("fastkd.relation.values_readable", lambda x: False)
+            given = {"segments": torch.zeros(3, 9, dtype=torch.long, device=device)}
+            backend = "torch"
+        students = [torch.randn(3, 9, d, device=device, requires_grad=True) for d in (8, 8, 13)]
+        teachers = [torch.randn(3, 9, 5, device=device) for _ in students]
+        mask = make_mask("ragged", 3, 9, device)
+
+        def results(*weights, **options):
+            module = FCDLoss(*weights, backend=backend)
+            if options and way == "compiled":
+                module = torch.compile(module, fullgraph=True, backend="aot_eager")
+            made = module(students, teachers, mask, **given, **options)
+            loss, terms = made if options else (made, None)
+            return loss, torch.autograd.grad(loss, students), terms
+
+        loss, gradients, terms = results(0.4, 3.0, return_terms=True)
+        torch.testing.assert_close((loss, gradients), results(0.4, 3.0)[:2])
+        assert list(terms) == ["tokens", "samples"]
+        for over, weights in (("tokens", (1, 0)), ("samples", (0, 1))):
+            assert not terms[over].requires_grad
+            torch.testing.assert_close(terms[over], results(*weights)[0].detach())
+        assert list(results(0, 2.0, return_terms=True)[2]) == ["samples"]
+
     @pytest.mark.parametrize(("alpha", "beta"), [(0, 1), (1, 0), (0, 0)])
     def test_zero_weight(self, backend, device, alpha, beta):
         student, teacher = torch.randn(2, 3, 9, 8, device=device)

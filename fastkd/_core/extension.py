@@ -15,7 +15,7 @@ def _load(module: str) -> bool:
 
 
 # A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "relations")
+CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "relation_terms")
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 
@@ -61,7 +61,7 @@ def _direction_sums_meta(
     return rows.new_empty(classes, *rows.shape[1:], dtype=_scalar(rows).dtype)
 
 
-def _relations_meta(
+def _relation_terms_meta(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
@@ -70,9 +70,9 @@ def _relations_meta(
     eps: float,
     gradient: bool,
 ) -> list[Tensor]:
-    """Shapes of the loss, and of the student's gradient."""
-    loss = _scalar(student)
-    return [loss, student.new_empty(student.shape, dtype=loss.dtype)] if gradient else [loss]
+    """Shapes of the weighted losses, and of the student's gradient."""
+    terms = student.new_empty(2, dtype=_scalar(student).dtype)
+    return [terms, student.new_empty(student.shape, dtype=terms.dtype)] if gradient else [terms]
 
 
 def _scalar(x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ ROW_KERNELS = {
         student.new_empty(student.shape[0], k, dtype=torch.int64),
     ),
     "knn_backward": lambda student, *rest: student.new_empty(student.shape),
-    "relations": _relations_meta,
+    "relation_terms": _relation_terms_meta,
     "direction_sums": _direction_sums_meta,
     "cos_nce_angles": lambda student, *rest: student.new_empty(
         4, *student.shape[:2], dtype=torch.float64

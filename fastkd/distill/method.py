@@ -220,14 +220,18 @@ class Method(nn.Module):
             and on_logits in (None, name in self.logit_terms)
             and name not in self.left_out
         }
-        made: dict[str, Tensor] = {}
-        words = {name: weight for name, weight in weights.items() if name in ("task", "soft")}
-        if words and step.by_head(words):
-            made = step.word_losses(type(self).__name__, words, self.word_loss)
+        made = self.together(step, weights)
         return [
             Term(name, weight, made[name] if name in made else getattr(self, name)(step))
             for name, weight in weights.items()
         ]
+
+    def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
+        """Those of the terms that one pass gives, by name; each other has its own method."""
+        words = {name: weight for name, weight in weights.items() if name in ("task", "soft")}
+        if not words or not step.by_head(words):
+            return {}
+        return step.word_losses(type(self).__name__, words, self.word_loss)
 
     def task(self, step: Step) -> Tensor:
         """The student's loss on the labels."""

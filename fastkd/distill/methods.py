@@ -35,7 +35,7 @@ from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
-from fastkd.distill.step import Step
+from fastkd.distill.step import Step, as_terms
 from fastkd.distill.words import WordLoss, softened
 from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss
@@ -110,8 +110,7 @@ class FCD(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
         self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
         self.normalize, self.distance = normalize, distance
-        self.token_loss = FCDLoss(1.0, 0.0, normalize, distance)
-        self.sample_loss = FCDLoss(0.0, 1.0, normalize, distance)
+        self.loss = FCDLoss(alpha, beta, normalize, distance)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -120,18 +119,28 @@ class FCD(_Soft):
         logits = {"task": self.task_weight, "soft": self.soft_weight}
         return {**logits, "tokens": self.alpha, "samples": self.beta}
 
+    def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
+        made = super().together(step, weights)
+        own = {
+            name: weights[name]
+            for name in ("tokens", "samples")
+            if name in weights and getattr(type(self), name) is getattr(FCD, name)
+        }
+        return {**made, **self._relations(step, own)} if len(own) == 2 else made
+
     def tokens(self, step: Step) -> Tensor:
         """L_t, eq. 8."""
-        students, teachers = step.layers(self.student_layers, self.teacher_layers)
-        loss = self.token_loss(students, teachers, step.mask)
-        count = (step.real.sum(1) >= 2).sum()  # the samples that have a relation
-        return step.mean(loss * count, count)
+        return self._relations(step, {"tokens": 1.0})["tokens"]
 
     def samples(self, step: Step) -> Tensor:
         """L_s, eq. 9."""
+        return self._relations(step, {"samples": 1.0})["samples"]
+
+    def _relations(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
+        self.loss.alpha, self.loss.beta = (weights.get(x, 0.0) for x in ("tokens", "samples"))
         layers = step.layers(self.student_layers, self.teacher_layers)
-        loss: Tensor = step.across(self.sample_loss)(*layers, step.mask)
-        return loss
+        loss, values = step.across(self.loss)(*layers, step.mask, return_terms=True)
+        return as_terms(loss, values, weights)
 
 
 class Labels(Method):

@@ -160,6 +160,18 @@ class Items:
         return total / (everyones(count, self.ranks) if self.known is None else next(self.known))
 
 
+def as_terms(
+    loss: Tensor, values: Mapping[str, Tensor], weights: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Terms of one pass, whose gradient is that of ``loss``, their weighted sum.
+
+    The first has all of it, and the others none.
+    """
+    first = next(iter(values))
+    whole = loss / weights[first]
+    return {**values, first: values[first] + (whole - whole.detach())}
+
+
 def everyones(count: Tensor, ranks: Ranks | None) -> Tensor:
     """Number of items over all processes, for a share that the loop averages over them."""
     if ranks is None:
@@ -413,8 +425,7 @@ class Step:
     ) -> dict[str, Tensor]:
         """ "task" and "soft", as far as they have weights, of words that the heads would predict.
 
-        Both come from one pass, whose gradient is that of their weighted sum: the first of two
-        has all of it.
+        Both come from one pass; see `as_terms`.
         """
         student, teacher = self.student.words, self.teacher.words
         assert student is not None
@@ -461,11 +472,8 @@ class Step:
         both, sums = made
         first, second = weights
         pair = self._mean_of_rows(torch.stack([sums[first], both]), valid, count)
-        whole = pair[1] / weights[first]
-        return {
-            first: pair[0].detach() + (whole - whole.detach()),
-            second: self._mean_of_rows(sums[second], valid, count),
-        }
+        values = {first: pair[0].detach(), second: self._mean_of_rows(sums[second], valid, count)}
+        return as_terms(pair[1], values, weights)
 
     def _hard_loss(self, method: str, spread: float = 0.0) -> Tensor:
         """Of labels; what isn't the label has ``spread`` of its weight in the target."""

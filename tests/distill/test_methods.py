@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastkd import distill
+from fastkd import FCDLoss, distill
 from fastkd.distill import (
     FCD,
     LRKD,
@@ -120,6 +120,25 @@ def test_fcd_is_equation_10(family):
     soft = 9 * kl(z_t, z_s, 3.0)
     torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.loss, expected + 0.3 * soft, rtol=1e-5, atol=1e-6)
+
+
+def test_both_terms_of_fcd_come_from_one_pass(monkeypatch):
+    calls = []
+    forward = FCDLoss.forward
+    monkeypatch.setattr(
+        FCDLoss, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    )
+    models, inputs = pair("bert"), batch()
+    out = total(*models, FCD(alpha=0.4, beta=0.2), inputs)
+    assert len(calls) == 1
+
+    class Doubled(FCD):
+        def samples(self, step):
+            return 2 * super().samples(step)
+
+    doubled = total(*models, Doubled(alpha=0.4, beta=0.2), inputs)
+    torch.testing.assert_close(doubled.terms["tokens"], out.terms["tokens"])
+    torch.testing.assert_close(doubled.terms["samples"], 2 * out.terms["samples"])
 
 
 @pytest.mark.parametrize("k", [1, 3])
