@@ -614,13 +614,15 @@ class _TritonRelations(torch.autograd.Function):
         layers = _Layers.of(features)
         count = len(layers.students)
         ctx.needs_grad = ctx.needs_input_grad[2 : 2 + count]
-        weights = [float(options.weights.get(over, 0)) for over in OVER]
-        losses, *dx = kernels.relations(*layers, mask, *weights, options.eps, any(ctx.needs_grad))
+        tokens, samples = (float(options.weights.get(over, 0)) for over in OVER)
+        losses, *dx = kernels.relations(
+            *layers, mask, tokens, samples, options.eps, any(ctx.needs_grad)
+        )
         if dx:
             ctx.save_for_backward(mask, *dx, *(saveable(x) for x in layers.students))
         if not options.terms:
             return losses.sum()
-        parts = losses.split(kernels.counts_of_losses(layers.students, *weights))
+        parts = losses.split(kernels.counts_of_losses(layers.students, tokens, samples))
         terms = torch.stack([part.sum() for part in parts])
         ctx.mark_non_differentiable(terms)
         return terms.sum(), terms
