@@ -154,6 +154,7 @@ def relation_loss(
     """
     check_choice("over", over, OVER)
     options = _Options({over: 1.0}, normalize, distance, temperature, eps)
+    options.check()
     layers, ranks = _Layers([student], [teacher]), ranks_of(gather, group)
     return _weighted_relations(layers, mask, segments, options, backend, ranks).loss
 
@@ -224,8 +225,10 @@ class FCDLoss(InGroup):
 
     def _options(self, layers: int, terms: bool = False) -> "_Options":
         weights = {"tokens": self.alpha / layers, "samples": self.beta / layers}
-        options = self.normalize, self.distance, self.temperature, self.eps
-        return _Options(weights, *options, terms=terms)
+        given = self.normalize, self.distance, self.temperature, self.eps
+        options = _Options(weights, *given, terms=terms)
+        options.check()
+        return options
 
     def extra_repr(self) -> str:
         return (
@@ -246,7 +249,7 @@ class _Options:
     terms: bool = False  # asked for, beside the loss
     in_cpp: bool = False  # but for what products of features do
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_choice("normalize", self.normalize, NORMALIZE)
         check_choice("distance", self.distance, DISTANCE)
         check_number("temperature", self.temperature, above=0)
@@ -324,8 +327,9 @@ def _are_embeddings(layers: _Layers) -> bool:
     for student, teacher in layers.pairs:
         check_pair(student, teacher, min_ndim=2)
         dims = dims or min(student.dim(), 3)
-        check_floating("student", student, dims)
-        check_floating("teacher", teacher, dims)
+        if not student.dim() == teacher.dim() == dims:
+            check_floating("student", student, dims)
+            check_floating("teacher", teacher, dims)
     return dims == 2
 
 

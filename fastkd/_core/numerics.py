@@ -117,9 +117,13 @@ def reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
 
 def autocast_off(x: Tensor) -> AbstractContextManager:
     """Context in which autocast does not touch the loss; needed in forward and backward alike."""
-    if x.is_meta:  # which autocast refuses
+    device = x.device.type
+    if device == "meta":  # which autocast refuses
         return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    # Entering and leaving it costs as much as a small loss; in a graph it costs nothing.
+    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -141,9 +145,11 @@ def once_differentiable(backward):
 
     @functools.wraps(backward)
     def once(ctx, *grads):
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             gradients = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return gradients
         single = isinstance(gradients, Tensor)
         guarded = tuple(
