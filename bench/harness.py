@@ -152,15 +152,19 @@ def leaves_of(inputs: Any) -> list[Tensor]:
     return [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
 
 
+COMPILED = "torch.compile"
+
+
 def compiled(function: Callable[..., Tensor]) -> Provider:
-    """The reference under torch.compile."""
+    """The reference under torch.compile, in several graphs where it can't be one."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
         # Every case recompiles the same function; past a limit dynamo would stay eager, silently.
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         return call(torch.compile(function, dynamic=False))(inputs)
 
-    return Provider("torch.compile", bind)
+    return Provider(COMPILED, bind)
 
 
 def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provider]:
@@ -512,13 +516,15 @@ def _too_slow(bound: Bound, device: torch.device, limit: float) -> str | None:
 
 
 def _resources(bound: Bound, provider: Provider, device: torch.device) -> dict[str, Any]:
-    """Peak memory and launches of a warm step."""
+    """Peak memory and launches of a warm step, and where torch.compile had to stop."""
     graph = isinstance(bound, GraphBound)
     result: dict[str, Any] = {} if graph else {"peak_bytes": peak_bytes(bound.step, device)}
     if device.type == "cuda":
         result.update(device_work(bound.step))
-    elif provider.name != "torch.compile":
+    elif provider.name != COMPILED:
         result["operations_dispatched"] = count_operations(bound.step)
+    if provider.name == COMPILED:
+        result["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
     return result
 
 

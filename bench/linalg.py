@@ -8,7 +8,7 @@ from torch import Tensor
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
 from .features import features
-from .harness import REFERENCE, Case, Provider, call
+from .harness import REFERENCE, Case, Provider, call, compiled
 
 LOSS = "linalg"
 RIDGE = 1e-4
@@ -51,7 +51,11 @@ def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
         sizes={"batch": batch, "n": n},
         dtype=torch.float32,
         make=make,
-        providers=(Provider(REFERENCE, call(reference)), Provider("fastkd", call(fast))),
+        providers=(
+            Provider(REFERENCE, call(reference)),
+            *([compiled(reference)] if set == "cpu" else []),
+            Provider("fastkd", call(fast)),
+        ),
         bytes_moved=4 * batch * n * n * 4,
         operations=batch * 10 * n**3,
         sweep=sweep,

@@ -13,7 +13,18 @@ from typing import Any
 
 from . import suite
 from .harness import REFERENCE
-from .table import cells, dtype, families, mebibytes, milliseconds, sizes, speed_up, swept, times
+from .table import (
+    cells,
+    dtype,
+    families,
+    mebibytes,
+    milliseconds,
+    sizes,
+    speed_up,
+    swept,
+    times,
+    width,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -25,7 +36,8 @@ HOW = """\
 How to read the tables. Every time is in milliseconds, the median of interleaved rounds; ± is half
 the distance between the quartiles. "vs" says how many times as fast as that; ratios are taken
 within a round. The reference and fastkd are timed in several passes, each in its own process, of
-whose figures the median stands here; torch.compile and the peers in the first pass. *Floor* is the
+whose figures the median stands here; torch.compile (the reference, in several graphs where one
+breaks, which then is said) and the peers in the first pass. *Floor* is the
 larger of bytes over the copy bandwidth and operations over the matrix rate, both measured on the
 machine in the same run; what fits into a cache can beat it. *Memory* is the peak of the operation
 itself, beyond its inputs, gradients included. *Error* is the distance of value and gradients from
@@ -132,7 +144,9 @@ def step_section(result: dict[str, Any]) -> list[str]:
         for name, r in row["providers"].items():
             if "both" in r:
                 label = "cross-entropy, teacher forward" if name == REFERENCE else name
-                ratio = f"{r['ratio']['median']:.2f}×" if "ratio" in r else "-"
+                ratio = "-"
+                if "ratio" in r:
+                    ratio = f"{r['ratio']['median']:.2f}× ± {width(r['ratio'])}"
                 lines.append(
                     f"| {label} | {milliseconds(r['both']['median'])} | {ratio} | {mebibytes(r)} |"
                 )
@@ -259,13 +273,16 @@ def headline(row: dict[str, Any]) -> str:
     if "ratio" in compiled and "ratio" in best:
         # Both against the reference of the same rounds: fastkd has more passes.
         against = times(compiled["ratio"]["median"] / best["ratio"]["median"])
-    share = NOT_MEASURED
+        against += f" ± {width(compiled['ratio'])}"
+    against_reference = share = NOT_MEASURED
+    if "ratio" in best:
+        against_reference = f"{speed_up(best)} ± {width(best['ratio'])}"
     with_memory: dict[str, Any] = next((r for r in ours if "peak_bytes" in r), {})
     if with_memory and reference.get("peak_bytes"):
         share = f"{with_memory['peak_bytes'] / reference['peak_bytes']:.0%}"
     return (
         f"| {row['loss']}: {row['title']} | {sizes(row)}, {dtype(row)} | {_median(reference)} "
-        f"| {_median(best)} | {speed_up(best) if 'ratio' in best else NOT_MEASURED} "
+        f"| {_median(best)} | {against_reference} "
         f"| {against} | {share} |"
     )
 

@@ -163,7 +163,7 @@ def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> C
         peers = liger_linear(), liger_chunked()
     peers += trl(divergence)
     work = Work(LOSS, title, make_linear, *functions, linear_cost, peers, options)
-    return work.case(*more, compile=False, **rest)
+    return work.case(*more, compile=more[0] == "cpu", **rest)  # elsewhere all logits don't fit
 
 
 def make_labelled(*, rows, D, V, device, dtype) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ def labelled_case(*more: Any, **rest: Any) -> Case:
     peers = torch_linear(False), torch_linear(True)
     title = "from hidden states, cross-entropy"
     work = Work(LOSS, title, make_labelled, *functions, labelled_cost, peers)
-    return work.case(*more, compile=False, **rest)
+    return work.case(*more, **rest)
 
 
 def cases() -> Iterator[Case]:

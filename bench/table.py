@@ -57,18 +57,24 @@ def cells(row: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
     """The columns of `HEADER` for one provider."""
     both = result["both"]
     launches = result.get("launches", result.get("operations_dispatched"))
+    breaks = result.get("graph_breaks", 0)
     return [
-        name,
+        f"{name}, {breaks} graph break{'s' * (breaks > 1)}" if breaks else name,
         milliseconds(result["forward"]["median"]) if "forward" in result else "-",
         milliseconds(result["backward"]["median"]) if "backward" in result else "-",
         milliseconds(both["median"]),
-        f"{50 * (both['q3'] - both['q1']) / both['median']:.0f}%",
+        width(both),
         speed_up(result),
         mebibytes(result),
         str(launches) if launches is not None else "-",
         f"{both['median'] / row['floor_ms']:.1f}" if row.get("floor_ms") else "-",
         error(result),
     ]
+
+
+def width(figure: dict[str, Any]) -> str:
+    """Half the distance between the quartiles."""
+    return f"{50 * (figure['q3'] - figure['q1']) / figure['median']:.0f}%"
 
 
 def mebibytes(result: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The harness: a wrong provider is refused, memory is counted right, ratios hold."""
 
+import functools
 import json
 
 import pytest
@@ -100,6 +101,21 @@ def test_peak_memory_of_an_operation_and_its_gradient():
 def test_operations_are_counted_without_views():
     x = torch.randn(4, 4)
     assert harness.count_operations(lambda: (x[:2] + 1).view(-1).exp()) == 2
+
+
+def test_broken_graphs_are_counted(monkeypatch):
+    def broken(x, y):
+        x = x * y
+        torch._dynamo.graph_break()
+        return x.sin().sum()
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    names = []
+    for function in (broken, reference):
+        row = harness.measure(case(harness.compiled(function)), torch.device("cpu"), budget=0.0)
+        result = row["providers"]["torch.compile"]
+        names.append(table.cells(row, "torch.compile", result)[0])
+    assert names == ["torch.compile, 1 graph break", "torch.compile"]
 
 
 def test_leaves_are_found_in_lists():

@@ -14,7 +14,7 @@ def provider(ms, ratio, peak=2**20):
         "both": times,
         "forward": times,
         "backward": times,
-        "ratio": {"median": ratio, "q1": ratio, "q3": ratio},
+        "ratio": {"median": ratio, "q1": 0.9 * ratio, "q3": 1.1 * ratio},
         "peak_bytes": peak,
         "value_error": 0.0,
         "gradient_error": 1e-6,
@@ -87,7 +87,7 @@ def test_the_readme_is_filled_between_its_markers(results):
     filled = report.fill_readme(text, table)
     assert filled.startswith("# x\nbefore\n") and filled.endswith("\nafter\n")
     assert "old" not in filled and report.fill_readme(filled, table) == filled
-    for part in ("abc1234", "Some GPU", "| 8.25 | 2.75 | 3.0× | 2.00× | 25% |"):
+    for part in ("abc1234", "Some GPU", "| 8.25 | 2.75 | 3.0× ± 10% | 2.00× ± 10% | 25% |"):
         assert part in filled
     assert "GPU figures" not in filled
     one, two = result_file(), result_file()
