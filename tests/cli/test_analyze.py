@@ -158,7 +158,7 @@ def test_columns_are_those_of_the_training(folder, tmp_path):
     assert given["student"]["svcca"] == known["student"]["svcca"]
     # Rows that are marked as having no label are of no class.
     settings = AnalyzeSettings(model=str(student), data=data)
-    assert set(report.read(settings)[2]) == {2, 3, -100}
+    assert set(report.read(settings)[2]) == {0, 1, -100}
     error = run("analyze", model=student, data=folder / "data.tsv", expect=2)
     assert "was trained on pairs of texts; --text-pair-column" in error
 
