@@ -1007,12 +1007,18 @@ def test_resume_wants_the_same_data_models_and_settings(
     assert "started with other teacher weights" in distill("--resume", expect=2, **options)
     shutil.rmtree(own)
     shutil.copytree(teacher, own)
+    words = (own / "tokenizer.json").read_text()
+    (own / "tokenizer.json").write_text(words.replace('"film"', '"mlif"'))
+    assert "started with other tokenizer files" in distill("--resume", expect=2, **options)
+    (own / "tokenizer.json").write_text(words)
     marker = tmp_path / "out" / "unfinished" / MARKER
     content = marker.read_text()
     marker.write_text(content[:50])
     error = distill("--resume", expect=2, seed=5, **options)
     assert f"{marker} is damaged" in error and "--overwrite" in error
-    marker.write_text(content)
+    older = json.loads(content)
+    older["fingerprints"]["tokens (tokenizer)"] = older["fingerprints"].pop("tokenizer files")
+    marker.write_text(json.dumps(older))  # as it was once written
     distill("--resume", **options)
     # A complete run, too.
     train.write_text(train.read_text().replace("film", "a film", 1))
