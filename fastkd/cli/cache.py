@@ -7,11 +7,9 @@ with the tokenizer, and `MARKER`, written last: settings, scores and sizes of th
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 
@@ -65,13 +63,14 @@ def write(settings: CacheSettings, console: Console) -> None:
             distiller = assemble(settings, run, selected).to(run.device)
         processes.by_first(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
-        distiller.prepare(itertools.islice(_batches(run, settings.batch_size), 64))
+        rows, size = run.all_rows, settings.batch_size
+        first = rows.batches(run.collate, size, rows.by_length, device=run.device)
+        distiller.prepare(itertools.islice(first, 64))
         judged = sum(map(len, run.eval_rows.values()))
         display.say(f"the teacher's scores, on {judged} evaluation rows ...")
         scores = run.judge(run.teacher, "teacher")
-        size, rank, ranks = settings.batch_size, processes.rank(), world_size()
-        number = len(range(rank * size, len(run.all_rows), ranks * size))
-        own = counted(_batches(run, size, rank=rank, ranks=ranks), display, "teacher", number)
+        number, own = rows.shared(run.collate, size, run.device)
+        own = counted(own, display, "teacher", number)
         with processes.agreed(), saving(out), autocast(run.plan):
             try:
                 if number:
@@ -111,12 +110,6 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer, fresh_head)
     nn.Module.to(teacher, device)
     return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
-
-
-def _batches(run: Run, size: int, **share: int) -> Iterator[dict[str, Any]]:
-    """A process's batches of the training rows, of like lengths."""
-    order = torch.as_tensor(run.all_rows.lengths).argsort(stable=True).tolist()
-    return run.all_rows.batches(run.collate, size, order, **share, device=run.device)
 
 
 def _complete(

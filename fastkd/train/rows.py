@@ -23,6 +23,8 @@ import torch
 
 from fastkd._core.extras import MissingExtra, require
 from fastkd.distill.order import has_label
+from fastkd.distributed import world_size
+from fastkd.train import processes
 from fastkd.train.errors import InputError
 from fastkd.train.saving import saving
 
@@ -335,6 +337,19 @@ class Encoded(torch.utils.data.Dataset):
         for start in range(rank * size, len(order), ranks * size):
             batch = collate(self.__getitems__(list(order[start : start + size])))
             yield {name: x.to(device) for name, x in batch.items()}
+
+    @property
+    def by_length(self) -> list[int]:
+        """The numbers of the rows, the shortest first."""
+        return np.argsort(self.lengths, kind="stable").tolist()
+
+    def shared(
+        self, collate: Callable, size: int, device: torch.device | str = "cpu"
+    ) -> tuple[int, Iterator[dict[str, torch.Tensor]]]:
+        """This process's batches of rows of like lengths, and how many they are."""
+        order, rank, ranks = self.by_length, processes.rank(), world_size()
+        number = len(range(rank * size, len(order), ranks * size))
+        return number, self.batches(collate, size, order, rank=rank, ranks=ranks, device=device)
 
     def ids(self) -> Iterator[list[int]]:
         """The token ids of each row."""

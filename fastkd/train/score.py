@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.plan import Plan, autocast
 from fastkd.train.progress import Display, counted
@@ -35,13 +34,8 @@ def predict(
     """
     was_training = model.training
     model.eval()
-    order = np.argsort(examples.lengths, kind="stable").tolist()
-    parts: list[Any] = []
-    size = 2 * plan.own_rows
-    rank, ranks = processes.rank(), world_size()
-    collate = task.collator(tokenizer)
-    batches = examples.batches(collate, size, order, rank=rank, ranks=ranks, device=plan.device)
-    number = len(range(rank * size, len(order), ranks * size))
+    order, parts, size = examples.by_length, list[Any](), 2 * plan.own_rows
+    number, batches = examples.shared(task.collator(tokenizer), size, plan.device)
     batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:
         with torch.no_grad(), autocast(plan):

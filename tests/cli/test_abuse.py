@@ -59,7 +59,7 @@ def invoke(folder, tmp_path, monkeypatch):
         raise TrainingFailed("reached the training")
 
     monkeypatch.setattr("fastkd.train.run.train", trains)
-    monkeypatch.setattr("fastkd.cli.cache._batches", trains)
+    monkeypatch.setattr("fastkd.cli.cache.counted", trains)
     monkeypatch.setattr("fastkd.distill.verify.verify", trains)
     monkeypatch.setattr("fastkd.bench.runner.run_cases", trains)
     monkeypatch.chdir(tmp_path)
