@@ -136,7 +136,9 @@ def commands(folder: Path, lines: dict[str, list[str]]) -> None:
 def result_of(words: list[str]) -> tuple[int, str, str]:
     with mock.patch.dict(os.environ):
         result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
-    return result.exit_code, result.stdout, result.stderr
+    bug = None if isinstance(result.exception, SystemExit) else result.exception
+    told = "" if bug is None else "".join(traceback.format_exception(bug))
+    return result.exit_code, result.stdout, result.stderr + told
 
 
 class FailsInTheSecond(Method):

@@ -24,7 +24,7 @@ from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.support.tiny import make_teacher, run, sentences
-from tests.train.tasks.through import through
+from tests.train.tasks.through import killed_and_resumed, through
 
 PAGE = Path(__file__).parents[3] / "docs" / "distill.md"
 
@@ -69,6 +69,12 @@ def test_every_command_takes_it(tmp_path):
     assert report["student"]["pearson"] == pytest.approx(pearsonr(cosines, scores)[0], abs=1e-4)
     card = (tmp_path / "run/student/README.md").read_text()
     assert "library_name: sentence-transformers" in card and "SentenceTransformer(" in card
+
+
+def test_a_run_goes_on_to_the_same_bits(tmp_path):
+    teacher = make_embedder(tmp_path / "teacher")
+    train, evals = (write_texts(tmp_path / f"{i}.txt", 20, i) for i in range(2))
+    killed_and_resumed(tmp_path, teacher, train, evals, task="embedding", method="lrkd")
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from tests.support.tiny import make_teacher, sentences
 from tests.train.tasks.through import killed_and_resumed, through
 
 
-def make_writer(path):
+def make_writer(path, dropout=0.1):
     """A random T5 beside a tokenizer of words."""
     make_teacher(path, head=False)
     config = T5Config(
-        vocab_size=17, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.1,
+        vocab_size=17, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout,
         pad_token_id=0, eos_token_id=3, decoder_start_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
