@@ -1,5 +1,7 @@
 """The heads of models from transformers: their own logits, from what goes into the output layer."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ import transformers
 from fastkd import CrossEntropy, Divergence, Head
 from fastkd._torch import linear_soft_targets
 from fastkd._torch.divergences import NAMES
+from fastkd.distill import Distiller, SoftTargets
 from fastkd.head import output_layer
 from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
 from tests.support.compare import relative_error
@@ -204,7 +207,29 @@ def a_sharded_head(rank, folder):
     ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
     found = layer.weight.grad.full_tensor()
     torch.testing.assert_close(found, plain.grad)
+    a_sharded_language_model()
     torch.distributed.destroy_process_group()
+
+
+def a_sharded_language_model():
+    """It makes no logits of all tokens either, and learns the same."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole = [model_of("llama, tied") for _ in range(2)]
+    parts, mesh = copy.deepcopy(whole), init_device_mesh("cpu", (2,))
+    for model in parts:
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    ids = torch.randint(60, (2, 5))
+    outs = [Distiller(*pair, SoftTargets())(input_ids=ids, labels=ids) for pair in (whole, parts)]
+    assert outs[1].logits is None
+    for out in outs:
+        out.loss.backward()
+    torch.testing.assert_close(outs[1].terms, outs[0].terms)
+    for x, y in zip(parts[1].parameters(), whole[1].parameters(), strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad)
 
 
 def test_a_sharded_head_is_gathered(tmp_path):

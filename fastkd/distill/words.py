@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fastkd.distill.capture import Backbone, Hooks, first_tokens
@@ -80,6 +81,10 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
         hooks.before(layer, stop)
     try:
         yield found
+        if found and isinstance(backbone.model, FSDPModule):
+            # What the pass has gathered is let go behind it: the head is gathered once more.
+            head = _head_of(backbone)
+            found[:] = [] if head is None else [_as_multiplied(found[-1].states, head)]
     finally:
         hooks.remove()
 
@@ -87,12 +92,14 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
 def _can_stop(backbone: Backbone) -> bool:
     # What a model does behind its head is known of transformers alone.
     known = backbone.shows_states and not backbone.compiled and not backbone.encoder_decoder
-    # Parts of sharded models are gathered and let go again by what runs them.
-    return known and not backbone.other_head and not _sharded(backbone.inner)
+    return known and not backbone.other_head and not _sharded(backbone)
 
 
-def _sharded(model: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) for p in model.parameters())
+def _sharded(backbone: Backbone) -> bool:
+    """Whether parts of it are whole only while they run, in another way than by FSDP2 alone."""
+    parts = [p.device_mesh for p in backbone.inner.parameters() if isinstance(p, DTensor)]
+    gathered = isinstance(backbone.model, FSDPModule) and all(mesh.ndim == 1 for mesh in parts)
+    return bool(parts) and not gathered
 
 
 def _head_of(backbone: Backbone) -> Head | None:

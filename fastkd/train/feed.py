@@ -1,5 +1,7 @@
 """The rows of every training step, the same ones however many processes share them."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
-from fastkd.train import processes
+from fastkd.train import processes, sharding
 from fastkd.train.rows import UNLABELLED
 from fastkd.train.saving import saving
 from fastkd.train.score import accepted
@@ -113,10 +116,72 @@ class Feed(_Trainer):
         """See ``transformers.Trainer.get_train_dataloader``."""
         return self.loader(self.steps)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not sharding.sharded(model):  # which is there
+            super()._move_model_to_device(model, device)
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super()._wrap_model(model, *args, **kwargs)
+        if not sharding.sharded(model):
+            return model
+        # Autocast alone: what shards a model averages its gradients.
+        model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        vars(model)["_is_accelerate_prepared"] = True
+        return model
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """One that can't be written, by whichever process, is one sentence."""
-        with processes.agreed(), saving(Path(self.args.output_dir)):
+        with processes.agreed(), saving(Path(self.args.output_dir)), self._in_one_piece():
             super()._save_checkpoint(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        """What is sharded is whole in the first process, which writes."""
+        pieces = []
+        owner, name = self._learner
+        if sharding.sharded(getattr(owner, name)):
+            pieces.append((owner, name, sharding.whole(getattr(owner, name))))
+            pieces += [(*place, self._stead(*place)) for place in self._stateful]
+        with contextlib.ExitStack() as stack:
+            for piece in pieces if processes.first() else ():
+                stack.enter_context(sharding.instead(*piece))
+            yield
+
+    @property
+    def _learner(self) -> tuple[Any, str]:
+        """Where the model that learns is an attribute."""
+        return self, "model"
+
+    @property
+    def _stateful(self) -> list[tuple[Any, str]]:
+        """Where what else a checkpoint has the state of is an attribute."""
+        return [(self, "optimizer")]
+
+    @staticmethod
+    def _stead(owner: Any, name: str) -> nn.Module:
+        target = getattr(owner, name)
+        return sharding.Stead(target, sharding.whole_state(target.state_dict()))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
+        owner, name = self._learner
+        model = getattr(owner, name)
+        if not sharding.sharded(model):
+            return super()._load_from_checkpoint(resume_from_checkpoint, *args)
+        full = sharding.unread(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sharding.instead(owner, name, full))
+            for owner, name in self._stateful[1:]:
+                stead = sharding.Stead(getattr(owner, name))
+                stack.enter_context(sharding.instead(owner, name, stead))
+            super()._load_from_checkpoint(resume_from_checkpoint, *args)
+        sharding.take(model, full)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not sharding.sharded(self.model):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        read = functools.partial(torch.load, map_location="cpu", weights_only=True)
+        sharding.load_optimizer(self.optimizer, read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True))
+        self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
 
     def compute_loss(
         self,
@@ -167,12 +232,12 @@ class TeacherTrainer(Feed):
 class OnPolicy:
     """In a ``share`` of the steps the student learns from what it writes itself.
 
-    ``draw(student, batch)`` gives the rows, `Task.drawn`. What is written depends on the weights,
-    seed, step and process alone.
+    ``draw(student, batch, seed=...)`` gives the rows, `Task.drawn`. What is written depends on the
+    weights, seed, step and row alone.
     """
 
     share: float
-    draw: Callable[[nn.Module, dict[str, Any]], list[dict[str, Any]]]
+    draw: Callable[..., list[dict[str, Any]]]
 
     def at(self, step: int) -> bool:
         """Whether ``step``, counted from 0, is one of them; they are spread evenly."""
@@ -187,6 +252,14 @@ class StudentTrainer(Feed, DistillationTrainer):
         self.gather = self.distiller.gather
         self.on_policy = on_policy
 
+    @property
+    def _learner(self) -> tuple[Any, str]:
+        return self.distiller, "student"
+
+    @property
+    def _stateful(self) -> list[tuple[Any, str]]:
+        return [*super()._stateful, (self.distiller, "method")]
+
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.get_batch_samples`; of batches that the student may write."""
         return super().get_batch_samples(self._written(epoch_iterator), *args, **kwargs)
@@ -196,16 +269,16 @@ class StudentTrainer(Feed, DistillationTrainer):
         own = self.on_policy is not None and self.on_policy.at(step)
         # An answer of its own is no label.
         method.left_out = frozenset({"task"} if own else ())
-        for number, batch in enumerate(batches):
+        place = np.random.SeedSequence((self.args.seed, step))
+        (seed,) = place.generate_state(1, np.uint64).tolist()
+        for batch in batches:
             if not (own and len(batch["input_ids"])):
                 yield batch
                 continue
             assert self.on_policy is not None
-            place = (self.args.seed, step, self.args.process_index, number)
-            (seed,) = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
             with torch.random.fork_rng(), self.compute_loss_context_manager():
                 torch.manual_seed(seed)
-                rows = self.on_policy.draw(self.distiller.student, batch)
+                rows = self.on_policy.draw(self.distiller.student, batch, seed=seed)
             yield {**batch, **self.data_collator(rows)}
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ import fastkd
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
-from fastkd.train import data, lora, processes, tasks, trainer_args
+from fastkd.train import data, lora, processes, sharding, tasks, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
@@ -86,6 +86,7 @@ class Run:
         max_length: int,
         display: Display,
         cached: Mapping[str, Any] = MappingProxyType({}),
+        pack: bool = False,
     ):
         #: The report of `fastkd cache`, where its cache is the teacher.
         self.cached = cached
@@ -101,11 +102,14 @@ class Run:
 
         self.task = corpus.task
         encoded = Encoder(tokenizer, max_length, self.task)
-        self.train_rows = encoded(corpus.train)
+        learned = encoded
+        if pack:
+            learned = Encoder(tokenizer, max_length, self.task.packing())
+        self.train_rows = learned(corpus.train)
         #: What the student learns from: rows without labels as well.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
-            self.all_rows = self.train_rows.followed_by(encoded(corpus.unlabelled))
+            self.all_rows = self.train_rows.followed_by(learned(corpus.unlabelled))
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
         self.collate = self.task.collator(tokenizer)
@@ -192,7 +196,9 @@ class Run:
         own = None
         if on_policy:
             own = OnPolicy(on_policy, functools.partial(self.task.drawn, tokenizer=self.tokenizer))
-        trainer = functools.partial(StudentTrainer, model=distiller.to(self.device), on_policy=own)
+        if not sharding.sharded(distiller):
+            distiller.to(self.device)
+        trainer = functools.partial(StudentTrainer, model=distiller, on_policy=own)
         return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
 
     def _train(
@@ -265,6 +271,11 @@ def check(settings: Settings) -> Plan:
     """The plan of a run whose options agree, as far as they tell without rows and models."""
     make_method(settings.method, settings.options, settings.preset)
     check_trackers(settings.report_to)
+    if settings.fsdp and world_size() == 1:
+        raise InputError(
+            "--fsdp spreads models over processes, and this is one; start several by `torchrun "
+            "--nproc-per-node N -m fastkd distill ...`"
+        )
     kind = tasks.of_file(settings.kind, settings.train)
     if settings.finetune_teacher and not kind.supervised:
         raise InputError(
@@ -302,7 +313,8 @@ def _load(
         before = f", as in the {out.processes} that began" if out.processes != world_size() else ""
         rows = plan.batch_size * plan.batches_a_step
         display.say(f"{world_size()} processes: {rows} rows a step in all{before}")
-    nn.Module.to(run.teacher, run.device)
+    if not settings.fsdp:
+        nn.Module.to(run.teacher, run.device)
     return run, distiller
 
 
@@ -328,7 +340,7 @@ def _fit_together(
 def _check_on_policy(distiller: Distiller, run: Run) -> None:
     """Raise where the student can't write, or the teacher has nothing to say about it."""
     if type(run.task).drawn is Task.drawn:
-        run.task.drawn(distiller.student, {}, run.tokenizer)
+        run.task.drawn(distiller.student, {}, run.tokenizer, 0)
     method = distiller.method
     for progress in (0.0, 1.0):
         if not any(weight for name, weight in method.weights(progress).items() if name != "task"):
@@ -371,8 +383,8 @@ def _with_teacher(
         student = read_json(cache.path / STUDENT / MARKER)["files"]
         parts = [cache.digest, json.dumps(student, sort_keys=True)]
         prints["teacher cache"] = fingerprint(part.encode() for part in parts)
-        run = Run(corpus, tokenizer, cache, plan, settings.max_length, display, about)
-        return run, prints
+        length, pack = settings.max_length, settings.pack
+        return Run(corpus, tokenizer, cache, plan, length, display, about, pack), prints
     assert settings.teacher is not None
     tokenizer = load_tokenizer(settings)
     fresh = bool(settings.finetune_teacher)
@@ -382,7 +394,8 @@ def _with_teacher(
     prints = corpus_fingerprints(corpus)
     if not finetuned:
         prints["teacher weights"] = model_fingerprint(teacher)
-    return Run(corpus, tokenizer, teacher, plan, settings.max_length, display), prints
+    length, pack = settings.max_length, settings.pack
+    return Run(corpus, tokenizer, teacher, plan, length, display, pack=pack), prints
 
 
 def _plan(settings: Settings) -> Plan:
@@ -446,6 +459,8 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
     """Fine-tune the teacher to its best evaluation, saved as OUT/teacher."""
     if processes.by_first(lambda: _is_complete(out.teacher)):
         return
+    if settings.fsdp:
+        sharding.shard(run.teacher, run.device)
     history = run.finetune(
         dataclasses.replace(
             run.plan,
@@ -454,8 +469,13 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
         ),
         **_watch(settings, out, run, out.teacher, run.teacher, {}),
     )
-    best = type(run.teacher).from_pretrained(out.teacher)
-    run.teacher.load_state_dict(best.state_dict())
+    attention = attention_for(settings.method, settings.attention)
+    kind = type(sharding.without_shards(run.teacher))
+    best = kind.from_pretrained(out.teacher, **attention)
+    if settings.fsdp:  # the student is made of a whole one
+        run.teacher = run.teacher_model = best
+    else:
+        run.teacher.load_state_dict(best.state_dict())
 
     def finish() -> None:
         report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
@@ -473,6 +493,9 @@ def _distil(
 
     The ``distiller`` is None if its teacher has learned since.
     """
+    if settings.fsdp:
+        distiller = distiller or assemble(settings, run, gather=settings.gather)
+        sharding.shard_distiller(distiller, run.device)
     teacher_scores = _teacher_scores(run, out)
     if any(map(math.isnan, teacher_scores.values())):
         raise InputError(f"--teacher {settings.teacher}: its outputs are not finite")
@@ -500,27 +523,44 @@ def _distil(
     watch = _watch(settings, out, run, out.student, student, report)
     history = run.distil(distiller, settings.method, settings.on_policy, **watch)
     run.display.say("scoring and timing the best student ...")
-    attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
-    best: Any = type(lora.plain(student)).from_pretrained(out.student, **attention)
-    best.to(run.device)
-    for size, measure in (("parameters", count), ("bytes", num_bytes)):
-        report[size]["student"] = measure(best)  # adapters are no longer beside the weights
-    run.judge(best, "student")
-    if run.test_rows:
-        both = {"teacher": run.teacher_model, "student": best}
-        report["test"] = {
-            name: run.score(model, run.test_rows) for name, model in both.items() if model
-        }
+    report.update(_of_best(settings, out, run, student, report))
     # What the saved student says of itself: that is what people get.
     return {
         **read_json(out.student / MARKER),
         **report,
         "compared_layers": distiller.method.teacher_layers,
-        "seconds_a_batch": processes.by_first(lambda: run.seconds_a_batch(best)),
         "complete": True,
         "history": history,
         "seconds": {"training": history[-1]["seconds"]},
     }
+
+
+def _of_best(
+    settings: Settings, out: Output, run: Run, student: PreTrainedModel, report: dict[str, Any]
+) -> dict[str, Any]:
+    """What is said of the student that was kept: sizes, scores on test rows, seconds a batch."""
+    attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
+    kind = type(lora.plain(sharding.without_shards(student)))
+    best: Any = kind.from_pretrained(out.student, **attention)
+    found: dict[str, Any] = {}
+    for size, measure in (("parameters", count), ("bytes", num_bytes)):
+        # Adapters are no longer beside the weights.
+        found[size] = {**report[size], "student": measure(best)}
+    if settings.fsdp:
+        sharding.shard(best, run.device, learns=False)
+    else:
+        best.to(run.device)
+    run.judge(best, "student")
+    if run.test_rows:
+        both = {"teacher": run.teacher_model, "student": best}
+        found["test"] = {
+            name: run.score(model, run.test_rows) for name, model in both.items() if model
+        }
+    if settings.fsdp:  # no process runs it alone
+        seconds = processes.gathered(run.seconds_a_batch(best))[0]
+    else:
+        seconds = processes.by_first(lambda: run.seconds_a_batch(best))
+    return {**found, "seconds_a_batch": seconds}
 
 
 def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
@@ -580,7 +620,8 @@ def _watch(
     def keep(entry: dict[str, Any], history: list[dict]) -> None:
         found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
         full = {**out.identity, **report, **found}
-        processes.by_first(lambda: save_model(target, model, run.tokenizer, full, run.task))
+        whole = sharding.whole(model)
+        processes.by_first(lambda: save_model(target, whole, run.tokenizer, full, run.task))
 
     trackers = tuple(filter(None, (settings.report_to or "").split(",")))
     logs = settings.out / "logs" / target.name

@@ -1,6 +1,7 @@
 """What a model answers, and how right it is."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.train import processes
+from fastkd.distributed import world_size
+from fastkd.train import processes, sharding
 from fastkd.train.plan import Plan, autocast
 from fastkd.train.progress import Display, counted
 from fastkd.train.rows import Encoded
@@ -35,12 +37,16 @@ def predict(
     was_training = model.training
     model.eval()
     order, parts, size = examples.by_length, list[Any](), 2 * plan.own_rows
-    number, batches = examples.shared(task.collator(tokenizer), size, plan.device)
+    together, ranks, collate = sharding.sharded(model), world_size(), task.collator(tokenizer)
+    number, batches = examples.shared(collate, size, plan.device)
     batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:
         with torch.no_grad(), autocast(plan):
             for batch in batches:
                 parts.append(task.answer(model, batch, tokenizer))
+            if together and number < -(-len(order) // (ranks * size)):  # others have one more
+                (spare,) = itertools.islice(examples.batches(collate, 1, device=plan.device), 1)
+                task.answer(model, spare, tokenizer)
     finally:
         model.train(was_training)
     by_rank = processes.gathered(parts)

@@ -256,6 +256,9 @@ class Settings(Pairing):
         least=0,
         most=1,
     )
+    pack: bool = training_option(
+        False, "Several conversations in a row of --max-length, none of which sees another."
+    )
     on_policy: float = training_option(
         0.0,
         "Share of the steps, 0 to 1, in which the student writes the answers and the teacher says "
@@ -265,6 +268,11 @@ class Settings(Pairing):
         most=1,
     )
     gather: bool = training_option(False, "Losses that compare samples see those of all processes.")
+    fsdp: bool = training_option(
+        False,
+        "Spread teacher and student over the processes (FSDP2): none holds a whole model.",
+        saved=False,
+    )
     trainer_args: Path | None = training_option(
         None,
         "YAML file of further arguments of transformers.TrainingArguments.",
@@ -297,6 +305,8 @@ class Settings(Pairing):
             return
         super().__post_init__()
         self._check_teacher()
+        if self.fsdp:
+            self._check_sharding()
         if not self.finetune_teacher and given(self, "teacher_learning_rate"):
             raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
         if self.log_json is not None:
@@ -307,6 +317,21 @@ class Settings(Pairing):
             for name in ("student", "teacher", "unfinished"):
                 if log.is_relative_to((self.out / name).absolute()):
                     raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
+
+    def _check_sharding(self) -> None:
+        """What --fsdp doesn't go with."""
+        if self.teacher_layers == SELECT:
+            raise InputError(
+                f"--fsdp and --teacher-layers {SELECT} exclude each other: a student is made of a "
+                "teacher that is whole; name the layers"
+            )
+        if self.precision == "fp16":
+            raise InputError("--fsdp and --precision fp16 exclude each other: take bf16")
+        if self.on_policy and self.gather:
+            raise InputError(
+                "--fsdp, --gather and --on-policy exclude each other: a process without rows has "
+                "nothing to write while the others do"
+            )
 
     def _check_stages(self) -> None:
         check(self)

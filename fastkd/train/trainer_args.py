@@ -73,10 +73,7 @@ def read(path: Path | None) -> dict[str, Any]:
         if name not in kinds:
             raise InputError(f"{option}: {name} is no training argument; {nearest(name, known)}")
         if name.startswith("fsdp"):
-            raise InputError(
-                f"{option}: {name}: the command keeps a whole model in each process; "
-                "docs/any_loop.md has FSDP2 in a loop of one's own"
-            )
+            raise InputError(f"{option}: {name} is what --fsdp sets")
         if name not in known:
             raise InputError(f"{option}: {name} is settled by fastkd itself; leave it out")
         if not fits(value, kinds[name]):

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fastkd import __main__ as entry
 from fastkd.cli import demo
 from fastkd.cli.main import app
-from fastkd.distill import Method
+from fastkd.distill import LRKD, Method
 from fastkd.study import task
 from fastkd.train import docstrings, processes
 from tests.distill.processes import CONTEXT
@@ -139,6 +139,18 @@ def result_of(words: list[str]) -> tuple[int, str, str]:
     bug = None if isinstance(result.exception, SystemExit) else result.exception
     told = "" if bug is None else "".join(traceback.format_exception(bug))
     return result.exit_code, result.stdout, result.stderr + told
+
+
+class StopsOnce(LRKD):
+    """Ctrl-C in the fifth step of all that this process takes with it."""
+
+    steps = 0
+
+    def task(self, step):
+        StopsOnce.steps += 1
+        if StopsOnce.steps == 5:
+            raise KeyboardInterrupt
+        return super().task(step)
 
 
 class FailsInTheSecond(Method):

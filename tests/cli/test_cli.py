@@ -632,7 +632,7 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path):
     [
         ("learning_rate: 1", "learning_rate is what --learning-rate sets"),
         ("optm: adafactor", "did you mean 'optim'"),
-        ("fsdp: full_shard", "a whole model in each process"),
+        ("fsdp: full_shard", "fsdp is what --fsdp sets"),
         ("eval_steps: 3", "eval_steps is settled by fastkd itself"),
         ("max_grad_norm: 1e0x", "max_grad_norm must be float, got '1e0x'"),
         ("max_grad_norm: true", "max_grad_norm must be float"),

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from fastkd.distill.order import Order
 from fastkd.train.feed import Steps
 from fastkd.train.saving import damage
 from tests.cli.launched import Launch, command, commands, packaged, result_of
-from tests.cli.test_cli import report_of, stop_at, visible
+from tests.cli.test_cli import report_of, same_weights, stop_at, visible
 from tests.cli.test_demo import write_packaged
 from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
 from tests.train.tasks import (
@@ -56,6 +57,12 @@ RUNS: dict[str, dict] = {
         "question-answering": {},
         **({"embedding": {"method": "lrkd"}} if EMBEDS else {}),
     }.items()},
+    # No process holds a whole model.
+    "sharded": {
+        "fsdp": True, "finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd", "epochs": 1,
+    },
+    "sharded text": {"fsdp": True, "task": "causal-lm", "epochs": 1},
+    "sharded writer": {"fsdp": True, "task": "seq2seq", "teacher_layers": "1", "epochs": 1},
 }  # fmt: skip
 STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
 STUDY = """
@@ -163,6 +170,8 @@ def launched(words, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*words(folder / "stopped", 1, **STOPPED), expect=130)
+    shutil.copytree(folder / "stopped", folder / "stopped, sharded")
+    cut = {**STOPPED, "method": "tests.cli.launched:StopsOnce", "fsdp": True}
     # A teacher's cache is written by both, and read by both.
     kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
     cached = {"teacher_cache": folder / "cache", "teacher": None}
@@ -170,7 +179,14 @@ def launched(words, tmp_path_factory):
         **{name: words(folder / name, 2, **more) for name, more in RUNS.items()},
         "cache": words(folder / "cache", 2, "cache", **kept),
         "cached": words(folder / "cached", 2, **cached),
+        "cached, sharded": words(folder / "cached, sharded", 2, fsdp=True, **cached),
         "stopped": words(folder / "stopped", 1, resume=True, **STOPPED),
+        "stopped, sharded": words(
+            folder / "stopped, sharded", 1, resume=True, fsdp=True, **STOPPED
+        ),
+        "cut": words(folder / "cut", 1, **cut),
+        "cut, resumed": words(folder / "cut", 1, resume=True, **cut),
+        "not cut": words(folder / "not cut", 1, **cut),
         "already holds a student": words(folder / "soft_targets", 2),
         "no such directory": words(folder / "x", 2, teacher="./nothing"),
         "not here": words(folder / "x", 2, method="tests.cli.launched:FailsInTheSecond"),
@@ -232,16 +248,17 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(
     assert codes == (0, 0), errors
     assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
     assert visible(folder / name) == ["student", *["teacher"] * ("finetune_teacher" in RUNS[name])]
-    run(*words(tmp_path / "one", 1, **RUNS[name]))
+    run(*words(tmp_path / "one", 1, **{**RUNS[name], "fsdp": None}))
     same_students(folder / name, tmp_path / "one")
 
 
 def test_a_cache_of_two_processes(launched):
     folder, results, _ = launched
-    for name in ("cache", "cached"):
+    for name in ("cache", "cached", "cached, sharded"):
         assert results[name][0] == (0, 0), results[name]
     assert len(list((folder / "cache").glob("shard-*"))) == 2
     same_students(folder / "cached", folder / "soft_targets")
+    same_students(folder / "cached, sharded", folder / "soft_targets")
 
 
 @pytest.mark.parametrize(
@@ -310,9 +327,28 @@ def test_a_mistake_before_processes_meet_is_left_to_the_first_for_a_while(
 @pytest.mark.slow
 def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
     folder, results, _ = launched
-    assert results["stopped"][0] == (0, 0), results["stopped"]
     run(*words(tmp_path / "whole", 1, **STOPPED))
-    same_students(folder / "stopped", tmp_path / "whole")
+    for name in ("stopped", "stopped, sharded"):
+        assert results[name][0] == (0, 0), results[name]
+        same_students(folder / name, tmp_path / "whole")
+
+
+def test_a_sharded_run_goes_on_to_the_same_bits(launched):
+    folder, results, _ = launched
+    assert [results[name][0][0] for name in ("cut", "cut, resumed", "not cut")] == [130, 0, 0]
+    assert same_weights(folder / "cut", folder / "not cut")
+    past = [report_of(folder / name)["history"] for name in ("cut", "not cut")]
+    assert [x["losses"] for x in past[0]] == [x["losses"] for x in past[1]]
+
+
+def test_what_sharding_does_not_go_with(words, tmp_path):
+    for options, said in (
+        ({}, "--fsdp spreads models over processes, and this is one"),
+        ({"teacher_layers": "select"}, "--fsdp and --teacher-layers select exclude each other"),
+        ({"precision": "fp16"}, "--fsdp and --precision fp16 exclude each other"),
+        ({"task": "causal-lm", "gather": True, "on_policy": 0.5}, "--fsdp, --gather and --on-poli"),
+    ):
+        assert said in run(*words(tmp_path / "x", 1, fsdp=True, **options), expect=2)
 
 
 def test_what_several_would_only_repeat_is_done_by_the_first(words, tmp_path, monkeypatch):

@@ -22,7 +22,37 @@ from fastkd.train.tasks.task import Task, logits, sums_of_losses
 
 
 @dataclass(frozen=True)
-class CausalLM(Task):
+class Decoder(Task):
+    """A task of models that read from left to right, with several texts in a row."""
+
+    head: ClassVar[str] = "AutoModelForCausalLM"
+    head_name: ClassVar[str] = "language model head"
+    pipeline: ClassVar[str] = "text-generation"
+
+    #: Texts in a row don't see each other.
+    segments: bool = True
+
+    @classmethod
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "Decoder":
+        transformers: Any = require("transformers", "train")
+        model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        arguments = set() if model is None else {*inspect.signature(model.forward).parameters}
+        # What doesn't cache keys has masks of its own, and what is stateful remembers all it read.
+        fits = {"position_ids", "past_key_values"} <= arguments and not model._is_stateful
+        return cls(segments=fits and not reads_whole_rows(config))
+
+    def match(
+        self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
+    ) -> Corpus:
+        corpus = super().match(corpus, head, asked, who, fresh)
+        return corpus if head is None else replace(corpus, task=head)
+
+    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+        return Pad(tokenizer)
+
+
+@dataclass(frozen=True)
+class CausalLM(Decoder):
     """Documents: of a ``.txt`` those apart by an empty line, else of a column; files or folders.
 
     Their tokens, each document's followed by the end token, are cut into rows of --max-length. A
@@ -34,16 +64,11 @@ class CausalLM(Task):
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
     usual: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
     smaller: ClassVar[frozenset[str]] = frozenset(metrics)
-    head: ClassVar[str] = "AutoModelForCausalLM"
-    head_name: ClassVar[str] = "language model head"
-    pipeline: ClassVar[str] = "text-generation"
     columns: ClassVar[Columns] = Columns("text", None, None)
     beside: ClassVar[tuple[str, ...]] = ("bytes",)
 
     #: Each document is a row of its own, cut off at --max-length.
     apart: bool = False
-    #: Documents in a row don't see each other.
-    segments: bool = True
 
     @classmethod
     def check_file(cls, path: Path, option: str) -> None:
@@ -68,20 +93,8 @@ class CausalLM(Task):
         else:
             yield from files.records(path, header, option, every)
 
-    @classmethod
-    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "CausalLM":
-        transformers: Any = require("transformers", "train")
-        model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        arguments = set() if model is None else {*inspect.signature(model.forward).parameters}
-        # What doesn't cache keys has masks of its own, and what is stateful remembers all it read.
-        fits = {"position_ids", "past_key_values"} <= arguments and not model._is_stateful
-        return cls(segments=fits and not reads_whole_rows(config))
-
-    def match(
-        self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
-    ) -> Corpus:
-        corpus = super().match(corpus, head, asked, who, fresh)
-        return corpus if head is None else replace(corpus, task=head)
+    def packing(self) -> Task:
+        raise InputError(f"--pack: the rows of --task {self.name()} are packed without it")
 
     def predicting(self) -> "CausalLM":
         return replace(self, apart=True)
@@ -126,9 +139,6 @@ class CausalLM(Task):
         if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and max_length > 2:
             cuts[-2] -= 1  # a last token alone would be said by none
         return [stream[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
-
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
-        return Pad(tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         return sums_of_next(model, batch)

@@ -1,12 +1,14 @@
 """Conversations: what the assistant says next."""
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +18,7 @@ from fastkd.train.columns import Columns, field, whole
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import rouge_l
-from fastkd.train.tasks.causal_lm import Pad, perplexity, sums_of_next
+from fastkd.train.tasks.causal_lm import Decoder, perplexity, sums_of_next
 from fastkd.train.tasks.task import Task
 
 MESSAGES = "messages"
@@ -27,7 +29,7 @@ NEW_TOKENS = 128  # the longest answer that is written
 
 
 @dataclass(frozen=True)
-class Chat(Task):
+class Chat(Decoder):
     """Columns ``messages``: lists of objects with ``role`` and ``content``.
 
     The tokenizer's chat template makes text of them; the losses count what the assistant says.
@@ -40,15 +42,14 @@ class Chat(Task):
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "rouge_l")
     usual: ClassVar[tuple[str, ...]] = ("perplexity", "rouge_l")
     smaller: ClassVar[frozenset[str]] = frozenset({"perplexity", "loss"})
-    head: ClassVar[str] = "AutoModelForCausalLM"
-    head_name: ClassVar[str] = "language model head"
-    pipeline: ClassVar[str] = "text-generation"
     # The answers stand among the messages.
     columns: ClassVar[Columns] = Columns(MESSAGES, None, MESSAGES)
     beside: ClassVar[tuple[str, ...]] = ("answer",)
 
     #: Rows are encoded up to where an answer is to be written.
     prompts: bool = False
+    #: Rows hold several conversations.
+    packed: bool = False
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
@@ -92,6 +93,14 @@ class Chat(Task):
     def predicting(self) -> Task:
         return replace(self, prompts=True)
 
+    def packing(self) -> Task:
+        if not self.segments:
+            raise InputError(
+                "--pack: the model doesn't tell conversations in a row apart by positions that "
+                "start again"
+            )
+        return replace(self, packed=True)
+
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return 1, "a conversation"
 
@@ -114,10 +123,16 @@ class Chat(Task):
                 [token if own else UNLABELLED for token, own in zip(ids, mask, strict=True)]
             )
             found["answer"].append(last["content"])
-        return {**found, "attention_mask": [[1] * len(ids) for ids in found["input_ids"]]}
-
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
-        return Pad(tokenizer)
+        if not self.packed:
+            return {**found, "attention_mask": [[1] * len(ids) for ids in found["input_ids"]]}
+        talks = list(zip(found["input_ids"], found["labels"], strict=True))
+        parts = _fitted([len(ids) for ids, _ in talks], max_length)
+        rows = [_joined([talks[i] for i in part]) for part in parts]
+        return {
+            **{name: [row[name] for row in rows] for name in rows[0]},
+            "answer": ["" for _ in parts],
+            "number": [batch["number"][part[0]] for part in parts],
+        }
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The sum of -log p of the answers' tokens, how many they are, and what is written."""
@@ -129,17 +144,16 @@ class Chat(Task):
         return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
 
     def drawn(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
     ) -> list[dict[str, Any]]:
-        options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        return [
-            {
-                "input_ids": prompt + tokens,
-                "attention_mask": [1] * len(prompt + tokens),
-                "labels": [UNLABELLED] * len(prompt) + tokens,
-            }
-            for prompt, tokens in write(model, prompts_of(batch), tokenizer, **options)
-        ]
+        prompts = prompts_of(batch)
+        written = iter(write(model, prompts, tokenizer, Draw(seed, prompts)))
+        rows = []
+        for talks in _talks(batch):
+            new = [next(written) for _ in talks]
+            row = _joined([(p + said, [UNLABELLED] * len(p) + said) for p, said in new])
+            rows.append({name: row[name] for name in row if name in batch})
+        return rows
 
     def finite(self, answers: Any) -> bool:
         return all(math.isfinite(loss) for loss, *_ in answers)
@@ -259,15 +273,55 @@ def _shortened(
     return ids[part], mask[part]
 
 
+# Tokens and labels of a conversation.
+Talk = tuple[list[int], list[int]]
+
+
+def _fitted(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Which conversations stand in each row of ``most`` tokens: one is in the first with room."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for i, length in enumerate(lengths):
+        at = next((at for at, room in enumerate(left) if room >= length), len(rows))
+        if at == len(rows):
+            rows.append([])
+            left.append(most)
+        rows[at].append(i)
+        left[at] -= length
+    return rows
+
+
+def _joined(talks: list[Talk]) -> dict[str, list[int]]:
+    """A row of conversations, each of which begins at position 0."""
+    labels = [[UNLABELLED, *own[1:]] for _, own in talks]  # a first token is only read
+    row = {
+        "input_ids": [ids for ids, _ in talks],
+        "labels": labels,
+        "attention_mask": [[1] * len(own) for own in labels],
+        "position_ids": [list(range(len(own))) for own in labels],
+    }
+    return {name: list(itertools.chain(*parts)) for name, parts in row.items()}
+
+
+def _talks(batch: Mapping[str, torch.Tensor]) -> list[list[Talk]]:
+    """The conversations of each row."""
+    rows = []
+    for i, mask in enumerate(batch["attention_mask"].bool()):
+        ids, labels = (batch[name][i][mask].tolist() for name in ("input_ids", "labels"))
+        starts = [0]
+        if "position_ids" in batch:
+            starts = (batch["position_ids"][i][mask] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], len(ids)]
+        rows.append([(ids[a:b], labels[a:b]) for a, b in zip(starts, ends, strict=True)])
+    return rows
+
+
 def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """The tokens of each row before its last answer; all where it has none."""
+    """The tokens of each conversation before its last answer; all where it has none."""
     prompts = []
-    rows = zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
-    for ids, mask, labels in rows:
-        real = mask.bool()
-        tokens = ids[real].tolist()
-        counted = (labels[real] != UNLABELLED).int().tolist()
-        prompts.append(tokens[: _last_run(counted)] if any(counted) else tokens)
+    for ids, labels in itertools.chain(*_talks(batch)):
+        counted = [int(label != UNLABELLED) for label in labels]
+        prompts.append(ids[: _last_run(counted)] if any(counted) else ids)
     return prompts
 
 
@@ -281,12 +335,34 @@ def stops_of(tokenizer: Any) -> list[int]:
     return sorted(({*ids[_last_run(mask) :]} & special | {tokenizer.eos_token_id}) - {None})
 
 
-def write(
-    model: Any, prompts: list[list[int]], tokenizer: Any, **options: Any
-) -> list[tuple[list[int], list[int]]]:
-    """Each prompt, and what ``model`` writes behind it with the token that ends it; greedily.
+class Draw:
+    """Makes the likeliest word a draw at temperature 1 (Gumbel's maximum; a logits processor).
 
-    ``options`` of ``generate`` go before that. Prompts that leave no room lose their beginning.
+    Seed and prompt decide what is drawn, not the prompts beside it.
+    """
+
+    def __init__(self, seed: int, prompts: list[list[int]]):
+        seeds = (np.random.SeedSequence((seed, *prompt)) for prompt in prompts)
+        self.seeds = [int(each.generate_state(1, np.uint64)[0]) for each in seeds]
+        self.generators: list[torch.Generator] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.generators:
+            made = (torch.Generator(scores.device) for _ in self.seeds)
+            pairs = zip(made, self.seeds, strict=True)
+            self.generators = [generator.manual_seed(seed) for generator, seed in pairs]
+        waits = torch.empty_like(scores, dtype=torch.float64)  # float32 has too many of 0
+        for row, generator in zip(waits, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        return scores.double().log_softmax(-1) - waits.log()
+
+
+def write(
+    model: Any, prompts: list[list[int]], tokenizer: Any, draw: Draw | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Each prompt, and what ``model`` writes behind it with the token that ends it.
+
+    It takes the likeliest words, or a ``draw``. Prompts that leave no room lose their beginning.
     """
     new = NEW_TOKENS
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -295,14 +371,18 @@ def write(
         prompts = [prompt[-(positions - new) :] for prompt in prompts]
     stops = stops_of(tokenizer)
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    usual = {"do_sample": False, "num_beams": 1, "pad_token_id": tokenizer.pad_token_id}
+    # What else is set in a model's folder would change what it draws.
+    options = {} if draw is None else {"logits_processor": [draw], "repetition_penalty": 1.0}
     with in_eval_mode(model), torch.no_grad():
         found = model.generate(
             input_ids=padded["input_ids"].to(model.device),
             attention_mask=padded["attention_mask"].to(model.device),
             max_new_tokens=new,
             eos_token_id=stops,
-            **{**usual, **options},
+            pad_token_id=tokenizer.pad_token_id,
+            do_sample=False,
+            num_beams=1,
+            **options,
         )
     written = found[:, padded["input_ids"].shape[1] :].tolist()
     ends = [next((i for i, t in enumerate(row, 1) if t in stops), len(row)) for row in written]

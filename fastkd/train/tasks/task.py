@@ -179,6 +179,10 @@ class Task:
     @classmethod
     def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
         """A class for each row as it was read, by which rows can be told apart; None: none."""
+    def packing(self) -> "Task":
+        """This task where rows to train on hold as many texts as there is room for: --pack."""
+        raise InputError(f"--pack: the rows of --task {self.name()} stand alone")
+
         return None
 
     def strata(self, rows: Rows) -> Sequence[int]:
@@ -297,9 +301,12 @@ class Task:
         return logits(model, batch).float().cpu().numpy()
 
     def drawn(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
     ) -> list[dict[str, Any]]:
-        """The rows of ``batch`` with what ``model`` draws in the place of answers: --on-policy."""
+        """The rows of ``batch`` with what ``model`` draws in the place of answers: --on-policy.
+
+        ``seed`` and a row are to say what is drawn for it, whatever rows stand beside it.
+        """
         raise InputError(f"--on-policy: the models of --task {self.name()} write nothing")
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:

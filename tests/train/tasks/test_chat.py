@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -11,16 +10,17 @@ import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from fastkd.distill import Distiller, SoftTargets, student_from_teacher
+from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.feed import OnPolicy
 from fastkd.train.rows import Encoder
 from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
-from fastkd.train.tasks.chat import TASK, prompts_of, write
+from fastkd.train.tasks import named
+from fastkd.train.tasks.chat import TASK, Draw, prompts_of, write
 from tests.cli.launched import Launch, commands
 from tests.cli.test_cli import crash, stop_at
 from tests.support.tiny import run, sentences, words_of
@@ -211,8 +211,9 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
     model = GPT2LMHeadModel.from_pretrained(teacher).train()
     task = TASK()
     encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(6))))
-    (batch,) = encoded.batches(task.collator(tokenizer), 6)
-    rows = task.drawn(model, batch, tokenizer)
+    collate = task.collator(tokenizer)
+    (batch,) = encoded.batches(collate, 6)
+    rows = task.drawn(model, batch, tokenizer, 0)
     assert model.training
     end, lengths = tokenizer.sep_token_id, set()
     for row, prompt in zip(rows, prompts_of(batch), strict=True):
@@ -223,12 +224,80 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
         assert end not in written[:-1] and (written[-1] == end or len(written) == 16)
         lengths.add(len(written))
     assert len(lengths) > 1
+    # Whatever stands beside it: alone, in another order, or packed.
+    other = [encoded[i] for i in reversed(range(6))]
+    assert task.drawn(model, collate(other), tokenizer, 0) == rows[::-1]
+    assert task.drawn(model, collate(other[:1]), tokenizer, 0) == rows[-1:]
+    assert task.drawn(model, batch, tokenizer, 1) != rows
+    packed = Encoder(tokenizer, 32, task.packing())(read(tmp_path / "a.jsonl"))
+    together = task.drawn(model, collate(list(packed)), tokenizer, 0)
+    alone = [row["input_ids"] for row in rows]
+    assert len(together) < 6 and sorted(alone) == sorted(
+        ids for row in together for ids in apart(row, "input_ids")
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (TASK(segments=False), "--pack: the model doesn't tell conversations in a row apart"),
+        (named("causal-lm")(), "--pack: the rows of --task causal-lm are packed without it"),
+        (named("classification")(), "--pack: the rows of --task classification stand alone"),
+    ],
+)
+def test_what_is_not_packed(task, words):
+    with pytest.raises(InputError, match=words):
+        task.packing()
+
+
+def test_words_are_drawn_as_often_as_they_are_likely():
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).log().expand(4000, 5)
+    found = Draw(3, [[i] for i in range(4000)])(torch.zeros(4000, 1), scores).argmax(-1)
+    shares = found.bincount(minlength=5) / 4000
+    torch.testing.assert_close(shares, scores[0].exp(), atol=0.03, rtol=0)
+
+
+def apart(row, name):
+    """What a packed row holds of each conversation."""
+    starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
+    ends = [*starts[1:], len(row["position_ids"])]
+    return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("method", [SoftTargets(), FCD()], ids=["soft_targets", "fcd"])
+def test_packed_rows_teach_what_the_conversations_alone_do(teacher, tmp_path, method):
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = GPT2LMHeadModel.from_pretrained(teacher).double().eval()
+    student = student_from_teacher(model, [1, 3]).eval()
+    rows = read(write_jsonl(tmp_path / "a.jsonl", talks(9)))
+    task = TASK.of(model.config)
+    single, packed = (Encoder(tokenizer, 32, x)(rows) for x in (task, task.packing()))
+    assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
+    for name in ("input_ids", "labels"):
+        together = sorted(part for row in packed for part in apart(row, name))
+        assert together == sorted(row[name] for row in single)
+    distiller = Distiller(model, student, method)
+    found = []
+    for examples in (single, packed):
+        student.zero_grad()
+        out = distiller(**task.collator(tokenizer)([*examples]))
+        out.loss.backward()
+        found.append((out.terms, [p.grad for p in student.parameters() if p.grad is not None]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
-def on_policy(teacher, tmp_path_factory):
-    """Options of a student that writes in half of the steps."""
+def on_policy(tmp_path_factory):
+    """Options of a student that writes in half of the steps; models are Qwen's shape."""
     folder = tmp_path_factory.mktemp("on-policy")
+    teacher = make_chat_teacher(folder / "qwen3")
+    config = Qwen3Config(
+        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=4, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0,
+        eos_token_id=3, bos_token_id=None, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(teacher)
     files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
     return {
         "task": "chat", "train": files[0], "eval": files[1], "teacher": teacher, "max_length": 16,
@@ -241,16 +310,16 @@ def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, mon
     steps = []
     draw = TASK.drawn
 
-    def noted(self, model, batch, tokenizer):
-        rows = draw(self, model, batch, tokenizer)
+    def noted(self, model, batch, tokenizer, seed):
+        rows = draw(self, model, batch, tokenizer, seed)
         steps.append([row["input_ids"] for row in rows])
         return rows
 
     monkeypatch.setattr(TASK, "drawn", noted)
-    options = {**on_policy, "checkpoint_every": 2, "lora": "r=2"}
+    options = {**on_policy, "checkpoint_every": 2, "lora": "r=2", "pack": True, "batch_size": 2}
     run("distill", **options, out=tmp_path / "whole")
-    whole = list(steps)
-    assert len(whole) == 3  # of six steps
+    whole, report = list(steps), read_json(tmp_path / "whole/student/fastkd.json")
+    assert report["rows"]["train"] < 10 and len(whole) == report["history"][-1]["step"] // 2 > 2
     with monkeypatch.context() as patch:
         stop_at(patch, 5, crash)
         run("distill", **options, out=tmp_path / "out", expect=130)
@@ -288,32 +357,31 @@ def test_the_steps_on_policy_are_spread():
         assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
 
 
-def test_two_processes_train_the_student_of_one(on_policy, teacher, tmp_path):
-    still = tmp_path / "still"
-    shutil.copytree(teacher, still)
-    model = GPT2LMHeadModel.from_pretrained(teacher)
-    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        setattr(model.config, name, 0.0)
-    model.save_pretrained(still)
-    options = {**on_policy, "teacher": still, "on_policy": 0, "epochs": 1}
+def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
+    """With adapters, packed rows and answers of its own; a copy in each, or spread over both."""
+    options = {**on_policy, "lora": "r=2", "pack": True, "epochs": 3}
     run("distill", **options, out=tmp_path / "one")
     options["batch_size"] = 2
-    writing = {**options, "on_policy": 1, "lora": "r=2"}
     lines = {
-        "writing": words_of("distill", **writing, out=tmp_path / "writing"),
         "two": words_of("distill", **options, out=tmp_path / "two"),
+        "sharded": words_of("distill", **options, fsdp=True, out=tmp_path / "sharded"),
     }
-    launch = Launch(tmp_path / "launch", 2, commands, tmp_path, lines)
+    launch = Launch(tmp_path / "launch", 2, commands, tmp_path, {**lines, "end": ["doctor", "-h"]})
     errors = launch.end()
     results = read_json(tmp_path / "0.json")
-    assert launch.process.exitcode == 0 and results["writing"][0] == 0, (results, errors)
-    one, two = (
-        read_json(tmp_path / name / "student/fastkd.json")["history"][0] for name in ("one", "two")
-    )
-    assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
-    assert one["scores"] == pytest.approx(two["scores"], rel=1e-4)
-    (entry,) = read_json(tmp_path / "writing/student/fastkd.json")["history"]
-    assert set(entry["losses"]) == {"loss", "soft"}
+    assert all(results[name][0] == 0 for name in lines), (results, errors)
+    one, *others = (read_json(tmp_path / n / "student/fastkd.json") for n in ("one", *lines))
+    for other in others:
+        for ours, theirs in zip(one["history"], other["history"], strict=True):
+            assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+            assert ours["scores"] == pytest.approx(theirs["scores"], rel=1e-4)
+        assert other["teacher"] == pytest.approx(one["teacher"], rel=1e-5)
+        assert other["parameters"] == one["parameters"]
+    weights = [load_file(tmp_path / n / "student/model.safetensors") for n in ("one", *lines)]
+    for other in weights[1:]:
+        assert other.keys() == weights[0].keys()
+        for name, value in weights[0].items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-5)
 
 
 def test_a_table_has_messages_as_json(teacher, tmp_path):
@@ -321,7 +389,7 @@ def test_a_table_has_messages_as_json(teacher, tmp_path):
     run("predict", model=teacher, data=path, out=tmp_path / "told.csv", task="chat", device="cpu")
     with (tmp_path / "told.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert json.loads(row["messages"]) == says("a film")[0] and row["answer"]
+    assert json.loads(row["messages"]) == says("a film") and row["answer"]
 
 
 def test_the_teacher_scores_what_was_written(teacher, tmp_path):
@@ -336,7 +404,7 @@ def test_the_teacher_scores_what_was_written(teacher, tmp_path):
     encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(4))))
     collate = task.collator(tokenizer)
     (batch,) = encoded.batches(collate, 4)
-    rows = task.drawn(student, batch, tokenizer)
+    rows = task.drawn(student, batch, tokenizer, 0)
     method = SoftTargets(divergence="reverse_kl", temperature=1.0, alpha=0.25)
     method.left_out = frozenset({"task"})
     found = Distiller(model, student, method).eval()(**collate(rows))
