@@ -25,15 +25,16 @@ from fastkd.train.saving import check_new_file, enlist, saving, write_file
 TOLERANCE = 1e-3
 
 
-class _Logits(nn.Module):
-    """Positional tensors in, logits out: what a graph can be."""
+class _Outputs(nn.Module):
+    """Positional tensors in, some of the outputs out: what a graph can be."""
 
-    def __init__(self, model: nn.Module, names: list[str]):
+    def __init__(self, model: nn.Module, names: list[str], outputs: tuple[str, ...]):
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.names, self.outputs = model, names, outputs
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True))).logits
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        found = self.model(**dict(zip(self.names, inputs, strict=True)))
+        return tuple(getattr(found, name) for name in self.outputs)
 
 
 def export(settings: ExportSettings, console: Console) -> float:
@@ -52,8 +53,8 @@ def export(settings: ExportSettings, console: Console) -> float:
     say(console, f"{settings.model}: writing ONNX and comparing outputs, about a minute ...")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        _write(model.float().eval(), batches[0], path)
-        difference = max(_difference(model, path, batch) for batch in batches)
+        _write(model.float().eval(), batches[0], path, task.outputs)
+        difference = max(_difference(model, path, batch, task.outputs) for batch in batches)
         if not difference <= TOLERANCE:
             raise RunFailed(
                 f"--model {settings.model}: its ONNX form gives other outputs "
@@ -66,7 +67,9 @@ def export(settings: ExportSettings, console: Console) -> float:
     return difference
 
 
-def _write(model: nn.Module, batch: dict[str, Tensor], path: Path) -> None:
+def _write(
+    model: nn.Module, batch: dict[str, Tensor], path: Path, outputs: tuple[str, ...]
+) -> None:
     names = list(batch)
     free = tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for x in batch.values())
     quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
@@ -76,11 +79,11 @@ def _write(model: nn.Module, batch: dict[str, Tensor], path: Path) -> None:
         with quiet[0], quiet[1], warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                _Logits(model, names),
+                _Outputs(model, names, outputs),
                 tuple(batch.values()),
                 str(path),
                 input_names=names,
-                output_names=["logits"],
+                output_names=list(outputs),
                 dynamic_shapes=(free,),
                 dynamo=True,
                 external_data=False,
@@ -93,8 +96,12 @@ def _write(model: nn.Module, batch: dict[str, Tensor], path: Path) -> None:
         logging.disable(before)
 
 
-def _difference(model: nn.Module, path: Path, batch: dict[str, Any]) -> float:
+def _difference(
+    model: nn.Module, path: Path, batch: dict[str, Any], outputs: tuple[str, ...]
+) -> float:
     with torch.no_grad():
-        expected = model(**batch).logits.double()
-    actual = OnnxModel(path)(**batch).logits.double()
+        found = model(**batch), OnnxModel(path, outputs)(**batch)
+    expected, actual = (
+        torch.stack([getattr(one, name) for name in outputs]).double() for one in found
+    )
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))

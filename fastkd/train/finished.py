@@ -3,11 +3,11 @@
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 from fastkd._core.extras import require
 from fastkd.train import tasks
@@ -123,7 +123,7 @@ class Finished:
             raise InputError(f"--max-length {length}: the model reads at most {limit}")
         task = self.task
         encoded = Encoder(self.tokenizer, length, task)(rows)
-        model: Any = self.model if self.onnx is None else OnnxModel(self.onnx)
+        model: Any = self.model if self.onnx is None else OnnxModel(self.onnx, task.outputs)
         with display:
             found = predict(model, encoded, task, self.tokenizer, self.plan, display)
         outputs = task.num_labels
@@ -140,7 +140,7 @@ class Finished:
 class OnnxModel(torch.nn.Module):
     """An ONNX export in the place of the model it was made from."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, outputs: tuple[str, ...] = ("logits",)):
         super().__init__()
         runtime = require("onnxruntime", "onnx")
         if not path.is_file():
@@ -152,20 +152,25 @@ class OnnxModel(torch.nn.Module):
             raise InputError(f"--onnx {path}: can't be loaded ({reason})") from None
         self.path = path
         self.inputs = [entry.name for entry in self.session.get_inputs()]
-        outputs = len(self.session.get_outputs())
+        self.outputs = [entry.name for entry in self.session.get_outputs()]
         known = list(inspect.signature(self.forward).parameters)
-        if outputs != 1 or not set(self.inputs) <= set(known):
+        # One output is what is wanted, however it is called.
+        fits = len(outputs) == len(self.outputs) == 1 or {*outputs} == {*self.outputs}
+        if not fits or not set(self.inputs) <= set(known):
+            count = "one" if len(outputs) == 1 else " and ".join(outputs)
             raise InputError(
-                f"--onnx {path}: reads {', '.join(self.inputs)} and has {outputs} outputs; "
-                f"it must read some of {', '.join(known)} and have one"
+                f"--onnx {path}: reads {', '.join(self.inputs)} and has {len(self.outputs)} "
+                f"outputs; it must read some of {', '.join(known)} and have {count}"
             )
+        if len(outputs) == 1:
+            self.outputs = list(outputs)
 
     def forward(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         token_type_ids: torch.Tensor | None = None,
-    ) -> SequenceClassifierOutput:
+    ) -> SimpleNamespace:
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
         inputs = {
@@ -175,8 +180,9 @@ class OnnxModel(torch.nn.Module):
         }
         given = {name: inputs[name].cpu().numpy() for name in self.inputs}
         try:
-            (logits,) = self.session.run(None, given)
+            found = self.session.run(None, given)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"--onnx {self.path}: can't be run ({reason})") from None
-        return SequenceClassifierOutput(logits=torch.from_numpy(logits))
+        named = zip(self.outputs, map(torch.from_numpy, found), strict=True)
+        return SimpleNamespace(**dict(named))

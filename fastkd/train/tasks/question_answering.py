@@ -56,6 +56,7 @@ class QuestionAnswering(Task):
     usual: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
     head: ClassVar[str] = "AutoModelForQuestionAnswering"
     head_name: ClassVar[str] = "question answering head"
+    outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
     pipeline: ClassVar[str] = "question-answering"
     columns: ClassVar[Columns] = Columns(QUESTION, CONTEXT, ANSWERS)
     beside: ClassVar[tuple[str, ...]] = ("starts", "ends", "none")
@@ -178,7 +179,10 @@ class QuestionAnswering(Task):
         return lambda rows: dict(tokenizer.pad(rows, padding_side="right", return_tensors="pt"))
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
-        raise InputError(f"--task {self.name()} can't be exported yet")
+        texts = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
+        short = {"truncation": "only_second", "max_length": longest, "return_tensors": "pt"}
+        short.update(padding=True, padding_side="right")
+        return [dict(tokenizer(["what is it"] * len(some), some, **short)) for some in texts]
 
     # Scores and predictions
 

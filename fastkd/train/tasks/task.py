@@ -67,6 +67,8 @@ class Task:
     #: the pipeline that uses it.
     head: ClassVar[str] = "AutoModelForSequenceClassification"
     head_name: ClassVar[str] = "classification head"
+    #: What a model gives out, and so its export.
+    outputs: ClassVar[tuple[str, ...]] = ("logits",)
     pipeline: ClassVar[str] = "text-classification"
     #: The library that loads a finished folder, as the hub calls it.
     library: ClassVar[str] = "transformers"

@@ -14,7 +14,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
-from tests.support.tiny import WORDS, make_teacher
+from tests.support.tiny import WORDS, make_teacher, run
 from tests.train.tasks.through import killed_and_resumed, through
 
 
@@ -72,6 +72,11 @@ def test_every_command_takes_it(tmp_path):
     scores = report["best"]["scores"]
     assert scores == pytest.approx(scored(told, truth), rel=1e-6)
     assert "AutoModelForQuestionAnswering" in (tmp_path / "run/student/README.md").read_text()
+    student, onnx, said = (tmp_path / name for name in ("run/student", "x.onnx", "onnx.json"))
+    run("export", model=student, out=onnx)
+    run("evaluate", model=student, data=evals, onnx=onnx, out=said, device="cpu")
+    found = json.loads(said.read_text())
+    assert {name: found[name] for name in scores} == pytest.approx(scores)
 
 
 @pytest.fixture(scope="module")
