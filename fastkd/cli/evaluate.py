@@ -4,7 +4,7 @@ from rich.console import Console
 
 from fastkd.cli.display import beside_the_answer, say
 from fastkd.cli.settings import EvaluateSettings
-from fastkd.cli.tables import FORMATS, begin
+from fastkd.cli.tables import begin, table
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.progress import format_scores
 from fastkd.train.saving import write_file, write_json
@@ -32,5 +32,5 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
         if settings.out.suffix == ".json":
             write_json(settings.out, found)
         else:
-            write_file(settings.out, FORMATS[settings.out.suffix]([found]))
+            write_file(settings.out, table(settings.out.suffix, [found]))
     return scores

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from fastkd.cli.display import beside_the_answer, say
 from fastkd.cli.settings import UseSettings
-from fastkd.cli.tables import FORMATS, begin
+from fastkd.cli.tables import begin, table
 from fastkd.train.errors import InputError
 from fastkd.train.saving import write_file
 
@@ -24,13 +24,13 @@ def predict(settings: UseSettings, console: Console) -> None:
     answers = dict(zip(full, found, strict=True))
     nothing = dict.fromkeys(found[0])
     numbers = (number for (number,) in rows.columns("number"))
-    table = [
+    told = [
         {"row": number, **row, **answers.get(i, nothing)}
         for i, (number, row) in enumerate(zip(numbers, shown, strict=True))
     ]
     empty = len(rows) - len(full)
     kind = ".tsv" if settings.out is None else settings.out.suffix
-    text = FORMATS[kind](table)
+    text = table(kind, told, task.between)
     if settings.out is None:
         console.file.write(text)
     else:

@@ -25,30 +25,36 @@ def begin(settings: UseSettings) -> Finished:
     return Finished(settings.model, plan, remote, settings.onnx, settings.task)
 
 
+def table(kind: str, found: list[dict[str, Any]], between: str | None = None) -> str:
+    """Rows as a file of this kind; see `Task.between`."""
+    if kind in TABLES:
+        found = [{name: _joined(x, between) for name, x in row.items()} for row in found]
+    return FORMATS[kind](found)
+
+
+def _joined(value: Any, between: str | None) -> Any:
+    """A list as a table keeps it in one cell."""
+    if not isinstance(value, list):
+        return value
+    if between is not None and all(isinstance(x, str) and between not in x for x in value):
+        return between.join(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _tsv(found: list[dict[str, Any]]) -> str:
     """Unquoted, as `fastkd` reads it: what separates cells and rows is a space within a text."""
-    table = ([*found[0]], *(row.values() for row in found))
-    return "".join("\t".join(map(_cell, row)) + "\n" for row in table)
+    rows = ([*found[0]], *(row.values() for row in found))
+    return "".join("\t".join(map(_cell, row)) + "\n" for row in rows)
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(_joined(value)))
+    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
 
 
-def _joined(value: Any) -> Any:
-    """Words, or objects as JSON, that a table keeps in one cell."""
-    if not isinstance(value, list):
-        return value
-    return " ".join(x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in value)
-
-
-def _csv(found: list[dict[str, Any]]) -> str:
-    return csv_text({name: _joined(value) for name, value in row.items()} for row in found)
-
-
+TABLES = (".tsv", ".csv")
 FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     ".tsv": _tsv,
-    ".csv": _csv,
+    ".csv": csv_text,
     ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
     ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
 }

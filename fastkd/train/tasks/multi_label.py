@@ -31,6 +31,7 @@ class MultiLabel(ListedTask):
     metrics: ClassVar[tuple[str, ...]] = ("micro_f1", "macro_f1", "mean_average_precision")
     usual: ClassVar[tuple[str, ...]] = metrics
     columns: ClassVar[Columns] = Columns("text", None, LABELS)
+    between: ClassVar[str | None] = BETWEEN
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:

@@ -80,6 +80,9 @@ class Task:
     columns: ClassVar[Columns] = Columns()
 
     @classmethod
+    #: What is between the words of a list in a table's cell, where `row` reads them so; without it
+    #: they are a list in JSON.
+    between: ClassVar[str | None] = None
     def name(cls) -> str:
         """What --task calls it."""
         package, _, module = cls.__module__.rpartition(".")

@@ -14,7 +14,7 @@ from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.multi_label import TASK
-from tests.support.tiny import make_teacher, sentences
+from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import killed_and_resumed, through
 
 NAMED = ("bad", "film", "good", "so")
@@ -63,6 +63,11 @@ def test_every_command_takes_it(tmp_path):
     assert scores["mean_average_precision"] == pytest.approx(
         average_precision_score(true, chances, average="macro"), abs=1e-9
     )
+    # A table is read again as it was written.
+    student = tmp_path / "run/student"
+    run("predict", model=student, data=evals, out=tmp_path / "told.csv", device="cpu")
+    again = read_file(tmp_path / "told.csv", TASK.columns, "--train", task=TASK)
+    assert list(again.columns("labels")) == [(row["labels"],) for row in told]
     config = json.loads((tmp_path / "run/student/config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
 
