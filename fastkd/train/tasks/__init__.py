@@ -9,6 +9,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from fastkd.train.columns import Columns
 from fastkd.train.errors import InputError, nearest
@@ -71,12 +72,16 @@ def of_file(name: str | None, path: Path | None) -> type[Task]:
     return named(name)
 
 
-def of_model(name: str | None, trained: str | None, architectures: list[str] | None) -> type[Task]:
+def of_model(name: str | None, trained: str | None, config: Any) -> type[Task]:
     """The task ``name``; else that of the model's training, or of its head; else the usual one."""
     if name is not None or trained is not None:
         return named(name or trained)
+    problem = getattr(config, "problem_type", None)
+    for task in _every():
+        if problem is not None and task.problem == problem:
+            return task
     usual = named(None)
-    for head in architectures or ():
+    for head in config.architectures or ():
         endings = ((task, task.head.removeprefix("AutoModel")) for task in _every())
         fitting = [task for task, ending in endings if ending and head.endswith(ending)]
         if fitting and usual not in fitting:

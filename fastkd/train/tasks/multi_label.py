@@ -30,6 +30,7 @@ class MultiLabel(ListedTask):
 
     metrics: ClassVar[tuple[str, ...]] = ("micro_f1", "macro_f1", "mean_average_precision")
     usual: ClassVar[tuple[str, ...]] = metrics
+    problem: ClassVar[str | None] = "multi_label_classification"
     columns: ClassVar[Columns] = Columns("text", None, LABELS)
     between: ClassVar[str | None] = BETWEEN
 
@@ -50,7 +51,7 @@ class MultiLabel(ListedTask):
 
     def fit_config(self, config: Any) -> None:
         super().fit_config(config)
-        config.problem_type = "multi_label_classification"
+        config.problem_type = self.problem
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if len(self.classes) > MOST_CLASSES_SHOWN:

@@ -67,6 +67,8 @@ class Task:
     #: the pipeline that uses it.
     head: ClassVar[str] = "AutoModelForSequenceClassification"
     head_name: ClassVar[str] = "classification head"
+    #: transformers' word for what such a head does, by which alone a model may be known.
+    problem: ClassVar[str | None] = None
     #: What a model gives out, and so its export.
     outputs: ClassVar[tuple[str, ...]] = ("logits",)
     pipeline: ClassVar[str] = "text-classification"
@@ -78,11 +80,11 @@ class Task:
     suffixes: ClassVar[tuple[str, ...]] = ()
     #: Where the parts of a row stand unless somebody says otherwise.
     columns: ClassVar[Columns] = Columns()
-
-    @classmethod
     #: What is between the words of a list in a table's cell, where `row` reads them so; without it
     #: they are a list in JSON.
     between: ClassVar[str | None] = None
+
+    @classmethod
     def name(cls) -> str:
         """What --task calls it."""
         package, _, module = cls.__module__.rpartition(".")
@@ -177,6 +179,10 @@ class Task:
         """This task where `predictions` are wanted, for which a row may be encoded otherwise."""
         return self
 
+    def packing(self) -> "Task":
+        """This task where rows to train on hold as many texts as there is room for: --pack."""
+        raise InputError(f"--pack: the rows of --task {self.name()} stand alone")
+
     def bare(self, rows: Rows) -> Rows:
         """``rows`` of which only predictions are wanted, such as a batch can be made of."""
         return rows
@@ -184,10 +190,6 @@ class Task:
     @classmethod
     def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
         """A class for each row as it was read, by which rows can be told apart; None: none."""
-    def packing(self) -> "Task":
-        """This task where rows to train on hold as many texts as there is room for: --pack."""
-        raise InputError(f"--pack: the rows of --task {self.name()} stand alone")
-
         return None
 
     def strata(self, rows: Rows) -> Sequence[int]:
