@@ -1,14 +1,21 @@
 """What others distil with, as methods: the rows that a table of losses is read against."""
 
+from types import MappingProxyType
+from typing import Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastkd._core.numerics import upcast
+from fastkd._core.checks import check_choice, check_number
+from fastkd._core.numerics import project, upcast
+from fastkd.cca import CCALoss, Ridge
+from fastkd.contrastive import cos_nce_loss
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
 from fastkd.distill.step import Step
+from fastkd.relation import Distance, FCDLoss
 
 
 class PKD(SoftTargets):
@@ -88,10 +95,133 @@ class DistilBERT(SoftTargets):
         return 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
 
 
+class Embeddings(Method):
+    """One embedding a sample against the teacher's: how embedding models are distilled.
+
+    L = task_weight·L_g + cos_nce·L_NCE + cosine·(1 − cos) + mse·MSE + relations·L_s + cca·L_CCC:
+    COS-NCE (LRC-BERT, eqs. 1-2), the mean of 1 − cos(s, t), the mean square of s − t over elements,
+    the relations between the samples of a batch (FCD, eq. 9) and −Σ of the canonical correlations
+    (MC3KD, eq. 7). Hidden states are no part of it. With unequal widths COS-NCE compares by a
+    projection that trains along and starts as a slice of the identity; cosine and MSE can't.
+
+    Args:
+        cos_nce, cosine, mse, relations, cca: weights.
+        task_weight: weight of the task loss; nothing where models have no head.
+        pooling: "mean" of a sample's last hidden states, or "cls", the one that a classification
+            head reads. `fastkd distill --task embedding` takes the teacher's.
+        unit_length: compare embeddings of length 1, which only mse and cca can tell; the command
+            takes what the teacher gives.
+        distance: of the relations, as in `fastkd.relation_loss`.
+        ridge: of the correlations, as in `fastkd.CCALoss`; batches smaller than the embeddings
+            are long want a large one.
+
+    Terms: task, contrast, angles, squares, samples, correlations.
+    """
+
+    across_samples = ("contrast", "samples", "correlations")
+    headless = MappingProxyType({"task_weight": 0.0})
+
+    def __init__(
+        self,
+        *,
+        cos_nce: float = 1.0,
+        cosine: float = 0.0,
+        mse: float = 0.0,
+        relations: float = 0.0,
+        cca: float = 0.0,
+        task_weight: float = 1.0,
+        pooling: Literal["mean", "cls"] = "mean",
+        unit_length: bool = True,
+        distance: Distance = "pearson",
+        ridge: Ridge = 0.1,
+    ) -> None:
+        super().__init__()
+        given = {"cos_nce": cos_nce, "cosine": cosine, "mse": mse, "relations": relations}
+        for name, value in {**given, "cca": cca, "task_weight": task_weight}.items():
+            check_number(name, value, at_least=0)
+        check_choice("pooling", pooling, ("mean", "cls"))
+        self.cos_nce, self.cosine, self.mse = cos_nce, cosine, mse
+        self.relations, self.cca, self.task_weight = relations, cca, task_weight
+        self.pooling, self.unit_length = pooling, unit_length
+        self.distance, self.ridge = distance, ridge
+        self.teacher_pool = pooling
+        self.relation_loss = FCDLoss(0.0, 1.0, "l2", distance)
+        self.cca_loss = CCALoss(ridge)
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        widths = student.hidden_size, teacher.hidden_size
+        if (self.cosine or self.mse) and widths[0] != widths[1]:
+            raise ValueError(
+                "Embeddings' cosine and mse compare embeddings of one length, and the student's "
+                f"have {widths[0]} numbers, the teacher's {widths[1]}; set both to 0: cos_nce, "
+                "relations and cca take any two"
+            )
+        self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
+
+    def make_parts(self, teacher: Model, student: Backbone) -> None:
+        self.W = None
+        if self.cos_nce and student.hidden_size != teacher.hidden_size:
+            self.W = nn.Linear(student.hidden_size, teacher.hidden_size, bias=False)
+            nn.init.eye_(self.W.weight)  # type: ignore[arg-type]
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {
+            "task": self.task_weight,
+            "contrast": self.cos_nce,
+            "angles": self.cosine,
+            "squares": self.mse,
+            "samples": self.relations,
+            "correlations": self.cca,
+        }
+
+    def _embeddings(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of both sides (B, Ds) and (B, Dt), and which samples have any token (B)."""
+        (student, teacher), _ = step.pooled(self.pooling, *step.last())
+        student, teacher = upcast(student), upcast(teacher)
+        if self.unit_length:
+            student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
+        return student, teacher, step.real.any(1)
+
+    def contrast(self, step: Step) -> Tensor:
+        """COS-NCE, LRC-BERT's eq. 1, from the other samples."""
+        student, teacher, there = self._embeddings(step)
+        if self.W is not None:
+            student = project(self.W, student, there)
+        ranks = step.ranks
+        group = None if ranks is None else ranks.group
+        teacher = teacher.to(student.dtype)
+        return cos_nce_loss(student, teacher, mask=there, gather=ranks is not None, group=group)
+
+    def angles(self, step: Step) -> Tensor:
+        """1 − cos."""
+        student, teacher, there = self._embeddings(step)
+        return self._mean(step, 1 - F.cosine_similarity(student, teacher, dim=-1), there)
+
+    def squares(self, step: Step) -> Tensor:
+        """Squared differences, a mean over elements."""
+        student, teacher, there = self._embeddings(step)
+        return self._mean(step, (student - teacher).square().mean(-1), there)
+
+    def _mean(self, step: Step, losses: Tensor, there: Tensor) -> Tensor:
+        return step.mean(torch.where(there, losses, 0).sum(), there.sum())
+
+    def samples(self, step: Step) -> Tensor:
+        """FCD's L_s, eq. 9."""
+        loss: Tensor = step.across(self.relation_loss)(*self._embeddings(step))
+        return loss
+
+    def correlations(self, step: Step) -> Tensor:
+        """MC3KD's L_CCC, eq. 7: an observation is a sample."""
+        rows = (x[:, None] for x in self._embeddings(step))
+        loss: Tensor = step.across(self.cca_loss)(*rows)
+        return loss
+
+
 BASELINES: dict[str, type[Method]] = {
     "tinybert": AttentionMSE,
     "pkd": PKD,
     "distilbert": DistilBERT,
+    "embeddings": Embeddings,
 }
 #: What commands know by a name.
 NAMES = (*METHODS, *BASELINES)

@@ -461,7 +461,9 @@ def test_what_others_distil_with(distill, teacher, tmp_path, method):
     student = {"student": teacher} if method == "tinybert" else {}
     distill(method=method, epochs=1, **student)
     report = report_of(tmp_path / "out")
-    terms = {"tinybert": "maps", "pkd": "patient", "distilbert": "cosine"}
+    terms = {
+        "tinybert": "maps", "pkd": "patient", "distilbert": "cosine", "embeddings": "contrast",
+    }  # fmt: skip
     assert report["history"][-1]["losses"][terms[method]] > 0
     assert "--method 'tinybret'" in distill(method="tinybret", expect=2)
 
