@@ -234,8 +234,10 @@ class _Step:
         return self.gradients(self.distiller, [{**self.batch, **wide}])
 
     def _of_tokens(self) -> list[tuple[str, Tensor]]:
+        # A teacher's own tokens stay as they are, though they may be as many.
+        own = [(n, x) for n, x in self.batch.items() if not n.startswith("teacher_")]
         shape = self.batch["input_ids"].shape
-        return [(n, x) for n, x in self.batch.items() if x.shape == shape and n != "attention_mask"]
+        return [(n, x) for n, x in own if x.shape == shape and n != "attention_mask"]
 
     def _positions(self, lengths: Tensor) -> Tensor:
         """position_ids of tokens that stand at 0, 1, ... in their documents."""
