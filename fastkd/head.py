@@ -148,7 +148,7 @@ class Head:
 
     def whole(self) -> "Head":
         """The same with all words in every process."""
-        return self.map(_whole)
+        return self.map(_whole) if any(map(_is_sharded, self.tensors)) else self
 
     def on(self, hidden: Tensor, columns: Columns = ALL) -> list[Tensor | None]:
         """Itself on hidden states (R, D), as `fastkd._torch.linear_soft_targets` takes heads."""
@@ -214,9 +214,9 @@ def as_head(name: str, head: Tensor | Head | None) -> Head:
 
 def columns_of(x: Tensor) -> Columns:
     """The words that this process has of a weight or bias (V, ...); see `Head` for the rule."""
-    sharded: Any = x
-    if not hasattr(sharded, "full_tensor"):
+    if not _is_sharded(x):
         return ALL
+    sharded: Any = x
     mesh, placements = sharded.device_mesh, sharded.placements
     if mesh.mesh_dim_names != TENSOR_PARALLEL or not placements[0].is_shard(0):
         return ALL
@@ -224,6 +224,10 @@ def columns_of(x: Tensor) -> Columns:
     most = -(-V // processes)  # as torch.chunk
     first = min(mesh.get_local_rank() * most, V)
     return Columns(mesh.get_group().group_name, first, most, V)
+
+
+def _is_sharded(x: Tensor) -> bool:
+    return hasattr(x, "full_tensor")
 
 
 def own_words(x: Any) -> Any:
@@ -321,9 +325,9 @@ class _MeanOverProcesses(torch.autograd.Function):
 
 def _whole(x: Tensor) -> Tensor:
     """A DTensor in one piece in every process; its gradient is the mean of theirs, as FSDP's is."""
-    sharded: Any = x
-    if not hasattr(sharded, "full_tensor"):
+    if not _is_sharded(x):
         return x
+    sharded: Any = x
     from torch.distributed.tensor import Partial
 
     mesh = sharded.device_mesh

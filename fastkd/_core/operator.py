@@ -71,7 +71,9 @@ def aligned(x: Any) -> Any:
     """
     if isinstance(x, Tensor):
         return x if x.data_ptr() % 16 == 0 else x.clone()
-    return list(map(aligned, x)) if isinstance(x, list) else x
+    if isinstance(x, list):
+        return [aligned(one) if isinstance(one, Tensor) else one for one in x]
+    return x
 
 
 def _first_tensor(arguments: Sequence[Any]) -> Tensor:

@@ -144,6 +144,8 @@ class LinearSoftTargets(torch.autograd.Function):
             upstream = None
         else:
             made, upstream = list(ctx.saved_tensors), grad
+            if values_readable(grad) and grad.item() == 1:
+                upstream = None
         grads = iter(made)
         scaled = (
             _scaled(next(grads), upstream, dtype) if need else None
@@ -188,8 +190,6 @@ def _scaled(saved: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tenso
     A matrix of a head's size is worth some care: it is copied only if it changes.
     """
     if upstream is None:
-        return saved.to(dtype)
-    if values_readable(upstream) and upstream.item() == 1:
         return saved.to(dtype)
     if saved.dtype == dtype or torch.compiler.is_compiling():
         return (saved * upstream).to(dtype)
@@ -238,6 +238,7 @@ def linear_soft_targets(
     R, kept = len(hidden), None
     if mask is not None and values_readable(hidden):
         kept, mask = mask.nonzero()[:, 0], None
+        kept = None if len(kept) == R else kept
     student = _rows_of(student, kept, mask)
     teacher = teacher if tail else _rows_of(teacher, kept, mask)
     if kept is not None:

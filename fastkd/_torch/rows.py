@@ -161,19 +161,22 @@ def task_rows(
 
     ``out`` may be student.
     """
-    log_p = columns.log_softmax(student)
     smoothing, V = task.label_smoothing, columns.words or student.shape[-1]
-    value = -columns.gather(log_p, labels)
+    top = columns.total(student.amax(-1), "max")
+    depth = top - columns.gather(student, labels)
     if smoothing:
-        value = (1 - smoothing) * value - smoothing * (columns.sum(log_p) / V)
-    log_z = columns.logsumexp(student) if task.z_loss else None
-    if log_z is not None:
+        depth = (1 - smoothing) * depth + smoothing * (top - columns.sum(student) / V)
+    grad = torch.sub(student, top[:, None], out=out).exp_()
+    total = columns.sum(grad)
+    log_total = total.log()
+    value, factor = depth + log_total, total.reciprocal()
+    if task.z_loss:
+        log_z = top + log_total
         value = value + task.z_loss * log_z.square()
+        factor = factor * (1 + 2 * task.z_loss * log_z)
     if not wants_grad:
         return value, None
-    grad = torch.exp(log_p, out=log_p if out is None else out)
-    if log_z is not None:
-        grad.mul_(1 + 2 * task.z_loss * log_z[:, None])
+    grad.mul_(factor[:, None])
     if smoothing:
         grad.sub_(smoothing / V)
     label = torch.full_like(value, smoothing - 1)
