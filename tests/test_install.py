@@ -19,6 +19,8 @@ import yaml
 
 import fastkd
 from fastkd._core import extension
+from tools import release_check
+from tools.versions import table
 from tools.versions.__main__ import copy_source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +118,17 @@ def test_one_binary_is_right_for_every_torch(tmp_path):
     undefined = run("nm", "-D", "--undefined-only", fastkd._C.__file__, cwd=tmp_path)
     assert "aoti_torch" in undefined
     assert not re.findall(r"_ZN\w*(?:2at|3c10|5torch)\w*", undefined)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
+def test_one_binary_is_right_for_every_linux():
+    """Whatever system and compiler it was built by."""
+    found = release_check.symbols(Path(fastkd._C.__file__).read_bytes())
+    newest = {name: max(versions, key=table.numbers) for name, versions in found.items()}
+    oldest = {"GLIBC": "2.28", "GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"}
+    assert newest.keys() <= oldest.keys() and "GLIBC" in newest
+    newer = {n: v for n, v in newest.items() if table.numbers(v) > table.numbers(oldest[n])}
+    assert not newer, "csrc/glibc_2_28.h names what older systems have"
 
 
 def test_editable_install(source, python, tmp_path):
