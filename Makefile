@@ -59,10 +59,12 @@ SECONDS ?= 600
 fuzz: $(VENV)/installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
-# The extension's CPU code under AddressSanitizer, UBSan and ThreadSanitizer, for longer than in test.
+# The extension's CPU code under AddressSanitizer, UBSan and ThreadSanitizer, for longer than in test,
+# and its operators, called from Python, under the first two.
 sanitize: $(VENV)/installed
 	SANITIZE_ROUNDS=50 $(BIN)/python -m pytest -q \
 	  tests/test_row_kernels.py tests/test_extension.py -k "sanitizers or races"
+	$(BIN)/python -m tests.sanitize --rounds 5
 
 # The packages that fastkd is compared with.
 $(VENV)/peers: $(VENV)/installed
@@ -81,10 +83,11 @@ docs: $(VENV)/installed
 hub: $(VENV)/installed
 	$(BIN)/python -m tools.hub hub
 
-# What a release still needs: changelog, versions, tag, and what is in the wheel and what it asks for.
+# What a release still needs: changelog, versions, tag, what is in the wheel and asks for, clang.
 release-check: $(VENV)/installed
-	test -d .venv-release || $(BIN)/python -m pip install --quiet --target .venv-release auditwheel
-	PYTHONPATH=.venv-release $(BIN)/python -m tools.release_check $(ARGS)
+	test -d .venv-release/ziglang || \
+	  $(BIN)/python -m pip install --quiet --target .venv-release auditwheel ziglang kernels
+	PYTHONPATH=$(CURDIR)/.venv-release $(BIN)/python -m tools.release_check $(ARGS)
 
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
 # ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.

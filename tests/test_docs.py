@@ -1,5 +1,6 @@
 """Every command of README, CONTRIBUTING and docs is run: here as far as its work, or by a test."""
 
+import ast
 import os
 import re
 import shlex
@@ -8,12 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tomllib
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
+import fastkd
+import fastkd.distill
 from fastkd._core.extras import how_to_get
 from fastkd.cli.main import app
+from fastkd.study import spec as study
 from fastkd.train.errors import RunFailed
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +28,7 @@ RUN_BY = {
     "fastkd doctor": "cli/test_doctor.py::test_all_backends_that_run_are_right",
     "pip install torch": "test_install.py::test_without_torch",
     "pip install --no-build-isolation .": "test_install.py::test_without_the_extension",
+    "pip install ./fastkd-": "test_install.py::test_sdist_to_wheel_to_install_in_an_isolated_build",
     "pip install --no-deps torch": "../tools/versions/__main__.py::environment",
     "python -m tools.versions.cuda_stubs": "../tools/versions/__main__.py::environment",
     ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_masks",
@@ -100,8 +106,30 @@ WITH_CODE = [
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_code_of_the_pages_runs(page, capsys):
     for block in PYTHON.findall((ROOT / page).read_text()):
-        if "in loader" not in block:  # a sketch, with a model and data of the reader's
-            exec(block, {})
+        exec(block, {})
+
+
+def test_sketches_name_what_there_is():
+    """```py, not ```python: with models, data and packages of the reader's."""
+    losses = (ROOT / "fastkd/integrations/sentence_transformers.py").read_text()
+    known = {"SFTTrainer", "GKDTrainer", "SentenceTransformerTrainer"}
+    known |= {*fastkd.distill.__all__, *re.findall(r"(?m)^class (\w+)", losses)}
+    sketches = re.findall(r"```py\n(.*?)```", "".join(p.read_text() for p in PAGES), re.DOTALL)
+    assert len(sketches) == 2
+    for sketch in sketches:
+        tree = ast.parse(sketch)
+        made = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert {name for name in used if name[0].isupper()} <= known | made
+
+
+def test_plans_of_studies_are_read(tmp_path):
+    """Those of runs in stages are run: cli/test_stages.py."""
+    page = (ROOT / "docs" / "studies" / "README.md").read_text()
+    plans = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(plans) == 3
+    for plan in plans:
+        assert study.make(tomllib.loads(plan), tmp_path).variants
 
 
 def test_a_command_that_is_wrong_is_seen(monkeypatch):

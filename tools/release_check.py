@@ -1,13 +1,14 @@
 """What a release needs, line by line: `make release-check`, exit status 1 if something is missing.
 
 It builds the source distribution and, from that, the wheel, or takes one with `--wheel`; looks into
-both; reads which versions of the C and C++ libraries the wheel asks for, by auditwheel's table; and
-installs it into an empty environment, which sees this one's torch and other packages but not its
-fastkd, for `fastkd doctor` and the demo's few steps. Nothing is uploaded, and nothing is tagged.
+both; asks auditwheel on which systems the wheel runs; compiles the extension by clang, for other
+systems too; loads the hub's projects; and installs the wheel into an empty environment, which sees
+this one's torch and other packages but not its fastkd, for `fastkd doctor` and a short demo.
+Nothing is uploaded, and nothing is tagged.
 """
 
 import argparse
-import json
+import importlib.util
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -23,11 +25,15 @@ from pathlib import Path
 
 import tomllib
 
+import setup as recipe
+from tools import hub
 from tools.versions.__main__ import copy_source
 
 ROOT = Path(__file__).resolve().parents[1]
-POLICY = "manylinux_2_28"  # torch's own wheels ask for as much
+POLICY = "manylinux_2_28"  # as torch's own
 MOST_BYTES = 3_000_000
+# What the package ziglang, a clang with every system's headers, compiles for.
+TARGETS = ("x86_64-linux-gnu.2.28", "aarch64-linux-gnu.2.28", "aarch64-macos")
 IN_WHEEL = {"fastkd/py.typed", "fastkd/kernels/relation.py", "fastkd/_C.abi3.so"}
 IN_SOURCE = {
     "csrc/roots.cpp",
@@ -129,38 +135,40 @@ def contents(source: Path | None, wheel: Path) -> Iterator[Finding]:
         yield f"{kind} size", size < MOST_BYTES, f"{size / 1e6:.2f} MB, {path.name}"
 
 
-def symbols(library: bytes) -> dict[str, set[str]]:
-    """The versions of each library's symbols that a shared library asks for."""
-    found: dict[str, set[str]] = {}
-    for name, version in re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)(?=\0)", library):
-        found.setdefault(name.decode(), set()).add(version.decode())
-    return found
+def linux(wheel: Path) -> Iterator[Finding]:
+    """Whether the wheel runs on the oldest systems on which torch's own do, by auditwheel."""
+    from auditwheel.wheel_abi import analyze_wheel_abi
+
+    torch = frozenset({"libtorch*.so", "libc10*.so"})  # loaded from where torch is
+    found = analyze_wheel_abi(
+        None, None, wheel, torch, disable_isa_ext_check=False, allow_graft=False
+    )
+    wanted = found.policies.get_policy_by_name(f"{POLICY}_{platform.machine()}")
+    said = found.overall_policy.name
+    yield POLICY, not found.overall_policy < wanted, f"auditwheel says {said}"
 
 
-def allowed() -> dict[str, list[str]]:
-    """The versions that the oldest systems have on which torch's own wheels run."""
-    import auditwheel.policy
-
-    table = Path(auditwheel.policy.__file__).with_name("manylinux-policy.json")
-    (policy,) = (entry for entry in json.loads(table.read_text()) if entry["name"] == POLICY)
-    return policy["symbol_versions"][platform.machine()]
-
-
-def linux(wheel: Path, allowed: dict[str, list[str]]) -> Iterator[Finding]:
-    """Whether the wheel runs there."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.endswith(".so"):
-                asked = symbols(archive.read(name))
-                newer = [
-                    f"{library}_{version}"
-                    for library, versions in sorted(asked.items())
-                    for version in sorted(versions - set(allowed[library]))
-                ]
-                detail = (
-                    f"{name} asks for {', '.join(newer)}: wheels.yml builds with older libraries"
-                )
-                yield POLICY, not newer, detail if newer else f"{name} asks for no more"
+def clang(place: Path) -> Iterator[Finding]:
+    """The extension's files compiled by clang, without a warning."""
+    if importlib.util.find_spec("ziglang") is None:
+        yield "clang", False, "the package ziglang is not installed"
+        return
+    torch, _ = recipe.find_torch() or (Path(), "")
+    folders = (torch / "include", sysconfig.get_paths()["include"])
+    options = [*recipe.COMPILE_ARGS, "-fPIC", "-Wall", "-Wextra", "-Werror", "-Qunused-arguments"]
+    options += [f"-D{name}={value}" for name, value in recipe.MACROS]
+    options += [f"-isystem{folder}" for folder in folders]
+    for target in TARGETS:
+        start = time.monotonic()
+        try:
+            for source in sorted((ROOT / "csrc").glob("*.cpp")):
+                zig = (sys.executable, "-m", "ziglang", "c++", "-target", target, *options)
+                path = os.environ.get("PYTHONPATH", "")
+                run(*zig, "-c", source, "-o", place / "object.o", cwd=ROOT, PYTHONPATH=path)
+        except RuntimeError as error:
+            yield f"clang {target}", False, str(error).strip()[-500:]
+        else:
+            yield f"clang {target}", True, f"{time.monotonic() - start:.0f} s, one file at a time"
 
 
 def installed(wheel: Path, place: Path) -> Iterator[Finding]:
@@ -178,7 +186,20 @@ def installed(wheel: Path, place: Path) -> Iterator[Finding]:
             yield name, False, str(error).strip()[-500:]
 
 
-PARTS = ("texts", "contents", "linux", "installed")
+def on_the_hub(place: Path) -> Iterator[Finding]:
+    """The hub's projects, loaded by its package `kernels` in an environment without fastkd."""
+    hub.write(place / "hub")
+    python = environment(place / "without_fastkd")
+    check = (ROOT / "tools" / "hub" / "check.py", place / "hub")
+    path = os.environ.get("PYTHONPATH", "")
+    try:
+        said = run(python, *check, cwd=place, PYTHONPATH=path, TRITON_INTERPRET="1")
+        yield "hub", True, said.strip().splitlines()[-1]
+    except RuntimeError as error:
+        yield "hub", False, str(error).strip()[-500:]
+
+
+PARTS = ("texts", "contents", "linux", "clang", "hub", "installed")
 
 
 def main() -> int:
@@ -191,11 +212,15 @@ def main() -> int:
         place, source, wheel = Path(folder), None, options.wheel
         if wheel is None:
             print("building the source distribution, and the wheel from it ...", flush=True)
+            start = time.monotonic()
             source, wheel = build(place)
+            print(f"built in {time.monotonic() - start:.0f} s")
         parts = {
             "texts": texts,
             "contents": lambda: contents(source, wheel),
-            "linux": lambda: linux(wheel, allowed()),
+            "linux": lambda: linux(wheel),
+            "clang": lambda: clang(place),
+            "hub": lambda: on_the_hub(place),
             "installed": lambda: installed(wheel, place),
         }
         for part in options.only.split(","):

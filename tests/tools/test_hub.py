@@ -1,10 +1,16 @@
 """The kernels in the hub's layout: loaded by file, in a process that may have fastkd or not."""
 
 import ast
+import contextlib
 import importlib.util
+import json
+import os
 import re
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tomllib
@@ -13,18 +19,7 @@ import torch.nn.functional as F
 
 import fastkd
 from tools import hub
-
-# As the hub's builder names a kernel: its name, backend and commit.
-OPERATORS = "_fastkd_kernels_cpu_0a1b2c3"
-OPS = """
-import torch
-
-ops = getattr(torch.ops, "{name}")
-
-
-def add_op_namespace_prefix(op_name):
-    return "{name}::" + op_name
-"""
+from tools.hub import check
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +29,24 @@ def projects(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def kernels(projects):
-    """The package as the `kernels` library imports it: by file, under its unique name."""
-    pytest.importorskip("triton")
-    folder = projects / "fastkd-kernels" / "torch-ext" / "fastkd_kernels"
-    (folder / "_ops.py").write_text(OPS.format(name=OPERATORS))
-    spec = importlib.util.spec_from_file_location(OPERATORS, folder / "__init__.py")
+@contextlib.contextmanager
+def loaded(folder: Path) -> Iterator[ModuleType]:
+    """A package as the `kernels` library imports it: by file, under its unique name."""
+    name = json.loads((folder / "metadata.json").read_text())["id"]
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     assert spec and spec.loader
-    module = sys.modules[OPERATORS] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    for name in [name for name in sys.modules if name.startswith(OPERATORS)]:
-        del sys.modules[name]
+    for imported in [other for other in sys.modules if other.startswith(name)]:
+        del sys.modules[imported]
+
+
+@pytest.fixture(scope="module")
+def kernels(projects):
+    pytest.importorskip("triton")
+    with loaded(check.kernels_for_the_cpu(projects / "fastkd-kernels")) as module:
+        yield module
 
 
 def device() -> torch.device:
@@ -79,18 +79,49 @@ def test_it_keeps_the_hubs_rules(projects):
         assert f"- `{name}`: " in (projects / "fastkd-kernels" / "CARD.md").read_text()
 
 
-def test_its_own_tests_say_what_holds(projects, kernels, monkeypatch):
+def jitted(path: Path) -> dict[str, str]:
+    """Sources of a file's Triton functions."""
+    text = path.read_text()
+    functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    return {
+        function.name: ast.get_source_segment(text, function) or ""
+        for function in functions
+        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    }
+
+
+def test_its_kernels_are_those_that_compile(projects):
+    """For sm_80, 90 and 100, without spills: kernels/proven.json, test_compile.py."""
+    package = projects / "fastkd-kernels" / "torch-ext" / "fastkd_kernels"
+    ours = {path.name: jitted(path) for path in (hub.ROOT / "kernels").glob("*.py")}
+    assert ours == {name: jitted(package / name) for name in ours}
+    assert sum(map(len, ours.values())) > 20
+
+
+def test_its_own_tests_say_what_holds(projects, kernels):
     """Those that the hub runs on a GPU, here wherever kernels run."""
-    fake = type(sys)("kernels")
-    fake.get_kernel = lambda *args, **options: kernels  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kernels", fake)
-    namespace: dict = {}
-    source = (projects / "fastkd-kernels/tests/test_kernels.py").read_text()
-    exec(source.replace("@pytest.mark.kernels_ci\n", ""), namespace)  # the builder's own marker
-    tests = [test for name, test in namespace.items() if name.startswith("test_")]
-    assert tests
-    for test in tests:
-        test(device())
+    assert check.run_tests(projects / "fastkd-kernels", kernels, device()) == 2
+
+
+@pytest.mark.slow
+def test_roots_are_compiled_and_their_tests_hold(projects):
+    """Against PyTorch's stable ABI, beside fastkd's own operators of the same names."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    project = projects / "fastkd-roots"
+    with loaded(check.roots_for_the_cpu(project, "-O0")) as roots:
+        assert check.run_tests(project, roots, torch.device("cpu")) == 2
+        a = torch.randn(3, 8, 16).double()
+        a = (a @ a.mT).requires_grad_()
+        for found, wanted in (
+            (roots.sqrtm(a), fastkd.sqrtm(a)),
+            (roots.inv_sqrtm(a, 0.1), fastkd.inv_sqrtm(a, 0.1)),
+        ):
+            torch.testing.assert_close(found, wanted)
+            gradients = (torch.autograd.grad(x.square().sum(), a)[0] for x in (found, wanted))
+            torch.testing.assert_close(*gradients)
+        graph = torch.compile(roots.sqrtm, backend="eager", fullgraph=True)
+        torch.testing.assert_close(graph(a.detach()), fastkd.sqrtm(a.detach()))
 
 
 def test_soft_targets_and_their_gradient(kernels):
@@ -120,7 +151,7 @@ def test_relations(kernels):
 
 
 def test_operators_have_the_namespace_of_their_version(kernels):
-    assert set(kernels.__all__) <= set(dir(getattr(torch.ops, OPERATORS)))
+    assert set(kernels.__all__) <= set(dir(getattr(torch.ops, kernels.__name__)))
     norm = torch.compile(kernels.layer_norm_mse_forward, backend="eager", fullgraph=True)
     x, y = torch.randn(2, 4, 8, device=device()).unbind()
     losses, _ = norm(x, y, 1e-5, x.numel())

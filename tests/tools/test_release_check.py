@@ -2,8 +2,6 @@
 
 import zipfile
 
-import pytest
-
 from tools import release_check
 
 
@@ -33,17 +31,6 @@ def test_contents_and_size(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("LICENSE", b"")
     assert findings(release_check.contents(None, path))["wheel contents"] is False
-
-
-def test_symbols_are_those_of_the_string_table():
-    found = release_check.symbols(b"\0GLIBC_2.14\0GLIBCXX_3.4.30\0GLIBC_2.32\0exp\0xGLIBC_9.9\0")
-    assert found == {"GLIBC": {"2.14", "2.32"}, "GLIBCXX": {"3.4.30"}}
-
-
-@pytest.mark.parametrize("version, fine", [("2.14", True), ("2.32", False)])
-def test_a_library_newer_than_the_policy(tmp_path, version, fine):
-    path = wheel(tmp_path, **{"fastkd/_C.abi3.so": f"\0GLIBC_{version}\0".encode()})
-    assert findings(release_check.linux(path, {"GLIBC": ["2.14"]})) == {release_check.POLICY: fine}
 
 
 def test_texts_name_what_is_left_to_do():

@@ -55,6 +55,16 @@ def test_bounds_are_the_oldest_tested():
     assert pythons == ["3", *TESTED["python"]]
 
 
+def test_badges_say_what_was_tested():
+    said = {"licence": PROJECT["license"].replace("-", "--")}
+    for name in ("Python", "torch"):
+        versions = TESTED[name.lower()]
+        said[name] = f"{minor(versions[0])}_to_{minor(versions[-1])}"
+    readme = (ROOT / "README.md").read_text()
+    badges = re.findall(r"img\.shields\.io/badge/(\w+)-(\S+)-\w+\)", readme)
+    assert len(badges) == len(said) and dict(badges) == said
+
+
 def test_the_workflow_runs_oldest_and_newest():
     workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
     runs = workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]

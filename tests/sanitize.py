@@ -1,0 +1,98 @@
+"""The extension's operators under AddressSanitizer and UBSan, from Python: `make sanitize`.
+
+    python -m tests.sanitize --rounds 4
+
+The extension is built once more with both. A process in which their library comes first loads it
+in the place of fastkd._C, for random calls of every loss with row kernels, and the roots' tests.
+PyTorch allocates its tensors through the sanitizer there, so a row read beyond its tensor's end is
+seen. What PyTorch and Python leak is theirs. Threads: `tests/row_kernels.cpp`.
+"""
+
+import argparse
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Last, so that they win. Without clones: what picks them runs before the sanitizer is ready.
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -DFASTKD_CLONES= -fsanitize=address,undefined "
+FLAGS += "-fno-sanitize-recover=undefined"
+EXTENSION = "FASTKD_SANITIZED"
+
+
+def build(folder: Path) -> Path:
+    """The instrumented extension."""
+    compiler = os.environ.get("CXX", "g++")
+    wrapper = folder / "compiler"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" {FLAGS}\n')
+    wrapper.chmod(0o755)
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder]
+    env = os.environ | {"CC": str(wrapper), "CXX": str(wrapper)}
+    subprocess.run([*command, "--build-temp", folder], cwd=ROOT, env=env, check=True)
+    (extension,) = folder.glob("fastkd/_C.*")
+    return extension
+
+
+def load(path: str) -> None:
+    """In the place of fastkd._C, before fastkd looks for it."""
+    import torch  # noqa: F401  # whose libraries it needs
+
+    loader = importlib.machinery.ExtensionFileLoader("fastkd._C", path)
+    spec = importlib.util.spec_from_file_location("fastkd._C", path, loader=loader)
+    assert spec is not None
+    sys.modules["fastkd._C"] = module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+
+
+def calls(rounds: int) -> int:
+    """Random calls that disagree with their oracles, and whether the roots' tests failed."""
+    import pytest
+
+    from tests import fuzz
+
+    wrong = 0
+    for name in sorted(fuzz.CPP):
+        found = {seed: fuzz.checked(name, "cpp", seed) for seed in range(20 * rounds)}
+        for seed, failure in found.items():
+            if failure:
+                print(f"{name} --seed {seed}: {failure}")
+                wrong += 1
+        print(f"{name}: {len(found)} calls", flush=True)
+    roots = "roots and not threads or bad_ or eigenvalues"
+    return wrong + pytest.main(["-q", "-n0", "tests/test_extension.py", "-k", roots])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="times 20 calls of each loss")
+    options = parser.parse_args()
+    if EXTENSION in os.environ:
+        load(os.environ[EXTENSION])
+        return int(calls(options.rounds) != 0)
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise SystemExit(f"{compiler}: no such compiler")
+    # The C++ library too: the sanitizer wraps its exceptions before anything has loaded it.
+    libraries = [
+        subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            EXTENSION: str(build(Path(folder))),
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "TRITON_INTERPRET": "1",
+        }
+        command = [sys.executable, "-m", "tests.sanitize", "--rounds", str(options.rounds)]
+        return subprocess.run(command, cwd=ROOT, env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
