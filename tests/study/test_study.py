@@ -139,7 +139,7 @@ def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
     path, whole = write(root, methods), shutil.copytree(finished[1], root / "whole")
     study(path, whole)
     out = root / "killed"
-    for enough in (1, 5):
+    for enough in (1, 3):
         process = CONTEXT.Process(target=study, args=(path, out))
         process.start()
         deadline = time.monotonic() + 120
