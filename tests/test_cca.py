@@ -305,6 +305,18 @@ def test_gradcheck(dims, ridge, backend):
         )
 
 
+@pytest.mark.parametrize("D", [64, 256])
+def test_float32_is_tried_only_where_it_may_do(D):
+    """Columns that vary independently, the best that can be: fewer rows are refused anyway."""
+    options = cca_solver.Options((1e-4, 1e-4))
+    for m, tried in ((int(1.6 * D), False), (4 * D, True)):
+        student, teacher = torch.randn(2, 1, m, D)
+        assert cca_solver.make_plan(student, teacher, options).float32_first == tried
+        call = cca_solver._Call(student, teacher, None, options, True)
+        found = cca_solver._by_covariances(call, "lapack", torch.float32)
+        assert (found is not None) == tried
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_large_means_cost_float32_no_digits(masked):
     student, teacher = torch.randn(40, 3), torch.randn(40, 4)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # below this: no pivot under 0.4 of the largest variance. Along a direction that hardly varies, as
 # there is one in every output of a LayerNorm, float32 gradients can be off by some per cent.
 TRUSTED_ROUNDING = 3e-7
+# A column of D that vary independently keeps 1 − j/m of its variance beside the j before it. With
+# fewer observations than this many times D the last pivot is too small already, and nobody tries.
+FLOAT32_OBSERVATIONS = 1.6
 # Observations up to which a GPU takes m×m eigenvectors rather than products of D×D matrices.
 FEW_OBSERVATIONS = 128
 # Elements of one item's features from which it is solved apart from the others of its batch.
@@ -106,7 +109,7 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
         "lapack",
         float32_first=readable
         and student.dtype != torch.float64
-        and m > max(d_s, d_t)
+        and m > FLOAT32_OBSERVATIONS * max(d_s, d_t)
         and min(options.ridges) > 0,
         one_by_one=readable and not observations and len(student) > 1 and m * d_s >= LARGE_ITEM,
     )
