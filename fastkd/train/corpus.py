@@ -33,8 +33,3 @@ class Corpus:
     def names(self) -> list[str] | None:
         """What the outputs of the head are called, if they have names."""
         return self.task.names
-
-    @property
-    def num_labels(self) -> int | None:
-        """Outputs of the head, where the task decides on them."""
-        return self.task.num_labels

@@ -82,7 +82,7 @@ def test_glue_pair_tasks(tmp_path, task, header, row, metrics):
 def test_stsb_is_regression(tmp_path):
     text = "sentence1\tsentence2\tscore\nA.\tB.\t5\nC.\tD.\t0.25\n"
     corpus = load(Source(task="stsb", **files(tmp_path, text)))
-    assert corpus.names is None and corpus.num_labels == 1
+    assert corpus.names is None and corpus.task.num_labels == 1
     assert corpus.train.labels.tolist() == [5.0, 0.25]
     assert corpus.metrics == ("pearson", "spearman")
 
