@@ -25,7 +25,7 @@ from fastkd.train.models import (
     be_quiet,
     count,
     load_teacher,
-    load_tokenizer,
+    load_tokenizers,
     make_method,
     num_bytes,
 )
@@ -59,6 +59,11 @@ def write(settings: CacheSettings, console: Console) -> None:
                     f"--out {out} holds something else than a cache; give another --out"
                 )
             run = load(settings, settings.batch_size, display)
+            if run.teacher_tokenizer is not None:
+                raise InputError(
+                    f"--student {settings.student} has another tokenizer than the teacher, and a "
+                    "cache knows texts by the student's tokens; pass --teacher to `fastkd distill`"
+                )
             selected = select(settings, run)
             distiller = assemble(settings, run, selected).to(run.device)
         processes.by_first(lambda: _remove_partial(out))
@@ -106,10 +111,12 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     )
     make_method(settings.method, settings.options, settings.preset)
     corpus = data.load(settings)
-    tokenizer = load_tokenizer(settings)
-    teacher, corpus = load_teacher(settings, settings.teacher, corpus, tokenizer, fresh_head)
+    tokenizer, teachers = load_tokenizers(settings, corpus.task)
+    read = teachers or tokenizer
+    teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
     nn.Module.to(teacher, device)
-    return Run(corpus, tokenizer, teacher, plan, settings.max_length, display)
+    length = settings.max_length
+    return Run(corpus, tokenizer, teacher, plan, length, display, teacher_tokenizer=teachers)
 
 
 def _complete(

@@ -13,15 +13,14 @@ from fastkd.train.saving import write_file, write_json
 def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     """Print the scores on labelled rows, and write them to --out."""
     model = begin(settings)
-    task = model.task
-    metrics = task.chosen(None)
-    if settings.metric is not None:
-        if settings.metric not in task.metrics:
-            known = nearest(settings.metric, task.metrics)
-            raise InputError(f"--metric {settings.metric} doesn't score this model; {known}")
-        metrics = tuple(dict.fromkeys((settings.metric, *metrics)))
+    known = model.task.metrics
+    if settings.metric not in (None, *known):
+        listed = nearest(settings.metric or "", known)
+        raise InputError(f"--metric {settings.metric} doesn't score this model; {listed}")
     rows = model.read(settings.data, settings.columns, settings.task, labelled=True)
-    rows, lines = task.read_labels(rows, settings.label_order)
+    rows, lines = model.task.read_labels(rows, settings.label_order)
+    task = model.task = model.task.facing(rows)
+    metrics = task.chosen(settings.metric)
     for line in lines:
         say(console, line)
     answers = model.answers(rows, settings.max_length, beside_the_answer())

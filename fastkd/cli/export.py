@@ -20,6 +20,7 @@ from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.finished import OnnxModel
 from fastkd.train.models import be_quiet, load_finished, longest
 from fastkd.train.saving import check_new_file, enlist, saving, write_file
+from fastkd.train.tasks.task import Task
 
 # Far above what another order of sums costs in float32, far below what a wrong graph gives.
 TOLERANCE = 1e-3
@@ -28,13 +29,13 @@ TOLERANCE = 1e-3
 class _Outputs(nn.Module):
     """Positional tensors in, some of the outputs out: what a graph can be."""
 
-    def __init__(self, model: nn.Module, names: list[str], outputs: tuple[str, ...]):
+    def __init__(self, model: nn.Module, names: list[str], task: Task):
         super().__init__()
-        self.model, self.names, self.outputs = model, names, outputs
+        self.model, self.names, self.task = model, names, task
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = self.model(**dict(zip(self.names, inputs, strict=True)))
-        return tuple(getattr(found, name) for name in self.outputs)
+        found = self.task.give(self.model, dict(zip(self.names, inputs, strict=True)))
+        return tuple(getattr(found, name) for name in self.task.outputs)
 
 
 def export(settings: ExportSettings, console: Console) -> float:
@@ -53,8 +54,8 @@ def export(settings: ExportSettings, console: Console) -> float:
     say(console, f"{settings.model}: writing ONNX and comparing outputs, about a minute ...")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        _write(model.float().eval(), batches[0], path, task.outputs)
-        difference = max(_difference(model, path, batch, task.outputs) for batch in batches)
+        _write(model.float().eval(), batches[0], path, task)
+        difference = max(_difference(model, path, batch, task) for batch in batches)
         if not difference <= TOLERANCE:
             raise RunFailed(
                 f"--model {settings.model}: its ONNX form gives other outputs "
@@ -67,9 +68,7 @@ def export(settings: ExportSettings, console: Console) -> float:
     return difference
 
 
-def _write(
-    model: nn.Module, batch: dict[str, Tensor], path: Path, outputs: tuple[str, ...]
-) -> None:
+def _write(model: nn.Module, batch: dict[str, Tensor], path: Path, task: Task) -> None:
     names = list(batch)
     free = tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for x in batch.values())
     quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
@@ -79,11 +78,11 @@ def _write(
         with quiet[0], quiet[1], warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                _Outputs(model, names, outputs),
+                _Outputs(model, names, task),
                 tuple(batch.values()),
                 str(path),
                 input_names=names,
-                output_names=list(outputs),
+                output_names=list(task.outputs),
                 dynamic_shapes=(free,),
                 dynamo=True,
                 external_data=False,
@@ -96,12 +95,10 @@ def _write(
         logging.disable(before)
 
 
-def _difference(
-    model: nn.Module, path: Path, batch: dict[str, Any], outputs: tuple[str, ...]
-) -> float:
+def _difference(model: nn.Module, path: Path, batch: dict[str, Any], task: Task) -> float:
     with torch.no_grad():
-        found = model(**batch), OnnxModel(path, outputs)(**batch)
+        found = task.give(model, batch), OnnxModel(path, task.outputs)(**batch)
     expected, actual = (
-        torch.stack([getattr(one, name) for name in outputs]).double() for one in found
+        torch.stack([getattr(one, name) for name in task.outputs]).double() for one in found
     )
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))

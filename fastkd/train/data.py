@@ -42,7 +42,7 @@ def read_file(
             where = f"{path}, row {number}"
             row = {"number": number, **kind.row(record, settled, where)}
             if not every and not kind.full(row):
-                raise InputError(f"{where}: column {settled.text!r} is empty")
+                raise InputError(f"{where}: column {kind.lacking(row, settled)!r} is empty")
             yield row
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from fastkd.distill.batch import split_inputs
 from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes, sharding
-from fastkd.train.rows import UNLABELLED
+from fastkd.train.rows import TEACHER, UNLABELLED
 from fastkd.train.saving import saving
 from fastkd.train.score import accepted
 
@@ -85,6 +86,21 @@ class _Batches(Dataset):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+class ForBoth:
+    """Batches in the student's tokens, with the teacher's in ``teacher_...``; see `Encoded`."""
+
+    def __init__(self, student: Callable, teacher: Callable):
+        self.student, self.teacher = student, teacher
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        both = [split_inputs(row)[:2] for row in rows]
+        batch = dict(self.student([own for own, _ in both]))
+        if any(theirs for _, theirs in both):
+            theirs = self.teacher([theirs for _, theirs in both])
+            batch |= {f"{TEACHER}{name}": x for name, x in theirs.items()}
+        return batch
 
 
 class Feed(_Trainer):

@@ -5,8 +5,11 @@ import functools
 import os
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 from fastkd._core.extras import require
+from fastkd.train.errors import InputError
 
 # Its own clients try for half a minute and more.
 SECONDS = 3.0
@@ -36,6 +39,16 @@ def hub_answers() -> bool:
     if "datasets" in sys.modules:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return False
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """A file of a folder, or of a name on the hub; None if it isn't there."""
+    transformers: Any = require("transformers.utils", "train")
+    try:
+        found = transformers.cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise InputError(f"{name}: its {file} can't be read ({why_not(error)})") from error
+    return None if found is None else Path(found)
 
 
 def why_not(error: Exception) -> str:

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from fastkd.distill.student import student_from_teacher
 from fastkd.train import tasks
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.hub import hub_answers, why_not
+from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.saving import damage, read_marker
 from fastkd.train.settings import SELECT, Pairing
 from fastkd.train.tasks.task import Task
@@ -73,6 +74,19 @@ def load_tokenizer(settings: Pairing) -> Any:
     tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
     let_pad(tokenizer, option, name)
     return tokenizer
+
+
+def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
+    """The student's tokenizer, and the teacher's where that is another; None where it isn't."""
+    teachers, name = load_tokenizer(settings), settings.student
+    if name is None or settings.tokenizer is not None or not task.two_tokenizers:
+        return teachers, None
+    files = ("tokenizer_config.json", "tokenizer.json")
+    if all(file_of(name, file) is None for file in files):
+        return teachers, None
+    own = load("--student", name, AutoTokenizer, settings.trust_remote_code)
+    let_pad(own, "--student", name)
+    return (teachers, None) if own.get_vocab() == teachers.get_vocab() else (own, teachers)
 
 
 def let_pad(tokenizer: Any, option: str, name: str) -> None:
@@ -249,10 +263,11 @@ def make_student(
     task: Task,
     layers: list[int] | None = None,
     cache: Path | None = None,
+    own_tokens: bool = False,
 ) -> PreTrainedModel:
     """The student: a path or hub name, what a ``cache`` holds, or ``layers`` of the teacher.
 
-    Those are by default what --teacher-layers says.
+    Those are by default what --teacher-layers says. The ``tokenizer`` may be the student's own.
     """
     if cache is not None:
         if settings.student is not None:
@@ -266,7 +281,8 @@ def make_student(
             **attention_for(settings.method, settings.attention),
         )
     if settings.student is not None:
-        return _student_from_path(settings, settings.student, teacher.config, tokenizer, task)
+        config = teacher.config
+        return _student_from_path(settings, settings.student, config, tokenizer, task, own_tokens)
     drawn = settings.student_weights == "random"  # then there may be more layers, too
     chosen = (drawn and settings.student_layers) or layers or layers_of(settings, teacher)
     sizes, weights = settings.student_config, settings.student_weights
@@ -312,13 +328,18 @@ def layers_of(
 
 
 def _student_from_path(
-    settings: Pairing, name: str, teacher: Any, tokenizer: Any, task: Task
+    settings: Pairing, name: str, teacher: Any, tokenizer: Any, task: Task, own_tokens: bool = False
 ) -> PreTrainedModel:
     """The student called ``name``, made to fit the ``teacher``, a configuration."""
     config = load("--student", name, AutoConfig, settings.trust_remote_code)
-    if config.vocab_size != teacher.vocab_size:
+    known = config.vocab_size
+    if own_tokens and len(tokenizer) > known:
         raise InputError(
-            f"--student {name}: its vocabulary has {config.vocab_size} tokens, the teacher's "
+            f"--student {name}: its tokenizer has {len(tokenizer)} tokens, its vocabulary {known}"
+        )
+    if not own_tokens and known != teacher.vocab_size:
+        raise InputError(
+            f"--student {name}: its vocabulary has {known} tokens, the teacher's "
             f"{teacher.vocab_size}; both must read the same tokens"
         )
     fit_config(config, task, tokenizer)
@@ -352,11 +373,12 @@ def make_method(
     preset: str = "default",
     layers: list[int] | None = None,
     headless: bool = False,
+    usual: Mapping[str, Any] = MappingProxyType({}),
 ) -> Method:
     """The method called ``name`` on the command line, with --preset and --set.
 
     ``layers`` are the teacher layers that it compares, if it can and --set doesn't say which;
-    ``headless`` models have no logits to compare.
+    ``headless`` models have no logits to compare. Of the ``usual`` options those that it has.
     """
     kind = method_class(name)
     known = list(inspect.signature(kind).parameters)
@@ -365,6 +387,7 @@ def make_method(
             raise InputError(f"--set {option}: {name} has no such option; {nearest(option, known)}")
     if layers is not None and "layers" in known:
         options = {"layers": layers, **options}
+    options = {**{name: value for name, value in usual.items() if name in known}, **options}
     if headless:
         options = {**kind.headless, **options}
     try:

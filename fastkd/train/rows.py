@@ -6,6 +6,7 @@ made once, by the first of several processes, while the others wait for it.
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import itertools
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 BATCH = 128
 FEW = 8  # rows that may all be of unknown words
 CODE = ("rows.py", "columns.py", "data.py", "files.py", "tasks/task.py")
+# What the teacher's own inputs begin with, as a Distiller takes them.
+TEACHER = "teacher_"
 # The class of a row without one, as transformers has it.
 UNLABELLED = -100
 
@@ -275,6 +278,8 @@ class Encoded(torch.utils.data.Dataset):
 
     #: What the teacher answers to them, where scores compare with it.
     taught: Any = None
+    #: These rows in the teacher's tokens, where they are others.
+    by_teacher: "Encoded | None" = None
 
     def __init__(self, tokens: Any, rows: Rows, beside: Sequence[str] = ()):
         self.sources, self.labels = [rows], rows.labels
@@ -355,6 +360,16 @@ class Encoded(torch.utils.data.Dataset):
         """The token ids of each row."""
         for batch in self.tokens.select_columns("input_ids").iter(BATCH):
             yield from batch["input_ids"]
+
+    def for_both(self) -> "Encoded":
+        """These rows with the teacher's tokens beside them, in columns ``teacher_...``."""
+        if self.by_teacher is None:
+            return self
+        theirs = self.by_teacher.tokens
+        theirs = theirs.rename_columns({name: f"{TEACHER}{name}" for name in theirs.column_names})
+        both = copy.copy(self)
+        both.tokens = _library().concatenate_datasets([self.tokens, theirs], axis=1)
+        return both
 
     def followed_by(self, other: "Encoded") -> "Encoded":
         """These rows and the ``other`` ones, nothing copied but labels and lengths."""

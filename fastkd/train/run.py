@@ -21,14 +21,15 @@ from torch import nn
 from transformers import PreTrainedModel, set_seed
 
 import fastkd
-from fastkd.distill.cache import TeacherCache
+from fastkd.distill.batch import split_inputs
+from fastkd.distill.cache import TeacherCache, wanted_of
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, lora, processes, sharding, tasks, trainer_args
 from fastkd.train.card import CARD, write_card
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.feed import Feed, OnPolicy, StudentTrainer, TeacherTrainer
+from fastkd.train.feed import Feed, ForBoth, OnPolicy, StudentTrainer, TeacherTrainer
 from fastkd.train.models import (
     STUDENT,
     attention_for,
@@ -38,7 +39,7 @@ from fastkd.train.models import (
     layers_of,
     load_cached_teacher,
     load_teacher,
-    load_tokenizer,
+    load_tokenizers,
     make_method,
     make_student,
     num_bytes,
@@ -52,7 +53,7 @@ from fastkd.train.output import (
 )
 from fastkd.train.plan import Plan, choose_device
 from fastkd.train.progress import Display, format_scores
-from fastkd.train.rows import Encoded, Encoder, fingerprint, tokenizer_fingerprint
+from fastkd.train.rows import Encoded, Encoder, Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.saving import (
     MARKER,
     damage,
@@ -87,13 +88,17 @@ class Run:
         display: Display,
         cached: Mapping[str, Any] = MappingProxyType({}),
         pack: bool = False,
+        teacher_tokenizer: Any = None,
     ):
         #: The report of `fastkd cache`, where its cache is the teacher.
         self.cached = cached
+        #: Where it isn't the student's, the ``tokenizer``.
+        self.teacher_tokenizer = teacher_tokenizer
         #: None if only what it said is there.
         self.teacher_model: Any = None if cached else teacher
         if not cached:
-            check_length(max_length, tokenizer, cast(PreTrainedModel, teacher), "teacher")
+            read = teacher_tokenizer or tokenizer
+            check_length(max_length, read, cast(PreTrainedModel, teacher), "teacher")
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
         self.plan, self.display = plan, display
@@ -101,11 +106,10 @@ class Run:
             display.say(corpus.reading)
 
         self.task = corpus.task
-        encoded = Encoder(tokenizer, max_length, self.task)
-        learned = encoded
+        encoded = learned = self._encoder(max_length)
         if pack:
             learned = Encoder(tokenizer, max_length, self.task.packing())
-        self.train_rows = learned(corpus.train)
+        self.train_rows = learned(corpus.train).for_both()
         #: What the student learns from: rows without labels as well.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
@@ -113,6 +117,22 @@ class Run:
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
         self.collate = self.task.collator(tokenizer)
+        if teacher_tokenizer is not None:
+            self.collate = ForBoth(self.collate, self.task.collator(teacher_tokenizer))
+
+    def _encoder(self, max_length: int) -> Callable[[Rows], Encoded]:
+        """What makes tokens of rows, the teacher's own beside the student's."""
+        student = Encoder(self.tokenizer, max_length, self.task)
+        if self.teacher_tokenizer is None:
+            return student
+        teacher = Encoder(self.teacher_tokenizer, max_length, self.task)
+
+        def encode(rows: Rows) -> Encoded:
+            encoded = student(rows)
+            encoded.by_teacher = teacher(rows)
+            return encoded
+
+        return encode
 
     def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
         """The teacher's size, of which a cache remembers the ``name``."""
@@ -143,8 +163,13 @@ class Run:
 
     def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, Any]:
         task, tokenizer = self.task, self.tokenizer
-        found = {k: predict(model, rows, task, tokenizer, self.plan) for k, rows in sets.items()}
-        if model is self.teacher_model and task.beside_teacher(self.corpus.metrics):
+        taught = model is self.teacher_model
+        read = dict(sets)
+        if taught and self.teacher_tokenizer is not None:
+            tokenizer = self.teacher_tokenizer
+            read = {suffix: cast(Encoded, rows.by_teacher) for suffix, rows in sets.items()}
+        found = {k: predict(model, rows, task, tokenizer, self.plan) for k, rows in read.items()}
+        if taught and task.beside_teacher(self.corpus.metrics):
             for suffix, answers in found.items():
                 sets[suffix].taught = answers
         return found
@@ -158,10 +183,12 @@ class Run:
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
-        batch = next(self.eval_rows[""].batches(self.collate, 32, device=self.device))
-        inputs = batch
+        rows = self.eval_rows[""].for_both()
+        batch = next(rows.batches(self.collate, 32, device=self.device))
         if not getattr(student.config, "is_encoder_decoder", False):  # a decoder reads their words
-            inputs = {k: v for k, v in batch.items() if k != "labels"}
+            batch = {k: v for k, v in batch.items() if k != "labels"}
+        inputs, own, _ = split_inputs(batch)
+        read = {"student": inputs, "teacher": own or inputs}
         models: dict[str, nn.Module] = {"student": student.eval()}
         if self.teacher_model is not None:
             models["teacher"] = self.teacher_model.eval()
@@ -171,7 +198,7 @@ class Run:
                 self._synchronize()
                 start = time.perf_counter()
                 with torch.no_grad():
-                    model(**accepted(model, inputs))
+                    model(**accepted(model, read[name]))
                 self._synchronize()
                 seconds[name].append(time.perf_counter() - start)
         return {name: statistics.median(times[1:]) for name, times in seconds.items()}
@@ -332,6 +359,8 @@ def _fit_together(
         prints["student weights"] = model_fingerprint(student)
     if run.teacher_model is None:
         _check_cached(distiller, run)
+    if run.teacher_tokenizer is not None:
+        prints["teacher's tokenizer files"] = tokenizer_fingerprint(run.teacher_tokenizer)
     if settings.on_policy:
         _check_on_policy(distiller, run)
     return run, prints, distiller
@@ -386,16 +415,19 @@ def _with_teacher(
         length, pack = settings.max_length, settings.pack
         return Run(corpus, tokenizer, cache, plan, length, display, about, pack), prints
     assert settings.teacher is not None
-    tokenizer = load_tokenizer(settings)
+    tokenizer, teachers = load_tokenizers(settings, corpus.task)
     fresh = bool(settings.finetune_teacher)
     finetuned = fresh and _is_complete(out.teacher)
     name = str(out.teacher) if finetuned else settings.teacher
-    teacher, corpus = load_teacher(settings, name, corpus, tokenizer, fresh)
+    teacher, corpus = load_teacher(settings, name, corpus, teachers or tokenizer, fresh)
     prints = corpus_fingerprints(corpus)
     if not finetuned:
         prints["teacher weights"] = model_fingerprint(teacher)
     length, pack = settings.max_length, settings.pack
-    return Run(corpus, tokenizer, teacher, plan, length, display, pack=pack), prints
+    run = Run(
+        corpus, tokenizer, teacher, plan, length, display, pack=pack, teacher_tokenizer=teachers
+    )
+    return run, prints
 
 
 def _plan(settings: Settings) -> Plan:
@@ -437,22 +469,36 @@ def assemble(
     set_seed(settings.seed)
     # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
     cache = run.teacher.path if run.cached else None
-    student = make_student(settings, run.teacher, run.tokenizer, run.task, selected, cache).float()
+    own = run.teacher_tokenizer is not None
+    student = make_student(
+        settings, run.teacher, run.tokenizer, run.task, selected, cache, own
+    ).float()
     if settings.lora:
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
-    headless = run.task.headless()
-    method = make_method(settings.method, settings.options, settings.preset, selected, headless)
+    task, taught = run.task, run.teacher_model
+    configs = (student if taught is None else taught).config, student.config
+    method = make_method(
+        settings.method, settings.options, settings.preset, selected, task.headless(),
+        task.compared(*configs),
+    )  # fmt: skip
     if method.by_class and run.train_rows.labels is None:
         raise InputError(
             f"--method {settings.method} compares rows of one class, and those of --task "
             f"{run.task.name()} have no class each"
         )
     try:
-        return Distiller(run.teacher, student, method, gather=gather)
+        distiller = Distiller(run.teacher, student, method, gather=gather)
     except (TypeError, ValueError) as error:
         eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
         message = f"--method {settings.method} with this student: {error}{eager}"
         raise InputError(message) from error
+    wanted = wanted_of(method)
+    if own and (wanted["inside"] or (wanted["layers"] and wanted["pool"] == "tokens")):
+        raise InputError(
+            f"--method {settings.method} compares tokens, and --student {settings.student} has "
+            "others than the teacher; embeddings and lrkd compare texts"
+        )
+    return distiller
 
 
 def _finetune(settings: Settings, out: Output, run: Run) -> None:

@@ -1,10 +1,12 @@
-"""Sentence embeddings: texts, or pairs of them, which may have a score of how alike they are."""
+"""Sentence embeddings: texts; pairs with a score; queries with what answers them; triples."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
-from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of
+from fastkd.analysis.layers import reads_last_token
+from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, words_of
 from fastkd.train.corpus import Corpus
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import Glue
-from fastkd.train.hub import why_not
+from fastkd.train.hub import file_of
 from fastkd.train.labels import as_number
 from fastkd.train.rows import BATCH, Encoded, Rows
 from fastkd.train.score import accepted, evaluate
@@ -26,28 +29,64 @@ EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
 PARTS = ("Transformer", "Pooling", "Normalize")
 SCORED = ("spearman", "pearson")
+RANKED = ("ndcg@10", "recall@10")
+TRIPLES = ("accuracy",)
 AGREEMENT = ("agreement", "overlap")
 NEIGHBOURS = 10
+# Similarities in memory, of queries and documents.
+SIMILARITIES = 2**24
+# What scores need of the rows to evaluate on.
+WITHOUT = {
+    **dict.fromkeys(
+        SCORED, "have no scores; --text-pair-column and --label-column say where they are"
+    ),
+    **dict.fromkeys(RANKED, "have no columns query and positive"),
+    **dict.fromkeys(TRIPLES, "have no columns anchor, positive and negative"),
+}
+# Columns as sentence-transformers and its users name them.
+ALONE = ("text", "sentence")
+ALIKE = ("sentence1", "sentence2", "score")
+ASKING, ANSWERING = ("query", "anchor"), ("positive", "passage")
+NEGATIVE = re.compile(r"negatives|negative(_\d+)?")
+NEGATIVES = "negatives"
+
+
+@dataclass(frozen=True)
+class TextColumns(Columns):
+    """Also where the texts stand that don't answer the first."""
+
+    negatives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Embedding(Task):
-    """Texts, in columns ``text``, ``sentence``, or ``sentence1``, ``sentence2`` and ``score``.
+    """Texts, alone or in rows that say which are alike, by the columns that there are.
+
+    - ``text`` or ``sentence``: one a row.
+    - ``sentence1``, ``sentence2`` and ``score``: how alike they are.
+    - ``query`` or ``anchor``, ``positive`` or ``passage``: the second answers the first, which may
+      stand in several rows. Others that don't in ``negative``, ``negative_1``, ..., or a list
+      ``negatives``; with one of them in the first row the rows are triples.
 
     Each text is a row of tokens. Models are folders of sentence-transformers, and so are students:
-    the teacher's pooling and normalisation make embeddings of their last hidden states. Where the
-    rows to evaluate on have scores, those of a model are the correlations of its cosines with
-    them. Without, they compare with the teacher: agreement is Pearson's correlation of the cosines
-    of all texts, overlap the share of each text's ten nearest that are the teacher's, too.
+    the teacher's pooling and normalisation make embeddings of their last hidden states.
+
+    Scores follow the rows to evaluate on: the correlations of cosines with scores; how high a
+    query's answers rank among all documents of the file, by sentence-transformers' evaluator; the
+    share of triples whose positive is nearer than the negative. Texts alone compare with the
+    teacher: agreement is Pearson's correlation of the cosines of all texts, overlap the share of
+    each text's ten nearest that are the teacher's, too.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = (*SCORED, *AGREEMENT)
+    metrics: ClassVar[tuple[str, ...]] = (*SCORED, *RANKED, *TRIPLES, *AGREEMENT)
     usual: ClassVar[tuple[str, ...]] = SCORED
     head: ClassVar[str] = "AutoModel"
     head_name: ClassVar[str] = "head"
     pipeline: ClassVar[str] = "sentence-similarity"
     library: ClassVar[str] = "sentence-transformers"
     supervised: ClassVar[bool] = False
+    outputs: ClassVar[tuple[str, ...]] = ("sentence_embedding",)
+    two_tokenizers: ClassVar[bool] = True
     columns: ClassVar[Columns] = Columns(None, None, None)
 
     #: How the states of a text become one, and whether that gets length 1.
@@ -55,52 +94,77 @@ class Embedding(Task):
     normalized: bool = False
     #: Tokens that sentence-transformers reads of a text.
     max_seq_length: int | None = None
-    #: Whether there are scores to evaluate on.
-    scored: bool = True
+    #: The scores that the rows to evaluate on have an answer for; none: they are texts alone.
+    answered: tuple[str, ...] = SCORED
 
     @classmethod
     def settle(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
-        if columns.text is None and not {"text", "sentence"} & set(record):
-            usual = {"text": "sentence1", "pair": "sentence2", "label": "score"}
-            found = {part: name for part, name in usual.items() if name in record}
-            asked = {part: name for part in usual if (name := getattr(columns, part)) is not None}
-            columns = replace(columns, **{**found, **asked})
+        if columns.text is None and not set(ALONE) & set(record):
+            columns = columns.over(_usual_columns(record, source))
         columns = settle_columns(columns, record, source)
         if columns.label is not None and columns.pair is None:
             raise InputError(
                 f"{source}: column {columns.label!r} scores how alike two texts are; "
                 "--text-pair-column says where the second is"
             )
-        return columns
+        negatives: tuple[str, ...] = ()
+        if columns.pair is not None and columns.label is None:
+            negatives = tuple(name for name in record if NEGATIVE.fullmatch(name))
+        return TextColumns(columns.text, columns.pair, columns.label, columns.header, negatives)
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
-        return {"text": "large_string", "pair": "large_string", LABEL: "float64"}
+        texts = {"text": "large_string", "pair": "large_string", NEGATIVES: ["large_string"]}
+        return {**texts, LABEL: "float64"}
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+        assert isinstance(columns, TextColumns)
         text = text_of(record, columns.text, where)
         pair = None if columns.pair is None else text_of(record, columns.pair, where)
-        if columns.label is None:
-            return {"text": text, "pair": pair, LABEL: None}
-        value = field(record, columns.label, where)
-        score = as_number(value)
-        if score is None or score != score:
-            raise InputError(f"{where}: score {value!r:.40} is not a finite number")
-        return {"text": text, "pair": pair, LABEL: score}
+        negatives = [
+            text
+            for name in columns.negatives
+            if record.get(name) is not None  # rows of .jsonl may have unlike many
+            for text in _texts_in(record, name, where)
+        ]
+        score = None
+        if columns.label is not None:
+            value = field(record, columns.label, where)
+            score = as_number(value)
+            if score is None or score != score:
+                raise InputError(f"{where}: score {value!r:.40} is not a finite number")
+        return {"text": text, "pair": pair, NEGATIVES: negatives, LABEL: score}
 
     @classmethod
     def full(cls, row: Mapping[str, Any]) -> bool:
-        pair = row.get("pair")
-        return holds_text(row["text"]) and (pair is None or holds_text(pair))
+        return all(map(holds_text, _texts_of(row)))
+
+    @classmethod
+    def lacking(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
+        if not holds_text(row["text"]):
+            return columns.text
+        if not holds_text(row["pair"] or ""):
+            return columns.pair
+        return " or ".join(columns.negatives) if isinstance(columns, TextColumns) else None
+
+    @classmethod
+    def wanted(cls, columns: Columns) -> list[str]:
+        more = columns.negatives if isinstance(columns, TextColumns) else ()
+        return [*super().wanted(columns), *more]
 
     @classmethod
     def texts(cls, rows: Rows) -> list[str]:
-        return [text for pair in rows.both_texts() for text in pair if text is not None]
+        return [text for row in _rows(rows) for text in _texts_of(row)]
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        return Fitted(cls(scored=all(map(_scored, evals.values()))), train, evals)
+        each = [_answered(rows) for rows in evals.values()]
+        common = tuple(name for name in each[0] if all(name in names for names in each))
+        return Fitted(cls(answered=common), train, evals)
+
+    def facing(self, rows: Rows) -> Task:
+        return replace(self, answered=_answered(rows))
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
@@ -113,26 +177,22 @@ class Embedding(Task):
         corpus = super().match(corpus, head, asked, who, fresh)
         if not isinstance(head, Embedding):
             return corpus
-        return replace(corpus, task=replace(head, scored=self.scored))
+        return replace(corpus, task=replace(head, answered=self.answered))
 
     def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        if not _scored(rows):
+        if not _answered(rows):
             raise InputError(
-                f"{rows.source}: two texts a row and a score are needed; --text-pair-column and "
-                "--label-column say where they are"
+                f"{rows.source}: two texts a row are needed, and a score or which of them answers "
+                "the other; --text-pair-column and --label-column say where they are"
             )
         return super().read_labels(rows, asked)
 
     def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        if wanted in SCORED and not self.scored:
-            raise InputError(
-                f"--metric {wanted}: the rows to evaluate on have no scores; --text-pair-column "
-                "and --label-column say where they are"
-            )
-        found = super().chosen(wanted, None)
-        if self.scored:
-            return found
-        return tuple(dict.fromkeys((*((wanted,) if wanted else ()), *AGREEMENT)))
+        if wanted in WITHOUT and wanted not in self.answered:
+            raise InputError(f"--metric {wanted}: the rows to evaluate on {WITHOUT[wanted]}")
+        super().chosen(wanted, None)
+        first = () if wanted is None else (wanted,)
+        return tuple(dict.fromkeys((*first, *(self.answered or AGREEMENT))))
 
     def beside_teacher(self, metrics: Sequence[str]) -> bool:
         return not set(metrics).isdisjoint(AGREEMENT)
@@ -143,26 +203,36 @@ class Embedding(Task):
     def encode(
         self, batch: dict[str, list], tokenizer: Any, max_length: int
     ) -> Mapping[str, list[Any]]:
-        rows = zip(batch["number"], batch["text"], batch["pair"], strict=True)
-        each = [(number, text) for number, *pair in rows for text in pair if text is not None]
+        names = ("number", "text", "pair", NEGATIVES)
+        rows = zip(*(batch[name] for name in names), strict=True)
+        each = [
+            (row[0], text) for row in rows for text in _texts_of(dict(zip(names, row, strict=True)))
+        ]
         numbers, texts = ([part[i] for part in each] for i in range(2))
         return {**tokenizer(texts, truncation=True, max_length=max_length), "number": numbers}
 
-    def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
-        raise InputError(
-            f"--task {self.name()}: fastkd exports logits, and this model has none; "
-            'SentenceTransformer(folder, backend="onnx") exports it'
-        )
+    def compared(self, teacher: Any, student: Any) -> dict[str, Any]:
+        """``pooling`` and ``unit_length`` of `fastkd.distill.baselines.Embeddings`."""
+        pooling = " and ".join(self.pooling)
+        if pooling in ("cls", "lasttoken"):
+            last = [reads_last_token(config) for config in (teacher, student)]
+            if last == [pooling == "lasttoken"] * 2:  # what the families' own heads read
+                pooling = "cls"
+        return {"pooling": pooling, "unit_length": self.normalized}
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The embeddings of a batch's texts, (B, D)."""
+        return self.give(model, batch).sentence_embedding.cpu().numpy()
+
+    def give(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         found = model(**accepted(model, batch))
-        if "last_hidden_state" not in found:
-            raise InputError(f"--onnx: --task {self.name()} needs hidden states, not logits")
+        if hasattr(found, "sentence_embedding"):  # an export has pooled them
+            return found
         states = found.last_hidden_state.float()
         read = {"token_embeddings": states, "attention_mask": batch["attention_mask"]}
         embedded = self._pool(states.shape[-1])(read)["sentence_embedding"]
-        return (F.normalize(embedded, dim=-1) if self.normalized else embedded).cpu().numpy()
+        embedded = F.normalize(embedded, dim=-1) if self.normalized else embedded
+        return SimpleNamespace(sentence_embedding=embedded)
 
     def _pool(self, width: int) -> Any:
         modules: Any = require("sentence_transformers.sentence_transformer.modules", EXTRA)
@@ -174,12 +244,46 @@ class Embedding(Task):
         found = {}
         wanted = [name for name in metrics if name in SCORED]
         if wanted:
-            cosines = np.array([one[-1] for one in self._pairs(answers, examples)])
+            cosines = np.array([_cosine(*one[:2]) for one in self._embedded(answers, examples)])
             truths = np.array([score for (score,) in examples.rows.columns(LABEL)])
             found = evaluate(wanted, cosines[:, None], truths)
+        if not set(metrics).isdisjoint(RANKED):
+            found.update(self._ranked(answers, examples))
+        if not set(metrics).isdisjoint(TRIPLES):
+            nearer = [
+                _cosine(first, second) > _cosine(first, other)
+                for first, second, *others in self._embedded(answers, examples)
+                for other in others
+            ]
+            found[TRIPLES[0]] = float(np.mean(nearer))
         if self.beside_teacher(metrics):
             found.update(self._agreement(answers, examples))
         return {name: found[name] for name in metrics}
+
+    def _ranked(self, answers: Any, examples: Encoded) -> dict[str, float]:
+        """How high answers rank among the documents of all rows, by cosine."""
+        library: Any = require("sentence_transformers.sentence_transformer.evaluation", EXTRA)
+        util: Any = require("sentence_transformers.util", EXTRA)
+        known = _Known({}, {})
+        relevant: dict[str, set[str]] = {}
+        rows = zip(_rows(examples.rows), self._embedded(answers, examples), strict=True)
+        for row, (first, *others) in rows:
+            query, *documents = _texts_of(row)
+            known.queries.setdefault(query, first)
+            for document, vector in zip(documents, others, strict=True):
+                known.documents.setdefault(document, vector)
+            relevant.setdefault(query, set()).add(row["pair"])
+        kinds = ("mrr", "ndcg", "accuracy", "precision_recall", "map")
+        judge = library.InformationRetrievalEvaluator(
+            {text: text for text in known.queries},
+            {text: text for text in known.documents},
+            relevant,
+            corpus_chunk_size=max(1, SIMILARITIES // len(known.queries)),
+            score_functions={"cosine": util.cos_sim},
+            **{f"{kind}_at_k": [10] for kind in kinds},
+        )
+        scores = judge.compute_all_metrics(known)["cosine"]
+        return {name: float(scores[name.replace("@10", "@k")][10]) for name in RANKED}
 
     def _agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
         if len(answers) <= NEIGHBOURS + 1:
@@ -194,20 +298,17 @@ class Embedding(Task):
             )
         return dict(zip(AGREEMENT, agreement(answers, examples.taught), strict=True))
 
-    def _pairs(self, answers: Any, examples: Encoded) -> Iterator[tuple[Any, Any, float | None]]:
-        """The embeddings of each row that was read, and their cosine."""
+    def _embedded(self, answers: Any, examples: Encoded) -> Iterator[list[Any]]:
+        """The embeddings of the texts of each row that was read."""
         each = iter(answers)
-        for (pair,) in examples.rows.columns("pair"):
-            first, second = next(each), None if pair is None else next(each)
-            cosine = None if second is None else float(_unit(first) @ _unit(second))
-            yield first, second, cosine
+        return ([next(each) for _ in _texts_of(row)] for row in _rows(examples.rows))
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         found = []
-        for first, second, cosine in self._pairs(answers, examples):
+        for first, *others in self._embedded(answers, examples):
             row: dict[str, Any] = {"embedding": first.tolist()}
-            if second is not None:
-                row.update(pair_embedding=second.tolist(), cosine=cosine)
+            if others:
+                row.update(pair_embedding=others[0].tolist(), cosine=_cosine(first, others[0]))
             found.append(row)
         return found
 
@@ -223,7 +324,10 @@ class Embedding(Task):
         for module in modules[1:]:
             (directory / str(module["path"])).mkdir()
         self._pool(config.hidden_size).save(str(directory / str(modules[1]["path"])))
-        length = {"max_seq_length": self.max_seq_length, "do_lower_case": False}
+        longest, limit = self.max_seq_length, getattr(config, "max_position_embeddings", None)
+        if longest and limit and longest > limit:  # a student of another body has its own
+            longest = None
+        length = {"max_seq_length": longest, "do_lower_case": False}
         for name, content in ((MODULES, modules), (LENGTH, length)):
             (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -248,9 +352,67 @@ TYPES = "sentence_transformers.models."
 TASK = Embedding
 
 
-def _scored(rows: Rows) -> bool:
-    """Whether rows have scores: all of a file have, or none."""
-    return len(rows) > 0 and rows.data[0][LABEL] is not None
+class _Known(NamedTuple):
+    """A model that has embedded its texts before."""
+
+    queries: dict[str, np.ndarray]
+    documents: dict[str, np.ndarray]
+
+    def encode_query(self, texts: Sequence[str], **_: Any) -> torch.Tensor:
+        return torch.from_numpy(np.stack([self.queries[text] for text in texts]))
+
+    def encode_document(self, texts: Sequence[str], **_: Any) -> torch.Tensor:
+        return torch.from_numpy(np.stack([self.documents[text] for text in texts]))
+
+
+def _usual_columns(record: Mapping[str, Any], source: str) -> Columns:
+    """Those that there are, by the names that they usually have."""
+    if ALIKE[0] in record:
+        text, pair, score = (name if name in record else None for name in ALIKE)
+        return Columns(text, pair, score)
+    query, answer = (next((x for x in names if x in record), None) for names in (ASKING, ANSWERING))
+    if query and answer:
+        return Columns(query, answer, None)
+    raise InputError(
+        f"{source}: which columns are the texts? {' or '.join(ALONE)}; {', '.join(ALIKE)}; or "
+        f"{' or '.join(ASKING)} with {' or '.join(ANSWERING)}, and perhaps negative; others by "
+        f"--text-column and --text-pair-column; {nearest('', record)}"
+    )
+
+
+def _texts_in(record: dict[str, Any], name: str, where: str) -> list[str]:
+    """The text, or the list of texts, in a column."""
+    one = isinstance(record[name], str)
+    return [text_of(record, name, where)] if one else words_of(record, name, where)
+
+
+def _rows(rows: Rows) -> Iterator[dict[str, Any]]:
+    """What was kept of the texts of each row."""
+    names = ("text", "pair", NEGATIVES)
+    return (dict(zip(names, row, strict=True)) for row in rows.columns(*names))
+
+
+def _texts_of(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row, in the order in which they are encoded."""
+    pair = row.get("pair")
+    return [row["text"], *([] if pair is None else [pair]), *(row.get(NEGATIVES) or [])]
+
+
+def _answered(rows: Rows) -> tuple[str, ...]:
+    """The scores that rows have an answer for: all rows of a file are alike."""
+    first = rows.data[0]
+    if first[LABEL] is not None:
+        return SCORED
+    if first["pair"] is None:
+        return ()
+    negatives = len(first[NEGATIVES])
+    if negatives == 1:
+        return (*TRIPLES, *RANKED)
+    return (*RANKED, *TRIPLES) if negatives else RANKED
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    return float(_unit(first) @ _unit(second))
 
 
 def _unit(embedding: np.ndarray) -> np.ndarray:
@@ -324,11 +486,8 @@ def _of_folder(name: str) -> Embedding:
 
 def _json_of(name: str, file: str) -> Any:
     """The content of a file of a folder, or of a name on the hub; None if it isn't there."""
-    hub: Any = require("transformers.utils", "train")
+    found = file_of(name, file)
     try:
-        found = hub.cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{name}: its {file} can't be read ({why_not(error)})") from error
+        return None if found is None else json.loads(found.read_text(encoding="utf-8"))
     except ValueError:
         raise InputError(f"{name}: its {file} is damaged") from None

@@ -76,6 +76,8 @@ class Task:
     library: ClassVar[str] = "transformers"
     #: Whether rows say what is right, so that a model learns without a teacher.
     supervised: ClassVar[bool] = True
+    #: Whether a student may read the texts in other tokens than the teacher.
+    two_tokenizers: ClassVar[bool] = False
     #: Kinds of files that no other task reads.
     suffixes: ClassVar[tuple[str, ...]] = ()
     #: Where the parts of a row stand unless somebody says otherwise.
@@ -143,6 +145,11 @@ class Task:
         return holds_text(row["text"], row.get("pair", ""))
 
     @classmethod
+    def lacking(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
+        """The column that a row which isn't `full` lacks."""
+        return columns.text
+
+    @classmethod
     def wanted(cls, columns: Columns) -> list[str]:
         """The columns of a data set on the hub that `row` reads."""
         return [name for name in (columns.text, columns.pair, columns.label) if name is not None]
@@ -174,6 +181,10 @@ class Task:
     def unlabelled(self, rows: Rows) -> Rows:
         """``rows`` whose labels the losses leave out."""
         raise InputError(f"--unlabelled: the rows of --task {self.name()} have no labels")
+
+    def facing(self, rows: Rows) -> "Task":
+        """This task where ``rows`` are scored, which may decide on `chosen`."""
+        return self
 
     def predicting(self) -> "Task":
         """This task where `predictions` are wanted, for which a row may be encoded otherwise."""
@@ -298,7 +309,15 @@ class Task:
         short = {"truncation": True, "max_length": longest, "return_tensors": "pt"}
         return [dict(tokenizer(some, padding=True, **short)) for some in texts]
 
+    def compared(self, teacher: Any, student: Any) -> dict[str, Any]:
+        """Options of methods that have them, by models' configurations; --set goes before."""
+        return {}
+
     # Scores and predictions
+
+    def give(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        """What has the `outputs` as its attributes."""
+        return model(**batch)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """What ``model`` answers to each row: here its logits, as an array (rows, labels).

@@ -14,7 +14,12 @@ from scipy.stats import pearsonr, spearmanr
 pytest.importorskip("sentence_transformers")
 
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import (
+    InformationRetrievalEvaluator,
+    TripletEvaluator,
+)
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 from fastkd.train import tasks
 from fastkd.train.data import load, read_file
@@ -23,7 +28,8 @@ from fastkd.train.models import make_method
 from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
-from tests.support.tiny import make_teacher, run, sentences
+from tests.cli.launched import Launch, commands
+from tests.support.tiny import make_teacher, run, sentences, words_of
 from tests.train.tasks.through import killed_and_resumed, through
 
 PAGE = Path(__file__).parents[3] / "docs" / "distill.md"
@@ -77,20 +83,60 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path):
     killed_and_resumed(tmp_path, teacher, train, evals, task="embedding", method="lrkd")
 
 
+def write_triples(path, rows=14, seed=0):
+    texts = [text for text, _ in sentences(3 * rows, seed)]
+    each = zip(texts[::3], texts[1::3], texts[2::3], strict=True)
+    triples = (dict(zip(("anchor", "positive", "negative"), row, strict=True)) for row in each)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in triples))
+    return path
+
+
+def test_triples_and_queries_through_every_command(tmp_path):
+    """Scores are sentence-transformers' own, of the folder that was saved."""
+    teacher = make_embedder(tmp_path / "teacher", "cls")
+    train, evals = (write_triples(tmp_path / f"{i}.jsonl", 14, i) for i in range(2))
+    report = through(
+        tmp_path, teacher, train, evals, task="embedding", finetune=False, method="embeddings",
+        set="relations=1",
+    )  # fmt: skip
+    assert set(report["history"][0]["losses"]) == {"loss", "contrast", "samples"}
+    model = SentenceTransformer(str(tmp_path / "run/student"))
+    rows = [json.loads(line) for line in evals.read_text().splitlines()]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    triplets = TripletEvaluator(*columns.values())(model)
+    found = report["student"]
+    assert list(found) == ["accuracy", "ndcg@10", "recall@10"]
+    assert found["accuracy"] == pytest.approx(triplets["cosine_accuracy"])
+    queries = {text: text for text in columns["anchor"]}
+    documents = {text: text for text in (*columns["positive"], *columns["negative"])}
+    relevant = {text: set() for text in queries}
+    for row in rows:
+        relevant[row["anchor"]].add(row["positive"])
+    ranking = InformationRetrievalEvaluator(queries, documents, relevant)(model)
+    for name in ("ndcg@10", "recall@10"):
+        assert 0 < found[name] < 1
+        assert found[name] == pytest.approx(ranking[f"cosine_{name}"], abs=1e-6)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("page")
-    make_embedder(path / "embedder", ("cls", "mean"), normalize=False)
+    make_embedder(path / "embedder")
+    write_triples(path / "queries.jsonl")
     write_texts(path / "texts.txt", 24)
     write_texts(path / "held-out.txt", 16, seed=1)
     return path
 
 
-def test_the_pages_command_agrees_with_the_teacher_without_labels(folder, monkeypatch):
-    found = re.search(r"fastkd (distill --task embedding.*?)\n```", PAGE.read_text(), re.DOTALL)
+def test_the_page_goes_from_nothing_to_a_folder_and_a_graph(folder, monkeypatch):
+    found = re.search(
+        r"```sh\n(fastkd distill --task embedding.*?)```", PAGE.read_text(), re.DOTALL
+    )
+    lines = found[1].replace("\\\n", " ").splitlines()
+    distil, evaluate, export = (shlex.split(line)[1:] for line in lines)
     monkeypatch.chdir(folder)
-    few = ("--epochs", 2, "--batch-size", 8, "--device", "cpu", "--max-length", 16)
-    run(*shlex.split(found[1].replace("\\\n", " ")), *few)
+    few = {"epochs": 2, "batch_size": 8, "device": "cpu", "max_length": 16, "learning_rate": 0.01}
+    run(*distil, **few)
     report = read_json(folder / "runs/embedder/student/fastkd.json")
     assert report["teacher"] == {"agreement": pytest.approx(1), "overlap": 1}
     texts = (folder / "held-out.txt").read_text().splitlines()
@@ -98,13 +144,16 @@ def test_the_pages_command_agrees_with_the_teacher_without_labels(folder, monkey
     both = {
         name: SentenceTransformer(str(folder / at)).encode(texts) for name, at in models.items()
     }
-    assert both["student"].shape == (16, 32)
+    assert both["student"].shape == (16, 16)
     cosines = {name: cosine(x) for name, x in both.items()}
     above = np.triu_indices(16, 1)
     expected = pearsonr(cosines["student"][above], cosines["teacher"][above])[0]
     assert report["student"]["agreement"] == pytest.approx(expected, abs=1e-4)
     losses = [entry["losses"]["loss"] for entry in report["history"]]
     assert losses[-1] < losses[0]
+    assert "14 rows:  accuracy" in run(*evaluate, "--device", "cpu")
+    run(*export)
+    assert_same_embeddings("runs/embedder/student/model.onnx", models["student"])
 
 
 def cosine(x):
@@ -117,10 +166,116 @@ def test_a_narrower_student_of_other_weights(folder, tmp_path):
     where = {"train": folder / "texts.txt", "eval": folder / "held-out.txt", "out": tmp_path / "o"}
     few = {"epochs": 1, "batch_size": 8, "device": "cpu", "max_length": 16}
     run("distill", task="embedding", teacher=folder / "embedder", student_config=sizes,
-        **where, **few)  # fmt: skip
+        method="embeddings", **where, **few)  # fmt: skip
     model = SentenceTransformer(str(tmp_path / "o/student"))
-    assert model.encode("a good film").shape == (16,)
+    assert model.encode("a good film").shape == (8,)
     assert 0 < read_json(tmp_path / "o/student/fastkd.json")["student"]["overlap"] <= 1
+
+
+def test_an_export_embeds_as_the_folder_does(tmp_path):
+    """Pooling is in the graph: the commands' scores, and sentence-transformers' numbers."""
+    pytest.importorskip("onnxruntime")
+    model = make_embedder(tmp_path / "model", ("cls", "mean", "max", "lasttoken"), normalize=False)
+    run("export", model=model, task="embedding")
+    assert_same_embeddings(model / "model.onnx", model)
+    evals = write_triples(tmp_path / "a.jsonl")
+    words = {"model": model, "task": "embedding", "data": evals, "device": "cpu"}
+    scores = [tmp_path / f"{i}.json" for i in range(2)]
+    run("evaluate", **words, out=scores[0])
+    run("evaluate", **words, out=scores[1], onnx=model / "model.onnx")
+    assert read_json(scores[0]) == pytest.approx(read_json(scores[1]))
+
+
+def assert_same_embeddings(onnx, folder):
+    runtime = pytest.importorskip("onnxruntime")
+    texts = ["a film", "so is the very good film so", "dull"]
+    tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="np")
+    (found,) = runtime.InferenceSession(str(onnx)).run(["sentence_embedding"], dict(tokens))
+    expected = SentenceTransformer(str(folder)).encode(texts)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def make_body(path, words):
+    """A random BERT, half as wide, whose tokens are those words, in a folder of its own."""
+    path.mkdir()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (path / "vocab.txt").write_text("\n".join(specials + words))
+    BertTokenizer(str(path / "vocab.txt"), model_max_length=24).save_pretrained(path)
+    torch.manual_seed(2)
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(
+        vocab_size=len(specials + words), hidden_size=8, num_hidden_layers=2,
+        num_attention_heads=2, intermediate_size=16, max_position_embeddings=24, **still,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_body(tmp_path_factory):
+    """Options for a student whose words are the teacher's, some of them in pieces."""
+    path = tmp_path_factory.mktemp("body")
+    pieces = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", "a", "the", "film"]
+    make_embedder(path / "teacher")
+    return {
+        "task": "embedding",
+        "teacher": path / "teacher",
+        "student": make_body(path / "body", [*pieces, "is", "very", "so"]),
+        "train": write_texts(path / "train.txt", 22),
+        "eval": write_texts(path / "eval.txt", 13, seed=1),
+        "method": "embeddings",
+        "max_length": 16,
+        "device": "cpu",
+    }
+
+
+def test_a_student_of_another_body_and_tokenizer(other_body, tmp_path):
+    given = dict(other_body)
+    teacher, train, evals = (given.pop(name) for name in ("teacher", "train", "eval"))
+    killed_and_resumed(tmp_path, teacher, train, evals, **given, learning_rate=0.01)
+    model = SentenceTransformer(str(tmp_path / "whole/student"))
+    assert model.max_seq_length == 24 and "##od" in model.tokenizer.get_vocab()
+    texts = evals.read_text().splitlines()
+    both = {"student": model.encode(texts)}
+    assert both["student"].shape == (13, 8)
+    both["teacher"] = SentenceTransformer(str(teacher)).encode(texts)
+    cosines = {name: cosine(x)[np.triu_indices(13, 1)] for name, x in both.items()}
+    report = read_json(tmp_path / "whole/student/fastkd.json")
+    assert report["teacher"] == {"agreement": pytest.approx(1), "overlap": 1}
+    expected = pearsonr(*cosines.values())[0]
+    assert report["student"]["agreement"] == pytest.approx(expected, abs=1e-4)
+    losses = [entry["losses"]["contrast"] for entry in report["history"]]
+    assert losses[-1] < losses[0]
+    run("verify", **other_body, rows=4, ranks=0)
+
+
+def test_two_processes_train_the_student_of_one(other_body, tmp_path):
+    few = {**other_body, "epochs": 1, "set": "relations=1", "gather": True}
+    run("distill", **few, batch_size=8, out=tmp_path / "one")
+    lines = {"two": words_of("distill", **few, batch_size=4, out=tmp_path / "two")}
+    launch = Launch(tmp_path / "launch", 2, commands, tmp_path, lines)
+    errors = launch.end()
+    assert launch.process.exitcode == 0, errors
+    one, two = (
+        read_json(tmp_path / name / "student/fastkd.json")["history"][0] for name in ("one", "two")
+    )
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
+    assert one["scores"] == pytest.approx(two["scores"], rel=1e-4)
+
+
+def test_other_tokens_are_compared_by_texts_alone(other_body, tmp_path):
+    words = {**other_body, "method": "fcd", "out": tmp_path / "out"}
+    assert "--method fcd compares tokens, and --student" in run("distill", **words, expect=2)
+    words["method"] = "embeddings"
+    assert "a cache knows texts by the student's tokens" in run("cache", **words, expect=2)
+    unequal = run("distill", **words, set="cosine=1", expect=2)
+    assert "the student's have 8 numbers, the teacher's 16" in unequal
+    for pooling in ("max", "lasttoken"):
+        words["teacher"] = make_embedder(tmp_path / pooling, pooling)
+        error = run("distill", **words, expect=2)
+        assert (
+            f"--method embeddings: pooling must be one of 'mean', 'cls', got '{pooling}'" in error
+        )
 
 
 def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
@@ -161,6 +316,15 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "score": 3}\n')
     rows = read_file(tmp_path / "a.jsonl", TASK.columns, "--train", task=TASK)
     assert list(rows.columns("text", "pair", "label")) == [("a", "b", 3.0)]
+    (tmp_path / "a.csv").write_text("anchor,positive,negative_1,negative_2\na,b,c,d\n")
+    rows = read_file(tmp_path / "a.csv", TASK.columns, "--train", task=TASK)
+    assert list(rows.columns("text", "pair", "negatives", "label")) == [
+        ("a", "b", ["c", "d"], None)
+    ]
+    lines = '{"query": "a", "passage": "b", "negatives": ["c"]}\n{"query": "a", "passage": "d"}\n'
+    (tmp_path / "b.jsonl").write_text(lines)
+    rows = read_file(tmp_path / "b.jsonl", TASK.columns, "--train", task=TASK)
+    assert list(rows.columns("pair", "negatives")) == [("b", ["c"]), ("d", [])]
     write_texts(tmp_path / "b.txt", 2)
     rows = read_file(tmp_path / "b.txt", TASK.columns, "--train", task=TASK)
     assert {(pair, label) for pair, label in rows.columns("pair", "label")} == {(None, None)}
@@ -169,9 +333,16 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
 @pytest.mark.parametrize(
     ("text", "given", "words"),
     [
-        ('{"words": "a"}', {}, "which column is the text"),
+        ('{"words": "a"}', {}, "which columns are the texts"),
+        ('{"query": "a", "pos": "b"}', {}, "query or anchor with positive or .* known: query, pos"),
+        ('{"anchor": "a", "positive": ["b"]}', {}, "row 1: column 'positive' is not text but"),
+        ('{"query": "a", "positive": "b", "negatives": "c d"}', {"metric": "pearson"}, "no scores"),
+        ('{"query": "a", "positive": "b", "negatives": [3]}', {}, "row 1: column 'negatives' is"),
+        ('{"query": "a", "positive": "b", "negative": ""}', {}, "row 1: column 'negative' is empt"),
+        ('{"query": "a", "positive": "b"}', {"metric": "accuracy"}, "no columns anchor, positive"),
+        ('{"text": "a"}', {"metric": "ndcg@10"}, "have no columns query and positive"),
         ('{"text": 3}', {}, "row 1: column 'text' is not text but 3"),
-        ('{"sentence1": "a", "sentence2": " "}', {}, "row 1: column 'sentence1' is empty"),
+        ('{"sentence1": "a", "sentence2": " "}', {}, "row 1: column 'sentence2' is empty"),
         ('{"sentence1": "a", "sentence2": "b", "score": "x"}', {}, "score 'x' is not a finite"),
         ('{"sentence1": "a", "sentence2": "b", "score": NaN}', {}, "score nan is not a finite"),
         ('{"text": "a", "s": 1}', {"label_column": "s"}, "--text-pair-column says where"),
@@ -211,7 +382,6 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):
     assert "with which agreement compares; pass --teacher" in told(
         **where, **few, teacher_cache=tmp_path / "cache", method="fcd", out=out
     )
-    assert "fastkd exports logits" in told("export", model=teacher, task="embedding")
 
 
 @pytest.mark.parametrize(
