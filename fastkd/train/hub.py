@@ -44,6 +44,8 @@ def hub_answers() -> bool:
 def file_of(name: str, file: str) -> Path | None:
     """A file of a folder, or of a name on the hub; None if it isn't there."""
     transformers: Any = require("transformers.utils", "train")
+    local = Path(name).expanduser()
+    name = str(local) if local.exists() else name
     try:
         found = transformers.cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except OSError as error:

@@ -32,7 +32,7 @@ def embedded(model, inputs, pooling, unit):
     ("family", "width", "pooling", "unit"),
     [("bert", 16, "mean", True), ("bert", 8, "cls", False), ("gpt2", 16, "cls", True)],
 )
-@pytest.mark.filterwarnings("ignore:CCALoss sees")
+@pytest.mark.filterwarnings("ignore:CCALoss")
 def test_terms_are_the_functions(family, width, pooling, unit):
     teacher, student = pair(width, family)
     inputs = batch()
