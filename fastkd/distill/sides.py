@@ -20,7 +20,7 @@ from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
 from fastkd.distill.step import Outputs, pooled_rows
-from fastkd.distill.words import is_head, stopped_at_head
+from fastkd.distill.words import gathered, is_head, stopped_at_head
 
 
 class Teacher:
@@ -205,9 +205,10 @@ def _observe(backbone: Backbone, inputs: dict[str, Any], wanted: Wanted, by_head
         outputs = Outputs.of(*backbone.observe(inputs, wanted))
     if not found or not isinstance(outputs.logits, torch.Tensor):
         return outputs
-    if not is_head(backbone, found[-1], outputs.logits):
+    words = gathered(backbone, found[-1], outputs.logits)
+    if not is_head(backbone, words, outputs.logits):
         return _observe(backbone, inputs, wanted, by_head=False)
-    return dataclasses.replace(outputs, logits=None, words=found[-1])
+    return dataclasses.replace(outputs, logits=None, words=words)
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

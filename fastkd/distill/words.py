@@ -81,10 +81,6 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
         hooks.before(layer, stop)
     try:
         yield found
-        if found and isinstance(backbone.model, FSDPModule):
-            # What the pass has gathered is let go behind it: the head is gathered once more.
-            head = _head_of(backbone)
-            found[:] = [] if head is None else [_as_multiplied(found[-1].states, head)]
     finally:
         hooks.remove()
 
@@ -117,6 +113,33 @@ def _as_multiplied(states: Tensor, head: Head) -> Words:
         dtype = torch.get_autocast_dtype(device)
         return Words(states.to(dtype), head.map(lambda x: x.to(dtype)))
     return Words(states, head)
+
+
+class _Behind(torch.autograd.Function):
+    """``states``; ``output`` gets a gradient of zeros, before theirs goes on."""
+
+    @staticmethod
+    def forward(ctx, states, output):
+        ctx.output = output.shape, output.dtype
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, dtype = ctx.output
+        return grad, grad.new_zeros(shape, dtype=dtype)
+
+
+def gathered(backbone: Backbone, words: Words, logits: Tensor) -> Words:
+    """``words``, where FSDP2 lets the weights of a pass go: their head is gathered once more.
+
+    The backward pass gathers them again when it comes to the model's output, here ``logits``.
+    """
+    if not isinstance(backbone.model, FSDPModule):
+        return words
+    states = words.states
+    if states.requires_grad and logits.requires_grad:
+        states = _Behind.apply(states, logits)
+    return _as_multiplied(states, Head.of(backbone.model))
 
 
 def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:

@@ -137,6 +137,8 @@ def whole_state(state: Any) -> Any:
 class Stead(nn.Module):
     """In the place of a module or optimizer whose state is whole in checkpoints."""
 
+    target: Any
+
     def __init__(self, target: Any, state: Any = None):
         super().__init__()
         vars(self)["target"], self.state = target, state
