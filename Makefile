@@ -45,6 +45,7 @@ tests: $(VENV)/installed
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test
 	$(BIN)/python -m tools.compile_report --prove
+	$(BIN)/python -m tools.widths --prove
 
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed
