@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import lora, processes
@@ -53,10 +52,10 @@ def shard(model: nn.Module, device: torch.device, learns: bool = True) -> None:
 def shard_distiller(distiller: Distiller, device: torch.device) -> None:
     """`shard` student, teacher and the method's parameters."""
     shard(distiller.student, device)
-    if isinstance(distiller.teacher, TeacherCache):
-        distiller.teacher.to(device)
-    else:
+    if distiller.engine.teachers.live:
         shard(distiller.teacher, device, learns=False)
+    else:  # what it said before
+        distiller.teacher.to(device)
     distiller.method.to(device)
     if any(True for _ in distiller.method.parameters()):
         fully_shard(distiller.method, mesh=_mesh(device.type))
