@@ -165,11 +165,7 @@ def find_documents(
             f"segments must have the tokens' shape {shape}, got {tuple(segments.shape)}"
         )
     positions = batch.get("position_ids")
-    if (
-        segments is None
-        and isinstance(positions, Tensor)
-        and positions.numel() in (shape[1], shape[0] * shape[1])
-    ):
+    if segments is None and isinstance(positions, Tensor) and _one_a_token(positions, shape):
         positions = positions.reshape(-1, shape[1]).expand(shape)
     else:
         positions = None  # none, or several a token (M-RoPE)
@@ -206,6 +202,11 @@ def find_documents(
     owner = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
     owner[rows, columns] = numbers
     return Documents(index, there, owner, packed)
+
+
+def _one_a_token(positions: Tensor, shape: tuple[int, int]) -> bool:
+    # Not by `in`: Dynamo takes sizes that change for others than their product.
+    return positions.numel() == shape[1] or positions.numel() == shape[0] * shape[1]
 
 
 def _moved_to_front(mask: Tensor) -> Documents:

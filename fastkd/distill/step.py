@@ -606,10 +606,12 @@ class Step:
                 f"returns {given}; give it a head, or set the term's weight to 0"
             )
         logits, size = outputs.logits, model.output_size
+        # Not by `in`: of sizes that change Dynamo finds none.
         if (
             isinstance(logits, Tensor)
             and logits.dim() != 3
-            and size not in (None, logits.shape[-1] if logits.dim() > 1 else 1)
+            and size is not None
+            and size != (logits.shape[-1] if logits.dim() > 1 else 1)
         ):
             raise ValueError(
                 f"the {term} term needs logits of {size} labels, last of their dimensions, but "

@@ -640,6 +640,19 @@ UNSUPERVISED_BY_CLASS = [name for name in METHODS if name != "knn"]
 HOW_PACKED = ("position_ids", "segments", "cu_seq_lens_q", "seq_idx", "labels at starts")
 
 
+@pytest.mark.parametrize("how", ["position_ids", "segments"])
+def test_packed_rows_are_found_in_a_graph_of_changing_sizes(how):
+    """Dynamo's `in` finds no size that changes, so documents were read as one."""
+    torch.compiler.reset()
+    distiller = ready(*decoders(), "soft_targets")
+    compiled = torch.compile(distiller, backend="eager")
+    rows = [packed(documents(lengths), how) for lengths in ((5, 3, 8), (2, 6, 8))]
+    both = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    both["attention_mask"] = torch.ones_like(both["input_ids"])
+    for data in (padded(documents((10, 7, 3, 4))), both):
+        torch.testing.assert_close(compiled(**data).terms, distiller(**data).terms)
+
+
 # Every method, and every way to say where documents begin with one that compares tokens.
 @pytest.mark.parametrize(
     ("name", "how"),
