@@ -1,5 +1,6 @@
 """What a teacher says about each sample, kept on the disk: a later run needs no teacher."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
@@ -18,11 +18,11 @@ from fastkd._core.writing import write_file
 from fastkd.distill.batch import Part
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method
-from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, pooled_rows
+from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, observed, pooled_rows
 from fastkd.distill.words import Words
-from fastkd.head import Head
+from fastkd.head import Head, LowRank
 
-FORMAT = 5
+FORMAT = 6
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
 SPANS = ("start", "end")
@@ -59,10 +59,11 @@ class TeacherCache(nn.Module):
 
     `Distiller.cache_teacher` writes it. Kept is what the method needs: hidden states of its layers
     at real tokens, or one row a sample where it pools; logits where soft targets count, for
-    language models the last hidden state and the head once. Samples are known by their tokens and
-    what else the teacher reads of them (images, boxes), so they may come in another order, batch
-    or padding; in the same batches the student learns bit for bit what it learns from the teacher
-    itself (of words whose logits are kept, not the head, with ``keep_logits=True``).
+    language models what their head reads of each token, and the head once. Samples are known by
+    their tokens and what else the teacher reads of them (images, boxes), so they may come in
+    another order, batch or padding; in the same batches the student learns bit for bit what it
+    learns from the teacher itself (of words whose logits are kept, not the head, with
+    ``keep_logits=True``).
 
     Args:
         path: the folder.
@@ -92,7 +93,7 @@ class TeacherCache(nn.Module):
         self.model = CachedModel(self.about["model"])
         self._check_written_by(teacher, tokenizer)
         if self.about["head"]:
-            _check_whole(self.path / HEAD, self.about["head"])
+            _check_whole(self.path / HEAD, self.about["head"]["digest"])
             for name, value in _safetensors().torch.load_file(self.path / HEAD).items():
                 self.register_buffer(f"head_{name}", value, persistent=False)
         self._rows: dict[bytes, tuple[Path, int, int]] = {}
@@ -176,6 +177,17 @@ class TeacherCache(nn.Module):
                 f"{method} has soft targets, but {self.path} keeps no logits; write another cache"
             )
 
+    def _head(self) -> Head:
+        about, tensors = self.about["head"], dict(self.named_buffers())
+        head = Head(
+            tensors["head_weight"], tensors.get("head_bias"), about["scale"], about["softcap"]
+        )
+        head.low_rank = tuple(
+            LowRank(tensors[f"head_down_{i}"], tensors[f"head_up_{i}"], scale)
+            for i, scale in enumerate(about["low_rank"])
+        )
+        return head
+
     def outputs(self, part: Part, wanted: dict[str, Any], device: torch.device) -> Outputs:
         """The teacher's outputs on a batch, as if it had run."""
         keys, mask = sample_keys(part)
@@ -212,9 +224,7 @@ class TeacherCache(nn.Module):
         if wanted["logits"]:
             raw = part.token_mask
             if self.about["head"]:
-                head: dict[str, Any] = dict(self.named_buffers())
-                last = read(_last_name(self.about), raw)
-                words = Words(last, Head(head["head_weight"], head.get("head_bias")))
+                words = Words(read(self.about["head"]["states"], raw), self._head())
             elif self.about["spans"]:
                 logits = tuple(read(name, raw) for name in SPANS)
             else:
@@ -229,19 +239,12 @@ def _columns(about: dict[str, Any]) -> dict[str, bool]:
     kept = about["kept"]
     columns = {f"hidden.{layer}": kept["pool"] == "tokens" for layer in kept["layers"]}
     if about["head"]:
-        columns[_last_name(about)] = True
+        columns[about["head"]["states"]] = True
     elif kept["logits"] and about["spans"]:
         columns |= dict.fromkeys(SPANS, True)
     elif kept["logits"]:
         columns["logits"] = about["model"]["per_token"]
     return columns
-
-
-def _last_name(about: dict[str, Any]) -> str:
-    """The last hidden states that the head reads, which a method may compare as well."""
-    kept, layer = about["kept"], about["model"]["num_layers"]
-    compared = kept["pool"] == "tokens" and layer in kept["layers"]
-    return f"hidden.{layer}" if compared else f"hidden.{layer}.last"
 
 
 def wanted_of(method: Method) -> dict[str, Any]:
@@ -363,14 +366,22 @@ class _Writer:
         self.wanted = wanted_of(method)
         if self.wanted["inside"]:
             CachedModel(_facts(teacher)).check_eager(type(method).__name__)
-        head = self._head(first) if self.wanted["logits"] else None
-        head_data = None if head is None else _safetensors().torch.save(head)
-        outputs = self._run(first, with_last=False, logits=True)
+        outputs, words = self._run(first, words=True)
+        about_head, head_data = None, None
+        if words is not None:
+            head_data = _safetensors().torch.save(_tensors_of(words.head))
+            about_head = {
+                "digest": _digest(head_data),
+                "states": self._column_of(words.states, outputs),
+                "scale": words.head.scale,
+                "softcap": words.head.softcap,
+                "low_rank": [part.scale for part in words.head.low_rank],
+            }
         about = {
             "format": FORMAT,
             "model": _facts(teacher),
             "kept": {name: self.wanted[name] for name in ("layers", "pool", "logits")},
-            "head": None if head_data is None else _digest(head_data),
+            "head": about_head,
             "spans": isinstance(outputs.logits, tuple),
             "precision": _precision(teacher.model),
             "fingerprint": {
@@ -391,46 +402,40 @@ class _Writer:
         self.columns: dict[str, list[Tensor]] = {}
         self.size = 0
 
-    def _head(self, part: Part) -> dict[str, Tensor] | None:
-        """The vocabulary's matrix, if the logits are its product with the last hidden state."""
-        teacher = self.teacher
-        find = getattr(teacher.inner, "get_output_embeddings", None)
-        module: Any = None if find is None else find()
-        weight = getattr(module, "weight", None)
-        if not (teacher.per_token and isinstance(module, nn.Linear) and weight is not None):
-            return None
-        outputs = self._run(part, with_last=True, logits=True)
-        last = outputs.hidden[teacher.num_layers]
-        if last.shape[-1] != weight.shape[1]:
-            return None  # ALBERT's and ELECTRA's are in the size of the embeddings
-        same = F.linear(last, weight, module.bias)
-        if not (isinstance(outputs.logits, Tensor) and torch.equal(same, outputs.logits)):
-            return None  # scaled, capped or transformed on the way
-        head = module.state_dict()
-        return {name: value.detach().cpu().contiguous() for name, value in head.items()}
+    def _column_of(self, states: Tensor, outputs: Outputs) -> str:
+        """Where what the head reads is kept: it may be hidden states that are compared as well."""
+        last = None if self.teacher.no_layers else self.teacher.num_layers
+        if self.wanted["pool"] == "tokens" and last in outputs.hidden:
+            hidden = outputs.hidden[last]
+            if hidden.dtype == states.dtype and torch.equal(hidden, states.to(hidden.device)):
+                return f"hidden.{last}"
+        return "states"
 
-    def _run(self, part: Part, with_last: bool, logits: bool) -> Outputs:
-        """The teacher on the batch as it is; its rows are taken apart later."""
-        layers = tuple(self.wanted["layers"])
-        if with_last:
-            layers = tuple({*layers, self.teacher.num_layers})
-        wanted = self.method.wanted("teacher")._replace(layers=layers)
+    def _run(self, part: Part, words: bool) -> tuple[Outputs, Words | None]:
+        """The teacher on the batch as it is, whose rows are taken apart later.
+
+        With ``words`` what its head reads and the head, in the place of logits, if it has one.
+        """
+        reads = self.wanted["logits"]
+        wanted = self.method.wanted("teacher")
         inputs = placed_for(self.teacher.model, part.inputs)
-        with torch.no_grad(), reading_logits(self.teacher, logits):
-            outputs = Outputs.of(*self.teacher.observe(inputs, wanted))
-        return (outputs if logits else outputs.without_logits()).to(part.token_mask.device)
+        with torch.no_grad(), reading_logits(self.teacher, reads):
+            outputs = observed(self.teacher, inputs, wanted, by_head=reads and words)
+        rest = outputs if reads else outputs.without_logits()
+        rest = dataclasses.replace(rest, words=None)  # the head stays where it is
+        return rest.to(part.token_mask.device), outputs.words
 
     def add(self, part: Part, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""
-        head, pool = bool(self.about["head"]), self.wanted["pool"]
-        outputs = self._run(part, with_last=head, logits=self.wanted["logits"] and not head)
+        head, pool = self.about["head"], self.wanted["pool"]
+        outputs, words = self._run(part, words=bool(head))
         found = {f"hidden.{layer}": outputs.hidden[layer] for layer in self.wanted["layers"]}
         if pool != "tokens":
             unpack = (lambda x: x) if part.documents is None else part.documents.unpack
             for name, x in found.items():
                 found[name] = pooled_rows(pool, self.teacher, unpack(x), part.feature_mask)
-        if head:
-            found[_last_name(self.about)] = outputs.hidden[self.teacher.num_layers]
+        if words is not None:
+            found[head["states"]] = words.states.to(part.token_mask.device)
         elif isinstance(outputs.logits, tuple):
             found |= zip(SPANS, outputs.logits, strict=True)
         elif outputs.logits is not None:
@@ -466,6 +471,13 @@ class _Writer:
         path = self.folder / f"shard-{_digest(data)}.safetensors"
         write_file(path, data, shared=True)
         self.columns, self.size = {}, 0
+
+
+def _tensors_of(head: Head) -> dict[str, Tensor]:
+    tensors = {"weight": head.weight, "bias": head.bias}
+    for i, part in enumerate(head.low_rank):
+        tensors |= {f"down_{i}": part.down, f"up_{i}": part.up}
+    return {n: x.detach().cpu().contiguous() for n, x in tensors.items() if x is not None}
 
 
 def _choices(part: Part) -> bool:
@@ -509,7 +521,7 @@ def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         if old[section] == new[section]:
             continue
         before, after = old[section], new[section]
-        if isinstance(before, dict):
+        if isinstance(before, dict) and isinstance(after, dict):
             names = [name for name in after if before.get(name) != after[name]]
             section = f"{section}: {', '.join(names)}"
             before, after = [before.get(n) for n in names], [after[n] for n in names]

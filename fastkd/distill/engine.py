@@ -60,7 +60,8 @@ class Engine:
     @property
     def by_head(self) -> bool:
         """Whether language models are known by their heads, not by their logits."""
-        return self.method.knows_words and not self.keep_logits
+        known = self.method.knows_words and not self.student.encoder_decoder
+        return known and not self.keep_logits
 
     @property
     def perturbs(self) -> bool:

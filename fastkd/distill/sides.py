@@ -19,8 +19,7 @@ from fastkd.distill.capture import QKV, Backbone, Model, Wanted, placed_for, rea
 from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
-from fastkd.distill.step import Outputs, pooled_rows
-from fastkd.distill.words import gathered, is_head, stopped_at_head
+from fastkd.distill.step import Outputs, observed, pooled_rows
 
 
 class Teacher:
@@ -185,8 +184,8 @@ def run(
     ``by_head`` a language model's `Words` in the place of its logits, where they can be had.
     """
     if part.empty:
-        return _observe(backbone, _one_row(inputs), wanted, by_head).rows(0).to(device)
-    outputs = _observe(backbone, inputs, wanted, by_head).to(device)
+        return observed(backbone, _one_row(inputs), wanted, by_head).rows(0).to(device)
+    outputs = observed(backbone, inputs, wanted, by_head).to(device)
     documents = part.documents
     if documents is None:
         return outputs
@@ -196,19 +195,6 @@ def run(
         attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
         qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
     )
-
-
-def _observe(backbone: Backbone, inputs: dict[str, Any], wanted: Wanted, by_head: bool) -> Outputs:
-    if not by_head:
-        return Outputs.of(*backbone.observe(inputs, wanted))
-    with stopped_at_head(backbone) as found:
-        outputs = Outputs.of(*backbone.observe(inputs, wanted))
-    if not found or not isinstance(outputs.logits, torch.Tensor):
-        return outputs
-    words = gathered(backbone, found[-1], outputs.logits)
-    if not is_head(backbone, words, outputs.logits):
-        return _observe(backbone, inputs, wanted, by_head=False)
-    return dataclasses.replace(outputs, logits=None, words=words)
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

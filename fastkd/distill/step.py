@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from fastkd._core.numerics import upcast, working_dtype
 from fastkd._core.pooling import pool_tokens
-from fastkd.distill.capture import QKV, Backbone, Kept, Model
+from fastkd.distill.capture import QKV, Backbone, Kept, Model, Wanted
 from fastkd.distill.vocabulary import shared_words
-from fastkd.distill.words import WordLoss, Words
+from fastkd.distill.words import WordLoss, Words, gathered, is_head, stopped_at_head
 from fastkd.distributed import Ranks
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
 from fastkd.targets import CrossEntropy
@@ -106,6 +106,20 @@ class Outputs:
         if not more or self.pooled:
             return self
         return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
+
+
+def observed(backbone: Backbone, inputs: dict[str, Any], wanted: Wanted, by_head: bool) -> Outputs:
+    """What is kept of a model's run; ``by_head`` its `Words`, where they can be had, not logits."""
+    if not by_head:
+        return Outputs.of(*backbone.observe(inputs, wanted))
+    with stopped_at_head(backbone) as found:
+        outputs = Outputs.of(*backbone.observe(inputs, wanted))
+    if not found or not isinstance(outputs.logits, Tensor):
+        return outputs
+    words = gathered(backbone, found[-1], outputs.logits)
+    if not is_head(backbone, words, outputs.logits):
+        return observed(backbone, inputs, wanted, by_head=False)
+    return dataclasses.replace(outputs, logits=None, words=words)
 
 
 @dataclass

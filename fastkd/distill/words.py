@@ -87,7 +87,7 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
 
 def _can_stop(backbone: Backbone) -> bool:
     # What a model does behind its head is known of transformers alone.
-    known = backbone.shows_states and not backbone.compiled and not backbone.encoder_decoder
+    known = backbone.shows_states and not backbone.compiled
     return known and not backbone.other_head and not _sharded(backbone)
 
 

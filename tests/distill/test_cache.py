@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from fastkd.distill import (
@@ -17,6 +18,8 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
+from fastkd.distill.verify import verify
+from fastkd.head import output_layer
 from tests.distill.models import BERT, batch, classifier, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks
@@ -94,6 +97,43 @@ def test_language_models_keep_the_head_once(tmp_path):
     scaled.lm_head.register_forward_hook(lambda module, args, output: output / 2)
     live_and_cached(scaled, student, SoftTargets, data, tmp_path / "scaled")
     assert not (tmp_path / "scaled" / "head.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "family, head",
+    [("bert", "masked words"), ("electra", "masked words"), ("gemma2", "next word")],
+)
+def test_what_the_head_reads_is_kept_in_the_place_of_logits(family, head, tmp_path):
+    """A masked model's head reads a transform of the last hidden states; a decoder's may cap."""
+    teacher, student = (model_of(family, head).eval() for _ in range(2))
+    data = [data_of(family, head)]
+    live_and_cached(teacher, student, SoftTargets, data, tmp_path)
+    kept = load_file(next(tmp_path.glob("shard-*")))
+    width = output_layer(teacher).weight.shape[1]
+    assert kept.keys() == {"keys", "lengths", "states"} and kept["states"].shape[1] == width
+    by_logits = [
+        Distiller(source, student, SoftTargets(), keep_logits=True).eval()(**data[0]).loss
+        for source in (teacher, TeacherCache(tmp_path))
+    ]
+    torch.testing.assert_close(*by_logits)
+
+
+def test_an_adapter_on_the_teachers_head_is_kept(tmp_path):
+    peft = pytest.importorskip("peft")
+    teacher, student = pair("llama", head=t.LlamaForCausalLM)
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    teacher = peft.get_peft_model(teacher, config).eval()
+    texts = documents((5, 9))
+    live_and_cached(teacher, student, SoftTargets, [padded(texts)], tmp_path)
+    assert {"weight", "down_0", "up_0"} == load_file(tmp_path / "head.safetensors").keys()
+
+
+def test_the_cache_of_a_masked_model_is_the_same_step():
+    teacher, student = (model_of("bert", "masked words").eval() for _ in range(2))
+    distiller = Distiller(teacher, student, SoftTargets())
+    checks = verify(distiller, data_of("bert", "masked words"), ranks=0, compile_backend=None)
+    (cached,) = [check for check in checks if check.name == "cached teacher"]
+    assert cached.verdict == "equal"
 
 
 def test_spans_are_kept(tmp_path):
