@@ -16,6 +16,7 @@ from .harness import REFERENCE
 from .table import (
     cells,
     dtype,
+    error,
     families,
     mebibytes,
     milliseconds,
@@ -160,7 +161,7 @@ def step_section(result: dict[str, Any]) -> list[str]:
 
 
 def words_section(result: dict[str, Any]) -> list[str]:
-    """Peak memory of a step of two language models."""
+    """Peak memory of a step of two language models, and their heads beside what else there is."""
     if "words" not in result:
         return []
     words = result["words"]
@@ -175,7 +176,44 @@ def words_section(result: dict[str, Any]) -> list[str]:
         f"Decoders of Qwen2's form in float32, {named} (hidden sizes, tokens in 2 rows); the whole "
         f"process's peak, Python and torch included. Commit {words['commit']}, {words['date']}.",
         "\n".join(lines),
+        *heads_section(words),
     ]
+
+
+def heads_section(words: dict[str, Any]) -> list[str]:
+    """Milliseconds, memory and error of every loss from a head: a line a size, a column a peer."""
+    parts = []
+    for title in dict.fromkeys(row["title"] for row in words.get("rows", ())):
+        rows = [row for row in words["rows"] if row["title"] == title]
+        names = list(dict.fromkeys(
+            name for row in rows for name, r in row["providers"].items() if "both" in r
+        ))  # fmt: skip
+        shown = ("plain torch" if name == REFERENCE else name for name in names)
+        lines = [
+            f"| rows, V, dtype | {' | '.join(shown)} |",
+            "|---|" + "---|" * len(names),
+        ]
+        for row in rows:
+            size = f"{row['sizes']['rows']}, {row['sizes']['V']}, {dtype(row)}"
+            cells = (_of_head(row["providers"].get(name, {})) for name in names)
+            lines.append(f"| {size} | {' | '.join(cells)} |")
+        parts += [f"#### {title[0].upper()}{title[1:]}", "\n".join(lines)]
+    if parts:
+        parts.insert(
+            0,
+            "Losses and their gradients, 256 features a side: milliseconds of forward and "
+            "backward, peak MiB beyond the inputs, and in brackets the error against float64. "
+            f"{words['machine']['threads']} threads, the median of at least 3 interleaved rounds; "
+            "plain torch multiplies in the inputs' dtype, and so rounds logits in bf16, as do its "
+            "own function and the peers; fastkd's leave the product in float32.",
+        )
+    return parts
+
+
+def _of_head(r: dict[str, Any]) -> str:
+    if "both" not in r:
+        return "refused: wrong" if "refused" in r else "-"
+    return f"{milliseconds(r['both']['median'])} ms, {mebibytes(r)} ({error(r)})"
 
 
 def growth_section(result: dict[str, Any]) -> list[str]:
@@ -214,7 +252,8 @@ def skipped_section(result: dict[str, Any]) -> list[str]:
 
 def unmeasured_section(results: list[dict[str, Any]]) -> list[str]:
     """Cases of the suite that no result file holds; those for GPUs have to come from one."""
-    measured = {("gpu" in r["machine"], row["key"]) for r in results for row in r["rows"]}
+    rows = [(r, row) for r in results for row in (*r["rows"], *r.get("words", {}).get("rows", ()))]
+    measured = {("gpu" in r["machine"], row["key"]) for r, row in rows}
     anywhere = {key for _, key in measured}
     missing: dict[str, list[str]] = {}
     for case in suite.every_case():

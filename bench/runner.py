@@ -91,6 +91,7 @@ def run_cases(
     resume: bool = False,
     seconds: float = 1.5,
     passes: int | None = None,
+    fewest: int = 5,
     budget: float = math.inf,
     predicted: Mapping[str, float] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -102,6 +103,7 @@ def run_cases(
         resume: keep what ``path`` already holds from the same code on the same machine.
         seconds: timing budget of one case, all passes together.
         passes: how often every case is timed; None means `PASSES` of the device.
+        fewest: rounds of a case's first pass, however long they take.
         budget: seconds after which no case is begun; the rest is listed in the result as "left".
         predicted: milliseconds by case, shown beside what is measured.
     """
@@ -133,7 +135,7 @@ def run_cases(
             results.setdefault("left", []).append(case.key)
             continue
         if row is None:
-            row = _measured(case, device, seconds / passes)
+            row = _measured(case, device, seconds / passes, fewest)
             row["floor_ms"] = roofline.floor_ms(
                 limits, row["bytes_moved"], row["operations"], row["dtype"]
             )
@@ -175,10 +177,10 @@ def _later_pass(
     print(f" {time.perf_counter() - start:.0f} s", end="", flush=True)
 
 
-def _measured(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
+def _measured(case: Case, device: torch.device, seconds: float, fewest: int) -> dict[str, Any]:
     """The row of ``case``; one whose inputs or oracle don't fit must not end the whole run."""
     try:
-        return measure(case, device, seconds)
+        return measure(case, device, seconds, fewest)
     except RuntimeError as error:
         reason = f"inputs or oracle failed: {one_line(error)}"
         return row_of(case, {p.name: {"skipped": reason} for p in case.providers})

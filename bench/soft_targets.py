@@ -1,6 +1,7 @@
 """Soft targets: divergences between the logits of student and teacher."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -217,8 +218,22 @@ def labelled_case(*more: Any, **rest: Any) -> Case:
     return work.case(*more, **rest)
 
 
+def words_cases() -> Iterator[Case]:
+    """Heads of language models, as users call it, beside plain torch and what else there is.
+
+    Where one step of the soft targets takes seconds there is the cross-entropy alone.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, v in itertools.product((64, 512, 2048), (8192, 32768, 151936)):
+            options: dict[str, Any] = {"as_called": True, "check_sizes": {"rows": 16}}
+            yield labelled_case("words", dtype, compile=False, **options, rows=rows, D=256, V=v)
+            if rows * v < 1 << 27:
+                yield linear_case("words", dtype, **options, rows=rows, Ds=256, Dt=256, V=v)
+
+
 def cases() -> Iterator[Case]:
     """Every size."""
+    yield from words_cases()
     half = torch.bfloat16
     fewer: dict[str, Any] = {"rows": 256}
     for divergence in ("forward_kl", "reverse_kl", "js", "adaptive_kl"):
@@ -241,5 +256,8 @@ def cases() -> Iterator[Case]:
     for divergence in two:
         sizes = {"rows": 8192, "Ds": 2048, "Dt": 4096, "V": 128256}
         yield linear_case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
+    for rows in (1024, 8192):
+        sizes = {"rows": rows, "Ds": 4096, "Dt": 4096, "V": 128256}
+        yield linear_case("vocab", half, check_sizes=fewer, **sizes)
     for v in (4096, 16384, 65536, 262144):
         yield case("sweep", half, compile=False, sweep="V", check_sizes=fewer, rows=4096, V=v)

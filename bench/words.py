@@ -1,24 +1,26 @@
-"""Peak memory of one step of two language models on the CPU, with and without a loss.
+"""Language models' heads on the CPU: the memory of a step of two models, losses of many sizes.
 
-``python -m fastkd.bench.words`` measures every mode in a process of its own and writes the result
-file from which `report` makes its table.
+``python -m fastkd.bench.words`` measures the peak memory of one step, with and without a loss,
+every mode in a process of its own, then the cases of the set "words", and writes the result file
+from which `report` makes its tables.
 """
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers as t
 
-from fastkd._core.machine import describe, slug
+from fastkd._core.machine import slug
 from fastkd.distill import Distiller, SoftTargets
 
+from . import suite
 from .report import MODES
+from .runner import run_cases, write
 
 V = 151936
 FOLDER = Path(__file__).resolve().parent / "results" / "words"
@@ -54,23 +56,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--teacher", type=int, default=512, help="its hidden size")
     parser.add_argument("--student", type=int, default=256, help="its hidden size")
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--minutes", type=float, default=11, help="after which no case is begun")
+    parser.add_argument("--commit", help="recorded where git can't tell")
     options = parser.parse_args(arguments)
     if options.mode:
         torch.manual_seed(0)
         models = model(options.teacher, 4).eval(), model(options.student, 2)
         print(step(options.mode, *models, options.tokens))
         return 0
+    end = time.monotonic() + 60 * options.minutes
     sizes = {"V": V, **{name: getattr(options, name) for name in ("teacher", "student", "tokens")}}
     flags = [word for n, x in sizes.items() if n != "V" for word in (f"--{n}", str(x))]
     peaks = {}
     for mode in MODES:
         command = [sys.executable, "-m", "fastkd.bench.words", mode, *flags]
         peaks[mode] = int(subprocess.check_output(command, text=True))
+    print(peaks)
     device = torch.device("cpu")
-    result: dict[str, Any] = {**describe(device), "sizes": sizes, "peak_mib": peaks}
-    FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{slug(device)}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    results = run_cases(
+        suite.cases(["words"]), device, path, commit=options.commit, seconds=0.5, passes=1,
+        fewest=3, budget=end - time.monotonic(),
+    )  # fmt: skip
+    write(path, {**results, "sizes": sizes, "peak_mib": peaks})
     print(path)
     return 0
 

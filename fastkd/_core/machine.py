@@ -18,6 +18,7 @@ PACKAGES = (
     "transformers",
     "numpy",
     "liger-kernel",
+    "trl",
     "pykeops",
     "cca-zoo",
 )

@@ -51,9 +51,27 @@ def test_the_memory_of_language_models():
     result = result_file()
     assert not report.words_section(result)
     peaks = {"none": 1000, "heads": 1050, "logits": 3000}
-    result["words"] = result | {"sizes": {"V": 151936, "tokens": 1024}, "peak_mib": peaks}
+    measured = {"rows": [], "sizes": {"V": 151936, "tokens": 1024}, "peak_mib": peaks}
+    result["words"] = result | measured
     text = "\n".join(report.words_section(result))
     assert "| `Distiller` | 1050 | 1.05× |" in text and "V 151936, tokens 1024" in text
+
+
+def test_heads_stand_beside_their_peers():
+    """A line a size, a column for each that ran at any."""
+    timed = provider(8.25, 1.0, 2 * 2**20)
+    rows = []
+    for case in suite.cases(["words"]):
+        found = {p.name: timed for p in case.providers if p.name != "torch, linear"}
+        rows.append(harness.row_of(case, found | {"trl": {"skipped": "trl is not installed"}}))
+    text = "\n".join(report.heads_section(result_file() | {"rows": rows}))
+    first, second = text.split("#### From hidden states, ")[1:]
+    assert first.startswith(
+        "cross-entropy\n| rows, V, dtype | plain torch | fastkd | torch, chunked |"
+    )
+    assert "| 2048, 151936, bf16 | 8.25 ms, 2.0 (1e-06) |" in first
+    assert second.startswith("Jensen-Shannon") and "liger-kernel, chunked" in second
+    assert "trl" not in text and len(first.splitlines()) > len(second.splitlines()) > 10
 
 
 @pytest.fixture

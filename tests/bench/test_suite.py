@@ -26,7 +26,11 @@ def test_providers_agree_with_the_oracle(case):
         if provider.name == "torch.compile" or provider.why_not(CPU):
             continue
         result = harness.check(oracle, provider)
-        assert "refused" not in result, (provider.name, result)
+        if "refused" in result:
+            # A peer may round more than is allowed in a half type; in float32 it has to agree.
+            peer = provider.name != "reference" and not harness.ours(case.loss, provider.name)
+            assert peer and case.dtype == torch.bfloat16, (provider.name, result)
+            continue
         ran.add(provider.name)
     assert "reference" in ran and any(name.startswith("fastkd") for name in ran)
     assert case.bytes_moved > 0 and case.operations > 0
