@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core.checks import FLOATING, check_device, check_floating, check_number, check_shape
+from fastkd._core.numerics import autocast_off, upcast
 from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.linear_soft_targets import HeadForm
 
@@ -33,10 +34,11 @@ class LowRank:
     dropout: Callable[[Tensor], Tensor] | None = None
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What B multiplies (..., r)."""
+        """What B multiplies (..., r), in the working dtype: a half type would round it."""
         hidden = hidden.to(self.down.dtype)
         hidden = hidden if self.dropout is None else self.dropout(hidden)
-        return hidden @ self.down.T * self.scale
+        with autocast_off(hidden):
+            return upcast(hidden) @ upcast(self.down).T * self.scale
 
 
 class Head:
@@ -174,7 +176,7 @@ class Head:
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         logits = hidden.to(dtype) @ self.weight.to(dtype).T
         for part in self.low_rank:
-            logits = logits + part.states(hidden) @ part.up.T
+            logits = logits + part.states(hidden).to(part.up.dtype) @ part.up.T
         if self.bias is not None:
             logits = logits + self.bias
         if self.scale != 1:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
+from fastkd.head import LowRank
 from fastkd.soft_targets import (
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
@@ -379,6 +380,27 @@ def test_half_types(dtype):
     for found, right in zip(grads(linear_soft_target_loss, *parts), exact, strict=True):
         assert found.dtype == dtype
         assert relative_error(found, right) <= 2 * relative_error(right.to(dtype), right)
+
+
+def test_an_adapter_in_bf16_is_rounded_once():
+    """What its second factor multiplies is no result: nobody sees it rounded."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (24, 512), (8000, 512), (16, 512), (8000, 16), (24, 256), (8000, 256)
+    widths = 1, 512 / 9, 512, 16, 1, 256 / 9
+    parts = [
+        (torch.randn(s, generator=generator) / width**0.5).bfloat16()
+        for s, width in zip(shapes, widths, strict=True)
+    ]
+
+    def grads(loss, h, w, down, up, *teacher):
+        learning = [x.detach().requires_grad_() for x in (h, w, down, up)]
+        head = Head(learning[1])
+        head.low_rank = (LowRank(learning[2], learning[3], 1.7),)
+        return torch.autograd.grad(loss(learning[0], head, *teacher), learning)
+
+    exact = grads(linear_soft_target_loss_ref, *(x.double() for x in parts))
+    for found, right in zip(grads(linear_soft_target_loss, *parts), exact, strict=True):
+        assert relative_error(found, right) <= 2 * relative_error(right.bfloat16(), right)
 
 
 # Vocabularies

@@ -1,6 +1,7 @@
 """The rules of precision and derivatives that every loss keeps."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -60,10 +61,22 @@ SUMS = {
     ),
     "CCALoss": (lambda: fastkd.CCALoss(), (64, 7, 12), (64, 7, 16)),
     "DualProjectionLoss": (lambda: fastkd.DualProjectionLoss(24, 32), (16, 7, 24), (16, 7, 32)),
-    "OrthogonalProjection": (lambda: fastkd.OrthogonalProjection(24, 32), (700, 24)),
+    "OrthogonalProjection": (lambda: turned(fastkd.OrthogonalProjection(24, 32)), (700, 24)),
+    "relation_loss": (lambda: fastkd.relation_loss, (2, 600, 64), (2, 600, 96)),
+    "relation_loss over samples": (
+        lambda: functools.partial(fastkd.relation_loss, over="samples"), (24, 7, 256), (24, 7, 384)
+    ),
+    "FCDLoss": (lambda: fastkd.FCDLoss(), (16, 24, 256), (16, 24, 384)),
     "layer_norm_mse of long rows": (lambda: fastkd.layer_norm_mse, (2, 65536), (2, 65536)),
     "cos_nce_loss of many samples": (lambda: fastkd.cos_nce_loss, (65536, 4), (65536, 4)),
 }  # fmt: skip
+
+
+def turned(projection):
+    """Away from where it starts, at a matrix that rounds nothing."""
+    for parameter in projection.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return projection
 
 
 class LabelledKNN(fastkd.IntraClassKNNLoss):
