@@ -52,13 +52,13 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
         total.addmm_(grad.T, upcast(x), beta=0 if first else 1)
         return
     for tile in _tiles(total):
-        part = torch.mm(grad[:, tile].T, x, out_dtype=torch.float32)
+        out = total[tile]
+        rows = grad[:, tile].T
+        part = torch.mm(rows, x, out_dtype=torch.float32, out=out if first else None)
         if factor is not None:
             part *= factor
-        if first:
-            total[tile] = part
-        else:
-            total[tile] += part
+        if not first:
+            out += part
 
 
 def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

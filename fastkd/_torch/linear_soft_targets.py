@@ -201,7 +201,7 @@ def _scaled_into(out: Tensor, saved: Tensor, upstream: Tensor) -> Tensor:
     step = max((1 << 24) // max(saved[:1].numel(), 1), 1)
     for start in range(0, len(saved), step):
         part = slice(start, start + step)
-        out[part] = saved[part] * upstream
+        torch.mul(saved[part], upstream, out=out[part])
     return out
 
 
