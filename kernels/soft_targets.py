@@ -377,7 +377,8 @@ def soft_target_forward_kernel(
         to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         log_s, log_t = tl.log2(total_s)[:, None, None, None], tl.log2(total_t)[:, None, None, None]
-        log_ratio = tl.log2(total_s / total_t)[:, None, None, None]
+        log_ratio = tl.log2(total_t / total_s)[:, None, None, None]
+        weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
             z_s = _load(student_row, start + columns, V, is_real)
             z_t = _load(teacher_row, start + columns, V, is_real)
@@ -385,15 +386,17 @@ def soft_target_forward_kernel(
             x_t = (z_t - base_t[:, None, None, None]) * slope
             if IS_HOT:
                 p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
-                r = ((x_t - x_s) + log_ratio) * LOG_2  # log(p_t/p_s)
+                r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
                 if DIVERGENCE == "forward_kl":
-                    to_teacher += _lane_sum(_excess(p_t, p_s, -r))
+                    to_teacher += _lane_sum(_excess(p_t, p_s, r))
                 elif DIVERGENCE == "reverse_kl":
-                    to_student += _lane_sum(_excess(p_s, p_t, r))
+                    to_student += _lane_sum(_excess(p_s, p_t, -r))
+                    weighed += _lane_sum(_times(p_s, r))
                 else:
-                    middle = (p_s + p_t) * 0.5
-                    to_student += _lane_sum(_excess(p_s, middle, _log_mean(r)))
-                    to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(-r)))
+                    middle, log_middle = (p_s + p_t) * 0.5, _log_mean(-r)  # log(m/p_s)
+                    to_student += _lane_sum(_excess(p_s, middle, log_middle))
+                    to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(r)))
+                    weighed -= _lane_sum(_times(p_s, log_middle))
             else:
                 log_ps, log_pt = (x_s - log_s) * LOG_2, (x_t - log_t) * LOG_2
                 gap = log_pt - log_ps
@@ -405,6 +408,9 @@ def soft_target_forward_kernel(
         loss = expectation + tl.sum(to_teacher, axis=1)
         if DIVERGENCE == "js":
             loss *= 0.5
+        if IS_HOT:
+            # The gradient takes the mean off logarithms whose normalisers are rounded: off these.
+            expectation = tl.sum(weighed, axis=1)
 
     exists = row < R
     tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
@@ -505,8 +511,7 @@ def soft_target_backward_kernel(
         else:
             ratio = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
             if DIVERGENCE == "js":
-                common = LOG_2 - _log_one_plus_exp(ratio)
-                ratio = 0.5 * (common + tl.minimum(ratio, 0.0) - expectation)
+                ratio = 0.5 * (-_log_mean(-ratio) - expectation)  # log(p_s/m) − its mean
             else:
                 ratio = ratio - expectation
             grad = _times(w_s * to_student, ratio)

@@ -383,6 +383,16 @@ def test_large_common_offset(backend, device, divergence):
         assert_accurate(a, e, torch.float32)
 
 
+@pytest.mark.parametrize("divergence", ["reverse_kl", "js"])
+def test_hot_gradients_keep_their_digits(backend, device, divergence):
+    """They differ from their mean by less than a rounding of the normalisers."""
+    student, teacher = make_logits(7, 17, dtype=torch.float32, device=device, spread=0.01)
+    options = dict(temperature=100.0, divergence=divergence, scale_by_t2=False)
+    _, expected = oracle(student, teacher, **options)
+    _, found = value_and_grad(soft_target_loss, student, teacher, backend=backend, **options)
+    assert_accurate(found, expected, torch.float32, floor=0)
+
+
 @pytest.mark.parametrize("temperature", [20.0, 1000.0])
 @pytest.mark.parametrize("offset", [0.0, -1000.0])
 @divergences
