@@ -257,7 +257,7 @@ void RelationSide<W>::centre(int64_t N) {
   for (int64_t i = 0; i < N; ++i) {
     W* row = rows + i * D;
     if (!real[i]) {
-      std::memset(row, 0, D * sizeof(W));
+      std::fill_n(row, D, W(0));
       of[i] = {};
       continue;
     }
@@ -314,7 +314,7 @@ RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* prod
         s.of[i].row_sum = derivatives(row_s(i), row_t(i), to_a, to_b, W(loss), N, A);
         A[i] -= W(s.of[i].row_sum);
       } else {
-        std::memset(A, 0, N * sizeof(W));
+        std::fill_n(A, N, W(0));
       }
     }
   }
@@ -325,7 +325,7 @@ template <typename W>
 void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W* dx,
                                W* y) const {
   if (!real[i]) {
-    if (!add) std::memset(dx, 0, x.n * sizeof(W));
+    if (!add) std::fill_n(dx, x.n, W(0));
     return;
   }
   const UnitRow& unit = of[i];

@@ -122,7 +122,7 @@ void fill_gradient(const Tensor& dstudent, const Tensor& student, const Tensor& 
   each_row(student.size(0), bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (real && !real[i]) {
-        std::memset(gradient.place(i, 0), 0, gradient.n * size_of(gradient.type));
+        std::fill_n(gradient.place(i, 0), gradient.n * size_of(gradient.type), 0);
       } else {
         of.backward(i, data<SoftTargetStats>(stats)[i], weights.get(i) * factor, gradient);
       }
@@ -219,7 +219,7 @@ Tensor cos_nce_angles_backward(const Tensor& student, const Tensor& teacher, con
       const int64_t b = i / z.positions, p = i % z.positions;
       const Rows out = dz.row(b, p);
       if (!real[i]) {
-        std::memset(out.data, 0, z.D * size_of(z.type));
+        std::fill_n(out.data, z.D * size_of(z.type), 0);
         continue;
       }
       const auto at = [=](const double* numbers, int64_t k) { return numbers[k * count + i]; };
