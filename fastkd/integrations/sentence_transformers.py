@@ -143,7 +143,7 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
                 "to the data set, by dataset.map"
             )
         shape = tuple(labels.shape)
-        if shape[:-1] not in ((rows,), (rows, columns)):
+        if shape[:-1] != (rows,) and shape[:-1] != (rows, columns):
             raise ValueError(
                 f"{name}: labels must be the teacher's embeddings, ({rows}, Dt) or "
                 f"({rows}, {columns}, Dt), got shape {shape}"
