@@ -66,7 +66,7 @@ def page(text: str) -> str:
     """``text`` with its signatures as the code has them."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "\n".join([f"{before}{BEGIN}```python", *lines(), f"```\n{END}{after}"])
+    return "\n".join([f"{before}{BEGIN}```text", *lines(), f"```\n{END}{after}"])
 
 
 if __name__ == "__main__":

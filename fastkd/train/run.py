@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, set_seed
 
 import fastkd
 from fastkd.distill.batch import split_inputs
-from fastkd.distill.cache import TeacherCache, wanted_of
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, lora, processes, sharding, tasks, trainer_args
@@ -492,8 +492,9 @@ def assemble(
         eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
         message = f"--method {settings.method} with this student: {error}{eager}"
         raise InputError(message) from error
-    wanted = wanted_of(method)
-    if own and (wanted["inside"] or (wanted["layers"] and wanted["pool"] == "tokens")):
+    wanted = method.wanted("student")  # a teacher's layers may be chosen later
+    inside = wanted.attentions or wanted.qkv
+    if own and (inside or (wanted.layers and method.teacher_pool == "tokens")):
         raise InputError(
             f"--method {settings.method} compares tokens, and --student {settings.student} has "
             "others than the teacher; embeddings and lrkd compare texts"

@@ -47,4 +47,4 @@ def test_whole_demo(tmp_path, monkeypatch):
 def test_a_python_without_sources_is_one_sentence(tmp_path):
     root = write_library(tmp_path / "library", 0)
     with pytest.raises(InputError, match="too few sources"):
-        demo_text.write_texts(tmp_path, demo_text.FAST, root)
+        demo_text.write_texts(tmp_path, demo_text.Size(train_files=6, eval_files=2), root)

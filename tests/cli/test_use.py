@@ -125,7 +125,7 @@ def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
 
-    def written(model, batch, path):
+    def written(model, batch, path, task):
         assert batch["input_ids"].shape[1] <= 8
         path.write_bytes(b"a graph")
 

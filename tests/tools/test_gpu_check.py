@@ -134,7 +134,7 @@ def test_cases_end_in_time_and_go_on_later(tmp_path, monkeypatch):
     clock = Clock()
     cases = suite.cases(["cpu"], ["linalg"])[:3]
 
-    def measured(case, device, seconds):
+    def measured(case, device, seconds, fewest):
         clock.now += 10
         row = {"key": case.key, "providers": {}, "passes": [], "bytes_moved": 1, "operations": 1}
         return row | {"dtype": "float32", "loss": case.loss, "set": case.set}

@@ -242,7 +242,7 @@ def test_sampling_is_seeded_and_keeps_classes(tmp_path):
     )
     assert content(first.train) == content(second.train) != content(other.train)
     assert len(first.train) == 5 and len(first.evals[""]) == 3
-    assert first.num_labels == 4
+    assert first.task.num_labels == 4
     assert all(int(t[1:]) % 4 == y for t, y in zip(first.train.texts, first.train.labels, strict=1))
 
 
