@@ -12,6 +12,7 @@ from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_
 from fastkd.distill.verify import Check, _Step, table, verify
 from tests.distill.models import batch, classifier, model, pair, ready, recipe
 from tests.distill.support import data_of, model_of
+from tests.distill.test_distiller import documents, packed
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -73,6 +74,19 @@ def test_language_models_too(name):
         if check.name == "accumulated in a plain loop" and name == "fcd":
             expected = {"by definition"}
         assert check.verdict in expected, check
+
+
+def test_rows_of_unequal_numbers_of_documents_are_another_loss_by_definition():
+    """LRKD's projections are a mean over documents; a plain loop weighs its parts alike."""
+    teacher = model_of("llama", "next word").double()
+    distiller = ready(teacher, student_from_teacher(teacher, [1, 3]), "lrkd")
+    rows = [packed(documents(lengths)) for lengths in ((5, 3, 8), (9, 7))]
+    both = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    checks = {c.name: c for c in verify(distiller, both, ranks=0, compile_backend=None)}
+    plain = checks.pop("accumulated in a plain loop")
+    assert plain.verdict == "by definition" and "parts of 2 and 3 documents" in plain.why
+    assert all(check.ok and check.verdict != "by definition" for check in checks.values())
+    assert checks["Distiller.accumulate"].verdict == "equal"
 
 
 def test_moved_embeddings_leave_padding_alone():
