@@ -158,8 +158,9 @@ def _about(study: Study, missing: int) -> str:
 
 
 def _students(study: Study) -> str:
-    if study.student not in STUDENTS:
-        return f"students that begin as {study.student}"
+    made_of = {variant.student or study.student for variant in study.variants}
+    if made_of.isdisjoint(STUDENTS):
+        return f"students that begin as {' or '.join(sorted(Path(x).name for x in made_of))}"
     sizes = "".join(f", {name} {value}" for name, value in study.student_config.items())
     made = "of random weights" if study.student_weights == "random" else "of the teacher's layers"
     return f"{study.student_layers}-layer students made {made}{sizes}"

@@ -273,8 +273,11 @@ class TaskWork:
 
     def student_key(self, variant: Variant) -> str:
         """What a student is made of; of a directory, what its files hold."""
-        made_of = variant.student or self.study.student
+        made_of = self._made_of(variant)
         return _files_fingerprint(Path(made_of)) if Path(made_of).is_dir() else made_of
+
+    def _made_of(self, variant: Variant) -> str:
+        return variant.student or self.study.student
 
     def _layers(self, layers: Any, teacher: PreTrainedModel) -> list[int]:
         depth, wanted = Backbone(teacher, "teacher").num_layers, self.study.student_layers
@@ -318,8 +321,7 @@ class TaskWork:
     ) -> Distiller:
         """A fresh student, of ``source`` or as the variant has it, and a method, beside the teacher
         or its cache."""
-        made_of = variant.student or self.study.student
-        student = source
+        made_of, student = self._made_of(variant), source
         if made_of != "teacher":
             name = self.name if made_of == "pretrained" else made_of
             student = self._pretrained("eager" if variant.eager else "sdpa", name)
@@ -355,9 +357,13 @@ class TaskWork:
         uniform = self._layers("uniform", teacher)
         student = cast(PreTrainedModel, student_from_teacher(teacher, uniform))
         for variant in filter(self._can_cache, self.study.variants):
+            selected = self.selected if variant.selects else []
             with self._told(variant):
-                method = self._method(variant, self.selected if variant.selects else [])
-                layers.update(wanted_of(Distiller(teacher, student, method).method)["layers"])
+                if self._made_of(variant) in STUDENTS:
+                    pair = Distiller(teacher, student, self._method(variant, selected))
+                else:
+                    pair = self._pair(variant, teacher, teacher, selected)
+                layers.update(wanted_of(pair.method)["layers"])
         name = "-".join(map(str, sorted(layers)))
         folder = self.out / "cache" / f"{self.task.name}-{self.key}-{name}"
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -212,7 +212,7 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     with torch.no_grad():
         model.get_parameter("embeddings.word_embeddings.weight").add_(1.0)
     model.save_pretrained(mine)
-    methods = f'[methods]\nlabels = {{}}\nbefore = {{method = "labels", student = "{mine}"}}\n'
+    methods = f'[methods]\nlabels = {{}}\nbefore = {{method = "fcd", student = "{mine}"}}\n'
     path = write(root, methods)
     found = spec.read(StudySettings(spec=path))
     task = TaskWork(found, found.tasks[0], root / "out")
@@ -221,6 +221,8 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     assert torch.equal(begun.get_parameter(f"bert.{word}"), model.get_parameter(word))
     assert begun.config.num_hidden_layers == model.config.num_hidden_layers
     assert usual.config.num_hidden_layers == found.student_layers
+    cached = task._distiller(found.variants[1], cached=True)  # another depth, so other layers
+    assert len(cached.method.teacher_layers) == model.config.num_hidden_layers
     kept = [job.path for job in work.Runs(found, root / "out").jobs]
     with torch.no_grad():
         model.get_parameter(word).add_(1.0)
