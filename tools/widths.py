@@ -6,6 +6,7 @@ less than 16 bytes at a time, though each thread has that much of the tile, but 
 benchmarks, ``--prove`` notes it there if nothing is wrong.
 """
 
+import ast
 import hashlib
 import json
 import linecache
@@ -96,7 +97,8 @@ def state() -> str:
     """Changes with what is compiled, and what is looked for."""
     files = [*sorted((ROOT / "kernels").glob("*.py")), Path(__file__)]
     files += [Path(str(module.__file__)) for module in (suite, *suite.MODULES)]
-    parts = [triton.__version__.rpartition(".")[0], *(file.read_text() for file in files)]
+    code = (ast.unparse(ast.parse(file.read_text())) for file in files)
+    parts = [triton.__version__.rpartition(".")[0], *code]
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 

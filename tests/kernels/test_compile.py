@@ -2,12 +2,23 @@
 
 import itertools
 import json
+import runpy
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tools.compile_report import PROVEN, Form, choices, covering, modules, not_interpreted
+from triton.runtime.jit import JITFunction
+
+from tools.compile_report import (
+    PROVEN,
+    Form,
+    choices,
+    covering,
+    modules,
+    not_interpreted,
+    strip,
+)
 
 
 def test_compiles_without_spills():
@@ -28,6 +39,18 @@ def test_compiles_without_spills():
         if row["problems"]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_key_is_of_the_code_alone(tmp_path):
+    """An import moved by one line had every form compiled again."""
+    keys = []
+    for text in ("x = y", "# Why.\n    x = y", "x = y + y"):
+        file = tmp_path / f"kernel_{len(keys)}.py"
+        file.write_text("\n" * len(keys) + f"def kernel(y):\n    {text}\n")
+        function = JITFunction(runpy.run_path(str(file))["kernel"])
+        strip(function)
+        keys.append(function.cache_key)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_covering_meets_every_pair_of_choices():
