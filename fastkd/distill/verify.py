@@ -151,6 +151,34 @@ def begin(
     return len(ways), (_check(name, way, step) for name, way in ways.items())
 
 
+def taken(
+    distiller: Distiller,
+    given: dict[str, Any] | list[dict[str, Any]],
+    model: nn.Module | None = None,
+) -> tuple[dict[str, Tensor], Gradients]:
+    """Terms, "loss" among them, and gradients of a step: of a batch, or of all of its parts.
+
+    ``model``: what is called in the distiller's place, such as DistributedDataParallel around it.
+    """
+    distiller.zero_grad()
+    if isinstance(given, list):
+        outs = distiller.accumulate(given, model)
+    else:
+        outs = iter([(distiller if model is None else model)(**given)])
+    terms: dict[str, Tensor] = {}
+    for out in outs:
+        out.loss.backward()
+        for name, value in {**out.terms, "loss": out.loss.detach()}.items():
+            terms[name] = terms[name] + value if name in terms else value
+    return terms, gradients_of(distiller)
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    """Copies, by parameter."""
+    named = module.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
 def table(checks: list[Check]) -> str:
     """The checks as lines of text."""
     width = max(len(check.name) for check in checks)
@@ -201,26 +229,22 @@ class _Step:
         method = self.distiller.method
         weights = method.weights(self.distiller.progress)
         self.across_samples = [term for term in method.across_samples if weights.get(term)]
-        self.expected = self.gradients(self.distiller, [self.batch])
+        self.expected = self.gradients(self.batch)
 
     def gradients(
-        self, distiller: Distiller, parts: list[dict[str, Any]], share: float = 1.0
+        self, given: dict[str, Any] | list[dict[str, Any]], distiller: Distiller | None = None
     ) -> Gradients:
-        """Of the sum of the parts' losses, each times ``share``."""
-        distiller.zero_grad()
-        for part in parts:
-            (share * distiller(**part).loss).backward()
-        return _gradients(distiller)
+        return taken(self.distiller if distiller is None else distiller, given)[1]
 
     def part(self, rows: Any) -> dict[str, Tensor]:
         """Some rows of the batch."""
         return {name: x[rows] for name, x in self.batch.items()}
 
     def again(self) -> Gradients:
-        return self.gradients(self.distiller, [self.batch])
+        return self.gradients(self.batch)
 
     def other_order(self) -> Gradients:
-        return self.gradients(self.distiller, [self.part(torch.arange(self.rows - 1, -1, -1))])
+        return self.gradients(self.part(torch.arange(self.rows - 1, -1, -1)))
 
     def _mask(self) -> Tensor:
         mask = self.batch.get("attention_mask")
@@ -238,7 +262,7 @@ class _Step:
         wide = {"attention_mask": F.pad(mask, (0, 3))}
         for name, x in self._of_tokens():
             wide[name] = F.pad(x, (0, 3), value=_padding_of(name, self.distiller))
-        return self.gradients(self.distiller, [{**self.batch, **wide}])
+        return self.gradients({**self.batch, **wide})
 
     def _of_tokens(self) -> list[tuple[str, Tensor]]:
         # A teacher's own tokens stay as they are, though they may be as many.
@@ -275,7 +299,7 @@ class _Step:
         if "position_ids" not in left:
             places = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
             left["position_ids"] = self._positions(places)
-        return self.gradients(self.distiller, [{**self.batch, **left}])
+        return self.gradients({**self.batch, **left})
 
     def packed(self) -> Gradients:
         mask = self._mask().bool()
@@ -292,7 +316,7 @@ class _Step:
             if name not in row and name != "attention_mask"
         }
         try:
-            return self.gradients(self.distiller, [{**others, **row}])
+            return self.gradients({**others, **row})
         except MixedDocuments as error:
             raise _CannotDo(str(error).partition(";")[0]) from error
 
@@ -316,14 +340,14 @@ class _Step:
         if self.distiller.counts_positions and "labels" in self.batch:
             items = int(self.distiller.count_items(self.batch))
             parts = [{**part, "num_items": items / len(parts)} for part in parts]
-        return self.gradients(self.distiller, parts, 1 / len(parts))
+        self.distiller.zero_grad()
+        for part in parts:
+            (self.distiller(**part).loss / len(parts)).backward()
+        return gradients_of(self.distiller)
 
     def accumulated_exactly(self) -> Gradients:
         """Parts of one row and of the others."""
-        self.distiller.zero_grad()
-        for out in self.distiller.accumulate([self.part(slice(0, 1)), self.part(slice(1, None))]):
-            out.loss.backward()
-        return _gradients(self.distiller)
+        return self.gradients([self.part(slice(0, 1)), self.part(slice(1, None))])
 
     def cached(self) -> Gradients:
         try:
@@ -340,7 +364,7 @@ class _Step:
             method = copy.deepcopy(self.distiller.method)
             twin = Distiller(cache, copy.deepcopy(self.distiller.student), method)
             twin.set_progress(self.distiller.progress)
-            return self.gradients(twin, [self.batch])
+            return self.gradients(self.batch, twin)
 
     def checkpointed(self) -> Gradients:
         if not getattr(self.distiller.student, "supports_gradient_checkpointing", False):
@@ -348,7 +372,7 @@ class _Step:
         twin = copy.deepcopy(self.distiller)
         with _quiet():
             twin.gradient_checkpointing_enable()
-        return self.gradients(twin, [self.batch])
+        return self.gradients(self.batch, twin)
 
     def reloaded(self) -> Gradients:
         twin = copy.deepcopy(self.distiller)
@@ -357,7 +381,7 @@ class _Step:
             for parameter in twin.student.parameters():
                 parameter.zero_()
         twin.load_state_dict(state)
-        return self.gradients(twin, [self.batch])
+        return self.gradients(self.batch, twin)
 
     def resumed(self) -> Comparison:
         """The gradient after two steps, the second of them in a run that a checkpoint begins."""
@@ -373,11 +397,11 @@ class _Step:
         again.load_state_dict(states[0])
         optimizers[1].load_state_dict(states[1])
         self._train(again, optimizers[1], 1)
-        return Comparison(*(self.gradients(twin, [self.batch]) for twin in (again, whole)))
+        return Comparison(*(self.gradients(self.batch, twin) for twin in (again, whole)))
 
     def _train(self, distiller: Distiller, optimizer: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):
-            self.gradients(distiller, [self.batch])
+            self.gradients(self.batch, distiller)
             optimizer.step()
 
     def compiled(self, backend: str) -> Gradients:
@@ -386,10 +410,10 @@ class _Step:
         twin = copy.deepcopy(self.distiller)
         try:
             with _quiet():
-                torch.compile(twin, backend=backend)(**self.batch).loss.backward()
+                compiled: Any = torch.compile(twin, backend=backend)
+                return taken(twin, self.batch, compiled)[1]
         except torch._dynamo.exc.TorchDynamoException as error:
             raise _CannotDo(f"torch.compile fails: {str(error).splitlines()[0]}") from error
-        return _gradients(twin)
 
     def processes(self, ranks: int) -> Gradients:
         """The rows dealt out to processes, the last of which may have fewer or none."""
@@ -439,11 +463,6 @@ def _optimizer(distiller: Distiller) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], lr=1e-3)
 
 
-def _gradients(distiller: nn.Module) -> Gradients:
-    named = distiller.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
-
-
 def _padding_of(name: str, distiller: Distiller) -> int:
     if name in ("labels", "student_spans"):
         return IGNORED if name == "labels" else -1
@@ -475,9 +494,9 @@ def _rank(
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     model = DistributedDataParallel(distiller, find_unused_parameters=True)
-    model(**{name: x[rows] for name, x in batch.items()}).loss.backward()
+    _, gradients = taken(distiller, {name: x[rows] for name, x in batch.items()}, model)
     if rank == 0:
-        torch.save(_gradients(distiller), f"{folder}/gradients.pt")
+        torch.save(gradients, f"{folder}/gradients.pt")
     dist.barrier()
     # Taking the group down has hung, with nothing left to do.
     os._exit(0)

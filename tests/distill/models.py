@@ -1,5 +1,7 @@
 """Tiny random models of every family that the tests cover, and batches for them."""
 
+import itertools
+
 import torch
 import transformers as t
 from torch import Tensor
@@ -11,6 +13,7 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
+from fastkd.distill.verify import gradients_of
 
 VOCAB, PAD = 60, 0
 SMALL = {"vocab_size": VOCAB, "pad_token_id": PAD}
@@ -80,10 +83,6 @@ def set_dropout(model: torch.nn.Module, p: float = 0.0) -> None:
             module.p = p
 
 
-def gradients_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-
 def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, Tensor]]:
     """The output of a batch, and the gradients of its loss."""
     distiller.zero_grad()
@@ -104,6 +103,29 @@ def ready(teacher, student, name: str, gather: bool = False, **options) -> Disti
     distiller = Distiller(teacher, student, recipe(name, **options), gather=gather)
     distiller.set_progress(1.0)
     return distiller
+
+
+def exact(name: str, kind: str = "classifier", dropout: float = 0.0, **gather) -> Distiller:
+    """In float64, of a classifier or a language model, the same on every call."""
+    torch.manual_seed(0)
+    lm = kind == "language model"
+    teacher = model(t.LlamaForCausalLM, "llama") if lm else classifier("bert")
+    teacher = teacher.double()
+    student = student_from_teacher(teacher, [1, 4])
+    set_dropout(student, dropout)
+    torch.manual_seed(1)
+    options = {"alpha1": 0.1, "k": 2} if name == "knn" else {}
+    return ready(teacher, student, name, **options, **gather)
+
+
+def cut(data: dict[str, Tensor], *ends: int) -> list[dict[str, Tensor]]:
+    """Parts of the batch between these rows, each as long as its longest row."""
+    parts = []
+    for start, stop in itertools.pairwise(ends):
+        rows = {name: value[start:stop] for name, value in data.items()}
+        length = int(rows["attention_mask"].sum(1).max()) if stop > start else 1
+        parts.append({name: x if x.dim() == 1 else x[:, :length] for name, x in rows.items()})
+    return parts
 
 
 def batch(

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkd._torch import linear_soft_targets
 from fastkd.distill import Distiller, Several, SoftTargets, student_from_teacher
+from fastkd.distill.verify import taken
 from tests.distill import support
-from tests.distill.models import gradients_of, recipe, step
+from tests.distill.models import recipe, step
 from tests.distill.test_distiller import documents, packed
 
 MODELS = [("llama", "next word"), ("gemma2", "next word"), ("bert", "masked words")]
@@ -84,11 +85,7 @@ def test_accumulated_and_perturbed(perturb):
         data = support.data_of("llama", "next word")
         parts = [{name: x[rows] for name, x in data.items()} for rows in (slice(1), slice(1, 4))]
         torch.manual_seed(3)
-        outs = []
-        for out in distiller.accumulate(parts):
-            out.loss.backward()
-            outs.append(out.terms)
-        found.append((outs, gradients_of(distiller)))
+        found.append(taken(distiller, parts))
     assert_same(*found)
 
 
