@@ -239,7 +239,7 @@ def test_outputs_of_layer_norms(dims):
     assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
-@pytest.mark.parametrize("smallest", [1e-2, 1e-3, 2e-4, 5e-5, 1e-5, 1e-6])
+@pytest.mark.parametrize("smallest", [1e-2, 2e-4, 5e-5, 1e-6])
 @pytest.mark.parametrize("dims", [(64, 64), (64, 80)])
 def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
     """Its direction counts as much as any other in the gradient, whatever its size."""
@@ -261,10 +261,14 @@ def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
     assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
-@pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("m, d", [(400, 96), (60, 96)])
-@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-6), (torch.float32, 1e-3)])
-def test_one_large_column_does_not_bury_the_ridge_of_the_others(m, d, ridge, dtype, error):
+@pytest.mark.parametrize(
+    "ridge, size, precision",
+    every_two_meet(
+        [1e-2, 1e-4, 1e-6], [(400, 96), (60, 96)], [(torch.float64, 1e-6), (torch.float32, 1e-3)]
+    ),
+)
+def test_one_large_column_does_not_bury_the_ridge_of_the_others(size, ridge, precision):
+    (m, d), (dtype, error) = size, precision
     student, teacher = (torch.randn(m, d).to(dtype).double() for _ in range(2))
     for x in (student, teacher):
         x[:, 1:40] = x[:, :1] + ridge**0.5 * x[:, 1:40]  # variances as small as the ridge
@@ -511,11 +515,16 @@ def test_nan_padding_changes_nothing(m, dims, backend):
     assert relative_error(x[:, : y.shape[-1]], y) <= 1e-10
 
 
-@pytest.mark.parametrize("m, dims", [(30, (4, 5)), (4, (6, 5)), (5, (3, 8))])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nan_in_real_data_is_never_hidden(m, dims, value, dtype, backend):
-    student, teacher = related(3, m, dims=dims, dtype=dtype)
+@pytest.mark.parametrize(
+    "size, value, dtype",
+    every_two_meet(
+        [(30, (4, 5)), (4, (6, 5)), (5, (3, 8))],
+        [torch.nan, torch.inf],
+        [torch.float32, torch.float64],
+    ),
+)
+def test_nan_in_real_data_is_never_hidden(size, value, dtype, backend):
+    student, teacher = related(3, size[0], dims=size[1], dtype=dtype)
     for side in (student, teacher):
         bad = side.clone()
         bad[1, 2, 0] = value
@@ -758,16 +767,8 @@ def test_bad_input():
     x, y = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
     with pytest.raises(ValueError, match=r"teacher must have shape \(2, 6, 4\)"):
         cca_loss(x, torch.randn(2, 5, 4))
-    with pytest.raises(ValueError, match="teacher requires grad"):
-        cca_loss(x, y.clone().requires_grad_())
-    with pytest.raises(TypeError, match=r"teacher is torch\.float64"):
-        cca_loss(x, y.double())
     with pytest.raises(ValueError, match="student must have at least 2 dimensions"):
         cca_loss(x[0, 0], y[0, 0])
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 6\)"):
-        cca_loss(x, y, torch.ones(2, 5))
-    with pytest.raises(ValueError, match="mask must hold only 0"):
-        cca_loss(x, y, torch.full((2, 6), 0.5))
     with pytest.raises(ValueError, match="ridge must be at least 0"):
         cca_loss(x, y, ridge=-1e-3)
     with pytest.raises(ValueError, match="ridge must be a number or a pair"):

@@ -259,44 +259,6 @@ def test_compiles_where_one_tensor_stands_in_several_places(backend, device):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
-def test_module_dtypes(backend, device, pool):
-    """Half-precision features with float32 weights, and float32 features under autocast."""
-    loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
-    exact = torch.randn(3, 3, 6), torch.randn(3, 3, 8)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        student, teacher = (x.to(dtype) for x in exact)
-        plain = loss(student, teacher, mask, negatives=None)
-        assert plain.dtype == torch.float32
-        bank = torch.randn(4, *((3, 8) if pool == "tokens" else (8,))).to(dtype)
-        assert loss(student, teacher, mask, negatives=bank).isfinite()
-        for autocast in (torch.bfloat16, torch.float16):
-            with torch.autocast(student.device.type, dtype=autocast):
-                assert torch.equal(loss(student, teacher, mask), plain)
-        if dtype == torch.float32:
-            reference = plain
-        assert_accurate(plain, reference, dtype)
-
-
-@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_padding_never_reaches_the_projection(backend, device, pool, bad):
-    loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]])
-    gradients = []
-    for padding in (0.0, bad):
-        torch.manual_seed(1)
-        student, teacher = (
-            torch.randn(4, 3, size).masked_fill(mask[..., None] == 0, padding) for size in (6, 8)
-        )
-        student.requires_grad_()
-        value = loss(student, teacher, mask)
-        gradients.append((value, *torch.autograd.grad(value, (student, loss.W.weight))))
-    for clean, padded in zip(*gradients, strict=True):
-        assert torch.equal(clean, padded)
-
-
 @pytest.mark.parametrize("shape", [(3, 2, 0), (3, 0), (0, 2, 4), (3, 0, 4), (0, 0, 0), (0, 4)])
 def test_empty_features(backend, shape):
     student, teacher = sized(*shape)
@@ -606,11 +568,7 @@ def test_module_averages_layers(backend, device):
     ("change", "error", "message"),
     [
         ({"teacher": torch.randn(4, 3, 7)}, ValueError, r"teacher must have shape \(4, 3, 8\)"),
-        ({"teacher": torch.randn(4, 3, 8).double()}, TypeError, "teacher is torch.float64"),
-        ({"teacher": torch.randn(4, 3, 8).requires_grad_()}, ValueError, "teacher requires grad"),
         ({"student": torch.randn(8)}, ValueError, "student must have at least 2 dimensions"),
-        ({"mask": torch.ones(4, 2)}, ValueError, r"mask must have shape \(4, 3\)"),
-        ({"mask": torch.full((4, 3), 2)}, ValueError, "mask must hold only 0"),
         ({"labels": torch.zeros(5)}, ValueError, r"labels must have shape \(4,\)"),
         ({"negatives": torch.randn(6, 2, 8)}, ValueError, r"negatives must have shape \(K, 3, 8\)"),
         ({"negatives": torch.randn(5, 6, 3, 8)}, ValueError, "negatives must have shape"),

@@ -441,11 +441,12 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(traced, eager)
 
 
-def test_two_graphs_serve_all_sizes(backend):
-    loss = functools.partial(knn_feature_loss, k=2, reduction="mean", backend=backend)
+def test_two_graphs_serve_all_sizes():
+    """The kernels, one operator in a graph, are in test_promises.py."""
+    loss = functools.partial(knn_feature_loss, k=2, reduction="mean", backend="torch")
 
     def calls():
-        for n in (4, 5, 8, 17, *((64,) if backend == "torch" else ())):  # the interpreter is slow
+        for n in (4, 5, 8, 17, 64):
             student, teacher, *labels = batch(n, n + 1, n + 2, 3, dtype=torch.float32)
             yield student.requires_grad_(), teacher, *labels
 
@@ -564,20 +565,6 @@ def test_module_projects_in_the_wider_dtype(pool):
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
-def test_padding_never_meets_the_projector(pool):
-    seen = []
-    loss = IntraClassKNNLoss(student_dim=6, teacher_dim=3, pool=pool)
-    loss.projector.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    student, teacher = torch.randn(3, 5, 6), torch.randn(3, 5, 3)
-    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
-    student[mask == 0], teacher[mask == 0] = torch.nan, torch.nan
-    loss(student.requires_grad_(), teacher, torch.zeros(3), mask=mask).backward()
-    assert seen[0].isfinite().all()
-    assert loss.projector.weight.grad.isfinite().all()
-    assert (student.grad[mask == 0] == 0).all()
-
-
-@pytest.mark.parametrize("pool", ["cls", "mean", "tokens"])
 @pytest.mark.parametrize("shape", [(3, 0), (0, 2)])
 def test_module_without_tokens_or_samples_is_zero(pool, shape):
     for mask in (None, torch.ones(shape)):
@@ -639,8 +626,6 @@ def test_intra_class_similarity():
     ("change", "error", "message"),
     [
         ({"teacher": torch.randn(4, 7)}, ValueError, "as many features per row"),
-        ({"teacher": torch.randn(4, 8).double()}, TypeError, "teacher is torch.float64"),
-        ({"teacher": torch.randn(4, 8).requires_grad_()}, ValueError, "teacher requires grad"),
         ({"teacher": torch.randn(6, 8)}, ValueError, "teacher_labels must be given"),
         ({"teacher_labels": torch.zeros(5)}, ValueError, r"teacher_labels must have shape \(4,\)"),
         ({"student_labels": torch.zeros(3)}, ValueError, r"student_labels must have shape \(4,\)"),
@@ -650,7 +635,6 @@ def test_intra_class_similarity():
         ({"tolerance": -1.0}, ValueError, "tolerance must be at least 0"),
         ({"ignore_index": 0.5}, TypeError, "ignore_index must be an int"),
         ({"reduction": "maen"}, ValueError, "did you mean 'mean'"),
-        ({"student": torch.zeros(4, 8, dtype=torch.long)}, TypeError, "student must be bfloat16"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
 )

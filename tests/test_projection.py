@@ -26,6 +26,7 @@ from tests.support.compare import (
     assert_matches_reference,
     count_graphs,
     counted,
+    every_two_meet,
     values_and_grads,
 )
 
@@ -118,6 +119,10 @@ def test_cayley_of_strided_input_under_autocast():
         (grad,) = torch.autograd.grad(under.square().sum(dim=-1).cos().sum(), skew)
     assert torch.equal(under, plain)
     assert torch.equal(grad, expected)
+
+
+def test_cayley_on_the_meta_device():
+    assert cayley(torch.randn(3, 4, 4, device="meta")).shape == (3, 4, 4)
 
 
 def test_cayley_nan_stays_in_its_matrix():
@@ -429,15 +434,6 @@ def test_layer_norm_mse_constant_rows(backend, device):
     assert dx.isfinite().all() and dy.isfinite().all()
 
 
-def test_layer_norm_mse_nan_is_not_hidden(backend, device):
-    x, y = make_pair(3, 16, device=device)
-    for bad in (float("nan"), float("inf")):
-        broken = x.clone()
-        broken[1, 3] = bad
-        assert layer_norm_mse(broken, y, backend=backend).isnan()
-        assert layer_norm_mse(y, broken, backend=backend).isnan()
-
-
 def test_layer_norm_mse_gradcheck():
     x, y = (z.requires_grad_() for z in make_pair(3, 6, dtype=torch.float64))
     for reduction in ("mean", "batchmean", "sum"):
@@ -470,10 +466,6 @@ def test_layer_norm_mse_ignores_positive_affine_maps_of_rows(seed, gain, shift):
 
 def test_layer_norm_mse_bad_input():
     x, y = make_pair(3, 6)
-    with pytest.raises(ValueError, match=r"y must have shape \(3, 6\) \(the shape of x\)"):
-        layer_norm_mse(x, y[:2])
-    with pytest.raises(TypeError, match=r"y is torch\.float64 but x is torch\.float32"):
-        layer_norm_mse(x, y.double())
     with pytest.raises(ValueError, match="did you mean 'batchmean'"):
         layer_norm_mse(x, y, reduction="batch_mean")
     with pytest.raises(ValueError, match="eps must be at least 0"):
@@ -492,25 +484,21 @@ def test_layer_norm_mse_of_one_tensor_twice(backend, device):
     assert compiled(x).item() == loss(x).item() == 0
 
 
-# Sizes that change
+# Sizes that change: in PyTorch, the kernels being one operator in a graph, as in test_promises.py
 
 
 def learns(*shape, device="cpu"):
     return torch.randn(*shape, device=device, requires_grad=True)
 
 
-# The kernels are one operator in a graph, whose divisor is outside of it.
-@pytest.mark.left_out(
-    where=lambda given: given["backend"] != "torch" and given["reduction"] != "batchmean"
-)
 @pytest.mark.parametrize(
     ("reduction", "make"),
     [("mean", lambda n: (4, n)), ("batchmean", lambda n: (3, n, 8)), ("sum", lambda n: (n, 8))],
     ids=["mean", "batchmean", "sum"],
 )
-def test_layer_norm_mse_sizes_share_two_graphs(backend, device, reduction, make):
+def test_layer_norm_mse_sizes_share_two_graphs(device, reduction, make):
     """Reductions differ in a divisor, which only the sizes that it counts make symbolic."""
-    loss = functools.partial(layer_norm_mse, reduction=reduction, backend=backend)
+    loss = functools.partial(layer_norm_mse, reduction=reduction, backend="torch")
     calls = [[learns(*make(n), device=device) for _ in "xy"] for n in (4, 5, 9, 33)]
     assert count_graphs(loss, calls, rtol=1e-4, atol=1e-5) <= 2
 
@@ -524,16 +512,16 @@ def test_cayley_sizes_share_two_graphs(make):
 
 
 @pytest.mark.parametrize("is_orthogonal", [True, False])
-def test_projection_sizes_share_two_graphs(backend, device, is_orthogonal):
+def test_projection_sizes_share_two_graphs(device, is_orthogonal):
     """Up to as many rows as columns; more are multiplied by W, one more graph."""
-    module = OrthogonalProjection(16, 16, orthogonal=is_orthogonal, backend=backend).to(device)
+    module = OrthogonalProjection(16, 16, orthogonal=is_orthogonal, backend="torch").to(device)
     calls = [(learns(2, n, 16, device=device),) for n in (4, 5, 7, 8)]
     assert count_graphs(module, calls, rtol=1e-4, atol=1e-5) <= 2
 
 
-def test_dual_loss_sizes_share_two_graphs(backend, device):
+def test_dual_loss_sizes_share_two_graphs(device):
     """Samples and tokens."""
-    module = DualProjectionLoss(16, 12, backend=backend).to(device)
+    module = DualProjectionLoss(16, 12, backend="torch").to(device)
     calls = [
         (
             learns(n, n + 2, 16, device=device),
@@ -558,22 +546,10 @@ def test_teachers_made_in_inference_mode(backend, device):
             module.teacher_projection(rows).sum().backward()
 
 
-def test_meta_device():
-    def meta(*shape):
-        return torch.randn(*shape, device="meta", requires_grad=True)
-
-    layer_norm_mse(meta(4, 6), meta(4, 6)).backward()
-    assert cayley(meta(3, 4, 4)).shape == (3, 4, 4)
-    for rows in (4, 20):
-        module = DualProjectionLoss(8, 6).to("meta")
-        module(meta(rows, 3, 8), meta(rows, 3, 6).detach(), meta(rows, 3).detach() > 0).backward()
-    with pytest.raises(ValueError, match="on meta, and Triton kernels run on CUDA"):
-        layer_norm_mse(meta(4, 6), meta(4, 6), backend="triton")
-
-
-@pytest.mark.parametrize("is_orthogonal", [True, False])
-@pytest.mark.parametrize("rows", [3, 12])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("is_orthogonal", "rows", "bad"),
+    every_two_meet([True, False], [3, 12], [float("nan"), float("inf")]),
+)
 def test_padded_samples_never_reach_the_projections(backend, device, is_orthogonal, rows, bad):
     module = randomise(DualProjectionLoss(6, 4, orthogonal=is_orthogonal, backend=backend)).to(
         device
@@ -609,10 +585,10 @@ def dual_grads(loss, module, student):
     return torch.autograd.grad(loss, [student, *module.parameters()])
 
 
-@pytest.mark.parametrize("sizes", [(6, 6), (4, 7), (7, 4)])
-@pytest.mark.parametrize("layers", [1, 2, 4])
-@pytest.mark.parametrize("is_orthogonal", [True, False])
-@pytest.mark.parametrize("samples", [3, 12])
+@pytest.mark.parametrize(
+    ("sizes", "layers", "is_orthogonal", "samples"),
+    every_two_meet([(6, 6), (4, 7), (7, 4)], [1, 2, 4], [True, False], [3, 12]),
+)
 def test_dual_loss_equals_the_equations(sizes, layers, is_orthogonal, samples):
     module = randomise(DualProjectionLoss(*sizes, layers, 0.3, is_orthogonal).double())
     student = torch.randn(samples, sizes[0], dtype=torch.float64, requires_grad=True)
@@ -693,36 +669,6 @@ def test_dual_loss_teacher_with_its_own_tokens():
     torch.testing.assert_close(module(student, teacher), module(student.mean(1), teacher.mean(1)))
     with pytest.raises(ValueError, match="pass teacher_mask too"):
         module(student, teacher, mask)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dual_loss_dtypes(dtype):
-    module = randomise(DualProjectionLoss(4, 6)).to(dtype)
-    student, teacher = (
-        torch.randn(3, 5, 4).to(dtype).requires_grad_(),
-        torch.randn(3, 5, 6).to(dtype),
-    )
-    loss = module(student, teacher)
-    assert loss.dtype == torch.float32
-    exact = copy.deepcopy(module).double()
-    expected = dual_loss_as_written(exact, student.double().mean(1), teacher.double().mean(1))
-    assert_accurate(loss, expected, torch.float32)
-    grad, *_ = dual_grads(loss, module, student)
-    assert grad.dtype == dtype
-    assert_accurate(grad, dual_grads(expected, exact, student)[0], dtype)
-
-
-def test_dual_loss_autocast_changes_nothing():
-    module = randomise(DualProjectionLoss(4, 6))
-    for samples in (3, 12):
-        student, teacher = torch.randn(samples, 4, requires_grad=True), torch.randn(samples, 6)
-        plain = module(student, teacher)
-        grads = dual_grads(plain, module, student)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            under = module(student, teacher)
-            under_grads = dual_grads(under, module, student)
-        assert torch.equal(under, plain)
-        assert all(map(torch.equal, under_grads, grads))
 
 
 def test_dual_loss_learns_a_rotation():

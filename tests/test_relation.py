@@ -281,7 +281,7 @@ def test_fp32_accuracy_on_anisotropic_features(backend, device, shape, anisotrop
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("size", [1e-9, 1e-4, 1e4, 1e9])
+@pytest.mark.parametrize("size", [1e-9, 1e9])
 def test_scale_does_not_matter(backend, device, over, size):
     student, teacher = features(3, 5, 16).float().to(device), features(3, 5, 16).float().to(device)
     value, grad = value_and_grad(
@@ -386,10 +386,9 @@ def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
     assert max(errors(*pair, over=over, backend=backend)) <= 1e-5
 
 
-@pytest.mark.parametrize("over", OVER)
+# Of few members test_promises.py has NaN and inf.
 @pytest.mark.parametrize(
-    ("value", "members"),
-    [(float("nan"), 9), (float("inf"), 9), (-float("inf"), 9), (float("nan"), 140)],
+    ("over", "value", "members"), [("samples", -float("inf"), 9), ("tokens", float("nan"), 140)]
 )
 def test_bad_numbers(backend, device, over, value, members):
     """In real data they make the loss NaN; in padding they change nothing."""
@@ -507,19 +506,21 @@ def test_anisotropic_features_with_options(distance, shape, normalize, over):
     assert grad <= 5e-5
 
 
-# Every normalisation and distance once, and the kernels, one operator in a graph, once.
-@pytest.mark.within_kernels
+# Every normalisation and distance once; the kernels, one operator in a graph: test_promises.py.
 @pytest.mark.parametrize(
-    ("normalize", "distance", "masked"),
-    [("l2", "pearson", True), ("layer_norm", "kl", False), ("softmax", "mse", False)],
+    ("alpha", "beta", "normalize", "distance", "masked"),
+    [
+        (1, 1, "l2", "pearson", True),
+        (1, 0, "layer_norm", "kl", False),
+        (0, 1, "softmax", "mse", False),
+    ],
 )
-def test_sizes_stay_symbolic(backend, device, normalize, distance, masked):
+def test_sizes_stay_symbolic(device, alpha, beta, normalize, distance, masked):
     """At most two graphs for all sizes up to 64; none of the sizes equals another."""
-    loss = FCDLoss(normalize=normalize, distance=distance, backend=backend)
-    large = [(11, 12)] if backend == "triton" else [(64, 41), (11, 64)]  # the interpreter is slow
+    loss = FCDLoss(alpha, beta, normalize=normalize, distance=distance, backend="torch")
 
     def calls():
-        for B, N in ((3, 4), (5, 7), *large):
+        for B, N in ((3, 4), (5, 7), (64, 41), (11, 64)):
             student, teacher = (features(B, N, D, device=device).float() for D in (24, 16))
             mask = make_mask("ragged", B, N, device) if masked else None
             yield student.requires_grad_(), teacher, mask
@@ -801,15 +802,11 @@ OTHER = PAIR[:, :, :4]
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((PAIR[0], PAIR[1].clone().requires_grad_()), ValueError, "teacher requires grad.*detach"),
         ((PAIR[0, 0], PAIR[1, 0]), ValueError, "student is .B, D., which has no tokens to relate"),
         ((PAIR[0, 0, 0], PAIR[1, 0, 0]), ValueError, "student must have at least 2 dimensions"),
         ((PAIR[0], PAIR[1, 0]), ValueError, "teacher must have 3 dimensions"),
         ((PAIR[:1], PAIR[1:]), ValueError, "student must have 3 dimensions"),
         ((PAIR[0], OTHER[1]), ValueError, r"teacher must have shape \(2, 5, 8\)"),
-        ((*PAIR, torch.ones(2, 4)), ValueError, r"mask must have shape \(2, 5\)"),
-        ((PAIR[0], PAIR[1].double()), TypeError, r"teacher is torch\.float64"),
-        ((PAIR[0].long(), PAIR[1].long()), TypeError, "student must be"),
         (([PAIR[0]] * 2, [PAIR[1]]), ValueError, "student has 2 layers but teacher has 1"),
         (list(zip(PAIR, OTHER, strict=True)), ValueError, r"student must have shape \(2, 5, 8\)"),
     ],
