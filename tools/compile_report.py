@@ -261,6 +261,7 @@ def note_proven(states: dict[str, str]) -> None:
 
 def compile_one(form: Form) -> dict[str, Any]:
     """Compile a form, unless its row is known; returns the row."""
+    _ask_for_keys()  # in a process of a pool too
     kernel = form.kernel
     source = f"{kernel.cache_key} {form} {_versions()}"
     file = KEPT / f"form-{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
