@@ -17,8 +17,8 @@ WHOLE = ("tests/test_house.py", "tests/test_docs.py", "tests/test_contract.py")
 # Beside what versions of torch go without: what trains, and what compiles.
 TRAINS = (
     "tests/cli", "tests/train/tasks", "tests/train/test_lora.py", "tests/integrations",
-    "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py",
-    "tests/analysis/test_pictures.py",
+    "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py", "tests/test_examples.py",
+    "tests/analysis/test_pictures.py", "tests/study/test_study.py", "tests/study/test_tasks.py",
 )  # fmt: skip
 COMPILES = "compiles or dynamic_graph or tensor_twice or one_graph or ddp"
 
