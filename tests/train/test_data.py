@@ -53,30 +53,22 @@ def test_cola_has_no_header(tmp_path):
     assert content(load(by_hand).train) == content(corpus.train)
 
 
-@pytest.mark.parametrize(
-    ("task", "header", "row", "metrics"),
-    [
-        (
-            "mrpc",
-            "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
-            "{}\t7\t8\tA b.\tC d.",
-            ("f1", "accuracy"),
-        ),
-        ("qqp", "id\tquestion1\tquestion2\tis_duplicate", "1\tA b.\tC d.\t{}", ("f1", "accuracy")),
-        ("mnli", "index\tsentence1\tsentence2\tgold_label", "0\tA b.\tC d.\t{}", ("accuracy",)),
-        ("qnli", "index\tquestion\tsentence\tlabel", "0\tA b.\tC d.\t{}", ("accuracy",)),
-        ("rte", "index\tsentence1\tsentence2\tlabel", "0\tA b.\tC d.\t{}", ("accuracy",)),
-        ("rte", "sentence1\tsentence2\tlabel", "A b.\tC d.\t{}", ("accuracy",)),
-    ],
-)
-def test_glue_pair_tasks(tmp_path, task, header, row, metrics):
-    text = "\n".join([header, row.format("entailment"), row.format("contradiction")])
-    corpus = load(Source(task=task, **files(tmp_path, text)))
-    assert corpus.train.texts == ["A b."] * 2
-    assert corpus.train.pairs == ["C d."] * 2
-    assert corpus.names == ["contradiction", "entailment"]
-    assert corpus.train.labels.tolist() == [1, 0]
-    assert corpus.metrics == metrics
+def test_glue_pair_tasks(tmp_path):
+    for task, header, row in (
+        ("mrpc", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "{}\t7\t8\tA b.\tC d."),
+        ("qqp", "id\tquestion1\tquestion2\tis_duplicate", "1\tA b.\tC d.\t{}"),
+        ("mnli", "index\tsentence1\tsentence2\tgold_label", "0\tA b.\tC d.\t{}"),
+        ("qnli", "index\tquestion\tsentence\tlabel", "0\tA b.\tC d.\t{}"),
+        ("rte", "index\tsentence1\tsentence2\tlabel", "0\tA b.\tC d.\t{}"),
+        ("rte", "sentence1\tsentence2\tlabel", "A b.\tC d.\t{}"),
+    ):
+        text = "\n".join([header, row.format("entailment"), row.format("contradiction")])
+        corpus = load(Source(task=task, **files(tmp_path, text)))
+        assert (corpus.train.texts, corpus.train.pairs) == (["A b."] * 2, ["C d."] * 2)
+        assert corpus.names == ["contradiction", "entailment"]
+        assert corpus.train.labels.tolist() == [1, 0]
+        first = ("f1",) if task in ("mrpc", "qqp") else ()
+        assert corpus.metrics == (*first, "accuracy")
 
 
 def test_stsb_is_regression(tmp_path):
@@ -247,24 +239,14 @@ def test_sampling_is_seeded_and_keeps_classes(tmp_path):
 
 
 HEAD = "text\tlabel\n"
+# Malformed rows of every kind of file: tests/cli/test_abuse.py.
 MISTAKES = {
-    "ragged": (HEAD + "a\t1\nb\n", {}, ["train.tsv, row 3", "1 columns", "row 1 has 2"]),
     "label column": (HEAD + "a\t1\n", {"label_column": "Lable"}, ["--label-column", "'label'"]),
     "pair column": (HEAD + "a\t1\n", {"text_pair_column": "b"}, ["--text-pair-column", "'b'"]),
     "no text column": ("a\tlabel\nx\t1\n", {}, ["--text-column", "a, label"]),
-    "column twice": ("text\ttext\tlabel\na\tb\t1\n", {}, ["row 1", "'text'", "twice"]),
     "empty file": ("", {}, ["--train", "train.tsv", "empty"]),
-    "blank file": ("\n \n", {}, ["train.tsv", "empty"]),
-    "header only": (HEAD, {}, ["train.tsv", "no rows"]),
-    "empty text": (HEAD + "a\t1\n \t0\n", {}, ["train.tsv, row 3", "'text' is empty"]),
-    "empty label": (HEAD + "a\t1\nb\t\n", {}, ["train.tsv, row 3", "label is empty"]),
     "one class": (HEAD + "a\t1\nb\t1\n", {}, ["every label is '1'"]),
     "word in numbers": (HEAD + "a\t0.5\nb\thigh\n", {}, ["row 3", "'high'", "--labels classes"]),
-    "not a number": (
-        HEAD + "a\t1\nb\thigh\n",
-        {"labels": "numbers"},
-        ["train.tsv, row 3", "'high'", "not a number"],
-    ),
     "infinite": (HEAD + "a\t1.5\nb\tinf\n", {"labels": "numbers"}, ["row 3", "'inf'"]),
     "labels option": (HEAD + "a\t1\n", {"labels": "class"}, ["--labels", "mean 'classes'"]),
     "missing value": (HEAD + "a\tx\nb\tNaN\n", {}, ["row 3", "'NaN'", "--labels classes"]),
@@ -284,8 +266,7 @@ def test_mistakes_are_one_sentence(tmp_path, case):
     text, options, expected = MISTAKES[case]
     with pytest.raises(InputError) as error:
         load(Source(**files(tmp_path, text), **options))
-    for part in expected:
-        assert part in str(error.value), str(error.value)
+    assert all(part in str(error.value) for part in expected), str(error.value)
 
 
 def test_more_mistakes(tmp_path):

@@ -1,4 +1,4 @@
-"""--lora: what learns, what is saved, resuming, and mistakes."""
+"""--lora: what learns, what is saved, and mistakes; tests/train/tasks/test_chat.py resumes."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
-from tests.cli.test_cli import crash, stop_at
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
 
@@ -50,20 +49,6 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path):
     assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
     run("verify", **{k: v for k, v in chat.items() if k not in (*USUAL, "epochs")},
         max_length=16, device="cpu", rows=4, ranks=0)  # fmt: skip
-
-
-def test_resuming_gives_the_same_bits(chat, tmp_path, monkeypatch):
-    options = {**chat, "checkpoint_every": 2}
-    run("distill", **options, out=tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 5, crash)
-        run("distill", **options, out=tmp_path / "out", expect=130)
-    run("distill", "--resume", **options, out=tmp_path / "out")
-    one, other = (
-        load_file(tmp_path / name / "student/adapter/adapter_model.safetensors")
-        for name in ("whole", "out")
-    )
-    assert one and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_classifier_trains_its_head_too(tmp_path):

@@ -21,7 +21,7 @@ from fastkd.train.rows import UNLABELLED, Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.causal_lm import TASK
 from tests.support.tiny import make_teacher, run, sentences
-from tests.train.tasks.through import killed_and_resumed, through
+from tests.train.tasks.through import refused, through
 
 
 def make_decoder(path):
@@ -127,12 +127,6 @@ def test_an_encoder_would_see_what_it_is_to_predict(tmp_path):
     assert "a bert model reads rows from both sides" in said and "--task masked-lm" in said
 
 
-def test_a_run_goes_on_to_the_same_bits(tmp_path):
-    teacher = make_decoder(tmp_path / "gpt2")
-    train, evals = (write_text(tmp_path / f"{i}.txt", 40, i) for i in range(2))
-    killed_and_resumed(tmp_path, teacher, train, evals, task="causal-lm", method="lrkd")
-
-
 def test_scores_are_those_of_the_whole_text(tmp_path):
     path = make_decoder(tmp_path / "gpt2")
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -164,22 +158,15 @@ def test_a_folder_is_read_file_by_file(tmp_path):
     assert read(folder).texts == [*(text for text, _ in sentences(2, 0)), "bad film"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
+def test_a_mistake_is_one_sentence(tmp_path):
+    for name, text, words in (
         ("a.jsonl", '{"words": "a"}', "no column 'text'"),
         ("a.jsonl", '{"text": "a"}\n{"text": 3}', "row 2: column 'text' is not text but 3"),
         ("a.jsonl", '{"text": "a"}\n{"text": " "}', "row 2: column 'text' is empty"),
         ("a.txt", "\n", "the file is empty"),
         ("a.md", "a", "unknown kind of file"),
-    ],
-)
-def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(InputError, match=words) as caught:
-        load(Source(task="causal-lm", train=path, evals=path))
-    assert str(path) in str(caught.value)
+    ):
+        refused(tmp_path, "causal-lm", text, words, name)
 
 
 def test_rows_without_labels_are_refused(tmp_path):

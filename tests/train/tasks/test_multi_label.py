@@ -15,7 +15,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.multi_label import TASK
 from tests.support.tiny import make_teacher, run, sentences
-from tests.train.tasks.through import killed_and_resumed, through
+from tests.train.tasks.through import refused, through
 
 NAMED = ("bad", "film", "good", "so")
 
@@ -48,8 +48,6 @@ def test_every_command_takes_it(tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("good film\nbad film\n")
     report = through(tmp_path, teacher, train, evals, task="multi-label", unlabelled=more)
-    again = tmp_path / "again", tmp_path / "run/teacher", train, evals
-    killed_and_resumed(*again, task="multi-label", method="lrkd")
     assert report["task"] == "multi-label" and report["labels"] == list(NAMED)
     told = report["told"]
     assert [row["text"] for row in told] == [text for text, _ in labelled(24, 1)]
@@ -126,9 +124,8 @@ def test_rows_without_labels_teach_by_the_teacher_alone(tmp_path):
     torch.testing.assert_close(out.terms["task"].detach(), hard)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
+def test_a_mistake_is_one_sentence(tmp_path):
+    for name, text, words in (
         ("a.jsonl", '{"text": "a"}', "no column 'labels'"),
         ("a.jsonl", '{"text": "a", "labels": 3}', "row 1: column 'labels' is not a list of labels"),
         ("a.jsonl", '{"text": "a", "labels": [true]}', "not a list of labels but"),
@@ -136,14 +133,8 @@ def test_rows_without_labels_teach_by_the_teacher_alone(tmp_path):
         ("a.csv", "text,labels\na,x|y\nb,x|x\n", "row 3: label 'x' stands there twice"),
         ("a.csv", "text,labels\na,x\n", "the only label is 'x', and --task multi-label needs two"),
         ("a.csv", "text,labels\na,\n", "no row has a label"),
-    ],
-)
-def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(InputError, match=words) as caught:
-        load(Source(task="multi-label", train=path, evals=path))
-    assert str(path) in str(caught.value)
+    ):
+        refused(tmp_path, "multi-label", text, words, name)
 
 
 def test_a_label_that_training_never_shows(tmp_path):

@@ -10,12 +10,11 @@ from torchmetrics.functional.text import squad as oracle
 from transformers import AutoTokenizer
 
 from fastkd.train.data import load, read_file
-from fastkd.train.errors import InputError
 from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, make_teacher, run
-from tests.train.tasks.through import killed_and_resumed, through
+from tests.train.tasks.through import killed_and_resumed, refused, through
 
 
 def questions(rows, seed=0, empty=False):
@@ -191,9 +190,8 @@ def question(**changes):
     return json.dumps({"data": [{"paragraphs": [{"context": "a b", "qas": [row]}]}]})
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_mistake_is_one_sentence(tmp_path):
+    for text, words in (
         ('{"data": [{"paragraphs": 3}]}', r"data\[0\]: 'paragraphs' is not a list of objects"),
         ('{"data": [{"title": "a"}]}', r"data\[0\]: no column 'paragraphs'"),
         ('{"data": [{"paragraphs": [{"qas": [{"id": 1}]}]}]}', r"paragraphs\[0\]: no column 'con"),
@@ -207,14 +205,8 @@ def question(**changes):
             "question 'q7': answer 'b' doesn't stand at character 1 of its text",
         ),
         (question(answers=[{"text": "b"}]), "answer 'b' doesn't stand at character None"),
-    ],
-)
-def test_a_mistake_is_one_sentence(tmp_path, text, words):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=words) as caught:
-        load(Source(task="question-answering", train=path, evals=path))
-    assert str(path) in str(caught.value)
+    ):
+        refused(tmp_path, "question-answering", text, words, "a.json")
 
 
 def test_rows_line_by_line(tmp_path):

@@ -14,7 +14,7 @@ from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
 from fastkd.train.tasks.token_classification import TASK
 from tests.support.tiny import WORDS, make_teacher, run
-from tests.train.tasks.through import killed_and_resumed, through
+from tests.train.tasks.through import refused, through
 
 TAG = {"film": "B-FILM", "good": "B-GOOD", "very": "I-GOOD"}
 
@@ -38,8 +38,6 @@ def test_every_command_takes_it(tmp_path):
     teacher = make_teacher(tmp_path / "bert", head=False)
     train, evals = (write_conll(tmp_path / f"{i}.conll", 24, i) for i in range(2))
     report = through(tmp_path, teacher, train, evals)
-    again = tmp_path / "again", tmp_path / "run/teacher", train, evals
-    killed_and_resumed(*again, task="token-classification", method="lrkd")
     assert report["task"] == "token-classification"
     assert report["labels"] == ["B-FILM", "B-GOOD", "I-GOOD", "O"]
     assert set(report["student"]) == {"f1", "precision", "recall"}
@@ -89,9 +87,8 @@ def test_words_that_are_cut_off_are_outside(tmp_path):
     assert np.isnan(task.scores(("f1",), [[0, -1, 0]], encoded)["f1"])
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
+def test_a_mistake_is_one_sentence(tmp_path):
+    for name, text, words in (
         ("a.conll", "good B-GOOD\nfilm\n", "row 2: 1 columns where row 1 has 2"),
         ("a.conll", "good\nfilm\n", "no column 'labels'"),
         ("a.jsonl", '{"tokens": ["a", "b"], "labels": ["O"]}', "row 1: 2 words and 1 tags"),
@@ -99,14 +96,8 @@ def test_words_that_are_cut_off_are_outside(tmp_path):
         ("a.jsonl", '{"tokens": ["a", " "], "labels": ["O", "O"]}', "row 1: word 2 is empty"),
         ("a.jsonl", '{"tokens": [], "labels": []}', "row 1: column 'tokens' is empty"),
         ("a.jsonl", '{"tokens": ["a"], "labels": ["O"]}', "the only tag is 'O'"),
-    ],
-)
-def test_a_mistake_is_one_sentence(tmp_path, name, text, words):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(InputError, match=words) as caught:
-        load(Source(task="token-classification", train=path, evals=path))
-    assert str(path) in str(caught.value)
+    ):
+        refused(tmp_path, "token-classification", text, words, name)
 
 
 def test_a_tag_that_training_never_shows(tmp_path):

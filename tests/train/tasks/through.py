@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from fastkd.distill.verify import _Step
+from fastkd.train.data import load
+from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
+from fastkd.train.settings import Source
 from tests.cli.test_cli import crash, same_weights, stop_at
 from tests.support.tiny import run
 
@@ -24,19 +27,20 @@ def through(
 ) -> dict[str, Any]:
     """The report of a student whose teacher learned the task first, then used by each command.
 
-    Its evaluation says the scores of the run, a cache of the teacher gives a student too, and a
-    step passes `fastkd verify`.
+    The same command finds it complete, its evaluation says the scores of the run, a cache of the
+    teacher gives a student too, and a step passes `fastkd verify`.
     """
-    rows = {"train": train, "eval": evals, "batch_size": 4, "device": "cpu", "max_length": 16}
+    rows = {"train": train, "eval": evals, "batch_size": 8, "device": "cpu", "max_length": 16}
     rows.update(options)
     first = {"teacher": teacher, "method": method, "epochs": 1}
     if finetune:
         first["finetune_teacher"] = 1
     run("distill", **rows, **first, out=out / "run")
+    assert "already complete" in run("distill", **rows, **first, resume=True, out=out / "run")
     student = out / "run/student"
     report = read_json(student / "fastkd.json")
     scores = out / "scores.json"
-    length = {"device": "cpu", "batch_size": 4}
+    length = {"device": "cpu", "batch_size": 8}
     run("evaluate", model=student, data=evals, out=scores, **length)
     said = read_json(scores)
     for name, value in report["best"]["scores"].items():
@@ -59,6 +63,15 @@ def through(
         patch.setattr(_Step, "compiled", lambda step, backend: step.again())
         run("verify", **few)
     return report
+
+
+def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl") -> None:
+    """Assert that a file is refused by a sentence that names it."""
+    path = folder / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        load(Source(task=task, train=path, evals=path))
+    assert str(path) in str(caught.value)
 
 
 def killed_and_resumed(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) -> None:
