@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fastkd import __main__ as entry
 from fastkd.cli import demo
 from fastkd.cli.main import app
-from fastkd.distill import LRKD, Method
+from fastkd.distill import LRKD, METHODS, Method
 from fastkd.study import task
 from fastkd.train import docstrings, processes
 from tests.distill.processes import CONTEXT
@@ -109,7 +109,11 @@ def command(words: list[str]) -> None:
 
 
 def packaged(folder: Path, words: list[str]) -> None:
-    """A command whose packaged teacher is FOLDER/teacher, and Python's library FOLDER/library."""
+    """A command whose packaged teacher is FOLDER/teacher, and Python's library FOLDER/library.
+
+    Of the demo's methods two are enough for processes to share.
+    """
+    demo.METHODS = {name: METHODS[name] for name in (demo.LABELS_ONLY, "fcd")}
     demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
     task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
     command(words)

@@ -147,10 +147,11 @@ def test_columns_are_those_of_the_training(folder, tmp_path):
     data.write_text("\n".join(["one\ttwo\tclass", *rows]))
     student = shutil.copytree(folder / "student", tmp_path / "student")
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
-    run("analyze", model=folder, student=student, data=data, out=tmp_path / "given", **columns)
+    words = {"model": folder, "student": student, "data": data, "measures": "svcca"}
+    run("analyze", **words, out=tmp_path / "given", **columns)
     about = {"teacher_layers": [1, 3], "settings": columns}
     (student / MARKER).write_text(json.dumps(about))
-    run("analyze", model=folder, student=student, data=data, out=tmp_path / "known")
+    run("analyze", **words, out=tmp_path / "known")
     given, known = (
         json.loads((tmp_path / name / "layers.json").read_text()) for name in ("given", "known")
     )
@@ -269,11 +270,11 @@ def test_texts_from_a_pipe():
     os.close(read)
 
 
-def test_a_task_from_the_hub(folder, tmp_path, monkeypatch):
+def test_a_task_from_the_hub(folder, monkeypatch):
     def hub(name, config, split, columns, option):
         assert (name, config, split) == ("nyu-mll/glue", "sst2", "validation")
         return read_file(folder / "data.tsv", columns, option), None
 
     monkeypatch.setattr(report, "read_hub", hub)
-    output = run("analyze", model=folder, task="sst2", rows=9, out=tmp_path)
+    output = run("analyze", model=folder, task="sst2", rows=9, measures="svcca")
     assert "intra-class similarity, last layer" in output

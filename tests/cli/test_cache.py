@@ -59,7 +59,8 @@ def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_p
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("method", ["fcd", "lrkd", "mc3kd", "soft_targets"])
+# Every method's losses are the same bits: tests/distill/test_cache.py.
+@pytest.mark.parametrize("method", ["mc3kd", "soft_targets"])
 def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method):
     more = {"method": method, "test": folder / "dev.tsv"}
     assert "42 different samples" in call("cache", tmp_path / "cache", method=method)

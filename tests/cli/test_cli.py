@@ -2,12 +2,13 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,23 +24,21 @@ from transformers import (
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
-    LlamaConfig,
 )
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import fastkd
+from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method
-from fastkd.distill.baselines import BASELINES
 from fastkd.distill.capture import Backbone
 from fastkd.train import options, saving, training
 from fastkd.train.errors import InputError
 from fastkd.train.saving import (
     MARKER,
     damage,
-    read_json,
     recover_directory,
     replace_directory,
 )
@@ -187,11 +186,11 @@ def test_saved_student_scores_what_the_report_says(distill, tmp_path, files):
     assert sum(right) / len(right) == report["student"]["accuracy"]
 
 
-def test_the_same_seed_gives_the_same_student(distill, tmp_path):
-    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+def test_another_seed_gives_another_student(distill, tmp_path):
+    """The same one gives the same bits wherever a run is resumed below."""
+    for name, seed in (("a", 3), ("b", 4)):
         distill(out=tmp_path / name, seed=seed)
-    assert same_weights(tmp_path / "a", tmp_path / "b")
-    assert not same_weights(tmp_path / "a", tmp_path / "c")
+    assert not same_weights(tmp_path / "a", tmp_path / "b")
 
 
 def test_options_reach_the_method(distill, tmp_path):
@@ -205,8 +204,11 @@ def test_options_reach_the_method(distill, tmp_path):
 
 def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
     bare = make_teacher(tmp_path / "bare", head=False)
-    error = distill(teacher=bare, expect=2)
-    assert "no classification head" in error and "--finetune-teacher" in error
+    # --label-order helps no head that isn't there.
+    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("bad", "good")[y])
+    error = distill(teacher=bare, train=named, eval=named, expect=2)
+    assert f"--teacher {bare}: it has no classification head" in error
+    assert "pass --finetune-teacher" in error and "--label-order" not in error
     distill(teacher=bare, finetune_teacher=8, teacher_learning_rate=5e-3, method="soft_targets")
     report = report_of(tmp_path / "out")
     assert report["teacher"]["accuracy"] > 0.9
@@ -264,9 +266,9 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
     assert labels_of("tuned", "bad", "good", finetune_teacher=1) == {"0": "bad", "1": "good"}
 
 
-@pytest.mark.parametrize("names", [("1", "-1"), ("c", "C")])
-def test_a_head_that_names_the_classes_gives_their_order(distill, tmp_path, names):
+def test_a_head_that_names_the_classes_gives_their_order(distill, tmp_path):
     """1 and -1 meant the same, and were swapped."""
+    names = ("1", "-1")
     ids = {name: i for i, name in enumerate(names)}
     head = make_teacher(tmp_path / "head", id2label=dict(enumerate(names)), label2id=ids)
     rows = write_tsv(tmp_path / "rows.tsv", label=lambda y: names[1 - y])
@@ -309,15 +311,6 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path)
     for model in ("out/student", "tuned/student", "tuned/teacher"):
         weights = load_file(tmp_path / model / "model.safetensors").values()
         assert {weight.dtype for weight in weights} == {torch.float32}, model
-
-
-def test_a_teacher_without_a_head_is_told_so_first(distill, tmp_path):
-    """The advice came to pass --label-order, which helps no head that isn't there."""
-    bare = make_teacher(tmp_path / "bare", head=False)
-    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("bad", "good")[y])
-    error = distill(teacher=bare, train=named, eval=named, expect=2)
-    assert f"--teacher {bare}: it has no classification head" in error
-    assert "pass --finetune-teacher" in error and "--label-order" not in error
 
 
 def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
@@ -399,7 +392,6 @@ def family(path, teacher, kind):
     config = {
         "bert": BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32),
         "gpt2": GPT2Config(vocab_size=17, n_embd=16, n_layer=4, n_head=2, n_positions=32),
-        "llama": LlamaConfig(**sizes, intermediate_size=32, pad_token_id=0),
     }[kind]
     shutil.copytree(teacher, path)
     torch.manual_seed(2)
@@ -413,11 +405,10 @@ def family(path, teacher, kind):
 
 
 # An encoder is selected from below, and every family's blocks are found in tests/distill.
-@pytest.mark.parametrize("kind", ["gpt2"])
 def test_selected_layers_make_the_student_and_are_compared(
-    distill, interrupted, teacher, tmp_path, monkeypatch, kind
+    distill, interrupted, teacher, tmp_path, monkeypatch
 ):
-    large = family(tmp_path / kind, teacher, kind)
+    large = family(tmp_path / "gpt2", teacher, "gpt2")
     options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
     interrupted(3, terminate, expect=143, **options)
     # What was chosen is not chosen again.
@@ -456,16 +447,10 @@ def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
     assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
 
 
-@pytest.mark.parametrize("method", BASELINES)
-def test_what_others_distil_with(distill, teacher, tmp_path, method):
-    student = {"student": teacher} if method == "tinybert" else {}
-    distill(method=method, epochs=1, **student)
-    report = report_of(tmp_path / "out")
-    terms = {
-        "tinybert": "maps", "pkd": "patient", "distilbert": "cosine", "embeddings": "contrast",
-    }  # fmt: skip
-    assert report["history"][-1]["losses"][terms[method]] > 0
-    assert "--method 'tinybret'" in distill(method="tinybret", expect=2)
+def test_what_others_distil_with(distill, teacher, tmp_path):
+    """Its models are loaded so that they give attention maps; studies run every baseline."""
+    distill(method="tinybert", student=teacher)
+    assert report_of(tmp_path / "out")["history"][-1]["losses"]["maps"] > 0
 
 
 def test_attention_maps_are_asked_for(distill, tmp_path):
@@ -484,11 +469,10 @@ def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_
 
 
 # What methods make of two widths is tested in tests/distill/test_width.py.
-@pytest.mark.parametrize("method", ["lrkd", "mc3kd"])
-def test_a_narrower_student(distill, tmp_path, method):
+def test_a_narrower_student(distill, tmp_path):
     sizes = "hidden_size=12,num_attention_heads=2,intermediate_size=8"
-    out = {"finetune_teacher": 0.2} if method == "mc3kd" else {}
-    distill(method=method, student_config=sizes, student_layers=2, **out)
+    words = {"student_config": sizes, "student_layers": 2, "precision": "bf16"}
+    distill(method="mc3kd", finetune_teacher=0.2, **words)
     student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
     found = student.config
     assert (found.hidden_size, found.intermediate_size, found.num_hidden_layers) == (12, 8, 2)
@@ -512,102 +496,46 @@ def test_a_random_student_and_one_that_goes_on(distill, interrupted, tmp_path):
     assert same_weights(tmp_path / "out", again)
 
 
-def test_glue_layout_of_cola(distill, tmp_path, files):
-    def convert(path):
-        rows = [line.split("\t") for line in path.read_text().splitlines()[1:]]
-        made = tmp_path / path.name
-        made.write_text("".join(f"src\t{label}\t\t{text}\n" for text, label in rows))
-        return made
-
-    distill(task="cola", train=convert(files[0]), eval=convert(files[1]), precision="bf16")
-    assert set(report_of(tmp_path / "out")["student"]) == {"mcc"}
-
-
-BAD = {
-    "ignored split": ({"train_split": "test"}, ["--train and --train-split exclude each other"]),
-    "ignored eval split": (
-        {"eval_split": "test"},
-        ["--train and --eval-split exclude each other"],
-    ),
-    "ignored data": ({"data": "imdb"}, ["--train and --data exclude each other"]),
-    "ignored config": ({"data_config": "x"}, ["--data-config"]),
-    "ignored layers": (
-        {"student": "./s", "teacher_layers": "top"},
-        ["--student and --teacher-layers"],
-    ),
-    "ignored rate": ({"teacher_learning_rate": 1e-3}, ["needs --finetune-teacher"]),
-    "seed": ({"seed": -1}, ["--seed", "at least 0"]),
-    "large seed": ({"seed": 2**33}, ["--seed", "at most"]),
-    "layers": ({"set": "layers=9"}, ["--method fcd", "layers"]),
-    "layers of mc3kd": ({"method": "mc3kd", "set": "layers=9"}, ["--method mc3kd", "layers"]),
-    "no number": ({"set": "alpha=nan"}, ["alpha"]),
-    "huge number": ({"set": "alpha=1e999"}, ["alpha"]),
-    "no data": ({"train": None, "eval": None}, ["--task", "--train"]),
-    "no file": ({"train": "nope.tsv"}, ["--train nope.tsv", "no such file"]),
-    "method": ({"method": "fdc"}, ["--method", "did you mean 'fcd'"]),
-    "task": ({"task": "sts-b"}, ["--task", "did you mean 'stsb'"]),
-    "option": ({"set": "alhpa=1"}, ["--set alhpa", "did you mean 'alpha'"]),
-    "option form": ({"set": "alpha"}, ["--set", "name=value"]),
-    "option value": ({"set": "alpha=-1"}, ["alpha", "at least 0"]),
-    "option type": ({"set": "alpha=big"}, ["alpha", "number"]),
-    "k": ({"method": "knn", "set": "k=0"}, ["k must be at least 1"]),
-    "teacher path": ({"teacher": "./nowhere"}, ["--teacher ./nowhere", "no such directory"]),
-    "teacher name": ({"teacher": "nowhere"}, ["nowhere: no such directory, and the hub"]),
-    "teacher in a folder": (
-        {"teacher": "runs/nope"},
-        ["--teacher runs/nope: no such directory, and the hub doesn't give it ("],
-    ),
-    "student path": ({"student": "./nowhere"}, ["--student ./nowhere", "no such directory"]),
-    "too many layers": ({"student_layers": 5}, ["Error: --student-layers 5", "only 4"]),
-    "layer number": ({"teacher_layers": "2,9"}, ["--teacher-layers", "1 to 4"]),
-    "layer scheme": (
-        {"teacher_layers": "unifrom"},
-        ["Error: --teacher-layers 'unifrom'", "mean 'uniform'"],
-    ),
-    "layer count": (
-        {"teacher_layers": "1,2,3", "student_layers": 2},
-        ["Error: --teacher-layers names 3", "--student-layers is 2"],
-    ),
-    "sizes and student": (
-        {"student": "./s", "student_config": "hidden_size=8"},
-        ["--student and --student-config exclude each other"],
-    ),
-    "size name": ({"student_config": "hidden=8"}, ["--student-config", "has no size 'hidden'"]),
-    "size": (
-        {"student_config": "hidden_size=15"},
-        ["--student-config: hidden_size 15 is no multiple of num_attention_heads 2"],
-    ),
-    "size form": ({"student_config": "hidden_size=8,4"}, ["--student-config '4'", "name=value"]),
-    "size twice": ({"student_config": "head_dim=8,head_dim=4"}, ["head_dim is given twice"]),
-    "large size": ({"student_config": "hidden_size=32"}, ["32 is more than the teacher's 16"]),
-    "layers as size": (
-        {"student_config": "num_hidden_layers=2"},
-        ["--student-config num_hidden_layers: give --student-layers"],
-    ),
-    "weights": ({"student_weights": "new"}, ["--student-weights 'new'", "cut, random"]),
-    "random layers": (
-        {"student_weights": "random", "teacher_layers": "top"},
-        ["--teacher-layers and --student-weights random"],
-    ),
-    "method layers": ({"set": "layers=[1]"}, ["--method fcd", "layers"]),
-    "precision": ({"precision": "fp8"}, ["--precision", "fp16"]),
-    "half on the cpu": ({"precision": "fp16"}, ["fp16 needs a CUDA device"]),
-    "device": ({"device": "gpu"}, ["--device 'gpu'"]),
-    "epochs": ({"epochs": 0}, ["--epochs", "greater than 0"]),
-    "batch size": ({"batch_size": 0}, ["--batch-size", "at least 1"]),
-    "max length": ({"max_length": 64}, ["--max-length 64", "at most 32"]),
-    "warmup": ({"warmup": 2}, ["--warmup"]),
-    "column": ({"text_column": "sentense"}, ["'sentense'", "did you mean 'sentence'"]),
-}
+# What is said of them; malformed values of every option: test_abuse.py.
+BAD = [
+    ({"train_split": "test"}, "--train and --train-split exclude each other"),
+    ({"eval_split": "test"}, "--train and --eval-split exclude each other"),
+    ({"data": "imdb"}, "--train and --data exclude each other"),
+    ({"data_config": "x"}, "--data-config"),
+    ({"student": "./s", "teacher_layers": "top"}, "--student and --teacher-layers"),
+    ({"teacher_learning_rate": 1e-3}, "needs --finetune-teacher"),
+    ({"train": None, "eval": None}, "--task .*--train"),
+    ({"method": "fdc"}, "--method .*did you mean 'fcd'"),
+    ({"task": "sts-b"}, "--task .*did you mean 'stsb'"),
+    ({"set": "alhpa=1"}, "--set alhpa.*did you mean 'alpha'"),
+    ({"set": "alpha"}, "--set .*name=value"),
+    ({"teacher": "./nowhere"}, "--teacher ./nowhere.*no such directory"),
+    ({"teacher": "nowhere"}, "nowhere: no such directory, and the hub"),
+    ({"teacher": "runs/nope"}, r"runs/nope: no such directory, and the hub doesn't give it \("),
+    ({"student_layers": 5}, "Error: --student-layers 5.*only 4"),
+    ({"teacher_layers": "2,9"}, "--teacher-layers .*1 to 4"),
+    ({"teacher_layers": "unifrom"}, "Error: --teacher-layers 'unifrom'.*mean 'uniform'"),
+    ({"teacher_layers": "1,2,3", "student_layers": 2}, "layers names 3.*--student-layers is 2"),
+    ({"student": "./s", "student_config": "hidden_size=8"}, "--student and --student-config excl"),
+    ({"student_config": "hidden=8"}, "--student-config.*has no size 'hidden'"),
+    ({"student_config": "hidden_size=15"}, "hidden_size 15 is no multiple of num_attention_heads"),
+    ({"student_config": "hidden_size=8,4"}, "--student-config '4'.*name=value"),
+    ({"student_config": "head_dim=8,head_dim=4"}, "head_dim is given twice"),
+    ({"student_config": "hidden_size=32"}, "32 is more than the teacher's 16"),
+    ({"student_config": "num_hidden_layers=2"}, "num_hidden_layers: give --student-layers"),
+    ({"student_weights": "new"}, "--student-weights 'new'.*cut, random"),
+    ({"student_weights": "random", "teacher_layers": "top"}, "layers and --student-weights random"),
+    ({"precision": "fp16"}, "fp16 needs a CUDA device"),
+    ({"max_length": 64}, "--max-length 64.*at most 32"),
+    ({"text_column": "sentense"}, "'sentense'.*did you mean 'sentence'"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path, case):
-    options, expected = BAD[case]
-    error = distill(expect=2, **options)
-    for part in expected:
-        assert part in error, error
-    assert not (tmp_path / "out").exists()
+def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path):
+    for given, said in BAD:
+        error = distill(expect=2, **given)
+        assert re.search(said, error), (given, error)
+        assert not (tmp_path / "out").exists()
 
 
 def test_trainer_args_reach_the_trainer(distill, tmp_path):
@@ -719,9 +647,7 @@ def test_bad_rows_are_named_before_any_work(distill, tmp_path):
 
 def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
     distill(seed=1)
-    before = weights_of(tmp_path / "out")
     assert "--overwrite" in distill(seed=2, expect=2)
-    assert weights_of(tmp_path / "out").keys() == before.keys()
     assert "already complete" in distill("--resume", seed=1)
     error = distill("--resume", seed=2, expect=2)
     assert "seed = 1" in error and "now it is 2" in error
@@ -788,20 +714,6 @@ def test_files_put_into_an_unfinished_run_stay(distill, interrupted, tmp_path, f
     assert "already complete" in distill("--resume", epochs=2)
 
 
-def test_overwrite_keeps_the_old_student_until_the_new_one_is_complete(
-    distill, interrupted, tmp_path
-):
-    distill(seed=1)
-    before = weights_of(tmp_path / "out")
-    interrupted(7, press_ctrl_c, "--overwrite", seed=2, epochs=2)
-    assert read_json(tmp_path / "out" / "unfinished" / "student" / MARKER)["best"]["step"] == 5
-    after = weights_of(tmp_path / "out")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert damage(tmp_path / "out" / "student") is None
-    distill("--resume", seed=2, epochs=2)
-    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
-
-
 def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
     seen = []
 
@@ -816,16 +728,20 @@ def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
 
 
 def test_the_lock_goes_with_its_process(tmp_path):
-    code = "import sys, time; from pathlib import Path; from fastkd.train.saving import locked\n"
-    code += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE
-    )
-    assert holder.stdout.readline() == b"held\n"
+    def hold():
+        with saving.locked(tmp_path / "out"):
+            ours.send("held")
+            time.sleep(60)
+
+    fork = multiprocessing.get_context("fork")
+    theirs, ours = fork.Pipe(duplex=False)
+    holder = fork.Process(target=hold)
+    holder.start()
+    assert theirs.recv() == "held"
     with pytest.raises(InputError, match=f"in use by process {holder.pid} on"):
         saving.locked(tmp_path / "out").__enter__()
     holder.kill()
-    holder.wait()
+    holder.join()
     with saving.locked(tmp_path / "out"):
         pass
     assert visible(tmp_path / "out") == []
@@ -869,20 +785,19 @@ def hang_up():
 
 # 40 rows in batches of 8: 5 steps an epoch. Every method, and every way and place to end, once.
 @pytest.mark.parametrize(
-    ("method", "step", "how", "every"),
+    ("method", "epochs", "step", "how", "every"),
     [
-        ("soft_targets", 7, press_ctrl_c, None),  # in the teacher's fine-tuning
-        ("lrkd", 8, crash, 3),
-        ("lrc_bert", 5, press_ctrl_c, None),
-        ("knn", 15, hang_up, None),
-        ("fcd", 3, crash, None),
-        ("mc3kd", 13, terminate, 13),  # the last step, in the middle of an epoch
+        ("soft_targets", 1, 7, press_ctrl_c, None),  # in the teacher's fine-tuning
+        ("lrkd", 2, 8, crash, 3),
+        ("lrc_bert", 2, 5, press_ctrl_c, None),
+        ("knn", 2, 10, hang_up, None),
+        ("fcd", 1, 3, crash, None),
+        ("mc3kd", 1.6, 8, terminate, 8),  # the last step, in the middle of an epoch
     ],
 )
 def test_resuming_gives_the_uninterrupted_result(
-    distill, interrupted, tmp_path, method, step, how, every
+    distill, interrupted, tmp_path, method, epochs, step, how, every
 ):
-    epochs = 2.6 if step == 13 else 3
     rarely = tmp_path / "args.yaml"
     rarely.write_text("logging_steps: 99\n")
     options = {
@@ -917,14 +832,14 @@ def test_resuming_draws_labelled_rows_as_before(distill, interrupted, tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("\n".join(text for text, _ in sentences(30, seed=5)))
     options = {
-        "method": "soft_targets", "epochs": 3, "checkpoint_every": 3, "max_train_rows": 6,
+        "method": "soft_targets", "epochs": 2, "checkpoint_every": 3, "max_train_rows": 6,
         "unlabelled": more,
     }  # fmt: skip
     distill(out=tmp_path / "whole", **options)
     interrupted(8, crash, **options)
     distill("--resume", **options)
     assert same_weights(tmp_path / "out", tmp_path / "whole")
-    assert report_of(tmp_path / "out")["history"][-1]["step"] == 15
+    assert report_of(tmp_path / "out")["history"][-1]["step"] == 10
     distill(out=tmp_path / "plain", labelled_share=0.0, **options)
     assert not same_weights(tmp_path / "plain", tmp_path / "whole")
 
@@ -949,12 +864,12 @@ def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     distill, interrupted, begun, tmp_path, harm
 ):
-    options = {"epochs": 3, "method": "lrkd"}
+    options = {"epochs": 2, "method": "lrkd"}
     begun("whole", lambda out: distill(out=out, **options))
-    begun("out", lambda out: interrupted(12, press_ctrl_c, out=out, **options))
+    begun("out", lambda out: interrupted(7, press_ctrl_c, out=out, **options))
     checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
-    assert visible(checkpoints) == ["checkpoint-10", "checkpoint-12"]
-    newest = checkpoints / "checkpoint-12"
+    assert visible(checkpoints) == ["checkpoint-5", "checkpoint-7"]
+    newest = checkpoints / "checkpoint-7"
     (checkpoints / "checkpoint-mine").mkdir()
     for name in (
         "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "method.pt",
@@ -964,7 +879,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         assert name in damage(newest)
         (tmp_path / name).rename(newest / name)
     if harm == "cut off":
-        newest = checkpoints / "checkpoint-13"
+        newest = checkpoints / "checkpoint-8"
         newest.mkdir()
         (newest / "trainer_state.json").write_text('{"global_step":')
     elif harm.startswith("flip"):
@@ -1128,32 +1043,30 @@ def test_a_new_directory_is_on_the_disk_before_it_replaces_the_old(tmp_path, mon
     assert done[-1] == tmp_path.stat().st_ino
 
 
-def test_a_missing_extra_is_named():
+def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
     """From a checkout, pip install 'fastkd[train]' fetches some other fastkd, or nothing."""
     with pytest.raises(MissingExtra, match=r"nowhere is not installed.*-e '[^']*\[train\]'"):
         require("nowhere.at.all", "train")
-
-
-def test_a_package_is_named_as_it_is_installed(monkeypatch):
-    """`export` without protobuf said that google is not installed."""
+    # By the name that it is installed by: `export` without protobuf spoke of google.
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     with pytest.raises(MissingExtra, match=r"^protobuf is not installed; get it with"):
         require("google.protobuf", "onnx")
-
-
-def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     error = distill(expect=1)
     assert error.startswith("Error: scikit-learn is not installed; get it with: pip install ")
     assert not (tmp_path / "out").exists()
 
 
-def test_torch_without_the_extras_is_one_sentence():
-    code = "import sys; sys.modules['typer'] = None; import fastkd.__main__ as m; m.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: typer is not installed; get it with: pip install ")
-    assert len(done.stderr.splitlines()) == 1
+def test_torch_without_the_extras_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(fastkd, "cli", fastkd.cli)  # which comes back, after another was imported
+    for name in [name for name in sys.modules if name.startswith(("typer", "fastkd.cli"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match="1"):
+        entry.main()
+    errors = capsys.readouterr().err
+    assert errors.startswith("Error: typer is not installed; get it with: pip install ")
+    assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])

@@ -21,7 +21,18 @@ from tests.support.tiny import make_teacher, run
 
 
 @pytest.fixture(scope="module")
-def corpus():
+def library():
+    """Python's own docstrings, which take seconds to parse."""
+    return list(docstrings(Path(sysconfig.get_path("stdlib"))))
+
+
+@pytest.fixture
+def parsed(library, monkeypatch):
+    monkeypatch.setattr("fastkd.train.docstrings.docstrings", lambda root: iter(library))
+
+
+@pytest.fixture
+def corpus(parsed):
     return load_docstrings(100, 20)
 
 
@@ -108,11 +119,9 @@ def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
     assert sum(mail) <= 1
 
 
-def test_pairs_are_graded_by_the_tree(tmp_path, monkeypatch):
-    library = list(docstrings(Path(sysconfig.get_path("stdlib"))))  # takes seconds to parse
+def test_pairs_are_graded_by_the_tree(tmp_path, library, parsed, monkeypatch):
     found = reversed(library)  # the first of a text counts
     texts = {" ".join(text.split()[:60]): group for _, group, text in found}
-    monkeypatch.setattr("fastkd.train.docstrings.docstrings", lambda root: iter(library))
     area_of = {module: area for area, modules in AREAS.items() for module in modules.split()}
     corpus = load_pairs(30, 6)
     assert corpus.names is None and corpus.metrics == ("spearman", "pearson")
