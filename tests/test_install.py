@@ -1,6 +1,6 @@
 """Every way of installing, each in a fresh environment that sees this one's torch.
 
-From a copy of the checkout without a source distribution `make test` itself installs.
+From the checkout, editable, `make test` itself installs.
 """
 
 import os
@@ -105,12 +105,6 @@ def in_haste(tmp_path) -> dict[str, str]:
     return compilers
 
 
-def check(python: Path, cwd: Path) -> tuple[bool, Path]:
-    """Whether the installed package has its extension, and where it lies; roots are right."""
-    _, extension, file = run(python, "-c", CHECK, cwd=cwd).strip().splitlines()[-1].split()
-    return extension == "True", Path(file)
-
-
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
 def test_one_binary_is_right_for_every_torch(tmp_path):
     """It calls the stable C functions of torch only."""
@@ -132,12 +126,6 @@ def test_one_binary_is_right_for_every_linux():
     assert not newer, "csrc/glibc_2_28.h names what older systems have"
 
 
-def test_editable_install(source, python, tmp_path):
-    """The extension of one is what `make test` has built for all other tests."""
-    pip(python, "install", "-e", source, cwd=tmp_path, FASTKD_NO_EXT="1")
-    assert check(python, tmp_path) == (False, source / "fastkd" / "__init__.py")
-
-
 def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path, in_haste):
     """torch is no build requirement; its headers are found in the environment all the same."""
     code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
@@ -145,12 +133,8 @@ def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path
     (sdist,) = (source / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {
-        "csrc/roots.cpp",
-        "csrc/roots.cu",
-        "csrc/eigen_lanes.h",
-        "fastkd/kernels/projection.py",
-    } <= names
+    sources = {"roots.cpp", "roots.cu", "eigen_lanes.h"}
+    assert {"fastkd/kernels/projection.py", *(f"csrc/{name}" for name in sources)} <= names
     assert not [name for name in names if name.startswith("tests/")], "a few, without their helpers"
 
     pip(python, "wheel", "-w", tmp_path, sdist, cwd=tmp_path, FASTKD_LABEL=LABEL, **in_haste)
@@ -159,21 +143,17 @@ def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path
     with zipfile.ZipFile(wheel) as archive:
         assert {"fastkd/_C.abi3.so", "fastkd/kernels/projection.py"} <= set(archive.namelist())
     pip(python, "install", wheel, cwd=tmp_path)
-    extension, file = check(python, tmp_path)
-    assert extension
-    assert tmp_path / "env" in file.parents
+    _, built, file = run(python, "-c", CHECK, cwd=tmp_path).strip().splitlines()[-1].split()
+    assert built == "True" and tmp_path / "env" in Path(file).parents
 
 
 def test_without_the_extension(source, python, tmp_path):
-    variables = {"FASTKD_NO_EXT": "1"}
-    output = pip(
-        python, "wheel", "--no-build-isolation", "-w", tmp_path, source, cwd=tmp_path, **variables
-    )
+    words = "wheel", "--no-build-isolation", "-w", tmp_path, source
+    output = pip(python, *words, cwd=tmp_path, FASTKD_NO_EXT="1")
     assert "FASTKD_NO_EXT=1, building without the extension" in output
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     pip(python, "install", wheel, cwd=tmp_path)
-    assert not check(python, tmp_path)[0]
     doctor = run(python, "-m", "fastkd", "doctor", cwd=tmp_path)
     assert "fastkd._C is not built; matrix roots and row kernels run on PyTorch code" in doctor
 
@@ -185,16 +165,9 @@ def test_without_torch(source, tmp_path):
 
 
 def test_without_a_compiler(source, python, tmp_path):
+    nowhere = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
     with pytest.raises(AssertionError, match="needs a C\\+\\+17 compiler") as failure:
-        pip(
-            python,
-            "install",
-            "--no-build-isolation",
-            source,
-            cwd=tmp_path,
-            CC="/nowhere/cc",
-            CXX="/nowhere/c++",
-        )
+        pip(python, "install", "--no-build-isolation", source, cwd=tmp_path, **nowhere)
     assert "FASTKD_NO_EXT=1 installs fastkd without the extension" in str(failure.value)
 
 

