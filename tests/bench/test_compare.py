@@ -133,14 +133,11 @@ def result(ratio, count=5, **more):
 
 
 def files(before, after, name=OWN, loss="toy"):
-    return [
-        {
-            "format": harness.FORMAT,
-            "machine": {"name": "m"},
-            "rows": [{"key": "k", "loss": loss, "providers": {name: r} if r else {}}],
-        }
-        for r in (before, after)
-    ]
+    about = {"format": harness.FORMAT, "machine": {"name": "m"}}
+    rows = (
+        [{"key": "k", "loss": loss, "providers": {name: r} if r else {}}] for r in (before, after)
+    )
+    return [{**about, "rows": each} for each in rows]
 
 
 def test_memory_launches_and_lost_rows_are_flagged():

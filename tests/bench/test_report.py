@@ -10,15 +10,10 @@ from fastkd.bench import harness, plots, report, suite
 def provider(ms, ratio, peak=2**20):
     times = {"median": ms, "q1": 0.9 * ms, "q3": 1.1 * ms}
     return {
-        "rounds": 9,
-        "both": times,
-        "forward": times,
-        "backward": times,
+        "rounds": 9, "both": times, "forward": times, "backward": times, "peak_bytes": peak,
         "ratio": {"median": ratio, "q1": 0.9 * ratio, "q3": 1.1 * ratio},
-        "peak_bytes": peak,
-        "value_error": 0.0,
-        "gradient_error": 1e-6,
-    }
+        "value_error": 0.0, "gradient_error": 1e-6,
+    }  # fmt: skip
 
 
 def result_file(name="somewhere", gpu=None):
@@ -37,14 +32,10 @@ def result_file(name="somewhere", gpu=None):
     if gpu:
         machine["gpu"] = gpu
     return {
-        "format": 2,
-        "machine": machine,
-        "versions": {"python": "3.12", "torch": "2.13.0"},
-        "commit": "abc1234",
-        "date": "2026-01-02",
+        "format": 2, "machine": machine, "versions": {"python": "3.12", "torch": "2.13.0"},
+        "commit": "abc1234", "date": "2026-01-02", "rows": rows,
         "roofline": {"copy_bytes_per_s": 2e10, "float32_ops_per_s": 1e11},
-        "rows": rows,
-    }
+    }  # fmt: skip
 
 
 def test_the_memory_of_language_models():

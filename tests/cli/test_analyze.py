@@ -221,45 +221,31 @@ def test_what_fails_in_one_process_is_said_once_and_ends_all(folder, tmp_path):
     assert "".join(said) == f"Error: --model {folder}: not here\n"
 
 
-MODEL = ("--model", "{folder}")
+MISTAKES = [
+    ({}, "give one of --text FILE, --data FILE and --task NAME"),
+    ({"data": "data.tsv", "text": "x"}, "give one of --text FILE"),
+    ({"text": "x", "label_column": "y"}, "--label-column is about --data FILE"),
+    ({"text": "x", "sentence": " "}, "--sentence holds no text"),
+    ({"text": "x", "before": "x"}, "--before needs --student"),
+    ({"text": "x", "measures": "svcca,ckaa"}, "'ckaa': known: svcca"),
+    ({"text": "x", "pool": "max"}, "--pool 'max' is not an option"),
+    ({"text": "text.txt", "student": "./other"}, "./other: its vocabulary has 9 tokens, the"),
+    ({"text": "text.txt", "student": "./wrong"}, "made of another --model: layers must be"),
+    ({"text": "text.txt", "model": "./nan"}, "--model ./nan: layer 1 of the model gave values"),
+    ({"text": "text.txt", "rows": 1, "measures": "unbiased_cka"}, "at least four real tokens"),
+    ({"text": "none.txt"}, "none.txt: no such file"),
+    ({"text": "."}, "--text .: can't be read"),
+    ({"text": "text.txt", "model": "./none"}, "./none: no such directory"),
+    ({"task": "sst"}, "--task 'sst' is not an option"),
+    ({"text": "text.txt", "variance": 2}, "--variance"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--model", "{folder}"], "give one of --text FILE, --data FILE and --task NAME"),
-        ([*MODEL, "--data", "{folder}/data.tsv", "--text", "x"], "give one of --text FILE"),
-        ([*MODEL, "--text", "x", "--label-column", "y"], "--label-column is about --data FILE"),
-        ([*MODEL, "--text", "x", "--sentence", " "], "--sentence holds no text"),
-        ([*MODEL, "--text", "x", "--before", "{folder}"], "--before needs --student"),
-        ([*MODEL, "--text", "x", "--measures", "svcca,ckaa"], "'ckaa': known: svcca"),
-        ([*MODEL, "--text", "x", "--pool", "max"], "--pool 'max' is not an option"),
-        (
-            [*MODEL, "--text", "{folder}/text.txt", "--student", "{folder}/other"],
-            "--student {folder}/other: its vocabulary has 9 tokens, the model's 10",
-        ),
-        (
-            [*MODEL, "--text", "{folder}/text.txt", "--student", "{folder}/wrong"],
-            "--student was made of another --model: layers must be increasing numbers from 1 to 3",
-        ),
-        (
-            ["--model", "{folder}/nan", "--text", "{folder}/text.txt"],
-            "--model {folder}/nan: layer 1 of the model gave values that are not finite",
-        ),
-        (
-            [*MODEL, "--text", "{folder}/text.txt", "--rows", "1", "--measures", "unbiased_cka"],
-            "at least four real tokens in the batches are needed, got 3",
-        ),
-        (["--model", "{folder}", "--text", "/no/such.txt"], "/no/such.txt: no such file"),
-        (["--model", "{folder}", "--text", "{folder}"], "--text {folder}: can't be read"),
-        (["--model", "/no/model", "--text", "{folder}/text.txt"], "/no/model: no such directory"),
-        (["--model", "{folder}", "--task", "sst"], "--task 'sst' is not an option"),
-        (["--model", "{folder}", "--text", "{folder}/text.txt", "--variance", "2"], "--variance"),
-    ],
-)
-def test_mistakes_are_one_sentence(folder, arguments, message):
-    error = run("analyze", *(part.format(folder=folder) for part in arguments), expect=2)
-    assert message.format(folder=folder) in error
+@pytest.mark.parametrize("case", range(len(MISTAKES)))
+def test_mistakes_are_one_sentence(folder, monkeypatch, case):
+    given, said = MISTAKES[case]
+    monkeypatch.chdir(folder)
+    assert said in run("analyze", **{"model": folder, **given}, expect=2)
 
 
 def test_texts_from_a_pipe():

@@ -97,11 +97,10 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_process_that_dies_or_hangs_does_not_topple_the_rest(workers):
+def test_a_process_that_dies_or_hangs_does_not_topple_the_rest():
     names = ["good 1", "crash", "good 2", "hang", "bad", "good 3"]
     command = [sys.executable, "-c", CHILD]
-    answers = dict(gpu_check.ask_children(command, names, 100, workers, patience=5.0))
+    answers = dict(gpu_check.ask_children(command, names, 100, 2, patience=5.0))
     assert set(answers) == set(names)
     assert "ended (7)" in answers["crash"] and "hung" in answers["hang"]
     assert answers["bad"] == "wrong"
