@@ -1,7 +1,6 @@
 """Every command of README, CONTRIBUTING and docs is run: here as far as its work, or by a test."""
 
 import ast
-import os
 import re
 import shlex
 import shutil
@@ -136,19 +135,6 @@ def test_a_command_that_is_wrong_is_seen(monkeypatch):
     assert "reached the work" not in started(["distill", "--no-such-option"], monkeypatch)
     assert "reached the work" not in started(["evaluate", "--model", "x"], monkeypatch)
     assert len(COMMANDS) > 15 and len(WITH_CODE) > 12
-
-
-def test_the_first_command_needs_no_network(monkeypatch):
-    """`make demo` sets up what it needs, and then the command asks nobody for anything."""
-    first = re.search(r"```sh\n(\S+ \S+)", (ROOT / "README.md").read_text())
-    assert first and first[1] == "make demo"
-    command = ["make", "--no-print-directory", "-n", "demo"]
-    # As from a shell, though these tests were started by make too.
-    shell = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=shell)
-    assert done.stdout.splitlines()[-1].strip().endswith("fastkd demo")
-    assert "HF_HUB_OFFLINE" in (ROOT / "fastkd" / "cli" / "demo.py").read_text()
-    assert os.environ["HF_HUB_OFFLINE"] == "1"  # and so it is in the tests of the demo
 
 
 def test_an_extra_is_got_in_one_way_that_works_from_a_checkout():

@@ -393,14 +393,11 @@ def test_numbers_as_labels_of_named_classes(folder, tmp_path):
     assert run("evaluate", model=swapped, data=numbers, label_order="1,0") == scores
     error = run("evaluate", model=swapped, data=numbers, label_order="1", expect=2)
     assert "--label-order 1: must name the data's label for each class" in error
-    # The same teacher, the same rows, in `distill`.
-    options = {"train": numbers, "eval": numbers, "test": None, "unlabelled": None,
-               "finetune_teacher": None, "teacher_learning_rate": None, "log_json": None,
-               "report_to": None, "epochs": 0.2, "teacher": swapped}  # fmt: skip
-    words = {k: v for k, v in options.items() if v is not None}
-    error = run("distill", **words, out=tmp_path / "x", expect=2)
+    # The same in `distill`, which tells so before it trains.
+    words = {"train": numbers, "eval": numbers, "out": tmp_path / "x", "epochs": 0.2}
+    error = run("distill", **words, teacher=swapped, expect=2)
     assert f"--teacher {swapped}: label 0 is the model's class 'pos'" in error
-    told = distill(folder, **{**options, "teacher": student}, out=tmp_path / "told")
+    told = run("distill", **words, teacher=student, device="cpu")
     assert "numbers of the model's classes: 0 is 'neg', 1 is 'pos'" in told
     # Rows that are marked as having no label.
     lines = [f"{text}\t{label}" for text, label in rows] + ["good film\t-100"] * 3
