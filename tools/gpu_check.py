@@ -12,15 +12,14 @@ import argparse
 import hashlib
 import json
 import os
-import queue
 import select
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,46 +211,37 @@ def ask_children(
 ) -> Iterator[tuple[str, str]]:
     """Each question with its answer, a line from one of several processes that read and answer.
 
-    A process that ends without an answer, or gives none in ``patience`` seconds, is the answer;
-    the next question gets a new one. What is not asked after ``seconds`` is left out.
+    A process that ends without an answer, or gives none in ``patience`` seconds, is the answer.
+    Behind one that isn't empty the next question gets a new process. What is not asked after
+    ``seconds`` is left out.
     """
     end = time.monotonic() + seconds
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
-    for question in questions:
-        waiting.put(question)
+    idle: list[subprocess.Popen[str]] = []
 
-    def work() -> None:
-        child: subprocess.Popen[str] | None = None
-        while time.monotonic() < end:
-            try:
-                question = waiting.get_nowait()
-            except queue.Empty:
-                break
-            if child is None:
-                child = subprocess.Popen(
-                    command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
-            answer = _answer(child, question, min(patience, end - time.monotonic()))
-            if answer is None:
-                child.kill()
-                answer = f"its process ended ({child.wait()}) or hung"
-                child = None
-            answers.put((question, answer))
-        if child is not None:
-            child.kill()
-            child.wait()
-        answers.put(None)
+    def ask(question: str) -> tuple[str, str] | None:
+        if time.monotonic() >= end:
+            return None
+        try:
+            child = idle.pop()
+        except IndexError:
+            child = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        answer = _answer(child, question, min(patience, end - time.monotonic()))
+        if answer == "":
+            idle.append(child)
+            return question, answer
+        child.kill()
+        ended = child.wait()
+        return question, answer or f"its process ended ({ended}) or hung"
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(max(workers, 1))]
-    for thread in threads:
-        thread.start()
-    working = len(threads)
-    while working:
-        if (answer := answers.get()) is None:
-            working -= 1
-        else:
-            yield answer
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        for asked in as_completed([pool.submit(ask, question) for question in questions]):
+            if found := asked.result():
+                yield found
+    for child in idle:
+        child.kill()
+        child.wait()
 
 
 def _answer(child: "subprocess.Popen[str]", question: str, patience: float) -> str | None:
@@ -343,7 +333,6 @@ def digests(size: str, device: torch.device) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the stages and print what passed."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STAGES)}")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")

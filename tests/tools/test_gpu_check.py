@@ -94,6 +94,8 @@ for line in sys.stdin:
     if name == "hang":
         time.sleep(60)
     print(json.dumps("" if name.startswith("good") else "wrong"), flush=True)
+    if name == "bad":
+        break
 """
 
 
