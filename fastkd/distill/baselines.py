@@ -1,5 +1,6 @@
 """What others distil with, as methods: the rows that a table of losses is read against."""
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -174,47 +175,59 @@ class Embeddings(Method):
             "correlations": self.cca,
         }
 
-    def _embeddings(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of both sides (B, Ds) and (B, Dt), and which samples have any token (B)."""
+    def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
+        own = [x for x in weights if x in vars(Embeddings) and x != "task"]
+        own = [x for x in own if getattr(type(self), x) is getattr(Embeddings, x)]
+        return {**super().together(step, weights), **self._terms(step, *own)}
+
+    def contrast(self, step: Step) -> Tensor:
+        """COS-NCE, LRC-BERT's eq. 1, from the other samples."""
+        return self._terms(step, "contrast")["contrast"]
+
+    def angles(self, step: Step) -> Tensor:
+        """1 − cos."""
+        return self._terms(step, "angles")["angles"]
+
+    def squares(self, step: Step) -> Tensor:
+        """Squared differences, a mean over elements."""
+        return self._terms(step, "squares")["squares"]
+
+    def samples(self, step: Step) -> Tensor:
+        """FCD's L_s, eq. 9."""
+        return self._terms(step, "samples")["samples"]
+
+    def correlations(self, step: Step) -> Tensor:
+        """MC3KD's L_CCC, eq. 7: an observation is a sample."""
+        return self._terms(step, "correlations")["correlations"]
+
+    def _terms(self, step: Step, *names: str) -> dict[str, Tensor]:
+        """These terms of embeddings (B, Ds) and (B, Dt), which are pooled once."""
+        if not names:
+            return {}
         (student, teacher), _ = step.pooled(self.pooling, *step.last())
         student, teacher = upcast(student), upcast(teacher)
         if self.unit_length:
             student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
-        return student, teacher, step.real.any(1)
+        there = step.real.any(1)  # (B,), samples that have any token
 
-    def contrast(self, step: Step) -> Tensor:
-        """COS-NCE, LRC-BERT's eq. 1, from the other samples."""
-        student, teacher, there = self._embeddings(step)
-        if self.W is not None:
-            student = project(self.W, student, there)
-        ranks = step.ranks
-        group = None if ranks is None else ranks.group
-        teacher = teacher.to(student.dtype)
-        return cos_nce_loss(student, teacher, mask=there, gather=ranks is not None, group=group)
+        def mean(losses: Tensor) -> Tensor:
+            return step.mean(torch.where(there, losses, 0).sum(), there.sum())
 
-    def angles(self, step: Step) -> Tensor:
-        """1 − cos."""
-        student, teacher, there = self._embeddings(step)
-        return self._mean(step, 1 - F.cosine_similarity(student, teacher, dim=-1), there)
+        def contrast() -> Tensor:
+            projected = student if self.W is None else project(self.W, student, there)
+            return cos_nce_loss(
+                projected, teacher.to(projected.dtype), mask=there, **step.gathering
+            )
 
-    def squares(self, step: Step) -> Tensor:
-        """Squared differences, a mean over elements."""
-        student, teacher, there = self._embeddings(step)
-        return self._mean(step, (student - teacher).square().mean(-1), there)
-
-    def _mean(self, step: Step, losses: Tensor, there: Tensor) -> Tensor:
-        return step.mean(torch.where(there, losses, 0).sum(), there.sum())
-
-    def samples(self, step: Step) -> Tensor:
-        """FCD's L_s, eq. 9."""
-        loss: Tensor = step.across(self.relation_loss)(*self._embeddings(step))
-        return loss
-
-    def correlations(self, step: Step) -> Tensor:
-        """MC3KD's L_CCC, eq. 7: an observation is a sample."""
-        rows = (x[:, None] for x in self._embeddings(step))
-        loss: Tensor = step.across(self.cca_loss)(*rows)
-        return loss
+        rows = student[:, None], teacher[:, None], there[:, None]
+        terms: dict[str, Callable[[], Tensor]] = {
+            "contrast": contrast,
+            "angles": lambda: mean(1 - F.cosine_similarity(student, teacher, dim=-1)),
+            "squares": lambda: mean((student - teacher).square().mean(-1)),
+            "samples": lambda: step.across(self.relation_loss)(student, teacher, there),
+            "correlations": lambda: step.across(self.cca_loss)(*rows),
+        }
+        return {name: terms[name]() for name in names}
 
 
 BASELINES: dict[str, type[Method]] = {

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from fastkd import cca_loss, cos_nce_loss, relation_loss
 from fastkd.distill import Distiller
 from fastkd.distill.baselines import Embeddings
+from fastkd.distill.step import Step
 from tests.distill.models import batch, classifier
 
 ALL = {"cos_nce": 0.7, "relations": 0.5, "cca": 0.01, "task_weight": 0.3}
@@ -69,6 +70,26 @@ def test_terms_are_the_functions(family, width, pooling, unit):
         part.loss.backward()
     again = [p.grad for p in student.parameters() if p.grad is not None]
     torch.testing.assert_close(again, found)
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss")
+def test_a_step_pools_once_for_all_terms(monkeypatch):
+    calls = []
+    pooled = Step.pooled
+    monkeypatch.setattr(Step, "pooled", lambda *args: calls.append(1) or pooled(*args))
+
+    class Doubled(Embeddings):
+        def angles(self, step):
+            return 2 * super().angles(step)
+
+    models, inputs = pair(), batch()
+    found = [
+        Distiller(*models, kind(**ALL, **SAME_WIDTH)).eval()(**inputs).terms
+        for kind in (Embeddings, Doubled)
+    ]
+    assert len(calls) == 1 + 2
+    torch.testing.assert_close(found[1]["angles"], 2 * found[0]["angles"])
+    torch.testing.assert_close(found[1]["squares"], found[0]["squares"])
 
 
 def test_mistakes():
