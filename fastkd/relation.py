@@ -153,7 +153,7 @@ def relation_loss(
         (torch.Size([]), torch.Size([2, 16, 64]))
     """
     check_choice("over", over, OVER)
-    options = _Options({over: 1.0}, normalize, distance, temperature, eps)
+    options = Options({over: 1.0}, normalize, distance, temperature, eps)
     options.check()
     layers, ranks = _Layers([student], [teacher]), ranks_of(gather, group)
     return _weighted_relations(layers, mask, segments, options, backend, ranks).loss
@@ -196,7 +196,7 @@ class FCDLoss(InGroup):
         self.normalize, self.distance = normalize, distance
         self.temperature, self.eps, self.backend = temperature, eps, backend
         self.gather, self.group = gather, group
-        self._options(layers=1)  # checks them
+        Options({}, normalize, distance, temperature, eps).check()
 
     def forward(
         self,
@@ -213,22 +213,10 @@ class FCDLoss(InGroup):
         ``(loss, {"tokens": ..., "samples": ...})``: the terms whose weight isn't 0, before
         weighting and detached, from the same pass.
         """
-        pairs, ranks = layer_pairs(student, teacher), ranks_of(self.gather, self.group)
-        options = self._options(len(pairs), return_terms)
-        layers = _Layers(*(list(side) for side in zip(*pairs, strict=True)))
-        loss, terms = _weighted_relations(layers, mask, segments, options, self.backend, ranks)
-        if terms is None:
-            return loss
-        weights = {"tokens": self.alpha, "samples": self.beta}
-        named = zip(weights.items(), terms.unbind(), strict=True)
-        return loss, {over: term / weight for (over, weight), term in named if weight}
-
-    def _options(self, layers: int, terms: bool = False) -> "_Options":
-        weights = {"tokens": self.alpha / layers, "samples": self.beta / layers}
         given = self.normalize, self.distance, self.temperature, self.eps
-        options = _Options(weights, *given, terms=terms)
-        options.check()
-        return options
+        options = Options({"tokens": self.alpha, "samples": self.beta}, *given, terms=return_terms)
+        ranks = ranks_of(self.gather, self.group)
+        return relations_of_layers(student, teacher, mask, segments, options, self.backend, ranks)
 
     def extra_repr(self) -> str:
         return (
@@ -238,7 +226,7 @@ class FCDLoss(InGroup):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
     """What stays the same for every layer of a call."""
 
     weights: dict[str, float]  # of a layer's relations, of each kind
@@ -255,10 +243,32 @@ class _Options:
         check_number("temperature", self.temperature, above=0)
         check_number("eps", self.eps, above=0)
 
-    def only(self, *kinds: str) -> "_Options":
+    def only(self, *kinds: str) -> "Options":
         """Of these kinds of relation."""
         weights = {over: weight for over, weight in self.weights.items() if over in kinds}
         return dataclasses.replace(self, weights=weights)
+
+
+def relations_of_layers(
+    student: Tensor | Sequence[Tensor],
+    teacher: Tensor | Sequence[Tensor],
+    mask: Tensor | None,
+    segments: Tensor | None,
+    options: Options,
+    backend: str,
+    ranks: Ranks | None,
+) -> Any:
+    """See `FCDLoss`, whose weights are the ``options``' of all layers together."""
+    pairs, weights = layer_pairs(student, teacher), options.weights
+    each = {over: weight / len(pairs) for over, weight in weights.items()}
+    options = dataclasses.replace(options, weights=each)
+    options.check()
+    layers = _Layers(*(list(side) for side in zip(*pairs, strict=True)))
+    loss, terms = _weighted_relations(layers, mask, segments, options, backend, ranks)
+    if terms is None:
+        return loss
+    named = zip(weights.items(), terms.unbind(), strict=True)
+    return loss, {over: term / weight for (over, weight), term in named if weight}
 
 
 class _Layers(NamedTuple):
@@ -295,7 +305,7 @@ def _weighted_relations(
     layers: _Layers,
     mask: Tensor | None,
     segments: Tensor | None,
-    options: _Options,
+    options: Options,
     backend: str,
     ranks: Ranks | None,
 ) -> _Value:
@@ -322,7 +332,6 @@ def _weighted_relations(
 
 
 def _are_embeddings(layers: _Layers) -> bool:
-    """Whether the features are (B, D), and not (B, N, D)."""
     dims = 0
     for student, teacher in layers.pairs:
         check_pair(student, teacher, min_ndim=2)
@@ -333,7 +342,7 @@ def _are_embeddings(layers: _Layers) -> bool:
     return dims == 2
 
 
-def _check_embeddings(options: _Options, segments: Tensor | None) -> None:
+def _check_embeddings(options: Options, segments: Tensor | None) -> None:
     if options.weights.get("tokens"):
         raise ValueError(
             "student is (B, D), which has no tokens to relate; pass (B, N, D), or ask for samples "
@@ -347,7 +356,7 @@ def _relations_of(
     layers: _Layers,
     mask: Tensor | None,
     segments: Tensor | None,
-    options: _Options,
+    options: Options,
     backend: str,
 ) -> _Value:
     """The loss of these layers; ``segments`` are those whose values can't be read."""
@@ -372,7 +381,7 @@ def _relations_of(
 
 def _applied(
     function: type[torch.autograd.Function],
-    options: _Options,
+    options: Options,
     mask: Tensor | None,
     features: Sequence[Tensor],
 ) -> _Value:
@@ -380,7 +389,7 @@ def _applied(
     return _Value(*made) if options.terms else _Value(made)
 
 
-def _by_kernels(layers: _Layers, mask: Tensor | None, options: _Options, backend: str) -> _Value:
+def _by_kernels(layers: _Layers, mask: Tensor | None, options: Options, backend: str) -> _Value:
     """Layers alike share their launches; some relations ``auto`` leaves to PyTorch."""
     from fastkd.kernels.pointers import layer_groups
 
@@ -399,7 +408,7 @@ def _by_kernels(layers: _Layers, mask: Tensor | None, options: _Options, backend
 
 
 def _across_ranks(
-    layers: _Layers, mask: Tensor | None, options: _Options, backend: str, ranks: Ranks
+    layers: _Layers, mask: Tensor | None, options: Options, backend: str, ranks: Ranks
 ) -> _Value:
     """The loss of the samples of all processes.
 
@@ -419,7 +428,7 @@ def _across_ranks(
     return _of_terms(losses, options)
 
 
-def _of_terms(losses: dict[str, Tensor], options: _Options) -> _Value:
+def _of_terms(losses: dict[str, Tensor], options: Options) -> _Value:
     """Of the weighted losses over each kind."""
     terms = torch.stack([losses[over] for over in OVER])
     return _Value(terms.sum(), terms.detach() if options.terms else None)
@@ -454,7 +463,7 @@ def _unpacked(
 
 
 def _of_segments(
-    layers: _Layers, mask: Tensor | None, segments: Tensor, options: _Options
+    layers: _Layers, mask: Tensor | None, segments: Tensor, options: Options
 ) -> _Value:
     """The loss where values of ``segments`` can't be read: relations of all pairs, masked."""
     first = layers.students[0]
@@ -490,7 +499,7 @@ def normalized(x: Tensor, normalize: str) -> Tensor:
     return x.softmax(-1) if normalize == "softmax" else x
 
 
-def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: _Options) -> Tensor:
+def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: Options) -> Tensor:
     """Mean loss of the groups within each of (G, M, D) rows; ``alike`` (G, M, M) pairs them.
 
     What a group has one of stands at each of its M_i rows, and sums over a group are products
@@ -536,14 +545,14 @@ def _mean_of_groups(y_s: Tensor, y_t: Tensor, alike: Tensor, options: _Options) 
     return (losses * share).sum() / share.sum().clamp_min(1)
 
 
-def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: _Options) -> Tensor:
+def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: Options) -> Tensor:
     lowest = torch.finfo(torch.float64).min
     logits = (R.double() / options.temperature).masked_fill(~alike, lowest)
     rows = logits.logsumexp(-1)[:, None, :]  # (G, 1, M)
     return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
 
 
-def _left_to_features(layers: _Layers, options: _Options) -> list[str]:
+def _left_to_features(layers: _Layers, options: Options) -> list[str]:
     """Kinds of relation so long against their features that D×D products win on a GPU.
 
     These are plain matrix products, in float32 by PyTorch; the kernels' N×N products run on tensor
@@ -647,7 +656,7 @@ class _TritonRelations(torch.autograd.Function):
 
 
 def _relation_terms(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, options: _Options, gradient: bool
+    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted losses of one layer (2,), and the gradient of both where that is wanted."""
     kinds = [over for over in OVER if options.weights.get(over)]
@@ -676,7 +685,7 @@ def _relation_term(
     mask: Tensor | None,
     dx: Tensor | None,
     over: str,
-    options: _Options,
+    options: Options,
 ) -> Tensor:
     """One layer's share of the loss ``over`` one kind; its gradient is added to ``dx``."""
     feature_side = _by_features(over, student, teacher, options, dx is not None)
@@ -717,7 +726,7 @@ def _relation_term(
 
 
 def _by_features(
-    over: str, student: Tensor, teacher: Tensor, options: _Options, gradient: bool
+    over: str, student: Tensor, teacher: Tensor, options: Options, gradient: bool
 ) -> bool:
     """Whether (D, D) products take the place of relations."""
     members = student.shape[OVER[::-1].index(over)]
@@ -870,7 +879,6 @@ class _Centred:
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Frobenius norms (G,) of (G, N, M)."""
     return torch.linalg.vector_norm(x, dim=(1, 2))
 
 
@@ -887,7 +895,7 @@ class _Distances(NamedTuple):
     k: Tensor  # (G,)
 
 
-def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _Distances:
+def _distances(s: _Centred, t: _Centred, options: Options, gradient: bool) -> _Distances:
     pearson, temperature = options.distance == "pearson", options.temperature
     padding = None if s.mask is None else ~(s.mask[:, :, None] & s.mask[:, None, :])
     R_s, R_t = s.relations(pearson), t.relations(pearson)
@@ -925,7 +933,7 @@ def _distances(s: _Centred, t: _Centred, options: _Options, gradient: bool) -> _
 
 
 def _distance_by_relations(
-    s: _Centred, t: _Centred, weight: Tensor, options: _Options, dx: Tensor | None
+    s: _Centred, t: _Centred, weight: Tensor, options: Options, dx: Tensor | None
 ) -> Tensor:
     """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd import cca, knn
-from fastkd._core.checks import check_choice, check_number, check_positive_int
+from fastkd import cca, knn, relation
+from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
 from fastkd._core.numerics import project, upcast, zero_padding
 from fastkd.analysis.layers import Batches
 from fastkd.attention import AttentionLoss, Heads
@@ -37,15 +37,12 @@ from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.step import Step, as_terms
 from fastkd.distill.words import WordLoss, softened
-from fastkd.distributed import world_size
+from fastkd.distributed import ranks_of, world_size
 from fastkd.projection import DualProjectionLoss
-from fastkd.relation import Distance, FCDLoss, Normalize
 from fastkd.soft_targets import DIVERGENCES, DivergenceWord
 
 
 class _Soft(Method):
-    """A method with soft targets."""
-
     temperature: float
     divergence: DivergenceWord
     scale_by_t2: bool
@@ -98,8 +95,8 @@ class FCD(_Soft):
         task_weight: float = 1.0,
         soft_weight: float = 0.0,
         layers: Layers = "uniform",
-        normalize: Normalize = "l2",
-        distance: Distance = "pearson",
+        normalize: relation.Normalize = "l2",
+        distance: relation.Distance = "pearson",
         temperature: float = 2.0,
         divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
@@ -110,7 +107,8 @@ class FCD(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
         self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
         self.normalize, self.distance = normalize, distance
-        self.loss = FCDLoss(alpha, beta, normalize, distance)
+        self.options = relation.Options({}, normalize, distance, temperature=10.0, eps=1e-8)
+        self.options.check()
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -137,9 +135,12 @@ class FCD(_Soft):
         return self._relations(step, {"samples": 1.0})["samples"]
 
     def _relations(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
-        self.loss.alpha, self.loss.beta = (weights.get(x, 0.0) for x in ("tokens", "samples"))
+        both = {name: weights.get(name, 0.0) for name in ("tokens", "samples")}
+        options = dataclasses.replace(self.options, weights=both, terms=True)
         layers = step.layers(self.student_layers, self.teacher_layers)
-        loss, values = step.across(self.loss)(*layers, step.mask, return_terms=True)
+        loss, values = relation.relations_of_layers(
+            *layers, step.mask, None, options, "auto", ranks_of(**step.gathering)
+        )
         return as_terms(loss, values, weights)
 
 
@@ -178,7 +179,7 @@ class SoftTargets(_Soft):
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
-        _check_share("alpha", alpha)
+        check_fraction("alpha", alpha)
         self.alpha = alpha
         self._set_soft(temperature, divergence, scale_by_t2)
 
@@ -314,7 +315,7 @@ class LRCBERT(_Soft):
     ) -> None:
         super().__init__()
         _check_weights(alpha=alpha, beta=beta, gamma=gamma)
-        _check_share("first_stage", first_stage)
+        check_fraction("first_stage", first_stage)
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
         self.first_stage, self.perturb, self.layers = first_stage, perturb, layers
         self.scheduled = first_stage > 0
@@ -401,7 +402,7 @@ class MC3KD(_Soft):
     ) -> None:
         super().__init__()
         if alpha is not None:
-            _check_share("alpha", alpha)
+            check_fraction("alpha", alpha)
         _check_weights(beta=beta)
         check_choice("pool", pool, ("tokens", "cls", "mean"))
         self.alpha, self.beta, self.layers = alpha, beta, layers
@@ -494,8 +495,8 @@ class LRKD(_Soft):
     ) -> None:
         super().__init__()
         if alpha is not None:
-            _check_share("alpha", alpha)
-        _check_share("gamma", gamma)
+            check_fraction("alpha", alpha)
+        check_fraction("gamma", gamma)
         _check_weights(beta=beta)
         check_positive_int("projection_layers", projection_layers)
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
@@ -506,13 +507,8 @@ class LRKD(_Soft):
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
-        self.loss = DualProjectionLoss(
-            student.hidden_size,
-            teacher.hidden_size,
-            layers=self.projection_layers,
-            gamma=self.gamma,
-            orthogonal=self.orthogonal,
-        )
+        sizes = student.hidden_size, teacher.hidden_size
+        self.loss = DualProjectionLoss(*sizes, self.projection_layers, self.gamma, self.orthogonal)
 
     def weights(self, progress: float) -> dict[str, float]:
         if self.alpha is None:
@@ -676,9 +672,3 @@ def from_preset(kind: type[Method], preset: str, hyperparameters: Mapping[str, A
 def _check_weights(**weights: float) -> None:
     for name, value in weights.items():
         check_number(name, value, at_least=0)
-
-
-def _check_share(name: str, value: float) -> None:
-    check_number(name, value, at_least=0)
-    if value > 1:
-        raise ValueError(f"{name} must be at most 1, got {value}")

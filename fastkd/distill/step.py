@@ -307,9 +307,13 @@ class Step:
 
     def across(self, loss: Any) -> Any:
         """``loss``, a Module with ``gather``, over the samples of all processes that compare."""
-        loss.gather = self.ranks is not None
-        loss.group = None if self.ranks is None else self.ranks.group
+        loss.gather, loss.group = self.gathering.values()
         return loss
+
+    @property
+    def gathering(self) -> dict[str, Any]:
+        """``gather`` and ``group``, as losses that compare samples take them."""
+        return {"gather": self.ranks is not None, "group": self.ranks and self.ranks.group}
 
     @property
     def length(self) -> int:
