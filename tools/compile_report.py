@@ -353,7 +353,6 @@ def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> li
 
 
 def report(forms: list[Form], workers: int | None = None) -> list[dict[str, Any]]:
-    """Rows of these forms."""
     workers = min(workers or os.cpu_count() or 1, len(forms))
     if workers <= 1:
         return [compile_one(form) for form in forms]

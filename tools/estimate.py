@@ -148,7 +148,6 @@ SERIAL = (
 
 
 def page(gpu: Gpu, rows: list[dict[str, Any]]) -> str:
-    """The whole page."""
     found = {row["key"]: row for row in rows}
     parts = [_head(gpu)]
     if SHOWN in found:
@@ -301,7 +300,6 @@ def kept(gpu: str) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``python -m tools.estimate``."""
     parser = argparse.ArgumentParser(prog="python -m tools.estimate", description=__doc__)
     parser.add_argument("--device", choices=tuple(GPUS), default="h200")
     parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(suite.SETS)}")

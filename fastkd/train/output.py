@@ -78,7 +78,6 @@ class Output:
             self.finish()
 
     def _read_marker(self) -> dict[str, Any] | None:
-        """The marker of an unfinished run, if there is one."""
         link = self.work.is_symlink()
         if not (link or self.work.exists()):
             return None

@@ -183,7 +183,6 @@ def distil(stage: Stage, display: Display) -> dict[str, Any]:
 
 
 def _run_of(student: Path | None) -> str | None:
-    """The run that made a student."""
     return None if student is None else (read_marker(student) or {}).get("run")
 
 

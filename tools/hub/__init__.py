@@ -174,6 +174,5 @@ def _described() -> Iterator[tuple[str, str]]:
 
 
 def _function(source: str, name: str) -> str:
-    """A function as it stands in a module."""
     found = (n for n in ast.parse(source).body if getattr(n, "name", None) == name)
     return (ast.get_source_segment(source, next(found)) or "") + "\n"

@@ -77,7 +77,6 @@ def environment(version: str, transformers: str | None, python: Path, wheel: Pat
 
 
 def take_cuda_off(info: Path) -> None:
-    """Take the CUDA packages off the list of what torch requires."""
     lines = info.read_text().splitlines(keepends=True)
     info.write_text(
         "".join(
