@@ -157,7 +157,8 @@ class _GatherRows(torch.autograd.Function):
         rank = dist.get_rank(group)
         ctx.own = sum(counts[:rank]), counts[rank], len(counts)
         # Collectives take equal parts, and not every backend takes bool.
-        padded = x.new_zeros(max(counts), *x.shape[1:], dtype=_sent_as(x.dtype))
+        sent_as = torch.uint8 if x.dtype == torch.bool else x.dtype
+        padded = x.new_zeros(max(counts), *x.shape[1:], dtype=sent_as)
         padded[: len(x)] = x
         parts = [torch.empty_like(padded) for _ in counts]
         if padded.numel():
@@ -184,10 +185,6 @@ class _SumOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         return gradient * ctx.ranks, None
-
-
-def _sent_as(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype == torch.bool else dtype
 
 
 class Ranks:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastkd._core.checks import (
     check_choice,
     check_floating,
+    check_fraction,
     check_like,
     check_mask,
     check_number,
@@ -662,9 +663,7 @@ class DualProjectionLoss(nn.Module):
         super().__init__()
         check_positive_int("student_dim", student_dim)
         check_positive_int("teacher_dim", teacher_dim)
-        check_number("gamma", gamma, at_least=0)
-        if gamma > 1:
-            raise ValueError(f"gamma must be at most 1, got {gamma}")
+        check_fraction("gamma", gamma)
         check_choice("reduction", reduction, REDUCTIONS)
         self.gamma, self.reduction, self.backend = gamma, reduction, backend
         self.student_projection, self.teacher_projection = (

@@ -137,10 +137,6 @@ def correlation(moments: Moments, i: int, j: int, variance: float) -> Tensor:
     return torch.linalg.svdvals(moments.overlap(i, j, kept)).clamp(0, 1).mean()
 
 
-def _cca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
-    return correlation(moments, i, j, 1.0)
-
-
 def _pwcca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
     ranks = moments.directions(i).leading(1.0), moments.directions(j).leading(1.0)
     if min(ranks) == 0 or i == j:
@@ -160,10 +156,6 @@ def _pwcca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
         parts.append(part.abs().sum(1))
     alpha = torch.cat(parts)
     return (alpha * rho).sum() / alpha.sum()
-
-
-def _cka(moments: Moments, i: int, j: int, variance: float) -> Tensor:
-    return _ratio(moments, moments.energy, i, j)
 
 
 def _unbiased_cka(moments: Moments, i: int, j: int, variance: float) -> Tensor:
@@ -189,8 +181,8 @@ def _ratio(moments: Moments, hsic: Callable[[int, int], Tensor], i: int, j: int)
 
 _VALUES: dict[str, Callable[[Moments, int, int, float], Tensor]] = {
     "svcca": correlation,
-    "cca": _cca,
+    "cca": lambda moments, i, j, variance: correlation(moments, i, j, 1.0),
     "pwcca": _pwcca,
-    "cka": _cka,
+    "cka": lambda moments, i, j, variance: _ratio(moments, moments.energy, i, j),
     "unbiased_cka": _unbiased_cka,
 }

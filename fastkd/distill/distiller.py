@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_number
+from fastkd._core.checks import check_fraction
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.adapters import as_teacher
@@ -136,9 +136,7 @@ class Distiller(InGroup):
 
     def set_progress(self, progress: float) -> None:
         """Say how much of the training is done, 0 to 1: schedules such as LRCBERT's follow it."""
-        check_number("progress", progress, at_least=0)
-        if progress > 1:
-            raise ValueError(f"progress must be at most 1, got {progress}")
+        check_fraction("progress", progress)
         self._progress = float(progress)
 
     def prepare(self, batches: Batches) -> None:

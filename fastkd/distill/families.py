@@ -46,7 +46,9 @@ def find_stack(inner: Any) -> Stack:
         section = _language_section(inner)
         root = inner.get_decoder() if section else root
     part = getattr(config, section) if section else config
-    decodes = section == "decoder" or root is not inner.base_model or _is_decoder(root)
+    decodes = section == "decoder" or root is not inner.base_model
+    decodes = decodes or getattr(root.config, "is_decoder", False)
+    decodes = decodes or is_a(root, "Decoder", "DecoderWrapper")
     names = ("decoder_layers", "num_decoder_layers") if decodes else ()
     depth_name = next((n for n in (*names, "num_hidden_layers") if hasattr(part, n)), None)
     if depth_name is None or not hasattr(part, "hidden_size"):
@@ -77,10 +79,6 @@ def _language_section(inner: Any) -> str:
             "layers"
         )
     return section
-
-
-def _is_decoder(root: Any) -> bool:
-    return getattr(root.config, "is_decoder", False) or is_a(root, "Decoder", "DecoderWrapper")
 
 
 def _find_blocks(name: str, inner: nn.Module, root: nn.Module, count: int) -> nn.ModuleList:

@@ -284,7 +284,8 @@ def beside_paper(study: Study, summaries: list[Summary]) -> dict[str, Any] | Non
 
 def _against(theirs: str, row: Row) -> str:
     assert row.difference is not None
-    size = f"({_of_hundred(row, row.difference.mean, '+')}{_points(row)})"
+    unit = "" if row.smaller_is_better else " points"
+    size = f"({_of_hundred(row, row.difference.mean, '+')}{unit})"
     if not row.worth:
         return f"{row.verdict} {size}"
     return f"{'the same' if row.worth == theirs else 'the opposite'}, beyond noise {size}"
@@ -297,10 +298,6 @@ def _scale(row: Row | Summary) -> int:
 
 def _of_hundred(row: Row, value: float, sign: str = "") -> str:
     return f"{_scale(row) * value:{sign}.{2 if row.smaller_is_better else 1}f}"
-
-
-def _points(row: Row) -> str:
-    return "" if row.smaller_is_better else " points"
 
 
 def _blocks(
@@ -319,7 +316,6 @@ def _blocks(
 
 
 def _markdown(blocks: Iterable[Block]) -> str:
-    """The page without its pictures."""
     found = []
     for kind, content in blocks:
         if kind == "table":

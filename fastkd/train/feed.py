@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,6 @@ class Steps(Sampler[OwnRows]):
 
 
 class _Batches(Dataset):
-    """Parts as batches of model inputs."""
-
     def __init__(self, examples: Any, collate: Callable, may_be_empty: bool):
         self.examples, self.collate, self.may_be_empty = examples, collate, may_be_empty
 
@@ -302,7 +301,10 @@ class StudentTrainer(Feed, DistillationTrainer):
         if not self.distiller.method.prepared and not resume_from_checkpoint:
             whole = Steps(self.steps.order, self.steps.seed)
             with torch.random.fork_rng():
-                self.distiller.prepare(self._bare(whole))
+                batches = itertools.islice(self.loader(whole), self.prepare_batches)
+                self.distiller.prepare(
+                    {name: x for name, x in batch.items() if name != SHARE} for batch in batches
+                )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _items(self, batch: dict[str, Any]) -> Tensor:
@@ -310,10 +312,3 @@ class StudentTrainer(Feed, DistillationTrainer):
 
     def _note(self, terms: dict[str, Tensor]) -> None:
         super()._note({name: value * self.share for name, value in terms.items()})
-
-    def _bare(self, steps: Steps) -> Iterator[dict[str, Any]]:
-        for number, batch in enumerate(self.loader(steps)):
-            if number == self.prepare_batches:
-                return
-            batch.pop(SHARE, None)
-            yield batch

@@ -1,6 +1,7 @@
 """A class for a text, or for two."""
 
 import difflib
+import functools
 import math
 import unicodedata
 from collections import Counter
@@ -169,7 +170,8 @@ def encode(
     else names in alphabetical order. A label that training never shows is an error, and so is one
     that looks like a missing value, unless ``anything`` may be a class.
     """
-    seen, *_ = [_classes(rows, anything) for rows in (train, *evals.values())]
+    read = functools.partial(_class_of, anything=anything)
+    seen, *_ = [set(rows.each_label(read)) for rows in (train, *evals.values())]
     if names is None:
         names = sorted(seen)
         if whole_numbers(seen):  # 1 and 01 are two names of one number
@@ -188,17 +190,6 @@ def encode(
 
     labelled = {k: rows.labelled(find, int) for k, rows in evals.items()}
     return train.labelled(find, int), labelled, list(names)
-
-
-def _classes(rows: Rows, anything: bool) -> set[str]:
-    """The names that the labels of ``rows`` are; see `_not_a_class`."""
-
-    def name(label: Any) -> str:
-        if why := _not_a_class(label, anything):
-            raise InputError(why)
-        return as_name(label)
-
-    return set(rows.each_label(name))
 
 
 def with_labels(rows: Rows) -> tuple[Rows, Rows | None]:
@@ -247,18 +238,19 @@ def to_classes(
     return found, read_as_ids({i: str(i) for i in sorted(as_ids)}, names, rows.source)
 
 
-def _not_a_class(label: Any, anything: bool) -> str | None:
-    """Why ``label`` is no class; with ``anything`` every word is one."""
+def _class_of(label: Any, anything: bool) -> str:
+    """The name that ``label`` is; with ``anything`` every word is one."""
     name = as_name(label) if isinstance(label, str | int | float) else ""
     if isinstance(label, float) and not math.isfinite(label):
-        return f"the label is {label}"
+        raise InputError(f"the label is {label}")
     if label is not None and not isinstance(label, str | int | float):
-        return f"the label is no word or number but {label!r:.40}"
+        raise InputError(f"the label is no word or number but {label!r:.40}")
     if not name:
-        return "the label is empty"
+        raise InputError("the label is empty")
     if not anything and name.casefold() in NOT_LABELS:
-        return f"label {name!r} looks like a missing value; if it is a class, --labels classes"
-    return None
+        why = "looks like a missing value; if it is a class, --labels classes"
+        raise InputError(f"label {name!r} {why}")
+    return name
 
 
 def is_regression(train: Rows) -> bool:
@@ -298,7 +290,6 @@ def _how_rare(corpus: Corpus, names: list[str], i: int, count: int) -> str:
 
 
 def _counts(rows: Rows) -> Counter[int]:
-    """How many rows of each class there are."""
     assert rows.labels is not None
     classes, counts = np.unique(rows.labels, return_counts=True)
     return Counter(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
