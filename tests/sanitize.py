@@ -3,9 +3,9 @@
     python -m tests.sanitize --rounds 4
 
 The extension is built once more with both. A process in which their library comes first loads it
-in the place of fastkd._C, for random calls of every loss with row kernels, and the roots' tests.
-PyTorch allocates its tensors through the sanitizer there, so a row read beyond its tensor's end is
-seen. What PyTorch and Python leak is theirs. Threads: `tests/row_kernels.cpp`.
+in the place of fastkd._C, for random calls of every loss with row kernels, and the tests of roots
+and of products. PyTorch allocates its tensors through the sanitizer there, so a row read beyond its
+tensor's end is seen. What PyTorch and Python leak is theirs. Threads: `tests/row_kernels.cpp`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def load(path: str) -> None:
 
 
 def calls(rounds: int) -> int:
-    """Random calls that disagree with their oracles, and whether the roots' tests failed."""
+    """Random calls that disagree with their oracles, and whether other operators' tests failed."""
     import pytest
 
     from tests import fuzz
@@ -64,6 +64,7 @@ def calls(rounds: int) -> int:
                 wrong += 1
         print(f"{name}: {len(found)} calls", flush=True)
     roots = "roots and not threads or bad_ or eigenvalues"
+    wrong += pytest.main(["-q", "-n0", "tests/test_half_product.py", "-k", "not fake"])
     return wrong + pytest.main(["-q", "-n0", "tests/test_extension.py", "-k", roots])
 
 

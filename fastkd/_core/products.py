@@ -1,12 +1,16 @@
 """Matrix products: of half types that leave in float32, as sums in the losses do, and symmetric.
 
 A product in a half type rounds every logit to 8 or 11 bits, and gradients of logits with it. GPUs
-multiply half types into float32 as they are. CPUs can't: there the matrices are widened by tiles.
+multiply half types into float32 as they are. Of CPUs only those with a matrix unit can, by the
+extension, and bfloat16 alone; on others the matrices are widened a part at a time.
 """
+
+import functools
 
 import torch
 from torch import Tensor
 
+from fastkd._core import extension
 from fastkd._core.numerics import upcast
 
 # Entries of a matrix that are widened, or added to another, at a time: on the CPU and on a GPU.
@@ -22,9 +26,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """x (M, K) · weight (N, K)ᵀ in the working dtype; both have one dtype."""
     if x.dtype not in HALF:
         return x @ weight.T
-    if not _widens(x):
+    if _on_gpu(x):
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-    wide, out = x.float(), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    out = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    if _by_tiles(x):
+        torch.ops.fastkd_cpp.half_product(out, x, weight.T, False)
+        return out
+    wide = x.float()
     for tile in _tiles(weight):
         torch.mm(wide, weight[tile].float().T, out=out[:, tile])
     return out
@@ -34,8 +42,12 @@ def product_back(grad: Tensor, weight: Tensor) -> Tensor:
     """grad (M, N) · weight (N, K), where ``grad`` is `ready` for ``weight``."""
     if weight.dtype not in HALF:
         return grad @ weight
-    if not _widens(weight):
+    if _on_gpu(weight):
         return torch.mm(grad, weight, out_dtype=torch.float32)
+    if _by_tiles(weight):
+        out = grad.new_empty(len(grad), weight.shape[1])
+        torch.ops.fastkd_cpp.half_product(out, grad, weight, False)
+        return out
     out = grad.new_zeros(len(grad), weight.shape[1])
     for tile in _tiles(weight):
         out.addmm_(grad[:, tile], weight[tile].float())
@@ -48,7 +60,10 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
     The ``first`` to be added takes the place of what stands there. ``grad`` and ``factor`` are
     `ready` for ``x``. No second matrix of the size of ``total``.
     """
-    if x.dtype not in HALF or _widens(x):
+    if _by_tiles(x):
+        torch.ops.fastkd_cpp.half_product(total, grad.T, x, not first)
+        return
+    if x.dtype not in HALF or not _on_gpu(x):
         total.addmm_(grad.T, upcast(x), beta=0 if first else 1)
         return
     for tile in _tiles(total):
@@ -67,7 +82,7 @@ def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     Float16 has no room for small probabilities: there the gradient is multiplied by a power of 2
     that takes its largest entry near the largest number, and the products are divided by it.
     """
-    if dtype not in HALF or _widens(grad):
+    if dtype not in HALF or not _on_gpu(grad):
         return grad, None
     if dtype == torch.bfloat16 or grad.numel() == 0:
         return grad.to(dtype), None
@@ -89,8 +104,23 @@ def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
     return product
 
 
-def _widens(x: Tensor) -> bool:
-    return x.device.type not in ("cuda", "meta")
+def multiplied_as_is(x: Tensor) -> bool:
+    """Whether ``x`` is of a half type and enters products as such."""
+    return x.dtype in HALF and (_on_gpu(x) or _by_tiles(x))
+
+
+def _by_tiles(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_tiles()
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    older = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")  # or is told to be
+    return extension.CPU and not older and bool(torch.ops.fastkd_cpp.has_tiles())
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type in ("cuda", "meta")
 
 
 def _tiles(matrix: Tensor) -> list[slice]:

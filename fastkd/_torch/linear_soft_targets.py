@@ -21,7 +21,14 @@ from fastkd._core.numerics import (
     working_dtype,
 )
 from fastkd._core.operator import operator
-from fastkd._core.products import HALF, add_product, product, product_back, ready
+from fastkd._core.products import (
+    HALF,
+    add_product,
+    multiplied_as_is,
+    product,
+    product_back,
+    ready,
+)
 from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.rows import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
 
@@ -468,7 +475,7 @@ class _Pass:
         round these.
         """
         states, head = self.student.states, self.student.weights
-        if weights is not None and states[0].is_cuda and any(x.dtype in HALF for x in states):
+        if weights is not None and any(multiplied_as_is(x) for x in states):
             grad, weights = grad.mul_(weights), None
         bias = 2 * len(states)
         if bias in self.grads:

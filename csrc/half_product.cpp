@@ -1,0 +1,308 @@
+// Products of bfloat16 matrices with float32 sums, on x86 processors with a unit for tiles (AMX).
+//
+// Both factors are copied as tiles of 16 x 16 words, a word being two numbers that are neighbours
+// along the sum: 16 rows of pairs on the left, pairs of 16 columns on the right. Where the sum's
+// dimension is dense the source has the rows of a left tile, else those of a right one, and a
+// transpose of words makes the other. Float32 numbers on the left become two: the nearest bfloat16,
+// and what that left over, rounded. Two products then have an error of 2^-18 of each term.
+//
+// The sum goes in steps of kDepth, whose tiles stay in the second cache. The same by vectors of
+// avx512_bf16 was slower than float32 products of BLAS, so processors without tiles have those. The last bits depend on
+// sizes alone, not on threads.
+#include "tensors.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+
+#define FASTKD_VECTORS __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define FASTKD_TILES __attribute__((target("amx-tile,amx-bf16")))
+#endif
+
+namespace fastkd {
+namespace {
+
+#ifdef FASTKD_VECTORS
+
+constexpr int64_t kDepth = 256, kMostBlock = 512, kLeastBlock = 64, kTasks = 16;
+
+struct alignas(64) Tile {
+  uint32_t words[16][16];
+};
+
+constexpr struct alignas(64) {
+  uint8_t palette = 1, start = 0, none[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+} kEightTiles;
+
+// A factor: number k of the sum in line i, a row on the left and a column on the right.
+struct Factor {
+  const char* data;
+  int64_t lines, size, stride;
+  bool dense, left;  // dense: stride apart are lines, else the numbers of a line
+  Type type;
+
+  Factor(const Tensor& x, bool left)
+      : data(fastkd::data<char>(x)), lines(x.size(!left)), size(x.size(left)), left(left),
+        type(type_of(x)) {
+    dense = x.stride(left) == 1 || size == 1;
+    stride = dense ? x.stride(!left) : x.stride(left);
+  }
+  int parts() const { return type == Type::kFloat ? 2 : 1; }
+};
+
+FASTKD_VECTORS inline __mmask16 first(int64_t count) {
+  return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1;
+}
+
+FASTKD_VECTORS inline __m512i lanes() {
+  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+// x without near, the bfloat16 number next to it; nothing is left over where that isn't finite.
+FASTKD_VECTORS inline __m512 rest(__m512 x, __m512i near) {
+  constexpr int kNotFinite = 0x99;
+  const __mmask16 finite = ~_mm512_fpclass_ps_mask((__m512)near, kNotFinite);
+  return _mm512_maskz_sub_ps(finite, x, (__m512)near);
+}
+
+FASTKD_VECTORS inline void transpose(__m512i* rows) {
+  const __m512i lane = lanes();
+#pragma GCC unroll 4
+  for (int s = 8; s > 0; s /= 2) {
+    const __mmask16 odd = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(s));
+    const __m512i low = _mm512_mask_add_epi32(lane, odd, lane, _mm512_set1_epi32(16 - s));
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(s));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      if (i & s) continue;
+      const __m512i upper = rows[i], lower = rows[i + s];
+      rows[i] = _mm512_permutex2var_epi32(upper, low, lower);
+      rows[i + s] = _mm512_permutex2var_epi32(upper, high, lower);
+    }
+  }
+}
+
+// Tiles, one a part, of 16 lines and 32 numbers of the sum, zeros from ``end`` on.
+FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end, Tile* tiles) {
+  // Halves 0, 16, 1, 17, ...: two runs as pairs.
+  const __m512i step = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(1 << 16 | 1));
+  const __m512i pairs = _mm512_add_epi32(step, _mm512_set1_epi32(16 << 16));
+  const int64_t size = size_of(of.type);
+  __m512i rows[2][16];
+  for (int r = 0; r < 16; ++r) {
+    // Two runs of 16: of one line, or of a pair of the sum's numbers.
+    const int64_t row = of.dense ? line + r : k + 2 * r, column = of.dense ? k : line;
+    const int64_t height = of.dense ? of.lines : end, width = of.dense ? end : of.lines;
+    const __mmask16 some = first(row < height ? width - column : 0);
+    const __mmask16 more = of.dense ? first(row < height ? width - column - 16 : 0)
+                                    : first(row + 1 < height ? width - column : 0);
+    const char* x = of.data + (row * of.stride + column) * size;
+    const char* y = x + (of.dense ? 16 : of.stride) * size;
+    if (of.type == Type::kBFloat16) {
+      const __m512i run = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(some, x));
+      const __m512i runs = _mm512_inserti64x4(run, _mm256_maskz_loadu_epi16(more, y), 1);
+      rows[0][r] = of.dense ? runs : _mm512_permutexvar_epi16(pairs, runs);
+      continue;
+    }
+    const __m512 a = _mm512_maskz_loadu_ps(some, x), b = _mm512_maskz_loadu_ps(more, y);
+    const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    const __m512i words = _mm512_permutexvar_epi16(pairs, high);
+    const __m512 rest_a = rest(a, _mm512_slli_epi32(words, 16));
+    const __m512 rest_b = rest(b, _mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000))));
+    const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a);
+    rows[0][r] = of.dense ? high : words;
+    rows[1][r] = of.dense ? low : _mm512_permutexvar_epi16(pairs, low);
+  }
+  for (int part = 0; part < of.parts(); ++part) {
+    if (of.dense != of.left) transpose(rows[part]);
+    for (int r = 0; r < 16; ++r) _mm512_store_si512(tiles[part].words[r], rows[part][r]);
+  }
+}
+
+// Two tiles' rows times two tiles' columns, summed over ``depth`` tiles.
+FASTKD_TILES void multiply(const Tile* a, const Tile* b, int64_t depth, int parts, Tile* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < depth; ++k) {
+    _tile_loadd(6, b + k, 64);
+    _tile_loadd(7, b + depth + k, 64);
+    for (int part = 0; part < parts; ++part) {
+      _tile_loadd(4, a + k * parts + part, 64);
+      _tile_loadd(5, a + (depth + k) * parts + part, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 1, 64);
+  _tile_stored(2, sums + 2, 64);
+  _tile_stored(3, sums + 3, 64);
+}
+
+struct Product {
+  Factor a, b;
+  float* out;  // of every slice of the sum
+  int64_t stride, slice_stride, slices, slice;
+  bool add;
+  int64_t block = kMostBlock;
+
+  int64_t tasks() const { return blocks(a) * blocks(b) * slices; }
+  int64_t blocks(const Factor& of) const { return (of.lines + block - 1) / block; }
+
+  int64_t room(const Factor& of) const {
+    const int64_t depth = (std::min(kDepth, of.size) + 31) / 32;
+    return (std::min(block, of.lines) + 31) / 32 * 2 * depth * of.parts();
+  }
+
+  // The tiles of a block, line after line, read as they lie. How many lines: a multiple of 32.
+  FASTKD_VECTORS int64_t pack_block(const Factor& of, int64_t line, int64_t k, int64_t end,
+                                    Tile* tiles) const {
+    const int64_t lines = (std::min(block, of.lines - line) + 31) / 32 * 2;
+    const int64_t depth = (end - k + 31) / 32, outer = of.dense ? lines : depth;
+    for (int64_t n = 0; n < lines * depth; ++n) {
+      const int64_t inner = lines * depth / outer, i = of.dense ? n / inner : n % inner;
+      const int64_t j = of.dense ? n % inner : n / inner;
+      pack(of, line + 16 * i, k + 32 * j, end, tiles + (i * depth + j) * of.parts());
+    }
+    return 16 * lines;
+  }
+
+  FASTKD_VECTORS void write(const Tile* sums, float* to, int64_t row, int64_t column,
+                            bool adds) const {
+    for (int tile = 0; tile < 4; ++tile) {
+      const int64_t top = row + tile / 2 * 16, left = column + tile % 2 * 16;
+      const __mmask16 mask = first(b.lines - left);
+      for (int64_t r = 0; r < std::min<int64_t>(16, a.lines - top); ++r) {
+        __m512 sum = _mm512_load_ps(sums[tile].words[r]);
+        float* place = to + (top + r) * stride + left;
+        if (adds) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, place), sum);
+        _mm512_mask_storeu_ps(place, mask, sum);
+      }
+    }
+  }
+
+  void run(int64_t task, Tile* tiles) const {
+    const int64_t place = task / slices, part = task % slices;
+    const int64_t row = place / blocks(b) * block, column = place % blocks(b) * block;
+    const int64_t end = std::min(a.size, (part + 1) * slice);
+    Tile* const right = tiles + room(a);
+    for (int64_t k = part * slice; k < end; k += kDepth) {
+      const int64_t last = std::min(end, k + kDepth), depth = (last - k + 31) / 32;
+      const int64_t rows = pack_block(a, row, k, last, tiles);
+      const int64_t columns = pack_block(b, column, k, last, right);
+      // Compilers don't know that loads of tiles read memory.
+      std::atomic_signal_fence(std::memory_order_seq_cst);
+      for (int64_t i = 0; i < rows; i += 32) {
+        for (int64_t j = 0; j < columns; j += 32) {
+          Tile sums[4];
+          const Tile* left = tiles + i / 16 * depth * a.parts();
+          multiply(left, right + j / 16 * depth, depth, a.parts(), sums);
+          write(sums, out + part * slice_stride, row + i, column + j, add || k > part * slice);
+        }
+      }
+    }
+  }
+
+  FASTKD_TILES static void configure() { _tile_loadconfig(&kEightTiles); }
+  FASTKD_TILES static void release() { _tile_release(); }
+
+  void run(int64_t begin, int64_t end) const {
+    const std::unique_ptr<Tile[]> tiles(new Tile[room(a) + room(b)]);
+    configure();
+    for (int64_t task = begin; task < end; ++task) run(task, tiles.get());
+    release();
+  }
+};
+
+Tensor with_dense_lines(const Tensor& x) {
+  return x.stride(0) == 1 || x.stride(1) == 1 ? x : torch::stable::contiguous(x);
+}
+
+void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
+  const Tensor a = with_dense_lines(left), b = with_dense_lines(right);
+  const int64_t size = a.size(1);
+  Product of{{a, true}, {b, false}, data<float>(out), out.stride(0), 0, 1, size, add};
+  if (of.tasks() == 0) return;
+  // Tasks enough for threads: slices of a long sum, then smaller blocks.
+  const int64_t slices = std::min(kTasks / of.tasks(), size / std::max(4 * b.size(1), kDepth));
+  if (slices > 1) of.slice = ((size + slices - 1) / slices + kDepth - 1) / kDepth * kDepth;
+  of.slices = (size + of.slice - 1) / of.slice;
+  while (of.block > kLeastBlock && of.tasks() < kTasks) of.block /= 2;
+  const auto run = [&](int64_t begin, int64_t end) { of.run(begin, end); };
+  if (of.slices == 1) return torch::stable::parallel_for(0, of.tasks(), 1, run);
+  const int64_t rows = a.size(0), columns = b.size(1);
+  const Tensor parts = torch::stable::new_empty(out, {of.slices, rows, columns});
+  of.out = data<float>(parts), of.stride = columns, of.slice_stride = rows * columns;
+  of.add = false;
+  torch::stable::parallel_for(0, of.tasks(), 1, run);
+  each_row(rows, 4 * of.slices * columns, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* to = data<float>(out) + row * out.stride(0);
+      for (int64_t part = 0; part < of.slices; ++part) {
+        const float* from = of.out + part * of.slice_stride + row * columns;
+        const bool adds = add || part > 0;
+        for (int64_t j = 0; j < columns; ++j) to[j] = adds ? to[j] + from[j] : from[j];
+      }
+    }
+  });
+}
+
+bool found_tiles() {
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512dq")) return false;
+  constexpr unsigned kBits = 1 << 22 | 1 << 24;  // of bfloat16 in tiles, and of tiles
+  constexpr long kAskForState = 0x1023, kTileData = 18;
+  unsigned a, b, c, d = 0;
+  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBits) == kBits;
+  // The system keeps tiles only for processes that have asked.
+  return has && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+}
+
+#else
+
+void multiply(const Tensor&, const Tensor&, const Tensor&, bool) {}
+bool found_tiles() { return false; }
+
+#endif
+
+bool has_tiles() {
+  static const bool found = found_tiles();
+  return found;
+}
+
+// out (M, N) = a (M, K) of float32 or bfloat16 times b (K, N) of bfloat16, or that is added to it.
+void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
+  STD_TORCH_CHECK(has_tiles(), "this processor has no tiles of bfloat16");
+  if (a.size(1) > 0) {
+    multiply(out, a, b, add);
+  } else if (!add) {
+    Tensor zeros = out;
+    torch::stable::fill_(zeros, 0);
+  }
+}
+
+}  // namespace
+}  // namespace fastkd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
+  m.def("has_tiles() -> bool");
+  m.def("half_product(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CompositeExplicitAutograd, m) {
+  m.impl("has_tiles", TORCH_BOX(&fastkd::has_tiles));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
+  m.impl("half_product", TORCH_BOX(&fastkd::half_product));
+}

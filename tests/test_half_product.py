@@ -1,0 +1,111 @@
+"""Products of bfloat16 with float32 sums by a CPU's matrix unit, and without one."""
+
+import pytest
+import torch
+
+from fastkd._core import extension, products
+
+needs_tiles = pytest.mark.skipif(
+    not (extension.CPU and torch.ops.fastkd_cpp.has_tiles()),
+    reason="needs a processor with a matrix unit",
+)
+# (M, K, N): one number, parts of tiles, more than a block, a sum in slices.
+SIZES = [(1, 1, 1), (1, 7, 300), (16, 32, 16), (33, 65, 47), (600, 40, 530), (70, 3000, 40)]
+
+
+def matrix(rows, columns, dtype, dense=True, seed=0):
+    """Within a larger one of NaN, by rows or by columns."""
+    shape = (rows + 3, columns + 5) if dense else (columns + 5, rows + 3)
+    whole = torch.full(shape, float("nan"))
+    part = (whole if dense else whole.T)[1 : rows + 1, 2 : columns + 2]
+    part.copy_(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)))
+    whole = whole.to(dtype)
+    return (whole if dense else whole.T)[1 : rows + 1, 2 : columns + 2]
+
+
+def assert_product(out, a, b, start=0.0):
+    a, b = a.double(), b.double()
+    # What a term's second bfloat16 part leaves out; sums of bfloat16 products have float32's error.
+    rounding = 2.0**-17
+    assert ((out - (start + a @ b)).abs() <= rounding * (abs(start) + a.abs() @ b.abs())).all()
+
+
+@needs_tiles
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_product(size, dtype):
+    M, K, N = size
+    for i in range(8):
+        a = matrix(M, K, dtype, bool(i & 1))
+        b = matrix(K, N, torch.bfloat16, bool(i & 2), seed=1)
+        around = torch.full((M + 2, N + 7), 3.0)
+        out, add = around[1:-1, 3:-4], bool(i & 4)
+        torch.ops.fastkd_cpp.half_product(out, a, b, add)
+        assert_product(out, a, b, 3.0 * add)
+        out.fill_(3)
+        assert (around == 3).all()
+
+
+@needs_tiles
+def test_product_of_strided_and_empty_matrices():
+    a, b = torch.randn(5, 18)[:, ::2], torch.randn(9, 14).bfloat16()[:, ::2]
+    out = torch.empty(5, 7)
+    torch.ops.fastkd_cpp.half_product(out, a, b, False)
+    assert_product(out, a, b)
+    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], True)
+    assert_product(out, a, b)
+    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], False)
+    assert (out == 0).all()
+    torch.ops.fastkd_cpp.half_product(out[:0], a[:0], b, False)
+
+
+@needs_tiles
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_not_finite_stays_in_its_row(dtype):
+    a, b = matrix(40, 70, dtype).clone(), matrix(70, 40, torch.bfloat16, seed=1)
+    a[3, 5], a[20, 69], a[33, 0] = float("inf"), float("nan"), -float("inf")
+    out = torch.empty(40, 40)
+    torch.ops.fastkd_cpp.half_product(out, a, b, False)
+    torch.testing.assert_close(
+        out, (a.double() @ b.double()).float(), equal_nan=True, rtol=1e-3, atol=1e-3
+    )
+
+
+@needs_tiles
+@pytest.mark.parametrize("size", [(600, 40, 530), (70, 3000, 40)])
+def test_bits_do_not_depend_on_threads(size):
+    M, K, N = size
+    a, b = matrix(M, K, torch.float32), matrix(K, N, torch.bfloat16, seed=1)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(torch.empty(M, N))
+            torch.ops.fastkd_cpp.half_product(found[-1], a, b, False)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("tiles", [pytest.param(True, marks=needs_tiles), False])
+def test_products_with_and_without_the_unit(tiles, monkeypatch):
+    monkeypatch.setattr(products, "_has_tiles", lambda: tiles)
+    monkeypatch.setattr(products, "TILES", (200, 200))
+    x, weight = matrix(20, 33, torch.bfloat16), matrix(50, 33, torch.bfloat16, seed=1)
+    grad = matrix(20, 50, torch.float32, seed=2)
+    assert products.multiplied_as_is(x) == tiles
+    assert products.ready(grad, x.dtype) == (grad, None)
+    assert_product(products.product(x, weight), x, weight.T)
+    assert_product(products.product_back(grad, weight), grad, weight)
+    total = torch.full((50, 33), float("nan"))
+    products.add_product(total, grad, x, None, first=True)
+    assert_product(total, grad.T, x)
+    products.add_product(total, grad, x, None, first=False)
+    assert_product(total / 2, grad.T, x)
+
+
+@needs_tiles
+def test_products_have_a_fake():
+    args = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.fastkd_cpp.half_product.default, args, test_utils=tests)
