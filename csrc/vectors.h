@@ -84,7 +84,12 @@ inline Vector<W> load(const W* p, int64_t count = kLanes<W>, W other = 0) {
 
 template <typename W>
 inline void store(W* p, Vector<W> x, int64_t count = kLanes<W>) {
-  std::memcpy(p, &x, count == kLanes<W> ? sizeof(x) : count * sizeof(W));
+  // Apart, or each would be a call.
+  if (count == kLanes<W>) {
+    std::memcpy(p, &x, sizeof(x));
+  } else {
+    std::memcpy(p, &x, count * sizeof(W));
+  }
 }
 
 template <typename W>
