@@ -569,7 +569,7 @@ def linear_soft_target_loss(
     double = any(x is not None and x.dtype == torch.float64 for x in (*learning, *given))
     wider = student_hidden.double() if double else student_hidden
     runs_on = backend_of(backend, "linear_soft_target_loss", wider, **facts)
-    if soft_weight == 0 or columns.group:
+    if columns.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = Options(recipe, reduction, runs_on, len(learning))
     mask, labels = (None if x is None else saveable(x.flatten()) for x in (mask, labels))

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
+from fastkd._core import extension
+from fastkd._torch.rows import Task, task_rows
 from fastkd.head import LowRank
 from fastkd.soft_targets import (
     linear_soft_target_loss,
@@ -17,7 +19,7 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support.compare import every_two_meet, relative_error, value_and_grad
+from tests.support.compare import assert_accurate, every_two_meet, relative_error, value_and_grad
 from tests.support.interpreter import MARKS
 
 DIVERGENCES = [
@@ -254,6 +256,26 @@ def test_row_kernels_give_what_pytorch_gives(divergence):
         )  # fmt: skip
         found.append((loss.detach(), *torch.autograd.grad(loss, (h, w, b))))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="needs the extension")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("V", [1, 17, 3001])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.1)])
+def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, V + 3, generator=generator).to(dtype)[:, :V] * 4
+    labels, weights = torch.arange(5) * 7 % V, torch.rand(5, generator=generator)
+    if V > 2 and smoothing == 0:
+        logits[0, V - 1] = -torch.inf
+    value, grad = task_rows(logits.double(), labels, True, Task(smoothing, z_loss))
+    grad = grad * weights[:, None]
+    call = torch.ops.fastkd_cpp.cross_entropy
+    assert_accurate(call(logits, labels, None, None, smoothing, z_loss), value, dtype)
+    beside, inside = torch.empty_like(logits), logits.clone()
+    for z, out in ((logits, beside), (inside, inside)):
+        assert_accurate(call(z, labels, out, weights, smoothing, z_loss), value, dtype)
+        assert_accurate(out, grad, dtype)
 
 
 def test_terms_by_name():

@@ -419,7 +419,7 @@ class _Pass:
         grad = None
         if labels is not None:
             out = student if of_task and not teacher else None
-            terms[1], grad = task_rows(student, labels, of_task, recipe.task, out, recipe.columns)
+            terms[1], grad = self.task_of(student, labels, weights if of_task else None, out)
         if teacher:
             terms[0] = self.fill_soft(student, teacher, mask, of_soft)
         if weights is None:
@@ -430,7 +430,7 @@ class _Pass:
         elif of_soft is None:
             if grad is not student or recipe.task_weight != 1:
                 torch.mul(grad, recipe.task_weight, out=student)
-        elif self.by_kernels:
+        elif self.runs_on == "triton":
             student.addcmul_(grad, weights[:, None], value=recipe.task_weight)
         else:
             student.add_(grad, alpha=recipe.task_weight)
@@ -438,6 +438,21 @@ class _Pass:
             student *= slope
         if recipe.student.scale != 1:
             student *= recipe.student.scale
+
+    def task_of(
+        self, student: Tensor, labels: Tensor, weights: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Cross-entropies (R,) and, with weights (R,), their gradient, in ``out`` if given.
+
+        Only the kernel in C++ weighs it.
+        """
+        task = self.recipe.task
+        if self.runs_on != "cpp":
+            return task_rows(student, labels, weights is not None, task, out, self.recipe.columns)
+        if weights is not None and out is None:
+            out = torch.empty_like(student)
+        options = task.label_smoothing, task.z_loss
+        return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
 
     def fill_soft(
         self, student: Tensor, teacher: list[Tensor], mask: Tensor | None, weights: Tensor | None
