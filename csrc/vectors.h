@@ -31,9 +31,10 @@ struct FloatFormat<float> {
   using Bits = int32_t;
   using Unsigned = uint32_t;  // in which nothing overflows
   static constexpr int kMantissa = 23, kBias = 127;
-  // Of 1/k! and of 2/(2k+1): what they leave out lies below half a rounding.
-  static constexpr int kExpTerms = 8, kLogTerms = 5;
-  static constexpr float kLeastExp = -104, kMostExp = 89;
+  // Of 1/k! and of 1/(2k+1): what they leave out lies below half a rounding.
+  static constexpr int kExpTerms = 8, kAtanhTerms = 7;
+  // Below kLeastExp e^x is 0, and below kLeastNormalExp no normal number.
+  static constexpr float kLeastExp = -104, kLeastNormalExp = -87;
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
 };
 template <>
@@ -41,8 +42,8 @@ struct FloatFormat<double> {
   using Bits = int64_t;
   using Unsigned = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
-  static constexpr int kExpTerms = 14, kLogTerms = 12;
-  static constexpr double kLeastExp = -746, kMostExp = 710;
+  static constexpr int kExpTerms = 14, kAtanhTerms = 16;
+  static constexpr double kLeastExp = -746, kLeastNormalExp = -708;
   static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770e-10;
 };
 template <typename W>
@@ -56,10 +57,16 @@ inline Vector<W> splat(W x) {
   return x - Vector<W>{};
 }
 
-// body(start, count) along a row of n: whole vectors, and a rest of fewer.
+// A line that is read soon, from memory that may end before it.
+inline void fetch(const void* p) { __builtin_prefetch(p); }
+
+// body(start, count) along a row of n: whole vectors, and a rest of fewer. In the loop the count is
+// a constant, so nothing there asks for it.
 template <typename W, typename Body>
 inline void each(int64_t n, const Body& body) {
-  for (int64_t i = 0; i < n; i += kLanes<W>) body(i, n - i < kLanes<W> ? n - i : kLanes<W>);
+  int64_t i = 0;
+  for (; i + kLanes<W> <= n; i += kLanes<W>) body(i, int64_t(kLanes<W>));
+  if (i < n) body(i, n - i);
 }
 
 // The first ``count`` numbers, and ``other`` beyond.
@@ -98,14 +105,19 @@ inline Vector<W> largest(Vector<W> a, Vector<W> b) {
 }
 
 // In halves, so in the same order whatever the registers.
+template <int N>
+inline double sum_of(const VectorN<double, N>& x) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    VectorN<double, N / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return sum_of<N / 2>(halves[0] + halves[1]);
+  }
+}
 template <typename W>
 inline double sum(Vector<W> x) {
-  double parts[kLanes<W>];
-  for (int i = 0; i < kLanes<W>; ++i) parts[i] = double(x[i]);
-  for (int n = kLanes<W> / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) parts[i] += parts[i + n];
-  }
-  return parts[0];
+  return sum_of<kLanes<W>>(__builtin_convertvector(x, VectorN<double, kLanes<W>>));
 }
 
 template <typename W>
@@ -115,49 +127,61 @@ inline W largest(Vector<W> x) {
   return found;
 }
 
-// 2^n for n in the range of normal numbers.
-template <typename W>
-inline Vector<W> power_of_2(Bits<W> n) {
-  const auto bias = typename FloatFormat<W>::Unsigned(FloatFormat<W>::kBias);
-  return (Vector<W>)(((Unsigned<W>)n + bias) << FloatFormat<W>::kMantissa);
+// Σ c(k)·x^k; c is a type, so that the compiler knows each number before it makes vectors.
+template <typename W, typename Series, int k = 0>
+inline Vector<W> series(Vector<W> x) {
+  if constexpr (k == Series::kTerms - 1) {
+    return splat(Series::template at<W>(k));
+  } else {
+    return series<W, Series, k + 1>(x) * x + Series::template at<W>(k);
+  }
 }
 
-// e^x to about one rounding, over all numbers.
+// 1/(step·k + first)!
+template <int terms, int first = 0, int step = 1>
+struct InverseFactorials {
+  static constexpr int kTerms = terms;
+  template <typename W>
+  static constexpr W at(int k) {
+    W factorial = 1;
+    for (int i = 2; i <= step * k + first; ++i) factorial *= W(i);
+    return 1 / factorial;
+  }
+};
+
+// 2/(2k + 1)
+template <int terms>
+struct InverseOdd {
+  static constexpr int kTerms = terms;
+  template <typename W>
+  static constexpr W at(int k) {
+    return W(2) / W(2 * k + 1);
+  }
+};
+
+// e^x to about one rounding, of numbers up to 0.
 template <typename W>
 inline Vector<W> exp(Vector<W> x) {
   using F = FloatFormat<W>;
+  constexpr int kUp = 64;
+  // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and the bias; an
+  // exponent below those of normal numbers goes up, and the result down again.
+  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + F::kBias;
+  const auto is_tiny = x < F::kLeastNormalExp;
+  const Vector<W> round = is_tiny ? splat(kRound + kUp) : splat(kRound);
   x = x < F::kLeastExp ? splat(F::kLeastExp) : x;
-  x = x > F::kMostExp ? splat(F::kMostExp) : x;
-  // In sums with 1.5·2^mantissa the last bits hold the nearest integer.
-  constexpr W kRound = W(3ll << (F::kMantissa - 1));
-  const Vector<W> shifted = x * W(1.44269504088896340736) + kRound;
-  const Bits<W> n = (Bits<W>)((Unsigned<W>)shifted - (Unsigned<W>)splat(kRound));
-  const Vector<W> turns = shifted - kRound;
+  const Vector<W> shifted = x * W(1.44269504088896340736) + round, turns = shifted - round;
   const Vector<W> r = (x - turns * F::kLn2High) - turns * F::kLn2Low;
-  W factorial = 1;
-  W inverse[F::kExpTerms] = {1};
-  for (int k = 1; k < F::kExpTerms; ++k) inverse[k] = 1 / (factorial *= W(k));
-  Vector<W> series = splat(inverse[F::kExpTerms - 1]);
-  for (int k = F::kExpTerms - 2; k >= 0; --k) series = series * r + inverse[k];
-  // In two steps, since 2^n alone may be no normal number.
-  const Bits<W> half = n >> 1;
-  return series * power_of_2<W>(half) * power_of_2<W>((Bits<W>)((Unsigned<W>)n - (Unsigned<W>)half));
+  const Vector<W> power = (Vector<W>)((Unsigned<W>)shifted << F::kMantissa);
+  const Vector<W> result = series<W, InverseFactorials<F::kExpTerms>>(r) * power;
+  return is_tiny ? result * W(0x1p-64) : result;
 }
 
-// log x to about one rounding, of positive normal numbers.
+// log(2/(1 + x)) to less than three roundings of itself, of numbers from 0 to 1.
 template <typename W>
-inline Vector<W> log(Vector<W> x) {
-  using F = FloatFormat<W>;
-  // x = 2^exponent·(1 + f) with 1 + f in [√½, √2)
-  const Unsigned<W> root = (Unsigned<W>)splat(W(0.70710678118654752440)), bits = (Unsigned<W>)x;
-  const Bits<W> exponent = (Bits<W>)(bits - root) >> F::kMantissa;
-  const Vector<W> f = (Vector<W>)(bits - ((Unsigned<W>)exponent << F::kMantissa)) - W(1);
-  const Vector<W> s = f / (f + W(2)), z = s * s;
-  Vector<W> series = splat(W(2) / W(2 * F::kLogTerms + 1));
-  for (int k = F::kLogTerms - 1; k > 0; --k) series = series * z + W(2) / W(2 * k + 1);
-  const Vector<W> square = f * f * W(0.5), turns = __builtin_convertvector(exponent, Vector<W>);
-  const Vector<W> low = s * (square + series * z) + turns * F::kLn2Low;
-  return turns * F::kLn2High - ((square - low) - f);
+inline Vector<W> log_of_mean(Vector<W> x) {
+  const Vector<W> t = (W(1) - x) / (x + W(3));
+  return t * series<W, InverseOdd<FloatFormat<W>::kAtanhTerms>>(t * t);
 }
 
 }  // namespace fastkd
