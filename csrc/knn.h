@@ -1,6 +1,8 @@
 // The nearest rows of the same label on a CPU, by direct difference of all pairs.
 #pragma once
 
+#include <limits>
+
 #include "rows.h"
 
 namespace fastkd {
@@ -10,19 +12,23 @@ struct Neighbours {
   int64_t N, M;
   double* distances;  // (N, M), of pairs of the same label; kNone of others
 
-  static constexpr double kNone = -1;
+  static constexpr double kNone = std::numeric_limits<double>::max();
 
-  // Σ (s − t)² of some bank rows and every student row of their label; ``same(i, j)`` says which.
+  // Σ (s − t)² of some bank rows and every student row of their label, as ``same(i, j)`` says.
   template <typename Same>
   void measure(int64_t begin, int64_t end, const Same& same) const {
-    std::vector<int64_t> pairs;
-    for (int64_t j = begin; j < end; ++j) {
-      pairs.clear();
+    std::vector<uint16_t> pairs(N);
+    for (int64_t tile = begin; tile < end; tile += kTile) {
+      const int64_t count = end - tile < kTile ? end - tile : kTile;
       for (int64_t i = 0; i < N; ++i) {
-        if (same(i, j)) pairs.push_back(i);
-        distances[i * M + j] = kNone;
+        pairs[i] = 0;
+        for (int64_t j = 0; j < count; ++j) {
+          const bool is_pair = same(i, tile + j);
+          pairs[i] |= uint16_t(is_pair << j);
+          distances[i * M + tile + j] = is_pair ? 0 : kNone;
+        }
       }
-      measure_one(j, pairs);
+      measure_tile(tile, count, pairs);
     }
   }
 
@@ -35,7 +41,13 @@ struct Neighbours {
                 const Rows& out) const;
 
  private:
-  void measure_one(int64_t bank_row, const std::vector<int64_t>& rows) const;
+  static constexpr int64_t kTile = 16;  // bank rows of which the nearest cache holds a block
+
+  // ``pairs`` has a bit for each of the tile's rows.
+  void measure_tile(int64_t tile, int64_t count, const std::vector<uint16_t>& pairs) const;
+
+  template <typename W>
+  void measure_as(int64_t tile, int64_t count, const std::vector<uint16_t>& pairs) const;
 };
 
 }  // namespace fastkd
