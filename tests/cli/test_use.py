@@ -394,10 +394,10 @@ def test_numbers_as_labels_of_named_classes(folder, tmp_path):
     error = run("evaluate", model=swapped, data=numbers, label_order="1", expect=2)
     assert "--label-order 1: must name the data's label for each class" in error
     # The same in `distill`, which tells so before it trains.
-    words = {"train": numbers, "eval": numbers, "out": tmp_path / "x", "epochs": 0.2}
+    words = {"train": numbers, "eval": numbers, "out": tmp_path / "x", "max_length": 16}
     error = run("distill", **words, teacher=swapped, expect=2)
     assert f"--teacher {swapped}: label 0 is the model's class 'pos'" in error
-    told = run("distill", **words, teacher=student, device="cpu")
+    told = run("distill", **words, teacher=student, device="cpu", epochs=0.2)
     assert "numbers of the model's classes: 0 is 'neg', 1 is 'pos'" in told
     # Rows that are marked as having no label.
     lines = [f"{text}\t{label}" for text, label in rows] + ["good film\t-100"] * 3
