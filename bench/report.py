@@ -40,7 +40,10 @@ within a round. The reference and fastkd are timed in several passes, each in it
 whose figures the median stands here; torch.compile (the reference, in several graphs where one
 breaks, which then is said) and the peers in the first pass. *Floor* is the
 larger of bytes over the copy bandwidth and operations over the matrix rate, both measured on the
-machine in the same run; what fits into a cache can beat it. *Memory* is the peak of the operation
+machine in the same run; what fits into a cache can beat it. Operations are products and sums: the
+exponentials and logarithms of soft targets, three to eight for a pair of logits and each eighteen
+vector instructions or more on a CPU, are not among them, and the product of a matrix with its own
+transpose, as relations need it, counts half. *Memory* is the peak of the operation
 itself, beyond its inputs, gradients included. *Error* is the distance of value and gradients from
 the reference in float64, whichever is larger; a provider that is wrong is not timed, but for the
 reference itself (CCA's in float32, see [math.md](math.md)). "Own objective": a peer with another
