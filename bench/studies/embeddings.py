@@ -35,15 +35,14 @@ The plan, committed before the runs (a few steps of each variant on seed 0 were 
   for all three losses together. Four seeds tell small differences apart only where they hardly
   vary.
 
-`python -m bench.studies.embeddings docs/studies/embeddings.md` goes on where it stopped and writes
-the tables into the page; `--tables` writes them alone.
+`python -m bench.studies.embeddings docs/studies/embeddings/runs.json` goes on where it stopped;
+`python -m bench.studies.embeddings_page` writes what is there into the page.
 """
 
 import argparse
 import copy
 import json
 import math
-import re
 import time
 import warnings
 from pathlib import Path
@@ -71,7 +70,6 @@ from fastkd.integrations.sentence_transformers import (
     LayerDistillLoss,
     RelationDistillLoss,
 )
-from fastkd.study.statistics import holm, paired, verdict
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.packaged import teacher_path
 
@@ -249,84 +247,13 @@ def key(variant: Variant, seed: int) -> str:
     return f"{variant.student}; {variant.loss or 'cut'}; {compared}; seed {seed}"
 
 
-def tables(found: dict[str, Any]) -> str:
-    """Means over the seeds that were run; differences where all were."""
-    planned = len(MAIN + BATCHES) * len(SEEDS)
-    where, teacher = found["where"], found["teacher"]["pairs"]
-    lines = [
-        f"{len(found['runs'])} of {planned} runs are made. Teacher, pairs: {teacher:.3f}. "
-        f"{where['machine']['cpu']}, one thread, torch {where['versions']['torch']}, commit "
-        f"{where['commit']}."
-    ]
-    title = "| loss | seeds | agreement | neighbours@10 | pairs | ms a step |"
-    for student in STUDENTS:
-        variants = [variant for variant in MAIN if variant.student == student]
-        compared = [(v, variants[1]) for v in variants[2:]]
-        lines += ["", f"**{student.capitalize()}**", ""]
-        lines += table(found, variants, compared, f"{title} − MSE | 95% | p (Holm) | verdict |")
-    most = {loss: Variant("2 layers", loss, LARGE, LARGE, ALL_TEXTS // LARGE) for loss in COMPARED}
-    compared = [(most[v.loss], v) for v in BATCHES if v != most[v.loss]]
-    lines += ["", "**How many texts are compared with each other, 2 layers**", ""]
-    head = title.replace("loss", "loss, steps", 1)
-    return "\n".join(
-        lines + table(found, BATCHES, compared, f"{head} 512 − this | 95% | p (Holm) | 512 is |")
-    )
-
-
-def table(
-    found: dict[str, Any],
-    variants: list[Variant],
-    compared: list[tuple[Variant, Variant]],
-    title: str,
-) -> list[str]:
-    lines = [title, "|---|" + "---:|" * (title.count("|") - 3) + "---|"]
-    made = {v: [found["runs"].get(key(v, seed)) for seed in SEEDS] for v in variants}
-    tests = {}
-    for one, other in compared:
-        if all(made[one]) and all(made[other]):
-            pairs = zip(made[one], made[other], strict=True)
-            row = one if title.count("MSE") else other
-            tests[row] = paired([x["agreement"] - y["agreement"] for x, y in pairs])
-    p = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-    for variant in variants:
-        runs = [run for run in made[variant] if run]
-        if not runs:
-            continue
-        name = variant.loss or "cut alone"
-        if variant in BATCHES:
-            name += f", {variant.steps} of {variant.texts}, {variant.compared} compared"
-        mean = {score: np.mean([run[score] for run in runs]) for score in runs[0]}
-        spread = np.std([run["agreement"] for run in runs], ddof=min(1, len(runs) - 1))
-        milliseconds = 1000 * np.median([run["seconds"] for run in runs])
-        row = [name, len(runs), f"{mean['agreement']:.4f} ± {spread:.4f}"]
-        row += [f"{mean['neighbours']:.3f}", f"{mean['pairs']:.3f}", f"{milliseconds:.0f}"]
-        if test := tests.get(variant):
-            row += [f"{test.mean:+.4f}", f"[{test.low:+.4f}, {test.high:+.4f}]"]
-            row += [f"{p[variant]:.2g}", verdict(test, p[variant], None)]
-        else:
-            row += [""] * 4
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    return lines
-
-
 def main() -> None:
-    """Make the runs that are missing, and write the tables into the page."""
+    """Make the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("page", type=Path, help="its runs lie in a folder of its name beside it")
-    parser.add_argument("--tables", action="store_true", help="of the runs that are there")
-    given = parser.parse_args()
-    out = given.page.with_suffix("") / "runs.json"
-    out.parent.mkdir(exist_ok=True)
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    out.parent.mkdir(parents=True, exist_ok=True)
     found = json.loads(out.read_text()) if out.exists() else {"runs": {}}
-    if not given.tables:
-        make_runs(found, out)
-    parts = re.split(
-        r"(?<=<!-- tables -->\n).*?(?=\n<!-- end -->)", given.page.read_text(), flags=re.S
-    )
-    given.page.write_text(tables(found).join(parts))
-
-
-def make_runs(found: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*CCA")
     study = Study()
