@@ -62,8 +62,9 @@ def table(
         cells = [name, len(rows), f"{mean['agreement']:.4f}", f"{mean['neighbours']:.3f}"]
         cells += [f"{mean['pairs']:.3f}", f"{milliseconds:.0f}"]
         if test := tests.get(variant):
-            cells += [f"{test.mean:+.4f}", f"[{test.low:+.4f}, {test.high:+.4f}]"]
-            cells += [f"{p[variant]:.2g}", verdict(test, p[variant], None)]
+            cells += [f"{test.mean:+.4f}", "", "", verdict(test, p[variant], None)]
+            if len(seeds) > 1:
+                cells[-3:-1] = [f"[{test.low:+.4f}, {test.high:+.4f}]", f"{p[variant]:.2g}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |" * (11 - len(cells)))
     return lines
 
