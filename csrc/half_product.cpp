@@ -7,12 +7,15 @@
 // and what that left over, rounded. Two products then have an error of 2^-18 of each term.
 //
 // The sum goes in steps of kDepth, whose tiles stay in the second cache. The same by vectors of
-// avx512_bf16 was slower than float32 products of BLAS, so processors without tiles have those. The last bits depend on
-// sizes alone, not on threads.
+// avx512_bf16 was slower than float32 products of BLAS, so processors without tiles have those. The
+// last bits depend on sizes alone, not on threads.
 #include "tensors.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
+#if defined(__GNUC__) && !defined(__clang__)  // gcc 12 warns of its own header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
