@@ -155,10 +155,10 @@ class Study:
         corpus, pairs = load_docstrings(400, 60), load_pairs(10, 40).evals[""]
         self.train, self.held = shorten(corpus.train.texts), shorten(corpus.evals[""].texts)
         self.held, self.grades = self.held[:HELD_OUT], pairs.labels
-        self.pairs = shorten(pairs.texts), shorten(pairs.pairs)
+        self.pairs = shorten(pairs.texts), shorten(pairs.pairs or [])
         self.labels = self.encode(self.teacher, self.train)
         self.similar = self.similarities(self.teacher)
-        body = self.teacher[0].model
+        body: Any = self.teacher[0].model
         self.bodies = {
             "3 layers": student_from_teacher(body, [2, 4, 6]),
             "2 layers": student_from_teacher(body, [3, 6]),
@@ -167,12 +167,12 @@ class Study:
         self.tokenizer = make_tokenizer(self.train, VOCABULARY)
         self.tokenizer.model_max_length = TOKENS
 
-    def student(self, name: str) -> SentenceTransformer:
-        made = copy.deepcopy(self.teacher)
+    def student(self, name: str) -> Any:
+        made: Any = copy.deepcopy(self.teacher)
         if name in self.bodies:
             made[0].model = copy.deepcopy(self.bodies[name])
         else:
-            config = copy.deepcopy(self.bodies["3 layers"].config)
+            config: Any = copy.deepcopy(self.bodies["3 layers"].config)
             config.vocab_size = len(self.tokenizer)
             made[0].model, made[0].processor = BertModel(config), self.tokenizer
         made[1] = Pooling(made[0].model.config.hidden_size, "mean")
@@ -230,7 +230,8 @@ class Study:
             features = dict(student.preprocess([self.train[i] for i in rows]))
             with torch.autocast("cpu", torch.bfloat16):
                 value = loss([features], self.labels[rows])
-            (sum(value.values()) if isinstance(value, dict) else value).backward()
+            total: Any = sum(value.values()) if isinstance(value, dict) else value
+            total.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
