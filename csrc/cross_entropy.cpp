@@ -92,6 +92,11 @@ Tensor cross_entropy(const Tensor& student, const Tensor& labels,
                      double label_smoothing, double z_loss) {
   const Tensor loss = torch::stable::new_empty(student, {student.size(0)}, working_type(student));
   const Tensor places = torch::stable::contiguous(labels);
+  // The public function says this better, but not in a compiled graph.
+  for (int64_t i = 0; i < labels.size(0); ++i) {
+    const int64_t label = data<int64_t>(places)[i];
+    STD_TORCH_CHECK(label >= 0 && label < student.size(1), "a label is no word of the logits");
+  }
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   const bool wide = student.scalar_type() == ScalarType::Double;
   const auto run = wide ? each_loss<double> : each_loss<float>;

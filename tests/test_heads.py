@@ -276,6 +276,9 @@ def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
     for z, out in ((logits, beside), (inside, inside)):
         assert_accurate(call(z, labels, out, weights, smoothing, z_loss), value, dtype)
         assert_accurate(out, grad, dtype)
+    for label in (V, -1):
+        with pytest.raises(RuntimeError, match="a label is no word"):
+            call(logits, torch.tensor([0, label, 0, 0, 0]), beside, weights, smoothing, z_loss)
 
 
 def test_terms_by_name():
