@@ -27,6 +27,7 @@ from fastkd._core.numerics import (
     in_range,
     once_differentiable,
     saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -610,7 +611,7 @@ class _Relations(torch.autograd.Function):
     def backward(ctx, grad, *_):
         with autocast_off(grad):
             gradients = [
-                None if dx is None else (dx * grad.to(dx.dtype)).to(dtype)
+                None if dx is None else times_upstream(dx, grad, dtype)
                 for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
         return (None, None, *gradients, *(None for _ in gradients))

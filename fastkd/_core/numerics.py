@@ -126,6 +126,24 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
     return torch.autocast(device, enabled=False)
 
 
+def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A gradient made along with its loss, times the loss's own (), None for 1, in another dtype.
+
+    It may be of a vocabulary's size: it is copied only if it changes. A gradient of 1, as of a loss
+    that stands alone, is known on the CPU.
+    """
+    if upstream is None or (values_readable(upstream) and upstream.item() == 1):
+        return gradient.to(dtype)
+    if gradient.dtype == dtype or torch.compiler.is_compiling():
+        return (gradient * upstream.to(gradient.dtype)).to(dtype)
+    # In parts, so that no product of the whole stands beside it.
+    product = torch.empty_like(gradient, dtype=dtype)
+    step = max((1 << 24) // max(gradient[:1].numel(), 1), 1)
+    for part, rows in zip(product.split(step), gradient.split(step), strict=True):
+        torch.mul(rows, upstream, out=part)
+    return product
+
+
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradient):

@@ -16,6 +16,7 @@ from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
     saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -148,14 +149,12 @@ class LinearSoftTargets(torch.autograd.Function):
             labels, mask, *tensors = ctx.saved_tensors
             sides = tensors[:students], tensors[students:]
             _, *made = _run(options, *sides, labels, mask, grad.contiguous(), needs)
-            upstream = None
+            grad = None
         else:
-            made, upstream = list(ctx.saved_tensors), grad
-            if values_readable(grad) and grad.item() == 1:
-                upstream = None
+            made = list(ctx.saved_tensors)
         grads = iter(made)
         scaled = (
-            _scaled(next(grads), upstream, dtype) if need else None
+            times_upstream(next(grads), grad, dtype) if need else None
             for need, dtype in zip(needs, ctx.dtypes, strict=True)
         )
         return None, None, None, None, *scaled, *[None] * ctx.teachers
@@ -189,27 +188,6 @@ def _weighed(terms: Tensor, recipe: Recipe) -> Tensor:
     if recipe.soft_weight == 0:
         return task * recipe.task_weight
     return soft * recipe.soft_weight + task * recipe.task_weight
-
-
-def _scaled(saved: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A gradient times the upstream one, in the dtype of what it is the gradient of.
-
-    A matrix of a head's size is worth some care: it is copied only if it changes.
-    """
-    if upstream is None:
-        return saved.to(dtype)
-    if saved.dtype == dtype or torch.compiler.is_compiling():
-        return (saved * upstream).to(dtype)
-    return _scaled_into(torch.empty_like(saved, dtype=dtype), saved, upstream)
-
-
-def _scaled_into(out: Tensor, saved: Tensor, upstream: Tensor) -> Tensor:
-    """In parts, so that no product of the whole stands beside it."""
-    step = max((1 << 24) // max(saved[:1].numel(), 1), 1)
-    for start in range(0, len(saved), step):
-        part = slice(start, start + step)
-        torch.mul(saved[part], upstream, out=out[part])
-    return out
 
 
 def _shapes(student, teacher, labels, mask, weights, needs, *rest):
