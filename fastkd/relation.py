@@ -233,8 +233,8 @@ class Options:
     weights: dict[str, float]  # of a layer's relations, of each kind
     normalize: str
     distance: str
-    temperature: float
-    eps: float
+    temperature: float = 10.0
+    eps: float = 1e-8
     terms: bool = False  # asked for, beside the loss
     in_cpp: bool = False  # but for what products of features do
 

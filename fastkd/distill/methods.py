@@ -107,7 +107,7 @@ class FCD(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
         self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
         self.normalize, self.distance = normalize, distance
-        self.options = relation.Options({}, normalize, distance, temperature=10.0, eps=1e-8)
+        self.options = relation.Options({}, normalize, distance)
         self.options.check()
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
