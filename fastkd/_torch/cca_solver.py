@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastkd._core import extension
 from fastkd._core.numerics import values_readable, working_dtype
+from fastkd._core.operator import operator
 from fastkd._core.products import symmetric_product
 
 if TYPE_CHECKING:
@@ -127,10 +128,21 @@ def solve(
     student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, *, want_grad: bool
 ) -> Solution:
     """Of features (batch, m, Ds), (batch, m, Dt), mask (batch, m): correlation and gradient."""
+    if options.ranks is not None:
+        return _solve(student, teacher, mask, options, want_grad)
+    dims = None if options.dims is None else list(options.dims)
+    given = student, teacher, mask, list(options.ridges), options.top_k, dims
+    corr, *gradient = solve_alone(*given, want_grad)
+    return corr, gradient[0] if gradient else None
+
+
+def _solve(
+    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, want_grad: bool
+) -> Solution:
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
     if 0 in (len(student), d_s, d_t) or (m == 0 and options.ranks is None):
         nothing = student.new_zeros(len(student), dtype=torch.float64)
-        return nothing, torch.zeros_like(student) if want_grad else None
+        return nothing, student.new_zeros(student.shape) if want_grad else None
     plan = make_plan(student, teacher, options)
     if plan.one_by_one:
         masks = [None] * len(student) if mask is None else mask.split(1)
@@ -141,6 +153,29 @@ def solve(
     else:
         corr, ds = _solve_items(_Call(student, teacher, mask, options, want_grad), plan)
     return _bounded(corr, student, teacher, mask, options), ds
+
+
+def _shapes(student, teacher, mask, ridges, top_k, dims, want_grad):
+    dtype = working_dtype(student)
+    corr = student.new_empty(student.shape[0], dtype=dtype)
+    return [corr, student.new_empty(student.shape, dtype=dtype)] if want_grad else [corr]
+
+
+# An operator, so that in a graph too the plan is the cheapest: it looks at values.
+@operator(_shapes)
+def solve_alone(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    ridges: list[float],
+    top_k: int | None,
+    dims: list[int] | None,
+    want_grad: bool,
+) -> list[Tensor]:
+    """Solution of one process's observations."""
+    options = Options((ridges[0], ridges[1]), top_k, None if dims is None else tuple(dims))
+    solution = _solve(student, teacher, mask, options, want_grad)
+    return [x.to(working_dtype(student)) for x in solution if x is not None]
 
 
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
@@ -165,7 +200,7 @@ def _solve_real(call: _Call, plan: Plan) -> Solution:
     observed = call.student[:, real], call.teacher[:, real]
     # Fewer rows may have another plan; ``dims`` are those of all items, and bound them later.
     options = replace(call.options, dims=None)
-    corr, ds = solve(*observed, None, options, want_grad=call.want_grad)
+    corr, ds = _solve(*observed, None, options, call.want_grad)
     if ds is None:
         return corr, None
     whole = ds.new_zeros(call.student.shape)
