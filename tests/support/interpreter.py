@@ -141,7 +141,9 @@ def _compare_shapes_once() -> None:
         pair = lhs.type.name, rhs.type.name
         if pair not in known:
             known[pair] = [x.type for x in to_one_shape(self, lhs, rhs)]
-        return tuple(brought(self, x, type) for x, type in zip((lhs, rhs), known[pair], strict=True))
+        return tuple(
+            brought(self, x, type) for x, type in zip((lhs, rhs), known[pair], strict=True)
+        )
 
     def brought(self, x, type):
         if x.type.name == type.name:

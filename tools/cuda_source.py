@@ -1,0 +1,69 @@
+"""``python -m tools.cuda_source --prove``: csrc/roots.cu compiles for every GPU without spills.
+
+With nvcc alone: torch's build helper hides CUDA where torch has none. What is wrong is printed; if
+nothing is, kernels/proven.json notes it, and `make test` compiles only what is not noted there.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+import setup as recipe
+from tools.compile_report import CUDA_SOURCE, PROVEN, ROOT, note_proven
+
+# Of both types, of a warp and of a block.
+KERNELS = 2 * 2 * len(recipe.GPU_ARCHITECTURES)
+
+
+def problems(nvcc: str) -> str:
+    """What nvcc says against it, or of its kernels where one spills."""
+    includes = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    command = [*recipe.nvcc_command(nvcc, includes), "-Xptxas=-v", "-c", "csrc/roots.cu"]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in recipe.GPU_ARCHITECTURES]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["-o", f"{folder}/roots.o"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    frames = done.stderr.count("bytes stack frame")
+    clean = done.stderr.count("0 bytes stack frame, 0 bytes spill stores")
+    return "" if done.returncode == 0 and frames == clean == KERNELS else done.stderr
+
+
+def state(nvcc: str) -> str:
+    """Changes with the sources, how they are compiled, and by what."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    parts = [*_sources("roots.cu"), *recipe.nvcc_command("nvcc", []), said]
+    parts += [*recipe.GPU_ARCHITECTURES, torch.__version__.partition("+")[0]]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _sources(name: str) -> list[str]:
+    """The text of a file of csrc/, and of what it includes there."""
+    text = (ROOT / "csrc" / name).read_text()
+    included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    return [text, *(part for other in included for part in _sources(other))]
+
+
+def is_proven(nvcc: str) -> bool:
+    known: dict[str, str] = json.loads(PROVEN.read_text())
+    return known.get(CUDA_SOURCE) == state(nvcc)
+
+
+def main() -> None:
+    nvcc = recipe.find_nvcc()
+    if nvcc is None:
+        raise SystemExit("there is no nvcc, so csrc/roots.cu was not compiled")
+    wrong = problems(nvcc)
+    if not wrong and "--prove" in sys.argv:
+        note_proven({CUDA_SOURCE: state(nvcc)})
+    raise SystemExit(wrong)
+
+
+if __name__ == "__main__":
+    main()
