@@ -16,6 +16,7 @@ from fastkd._torch.divergences import NAMES
 from fastkd.distill import Distiller, SoftTargets
 from fastkd.head import output_layer
 from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
+from tests.distill.processes import run_ranks
 from tests.support.compare import relative_error
 
 SMALL = dict(
@@ -177,19 +178,11 @@ def test_models_without_a_head():
         Head.of(transformers.MobileBertForMaskedLM(config))
 
 
-def meet(rank, folder, size):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
-    )
-    torch.manual_seed(0)
-
-
-def a_sharded_head(rank, folder):
+def a_sharded_head(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    meet(rank, folder, 2)
+    torch.manual_seed(0)
     model = model_of("llama")
     layer = model.lm_head
     whole = layer.weight.detach().clone()
@@ -208,7 +201,6 @@ def a_sharded_head(rank, folder):
     found = layer.weight.grad.full_tensor()
     torch.testing.assert_close(found, plain.grad)
     a_sharded_language_model()
-    torch.distributed.destroy_process_group()
 
 
 def a_sharded_language_model():
@@ -233,7 +225,7 @@ def a_sharded_language_model():
 
 
 def test_a_sharded_head_is_gathered(tmp_path):
-    torch.multiprocessing.spawn(a_sharded_head, args=(tmp_path,), nprocs=2)
+    run_ranks(a_sharded_head, 2, tmp_path)
 
 
 LOSSES = [
@@ -247,12 +239,12 @@ LOSSES = [
 V, N = 23, 21
 
 
-def heads_in_parts(rank, folder, size):
+def heads_in_parts(rank, size):
     """Loss, terms and gradients of sharded heads, against those of the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    meet(rank, folder, size)
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     states, weight, bias = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randn(V)
     known, taught = torch.randn(2, 5, 6), torch.randn(V + 1, 6)
@@ -294,11 +286,10 @@ def heads_in_parts(rank, folder, size):
         )
         linear_soft_target_loss(torch.randn(3, 16), head, torch.randn(3, 4), torch.randn(60, 4))
     assert seen == [60 // size]
-    torch.distributed.destroy_process_group()
 
 
 def test_a_vocabulary_parallel_head_is_computed_on_its_parts(tmp_path):
-    torch.multiprocessing.spawn(heads_in_parts, args=(tmp_path, 2), nprocs=2)
+    run_ranks(heads_in_parts, 2, tmp_path, 2)
 
 
 def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
@@ -306,7 +297,8 @@ def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    meet(0, tmp_path, 1)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         weight = distribute_tensor(torch.randn(V, 8), mesh, [Shard(0)])

@@ -11,6 +11,7 @@ import transformers as t
 from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_from_teacher
 from fastkd.distill.verify import Check, _Step, table, verify
 from tests.distill.models import batch, classifier, model, pair, ready, recipe
+from tests.distill.processes import CONTEXT
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, packed
 
@@ -113,8 +114,20 @@ def test_a_model_that_swallows_position_ids_takes_none():
     assert checks["packed rows"].why == "BloomForCausalLM takes no position_ids"
 
 
-def test_processes():
-    """Of four one gets no row. Layers were chosen from hidden states, which leave hooks behind."""
+def test_processes(monkeypatch):
+    """Of four one gets no row. Layers were chosen from hidden states, which leave hooks behind.
+
+    What forks them is a fork itself here, of what has imported everything.
+    """
+
+    def run_processes(folder, world):
+        process = CONTEXT.Process(target=module._fork, args=(folder, world))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    module = sys.modules[verify.__module__]
+    monkeypatch.setattr(module, "_run_processes", run_processes)
     torch.manual_seed(0)
     teacher, student = pair()
     mc3kd = method_by_name("mc3kd", preset="paper")
