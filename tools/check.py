@@ -20,14 +20,15 @@ TRAINS = (
     "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py", "tests/test_examples.py",
     "tests/analysis/test_pictures.py", "tests/study/test_study.py", "tests/study/test_tasks.py",
 )  # fmt: skip
-COMPILES = "compiles or dynamic_graph or tensor_twice or one_graph or ddp"
+COMPILES = "compiles or dynamic_graph or tensor_twice or one_graph"
+PROCESSES = "ddp or process or sharded or parallel"
 
 
 def main() -> None:
     processes = str(len(os.sched_getaffinity(0)))
     command = [sys.executable, "-m", "pytest", "-n", processes, "--dist", "worksteal"]
     command += ["-p", "tools.versions.spread", "-m", "not slow"]
-    command += ["-k", f"not ({SLOW} or {COMPILES})"]
+    command += ["-k", f"not ({SLOW} or {COMPILES} or {PROCESSES})"]
     command += [f"--ignore={path}" for path in (*LEFT_OUT, *TRAINS) if path not in WHOLE]
     command += [f"--whole={path}" for path in WHOLE]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
