@@ -34,8 +34,11 @@ TRUSTED_ROUNDING = 3e-7
 FLOAT32_OBSERVATIONS = 1.6
 # Observations up to which a GPU takes m×m eigenvectors rather than products of D×D matrices.
 FEW_OBSERVATIONS = 128
-# Elements of one item's features from which it is solved apart from the others of its batch.
-LARGE_ITEM = 2**17
+# Elements of one item's features from which rows that are no observations are left out, and from
+# which it is solved apart from the others of its batch: smaller ones take fewer steps together.
+LARGE_ITEM, LARGEST_ITEM = 2**17, 2**18
+# Observations, times D, up to which the gradient is made of rows (m, D) rather than D×D matrices.
+FEW_ROWS = 2
 # Squared singular values below this part of the largest are too near float32 rounding to be used;
 # those of float64 work lose as little above it as its other steps.
 SMALL_SQUARE = 1e-3
@@ -70,6 +73,7 @@ class Plan:
     # Else float64. Pivots and the smallest correlation tell whether float32 was enough.
     float32_first: bool = False
     one_by_one: bool = False  # the items of a batch
+    real_only: bool = False  # rows that are observations
 
 
 def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks") -> bool:
@@ -105,6 +109,7 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
             return Plan(observations, "extension")
         return Plan(False, "products") if products else Plan(observations, "lapack")
     readable = values_readable(student)
+    size = m * d_s if readable and not observations else 0
     return Plan(
         observations,
         "lapack",
@@ -112,7 +117,8 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
         and student.dtype != torch.float64
         and m > FLOAT32_OBSERVATIONS * max(d_s, d_t)
         and min(options.ridges) > 0,
-        one_by_one=readable and not observations and len(student) > 1 and m * d_s >= LARGE_ITEM,
+        one_by_one=len(student) > 1 and size >= LARGEST_ITEM,
+        real_only=size >= LARGE_ITEM,
     )
 
 
@@ -144,14 +150,17 @@ def _solve(
         nothing = student.new_zeros(len(student), dtype=torch.float64)
         return nothing, student.new_zeros(student.shape) if want_grad else None
     plan = make_plan(student, teacher, options)
-    if plan.one_by_one:
+    real = mask if plan.real_only else None
+    if plan.one_by_one or (real is not None and not bool((real == real[:1]).all())):
         masks = [None] * len(student) if mask is None else mask.split(1)
         items = zip(student.split(1), teacher.split(1), masks, strict=True)
-        solutions = [_solve_real(_Call(*item, options, want_grad), plan) for item in items]
+        alone = replace(options, dims=None)  # those of all items bound them below
+        solutions = [_solve(*item, alone, want_grad) for item in items]
         corr = torch.cat([corr for corr, _ in solutions])
         ds = torch.cat([ds for _, ds in solutions if ds is not None]) if want_grad else None
     else:
-        corr, ds = _solve_items(_Call(student, teacher, mask, options, want_grad), plan)
+        solve_all = _solve_items if real is None else _solve_real
+        corr, ds = solve_all(_Call(student, teacher, mask, options, want_grad), plan)
     return _bounded(corr, student, teacher, mask, options), ds
 
 
@@ -193,14 +202,13 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
 
 
 def _solve_real(call: _Call, plan: Plan) -> Solution:
-    """Of one large item, without the rows that are no observations."""
-    real = None if call.mask is None else call.mask[0]
-    if real is None or bool(real.all()):
+    """Of large items that have the same observations, without the rows that are none."""
+    real = cast(Tensor, call.mask)[0]
+    if bool(real.all()):
         return _solve_items(call._replace(mask=None), plan)
     observed = call.student[:, real], call.teacher[:, real]
-    # Fewer rows may have another plan; ``dims`` are those of all items, and bound them later.
-    options = replace(call.options, dims=None)
-    corr, ds = _solve(*observed, None, options, call.want_grad)
+    # Fewer rows may have another plan.
+    corr, ds = _solve(*observed, None, call.options, call.want_grad)
     if ds is None:
         return corr, None
     whole = ds.new_zeros(call.student.shape)
@@ -296,13 +304,19 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     corr = corr.masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
-    directions = whiten_s(right) * share.sqrt()  # R_s V
+    scale = share.sqrt().masked_fill(bad, torch.nan)
+    directions, of_teacher = whiten_s(right) * scale, whiten_t(left) * scale  # R_s V, R_t U
+    if method == "lapack" and dtype == torch.float64 and a.shape[-2] <= FEW_ROWS * a.shape[-1]:
+        rows = (b @ of_teacher).baddbmm_(a, directions * values.unsqueeze(-2), alpha=-1)
+        # What cancels in it has done so: the last product needs no more than the features' digits.
+        kind = working_dtype(student)
+        return corr, rows.to(kind) @ directions.mT.to(kind)
     if method == "products":
         to_student = symmetric_product(directions @ root, directions.mT)  # (batch, Ds, Ds)
     else:
         to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)
-    to_teacher = (whiten_t(left) * share.sqrt()) @ directions.mT  # (batch, Dt, Ds)
-    ds = (b @ to_teacher.masked_fill_(bad, torch.nan)).baddbmm_(a, to_student, alpha=-1)
+    to_teacher = of_teacher @ directions.mT  # (batch, Dt, Ds)
+    ds = (b @ to_teacher).baddbmm_(a, to_student, alpha=-1)
     if dtype == torch.float32:  # it adds up to 0, but for what rounding left of large means
         ds -= ds.sum(-2, keepdim=True) * (share / (1 + share))
     return corr, ds
@@ -373,7 +387,7 @@ def _svd(
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         right = right.mT
     zero = values <= max(work, torch.finfo(working_dtype(features)).eps)
-    left = left.masked_fill(zero.unsqueeze(-2), 0.0)
+    left.masked_fill_(zero.unsqueeze(-2), 0.0)
     return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
 
 
@@ -516,6 +530,8 @@ def _centred(
     centred = []
     for x in (student, teacher):
         x = _masked(x, mask)
+        if x.device.type == "cpu":  # where a sum in another dtype is slower than both steps
+            x = x.to(dtype)
         total = x.sum(-2, keepdim=True, dtype=dtype)
         mean = (total if ranks is None else ranks.sum(total)) / count.clamp_min(1)
         centred.append(_masked(x - mean, mask))  # in dtype
