@@ -158,13 +158,14 @@ struct Product {
   float* out;  // of every slice of the sum
   int64_t stride, slice_stride, slices, slice;
   bool add;
-  int64_t block = kMostBlock;
+  uint16_t* halves = nullptr;  // bfloat16, in the place of ``out``
+  int64_t block = kMostBlock, most = kDepth;
 
   int64_t tasks() const { return blocks(a) * blocks(b) * slices; }
   int64_t blocks(const Factor& of) const { return (of.lines + block - 1) / block; }
 
   int64_t room(const Factor& of) const {
-    const int64_t depth = (std::min(kDepth, of.size) + 31) / 32;
+    const int64_t depth = (std::min(most, of.size) + 31) / 32;
     return (std::min(block, of.lines) + 31) / 32 * 2 * depth * of.parts();
   }
 
@@ -181,27 +182,31 @@ struct Product {
     return 16 * lines;
   }
 
-  FASTKD_VECTORS void write(const Tile* sums, float* to, int64_t row, int64_t column,
-                            bool adds) const {
+  // Sums that begin at a row and column: those ``before`` are added, ``wide`` and ``to`` take them.
+  FASTKD_VECTORS void write(const Tile* sums, int64_t row, int64_t column, const float* before,
+                            float* wide, int64_t wide_stride, uint16_t* to) const {
     for (int tile = 0; tile < 4; ++tile) {
-      const int64_t top = row + tile / 2 * 16, left = column + tile % 2 * 16;
-      const __mmask16 mask = first(b.lines - left);
-      for (int64_t r = 0; r < std::min<int64_t>(16, a.lines - top); ++r) {
+      const int64_t top = tile / 2 * 16, left = tile % 2 * 16;
+      const __mmask16 mask = first(b.lines - column - left);
+      for (int64_t r = 0; r < std::min<int64_t>(16, a.lines - row - top); ++r) {
         __m512 sum = _mm512_load_ps(sums[tile].words[r]);
-        float* place = to + (top + r) * stride + left;
-        if (adds) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, place), sum);
-        _mm512_mask_storeu_ps(place, mask, sum);
+        const int64_t place = (top + r) * wide_stride + left;
+        if (before) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, before + place), sum);
+        if (wide) _mm512_mask_storeu_ps(wide + place, mask, sum);
+        if (!to) continue;
+        const __m256i near = (__m256i)_mm512_cvtneps_pbh(sum);
+        _mm256_mask_storeu_epi16(to + (top + r) * stride + left, mask, near);
       }
     }
   }
 
-  void run(int64_t task, Tile* tiles) const {
+  void run(int64_t task, Tile* tiles, float* room_for_sums) const {
     const int64_t place = task / slices, part = task % slices;
     const int64_t row = place / blocks(b) * block, column = place % blocks(b) * block;
     const int64_t end = std::min(a.size, (part + 1) * slice);
     Tile* const right = tiles + room(a);
-    for (int64_t k = part * slice; k < end; k += kDepth) {
-      const int64_t last = std::min(end, k + kDepth), depth = (last - k + 31) / 32;
+    for (int64_t k = part * slice; k < end; k += most) {
+      const int64_t last = std::min(end, k + most), depth = (last - k + 31) / 32;
       const int64_t rows = pack_block(a, row, k, last, tiles);
       const int64_t columns = pack_block(b, column, k, last, right);
       // Compilers don't know that loads of tiles read memory.
@@ -211,7 +216,16 @@ struct Product {
           Tile sums[4];
           const Tile* left = tiles + i / 16 * depth * a.parts();
           multiply(left, right + j / 16 * depth, depth, a.parts(), sums);
-          write(sums, out + part * slice_stride, row + i, column + j, add || k > part * slice);
+          const int64_t place = (row + i) * stride + column + j;
+          const bool begins = k == part * slice, ends = last == end;
+          if (halves) {
+            float* wide = room_for_sums + i * block + j;
+            write(sums, row + i, column + j, begins ? nullptr : wide, ends ? nullptr : wide, block,
+                  ends ? halves + place : nullptr);
+          } else {
+            float* to = out + part * slice_stride + place;
+            write(sums, row + i, column + j, add || !begins ? to : nullptr, to, stride, nullptr);
+          }
         }
       }
     }
@@ -222,8 +236,9 @@ struct Product {
 
   void run(int64_t begin, int64_t end) const {
     const std::unique_ptr<Tile[]> tiles(new Tile[room(a) + room(b)]);
+    const std::unique_ptr<float[]> sums(new float[halves && slice > most ? block * block : 0]);
     configure();
-    for (int64_t task = begin; task < end; ++task) run(task, tiles.get());
+    for (int64_t task = begin; task < end; ++task) run(task, tiles.get(), sums.get());
     release();
   }
 };
@@ -234,17 +249,23 @@ Tensor with_dense_lines(const Tensor& x) {
 
 void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
   const Tensor a = with_dense_lines(left), b = with_dense_lines(right);
-  const int64_t size = a.size(1);
+  const int64_t size = a.size(1), rows = a.size(0), columns = b.size(1);
   Product of{{a, true}, {b, false}, data<float>(out), out.stride(0), 0, 1, size, add};
+  if (type_of(out) == Type::kBFloat16) {
+    of.halves = data<uint16_t>(out);
+    // Sums that are ready after one step need no place of their own.
+    if (size > kDepth) of.block /= 2, of.most *= 2;
+  }
   if (of.tasks() == 0) return;
-  // Tasks enough for threads: slices of a long sum, then smaller blocks.
-  const int64_t slices = std::min(kTasks / of.tasks(), size / std::max(4 * b.size(1), kDepth));
+  // Tasks enough for threads: slices of a long sum, as long as their sum costs less than to copy
+  // the factors, then smaller blocks.
+  const int64_t least = std::max(4 * std::min(rows, columns), kDepth);
+  const int64_t slices = of.halves ? 1 : std::min(kTasks / of.tasks(), size / least);
   if (slices > 1) of.slice = ((size + slices - 1) / slices + kDepth - 1) / kDepth * kDepth;
   of.slices = (size + of.slice - 1) / of.slice;
   while (of.block > kLeastBlock && of.tasks() < kTasks) of.block /= 2;
   const auto run = [&](int64_t begin, int64_t end) { of.run(begin, end); };
   if (of.slices == 1) return torch::stable::parallel_for(0, of.tasks(), 1, run);
-  const int64_t rows = a.size(0), columns = b.size(1);
   const Tensor parts = torch::stable::new_empty(out, {of.slices, rows, columns});
   of.out = data<float>(parts), of.stride = columns, of.slice_stride = rows * columns;
   of.add = false;
@@ -284,8 +305,10 @@ bool has_tiles() {
 }
 
 // out (M, N) = a (M, K) of float32 or bfloat16 times b (K, N) of bfloat16, or that is added to it.
+// Nothing is added to an ``out`` of bfloat16, which takes the sums rounded once.
 void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
   STD_TORCH_CHECK(has_tiles(), "this processor has no tiles of bfloat16");
+  STD_TORCH_CHECK(!add || type_of(out) == Type::kFloat, "sums are of float32");
   if (a.size(1) > 0) {
     multiply(out, a, b, add);
   } else if (!add) {

@@ -563,6 +563,7 @@ def linear_soft_target_loss(
         _words_here(columns, V) if columns.group else vocabulary or 0,
         _chunk_bytes(chunk_bytes, student_hidden),
         not {"entropy", "accuracy"}.isdisjoint(asked),
+        not torch.compiler.is_compiling(),
         replace(columns, words=V) if columns.group else columns,
     )
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}

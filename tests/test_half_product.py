@@ -47,6 +47,25 @@ def test_product(size, dtype):
 
 
 @needs_tiles
+@pytest.mark.parametrize("size", [*SIZES, (300, 400, 70)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_product_that_is_rounded_once(size, dtype):
+    M, K, N = size
+    for i in range(2):
+        a, b = matrix(M, K, dtype, bool(i)), matrix(K, N, torch.bfloat16, seed=1)
+        around = torch.full((M + 2, N + 7), 3.0).bfloat16()
+        out = around[1:-1, 3:-4]
+        torch.ops.fastkd_cpp.half_product(out, a, b, False)
+        exact = a.double() @ b.double()
+        rounding = 2.0**-8 * exact.abs() + 2.0**-17 * (a.double().abs() @ b.double().abs())
+        assert ((out - exact).abs() <= 1.01 * rounding).all()
+        out.fill_(3)
+        assert (around == 3).all()
+    with pytest.raises(RuntimeError, match="sums are of float32"):
+        torch.ops.fastkd_cpp.half_product(out, a, b, True)
+
+
+@needs_tiles
 def test_product_of_strided_and_empty_matrices():
     a, b = torch.randn(5, 18)[:, ::2], torch.randn(9, 14).bfloat16()[:, ::2]
     out = torch.empty(5, 7)
@@ -73,14 +92,15 @@ def test_what_is_not_finite_stays_in_its_row(dtype):
 
 @needs_tiles
 @pytest.mark.parametrize("size", [(600, 40, 530), (70, 3000, 40)])
-def test_bits_do_not_depend_on_threads(size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_threads(size, dtype):
     M, K, N = size
     a, b = matrix(M, K, torch.float32), matrix(K, N, torch.bfloat16, seed=1)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(torch.empty(M, N))
+            found.append(torch.empty(M, N, dtype=dtype))
             torch.ops.fastkd_cpp.half_product(found[-1], a, b, False)
     finally:
         torch.set_num_threads(before)
@@ -102,6 +122,9 @@ def test_products_with_and_without_the_unit(tiles, monkeypatch):
     assert_product(total, grad.T, x)
     products.add_product(total, grad, x, None, first=False)
     assert_product(total / 2, grad.T, x)
+    narrow = torch.empty(50, 33, dtype=torch.bfloat16)
+    products.add_product(narrow, grad, x, None, first=True)
+    torch.testing.assert_close(narrow, (total / 2).bfloat16(), rtol=2.0**-7, atol=1e-4)
 
 
 @needs_tiles

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
-from fastkd._core import extension
+from fastkd._core import extension, products
 from fastkd._torch.rows import Task, task_rows
 from fastkd.head import LowRank
 from fastkd.soft_targets import (
@@ -405,6 +405,38 @@ def test_half_types(dtype):
     for found, right in zip(grads(linear_soft_target_loss, *parts), exact, strict=True):
         assert found.dtype == dtype
         assert relative_error(found, right) <= 2 * relative_error(right.to(dtype), right)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [None, 6 * 4000 * 8])
+def test_the_gradient_of_a_head_in_bf16_needs_no_wider_one(chunk_bytes, tiles, monkeypatch):
+    """Where no other chunk adds to it; also times what is no power of two."""
+    if tiles and not products._has_tiles():
+        pytest.skip("needs a processor with a matrix unit")
+    monkeypatch.setattr(products, "_has_tiles", lambda: tiles)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (24, 64), (4000, 64), (24, 32), (4000, 32)
+    h, w, h_t, w_t = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
+    labels = torch.arange(24) * 150
+
+    def step(loss, h, w, *teacher, **options):
+        h, w = h.detach().requires_grad_(), (w / 4).detach().requires_grad_()
+        return loss(h, w, *teacher, task=CrossEntropy(labels), **options), (h, w)
+
+    loss, leaves = step(linear_soft_target_loss, h, w, h_t, w_t / 4, chunk_bytes=chunk_bytes)
+    (kept,) = (x for x in loss.grad_fn.saved_tensors if x.shape == w.shape)
+    assert kept.dtype == (torch.bfloat16 if chunk_bytes is None else torch.float32)
+    given = (x.double() for x in (h, w, h_t, w_t / 4))
+    truth, of_truth = step(linear_soft_target_loss_ref, *given)
+    found = {}
+    for upstream in (1.0, 0.3, 0.25):
+        factor = torch.tensor(upstream)
+        grads = torch.autograd.grad(loss, leaves, factor, retain_graph=True)
+        exact = torch.autograd.grad(truth, of_truth, factor.double(), retain_graph=True)
+        for x, right in zip(grads, exact, strict=True):
+            assert relative_error(x, right) <= 2 * relative_error(right.bfloat16(), right)
+        found[upstream] = grads[1]
+    assert torch.equal(found[0.25], found[1.0] * 0.25)
 
 
 def test_an_adapter_in_bf16_is_rounded_once():

@@ -2,12 +2,16 @@
 
 import copy
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import fastkd
+from fastkd._core import extension, memory
 from fastkd._core.losses import LOSSES
+from fastkd._core.numerics import times_upstream
 from fastkd.distill.spans import Spans
 from fastkd.distill.step import Outputs
 from tests.support.compare import relative_error, values_and_grads
@@ -21,6 +25,36 @@ FUNCTIONS["relation_loss, plain autograd"] = (
     lambda *args, **options: fastkd.relation_loss(*args, distance="kl", **options),
     FUNCTIONS["relation_loss"][1],
 )
+
+
+@pytest.mark.skipif(
+    not (extension.CPU and Path("/proc/self/smaps").exists()), reason="needs the extension on Linux"
+)
+def test_large_memory_asks_for_large_pages():
+    def flags(x: torch.Tensor) -> list[str]:
+        """Of the mapping in which the middle of x lies."""
+        middle, inside = x.data_ptr() + x.nbytes // 2, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if (bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+                inside = int(bounds[1], 16) <= middle < int(bounds[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                return line.split()[1:]
+        return []
+
+    large = memory.empty((memory.LARGE // 1024, 256), torch.float32, torch.device("cpu"))
+    if "hg" not in flags(large):
+        with pytest.raises(FileNotFoundError):  # a system without them
+            Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    small = torch.arange(7.0)[1::2]
+    torch.ops.fastkd_cpp.use_large_pages(small)
+    torch.ops.fastkd_cpp.use_large_pages(small[:0])
+    assert small.tolist() == [1, 3, 5]
+
+
+def test_a_gradient_in_a_half_type_is_multiplied_by_the_whole_upstream():
+    gradient, upstream = torch.randn(5, 7).bfloat16(), torch.tensor(1 / 3)
+    found = times_upstream(gradient, upstream, torch.bfloat16)
+    assert torch.equal(found, (gradient.float() / 3).bfloat16())
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -134,13 +134,13 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
     """
     if upstream is None or (values_readable(upstream) and upstream.item() == 1):
         return gradient.to(dtype)
-    if gradient.dtype == dtype or torch.compiler.is_compiling():
+    if working_dtype(gradient) == dtype or torch.compiler.is_compiling():
         return (gradient * upstream.to(gradient.dtype)).to(dtype)
     # In parts, so that no product of the whole stands beside it.
     product = torch.empty_like(gradient, dtype=dtype)
     step = max((1 << 24) // max(gradient[:1].numel(), 1), 1)
     for part, rows in zip(product.split(step), gradient.split(step), strict=True):
-        torch.mul(rows, upstream, out=part)
+        torch.mul(upcast(rows), upstream, out=part)
     return product
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fastkd._core import extension
-from fastkd._core.numerics import upcast
+from fastkd._core.memory import empty
+from fastkd._core.numerics import upcast, working_dtype
 
 # Entries of a matrix that are widened, or added to another, at a time: on the CPU and on a GPU.
 TILES = (1 << 20, 1 << 24)
@@ -24,11 +25,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x (M, K) · weight (N, K)ᵀ in the working dtype; both have one dtype."""
-    if x.dtype not in HALF:
-        return x @ weight.T
     if _on_gpu(x):
+        if x.dtype not in HALF:
+            return x @ weight.T
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-    out = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    out = empty((len(x), len(weight)), working_dtype(x), x.device)
+    if x.dtype not in HALF:
+        return torch.mm(x, weight.T, out=out)
     if _by_tiles(x):
         torch.ops.fastkd_cpp.half_product(out, x, weight.T, False)
         return out
@@ -57,14 +60,20 @@ def product_back(grad: Tensor, weight: Tensor) -> Tensor:
 def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, first: bool) -> None:
     """Add gradᵀ (N, M) · x (M, K), times ``factor``, to ``total`` (N, K) of the working dtype.
 
-    The ``first`` to be added takes the place of what stands there. ``grad`` and ``factor`` are
-    `ready` for ``x``. No second matrix of the size of ``total``.
+    The ``first`` to be added takes the place of what stands there; if no other follows, that may be
+    of bfloat16 on the CPU. ``grad`` and ``factor`` are `ready` for ``x``. No second matrix of the
+    size of ``total``.
     """
     if _by_tiles(x):
         torch.ops.fastkd_cpp.half_product(total, grad.T, x, not first)
         return
     if x.dtype not in HALF or not _on_gpu(x):
-        total.addmm_(grad.T, upcast(x), beta=0 if first else 1)
+        wide = upcast(x)
+        if total.dtype == wide.dtype:
+            total.addmm_(grad.T, wide, beta=0 if first else 1)
+            return
+        for tile in _tiles(total):
+            total[tile] = grad[:, tile].T @ wide
         return
     for tile in _tiles(total):
         out = total[tile]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkd._core.memory import empty
 from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
@@ -62,6 +63,10 @@ class Recipe:
     vocabulary: int  # 0 for all
     chunk_bytes: int
     terms: bool  # entropy and accuracy too
+    # On the CPU a weight in bfloat16 has its gradient in bfloat16 where one chunk makes it: rounded
+    # once, and again by an upstream gradient that is no power of two. Not in graphs, whose dtypes
+    # can't depend on sizes.
+    narrow: bool
     columns: Columns = ALL
 
     def flat(self) -> tuple[str, str, str, list[float], list[int]]:
@@ -72,7 +77,7 @@ class Recipe:
         for form in (self.student, self.teacher):
             numbers += [form.scale, form.softcap]
         columns = self.columns
-        sizes = [self.vocabulary, self.chunk_bytes, int(self.terms)]
+        sizes = [self.vocabulary, self.chunk_bytes, int(self.terms), int(self.narrow)]
         sizes += [columns.first, columns.most, columns.words]
         return soft.form, soft.tail, columns.group, numbers, sizes
 
@@ -90,7 +95,8 @@ class Recipe:
             sizes[0],
             sizes[1],
             bool(sizes[2]),
-            Columns(group, *sizes[3:]),
+            bool(sizes[3]),
+            Columns(group, *sizes[4:]),
         )
 
 
@@ -216,6 +222,7 @@ def linear_soft_targets(
     """Terms (4, R) of every row, and gradients of Σ weights·loss to those of student in need.
 
     Tensors as in `LinearSoftTargets`, `Recipe.flat` for the rest; 0 where the mask (R,) is False.
+    Gradients are of the working dtype, but see `Recipe.narrow`.
     """
     recipe = Recipe.of(form, tail, group, numbers, sizes)
     hidden = student[0]
@@ -233,7 +240,7 @@ def linear_soft_targets(
         weights = weights.masked_fill(~mask, 0)
     with autocast_off(hidden):
         work = _Pass(student, teacher, recipe, needs, runs_on)
-        for chunk in work.chunks():
+        for chunk in work.chunks:
             work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
     terms, grads = work.terms, work.grads
     for i in filter(lambda i: _has_rows(student, i), grads):
@@ -328,18 +335,21 @@ class _Pass:
         double = any(x.dtype == torch.float64 for side in sides for x in side.states)
         self.dtype = torch.float64 if double else torch.float32
         self.terms = hidden.new_zeros(len(TERMS), len(hidden), dtype=working_dtype(hidden))
+        self.chunks = list(self.ranges())
+        self.narrow = recipe.narrow and len(self.chunks) == 1
         needed = {i: x for i, (x, need) in enumerate(zip(student, needs, strict=True)) if need}
         self.grads = {i: self.sums(i, x) for i, x in needed.items() if x is not None}
 
     def sums(self, i: int, x: Tensor) -> Tensor:
         """Where the gradient of a tensor adds up; what the first chunk will fill stays empty."""
-        filled = i % 2 == 1 and len(x) == self.V and len(self.student.states[0]) > 0
-        return (torch.empty if filled else torch.zeros)(
-            x.shape, dtype=working_dtype(x), device=x.device
-        )
+        of_weight = i % 2 == 1
+        narrow = self.narrow and of_weight and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        total = empty(x.shape, x.dtype if narrow else working_dtype(x), x.device)
+        total[self.V if of_weight and self.chunks else 0 :].zero_()
+        return total
 
-    def chunks(self) -> Iterator[slice]:
-        """Ranges of positions whose logits stand in memory together."""
+    def ranges(self) -> Iterator[slice]:
+        """Of positions whose logits stand in memory together."""
         hidden = self.student.states[0]
         sides = 1 + (self.teacher is not None)
         bytes_each = sides * torch.finfo(self.dtype).bits // 8 + 2 * (hidden.dtype in HALF)

@@ -1,0 +1,20 @@
+"""Memory for large results on the CPU."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import extension
+from .numerics import values_readable
+
+# From here on the C library takes memory from the system, and gives it back, each time.
+LARGE = 1 << 25
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.empty``, of large pages where the system takes them: the first touch costs less."""
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if extension.CPU and values_readable(x) and x.nbytes >= LARGE:
+        torch.ops.fastkd_cpp.use_large_pages(x)
+    return x
