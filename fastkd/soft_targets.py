@@ -627,13 +627,15 @@ def _counted(
     device: torch.device,
     V: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Positions that count, and their labels."""
+    """Positions that count, None where all do, and their labels."""
     if task is None:
         return mask, None
     if not isinstance(task, CrossEntropy):
         raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
     counted = task.counted(leading, device, mask)
-    return counted, task.labels_below(V, counted)
+    all_count = values_readable(counted) and bool(counted.all())
+    left = None if all_count else counted
+    return left, task.labels_below(V, left)
 
 
 def _teacher(

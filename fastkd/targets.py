@@ -69,9 +69,11 @@ class CrossEntropy:
         labelled = self.labels != self.ignore_index
         return labelled if mask is None else labelled & mask
 
-    def labels_below(self, V: int, counted: Tensor) -> Tensor:
+    def labels_below(self, V: int, counted: Tensor | None) -> Tensor:
         """Labels (...) as int64, 0 where they don't count; all must be words."""
-        labels = self.labels.long().masked_fill(~counted, 0)
+        labels = self.labels.long()
+        if counted is not None:
+            labels = labels.masked_fill(~counted, 0)
         if values_readable(labels) and labels.numel():
             least, largest = (int(x) for x in labels.aminmax())
             if least < 0 or largest >= V:

@@ -15,6 +15,6 @@ LARGE = 1 << 25
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty``, of large pages where the system takes them: the first touch costs less."""
     x = torch.empty(shape, dtype=dtype, device=device)
-    if extension.CPU and values_readable(x) and x.nbytes >= LARGE:
+    if extension.CPU and x.nbytes >= LARGE and values_readable(x):
         torch.ops.fastkd_cpp.use_large_pages(x)
     return x

@@ -178,22 +178,23 @@ def _save(ctx, *tensors: Tensor | None) -> None:
 
 def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
     """What the sum over rows is divided by, ()."""
-    one = torch.ones((), dtype=working_dtype(x), device=x.device)
+    dtype = working_dtype(x)
     if reduction == "sum":
-        return one
+        return torch.ones((), dtype=dtype, device=x.device)
     if denominator is not None:
         return denominator
-    return one * max(x.shape[0], 1) if mask is None else mask.sum().clamp(min=1).to(one.dtype)
+    if mask is None:
+        return torch.full((), max(x.shape[0], 1), dtype=dtype, device=x.device)
+    return mask.sum().clamp(min=1).to(dtype)
 
 
 def _weighed(terms: Tensor, recipe: Recipe) -> Tensor:
     """The loss, of terms (4, ...); a weight of 0 counts nothing even against ∞."""
-    soft, task, *_ = terms
     if recipe.task_weight == 0:
-        return soft * recipe.soft_weight
+        return terms[0] * recipe.soft_weight
     if recipe.soft_weight == 0:
-        return task * recipe.task_weight
-    return soft * recipe.soft_weight + task * recipe.task_weight
+        return terms[1] * recipe.task_weight
+    return terms[0] * recipe.soft_weight + terms[1] * recipe.task_weight
 
 
 def _shapes(student, teacher, labels, mask, weights, needs, *rest):
@@ -345,7 +346,9 @@ class _Pass:
         of_weight = i % 2 == 1
         narrow = self.narrow and of_weight and x.dtype == torch.bfloat16 and x.device.type == "cpu"
         total = empty(x.shape, x.dtype if narrow else working_dtype(x), x.device)
-        total[self.V if of_weight and self.chunks else 0 :].zero_()
+        filled = self.V if of_weight and self.chunks else 0
+        if filled < len(x):
+            total[filled:].zero_()
         return total
 
     def ranges(self) -> Iterator[slice]:
@@ -373,10 +376,12 @@ class _Pass:
         else:
             teacher = [x[chunk] for x in self.top_k]
         terms = self.terms[:, chunk]
-        if self.runs_on == "triton" or self.recipe.columns.group:
+        together = self.runs_on == "triton" or bool(self.recipe.columns.group)
+        ranges = [] if together else row_chunks(student)
+        if len(ranges) < 2:
             self.fill(student, teacher, terms, labels, mask, weights)
         else:
-            for rows in row_chunks(student):
+            for rows in ranges:
                 rest = [None if x is None else x[rows] for x in (labels, mask, weights)]
                 self.fill(student[rows], [x[rows] for x in teacher], terms[:, rows], *rest)
         if weights is not None:
