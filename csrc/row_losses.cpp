@@ -61,84 +61,71 @@ const bool* bytes_of(const Mask& mask, Tensor& holder) {
   return data<const bool>(holder);
 }
 
-SoftTargets soft_targets(const Tensor& student, const Tensor& teacher,
-                         const std::string& divergence, double temperature) {
+// Losses of rows, and weights times their gradients in the rows of ``gradient`` unless null.
+std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher, const Mask& mask,
+                                 const std::string& divergence, double temperature, double scale,
+                                 const Rows& gradient, const Rows& weights) {
   const Divergence kind = divergence == "forward_kl"   ? Divergence::kForwardKl
                           : divergence == "reverse_kl" ? Divergence::kReverseKl
                           : divergence == "js"         ? Divergence::kJs
                                                        : Divergence::kAdaptiveKl;
-  return {rows_of(student), rows_of(teacher), kind, 1 / temperature};
-}
-
-constexpr int64_t kSoftTargetStats = sizeof(SoftTargetStats) / sizeof(double);
-
-std::tuple<Tensor, Tensor> soft_target_forward(const Tensor& student, const Tensor& teacher,
-                                               const Mask& mask, const std::string& divergence,
-                                               double temperature, double scale) {
-  const int64_t R = student.size(0);
-  const Tensor loss = torch::stable::new_empty(student, {R}, working_type(student));
-  const Tensor stats = new_rows(student, R, kSoftTargetStats, ScalarType::Double);
-  const SoftTargets of = soft_targets(student, teacher, divergence, temperature);
-  const Rows losses = numbers_of(loss);
-  Tensor holder;
-  const bool* real = bytes_of(mask, holder);
-  each_row(R, 2 * of.student.n * student.element_size(), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      auto& row = data<SoftTargetStats>(stats)[i];
-      row = {0, 1, 0, 1, 0, 0};
-      losses.put(i, real && !real[i] ? 0 : of.forward(i, row) * scale);
-    }
-  });
-  return {loss, stats};
-}
-
-std::tuple<Tensor, Tensor> soft_target_reduce(const Tensor& loss, const Mask& mask,
-                                              const std::optional<Tensor>& denominator,
-                                              bool counts) {
-  const int64_t R = loss.size(0);
-  const Rows losses = numbers_of(loss);
-  Tensor holder;
-  const bool* real = bytes_of(mask, holder);
-  double sum = 0, count = 0;
-  for (int64_t i = 0; i < R; ++i) {
-    sum += losses.get(i);
-    count += !real || real[i];
-  }
-  double divisor = counts ? std::max(count, 1.0) : 1;
-  if (denominator) divisor = value_of(*denominator);
-  return {scalar(sum / divisor, loss), scalar(divisor, loss)};
-}
-
-void fill_gradient(const Tensor& dstudent, const Tensor& student, const Tensor& teacher,
-                   const Mask& mask, const Tensor& stats, const std::optional<Tensor>& divisor,
-                   const Tensor& dloss, const std::string& divergence, double temperature,
-                   double scale) {
-  const SoftTargets of = soft_targets(student, teacher, divergence, temperature);
-  const Rows gradient = rows_of(dstudent), weights = numbers_of(dloss);
-  const double factor = scale / temperature / (divisor ? value_of(*divisor) : 1);
+  const SoftTargets of{rows_of(student), rows_of(teacher), kind, 1 / temperature, scale, gradient};
+  std::vector<double> losses(student.size(0));
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
   const int64_t bytes = 3 * of.student.n * student.element_size();
-  each_row(student.size(0), bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (real && !real[i]) {
-        std::fill_n(gradient.place(i, 0), gradient.n * size_of(gradient.type), 0);
-      } else {
-        of.backward(i, data<SoftTargetStats>(stats)[i], weights.get(i) * factor, gradient);
-      }
-    }
+  each_row(losses.size(), bytes, [&](int64_t begin, int64_t end) {
+    of.fill(begin, end, real, weights, losses.data());
   });
+  return losses;
 }
 
-Tensor soft_target_backward(const Tensor& student, const Tensor& teacher, const Mask& mask,
-                            const Tensor& stats, const std::optional<Tensor>& divisor,
-                            const Tensor& dloss, const std::string& divergence, double temperature,
-                            double scale) {
-  const Tensor dstudent =
-      new_rows(student, student.size(0), student.size(1), student.scalar_type());
-  fill_gradient(dstudent, student, teacher, mask, stats, divisor, dloss, divergence, temperature,
-                scale);
-  return dstudent;
+Tensor vector_of(const std::vector<double>& numbers, const Tensor& like) {
+  const Tensor result =
+      torch::stable::new_empty(like, {int64_t(numbers.size())}, working_type(like));
+  for (size_t i = 0; i < numbers.size(); ++i) numbers_of(result).put(i, numbers[i]);
+  return result;
+}
+
+// The loss, (R,) where nothing reduces it, and its gradient if it is asked for.
+std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teacher, const Mask& mask,
+                                     const std::optional<Tensor>& denominator,
+                                     const std::string& divergence, double temperature,
+                                     double scale, const std::string& reduction, bool gradient) {
+  double divisor = 1;
+  if (denominator) {
+    divisor = value_of(*denominator);
+  } else if (reduction == "batchmean") {
+    Tensor holder;
+    const bool* real = bytes_of(mask, holder);
+    const int64_t R = student.size(0);
+    divisor = double(std::max<int64_t>(1, real ? std::count(real, real + R, true) : R));
+  }
+  double weight = 1 / divisor;
+  const Rows weights{reinterpret_cast<char*>(&weight), 0, 1, Type::kDouble};
+  std::vector<Tensor> results(1);
+  Rows dstudent{};
+  if (gradient) {
+    results.push_back(
+        new_rows(student, student.size(0), student.size(1), working_type(student)));
+    dstudent = rows_of(results.back());
+  }
+  const std::vector<double> losses = soft_targets(student, teacher, mask, divergence, temperature,
+                                                  scale, dstudent, weights);
+  results[0] = reduction == "none" ? vector_of(losses, student)
+                                   : scalar(total(losses) / divisor, student);
+  return results;
+}
+
+// Losses (R,); with weights (R,) the gradient of their product takes the student's place.
+Tensor soft_target_rows(const Tensor& student, const Tensor& teacher, const Mask& mask,
+                        const std::optional<Tensor>& weights, const std::string& divergence,
+                        double temperature, double scale) {
+  const Rows gradient = weights ? rows_of(student) : Rows{};
+  const Rows given = weights ? numbers_of(*weights) : Rows{};
+  return vector_of(soft_targets(student, teacher, mask, divergence, temperature, scale, gradient,
+                                given),
+                   student);
 }
 
 // (samples, positions, D), the last dimension dense; others have one sample, or one position.
@@ -496,14 +483,11 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "layer_norm_mse_backward(Tensor x, Tensor y, Tensor stats, Tensor dloss, float eps,"
       " SymInt divisor, bool needs_dx, bool needs_dy) -> Tensor[]");
   m.def(
-      "soft_target_forward(Tensor student, Tensor teacher, Tensor? mask, str divergence,"
-      " float temperature, float scale) -> (Tensor loss, Tensor stats)");
+      "soft_target_loss(Tensor student, Tensor teacher, Tensor? mask, Tensor? denominator,"
+      " str divergence, float temperature, float scale, str reduction, bool gradient) -> Tensor[]");
   m.def(
-      "soft_target_reduce(Tensor loss, Tensor? mask, Tensor? denominator, bool counts)"
-      " -> (Tensor total, Tensor divisor)");
-  m.def(
-      "soft_target_backward(Tensor student, Tensor teacher, Tensor? mask, Tensor stats,"
-      " Tensor? divisor, Tensor dloss, str divergence, float temperature, float scale) -> Tensor");
+      "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? mask, Tensor? weights,"
+      " str divergence, float temperature, float scale) -> Tensor");
   m.def(
       "direction_sums(Tensor rows, Tensor? mask, Tensor? segments, SymInt classes) -> Tensor");
   m.def(
@@ -533,9 +517,8 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("layer_norm_mse_forward", TORCH_BOX(&fastkd::layer_norm_mse_forward));
   m.impl("layer_norm_mse_backward", TORCH_BOX(&fastkd::layer_norm_mse_backward));
-  m.impl("soft_target_forward", TORCH_BOX(&fastkd::soft_target_forward));
-  m.impl("soft_target_reduce", TORCH_BOX(&fastkd::soft_target_reduce));
-  m.impl("soft_target_backward", TORCH_BOX(&fastkd::soft_target_backward));
+  m.impl("soft_target_loss", TORCH_BOX(&fastkd::soft_target_loss));
+  m.impl("soft_target_rows", TORCH_BOX(&fastkd::soft_target_rows));
   m.impl("direction_sums", TORCH_BOX(&fastkd::direction_sums));
   m.impl("cos_nce_angles", TORCH_BOX(&fastkd::cos_nce_angles));
   m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));

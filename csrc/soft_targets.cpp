@@ -1,13 +1,15 @@
-// Data path. Forward: a row is read in blocks that stay in the nearest cache, with a maximum and
-// sums that move along. That is all that either Kullback-Leibler divergence needs; Jensen-Shannon
-// and adaptive KL read the row once more for their values, and adaptive KL the teacher's twice
-// between, to find its head by counting. Those rows come from the cache, up to half a million
-// logits. Backward: one read of both rows, one write of the gradient. With E = R·V logits of s
-// bytes memory moves 5Es bytes, and 6Es where a write reads its line first.
+// Data path. Both logits of a row are read once, in blocks that stay in the nearest cache: each has
+// its own maxima, exponentials below them, and their sums. The exponentials are kept, the student's
+// in the gradient's row, and what the later passes need beside them in the thread's own rows: the
+// gradient is made of these, which are in the cache still. Only adaptive KL, whose head is found
+// among the exponentials of a whole row, reads it for its maxima before. With E = R·V logits of s
+// bytes and a gradient of g, memory moves 2Es + Eg bytes, and Eg more where a write reads its line
+// first.
 #include "soft_targets.h"
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <type_traits>
 
 #include "vectors.h"
@@ -15,19 +17,11 @@
 namespace fastkd {
 namespace {
 
-constexpr int64_t kBlock = 1024, kAhead = 768;
+constexpr int64_t kBlock = 1024;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Softened further, distributions differ by so little, and τ²·KL weighs its rounding so much, that
 // float32 would leave few digits.
 constexpr double kHot = 10;
-
-// A row on its way through the blocks.
-struct Walk {
-  Divergence divergence;
-  double slope;
-  double top_s = -kInfinity, total_s = 0, top_t = -kInfinity, total_t = 0;
-  double cross = 0;  // Σ e^{x_t} (x_t − x_s), or the other way round for reverse KL
-};
 
 // The maximum to subtract: 0 while only −inf was seen, as −inf − (−inf) would be NaN.
 inline double base_of(double top) { return top == -kInfinity ? 0 : top; }
@@ -40,167 +34,179 @@ inline Vector<W> times(Vector<W> p, Vector<W> x) {
   return p == 0 ? Vector<W>{} : p * x;
 }
 
-// Moves the maximum, shrinks what was summed under the old one, and returns how far it moved.
-inline double move(double& top, double& total, double new_top, double slope) {
-  const double shift = top == -kInfinity ? 0 : (top - new_top) * slope;
-  top = new_top;
-  total *= std::exp(shift);
-  return shift;
+// sum + p·x likewise, by one product that adds where the processor has it.
+template <typename W>
+inline Vector<W> plus(Vector<W> sum, Vector<W> p, Vector<W> x) {
+  return p != 0 ? sum + p * x : sum;
+}
+
+// Without its sign.
+template <typename W>
+inline Vector<W> absolute(Vector<W> x) {
+  using B = typename FloatFormat<W>::Bits;
+  return (Vector<W>)((Bits<W>)x & std::numeric_limits<B>::max());
 }
 
 struct Tops {
-  double s, t;
+  double s = -kInfinity, t = -kInfinity;
 };
 
+// By several vectors, since each waits for its last maximum.
 template <typename W>
-inline Tops tops_of(const W* z_s, const W* z_t, int64_t n, Tops tops) {
-  Vector<W> found_s = splat(W(tops.s)), found_t = splat(W(tops.t));
-  each<W>(n, [&](int64_t i, int64_t count) {
-    found_s = largest<W>(load(z_s + i, count, W(-kInfinity)), found_s);
-    found_t = largest<W>(load(z_t + i, count, W(-kInfinity)), found_t);
+inline double top_of(const W* z, int64_t n, double top) {
+  constexpr int kApart = 4;
+  Vector<W> found[kApart];
+  for (auto& x : found) x = splat(W(top));
+  int64_t i = 0;
+  for (; i + kApart * kLanes<W> <= n; i += kApart * kLanes<W>) {
+    for (int j = 0; j < kApart; ++j) {
+      found[j] = largest<W>(load(z + i + j * kLanes<W>), found[j]);
+    }
+  }
+  each<W>(n - i, [&](int64_t k, int64_t count) {
+    found[0] = largest<W>(load(z + i + k, count, W(-kInfinity)), found[0]);
   });
-  return {double(largest<W>(found_s)), double(largest<W>(found_t))};
+  found[0] = largest<W>(largest<W>(found[0], found[1]), largest<W>(found[2], found[3]));
+  return double(largest<W>(found[0]));
 }
 
+// What a block adds up to, with x = (z − base)/τ; then how its numbers become those of the row.
+struct Part {
+  double base_s, base_t, total_s = 0, total_t = 0;
+  double cross_s = 0, cross_t = 0;  // Σ e^{x_s} (x_s − x_t) and Σ e^{x_t} (x_t − x_s)
+  double to_ps = 0, to_pt = 0;      // p = to_p·e^x
+  double to_ratio = 0;              // log(p_s/p_t) = x_s − x_t + to_ratio
+};
+
+// Numbers of a row that are kept for its later passes.
+template <typename W>
+struct Kept {
+  W* weights_s;  // e^{x_s}
+  W* weights_t;  // e^{x_t}; log(p_s/m) after Jensen-Shannon's second pass
+  W* gaps;       // x_s − x_t
+
+  Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
+};
+
 template <Divergence divergence, typename W>
-inline void add(const W* z_s, const W* z_t, int64_t n, Walk& walk) {
-  constexpr bool forward = divergence == Divergence::kForwardKl;
-  constexpr bool reverse = divergence == Divergence::kReverseKl;
-  const auto [top_s, top_t] = tops_of(z_s, z_t, n, {walk.top_s, walk.top_t});
-  if (top_s != walk.top_s || top_t != walk.top_t) {
-    const double weight = forward ? walk.total_t : walk.total_s;
-    const double shift_s = move(walk.top_s, walk.total_s, top_s, walk.slope);
-    const double shift_t = move(walk.top_t, walk.total_t, top_t, walk.slope);
-    const double apart = forward ? shift_t - shift_s : shift_s - shift_t;
-    walk.cross = times(std::exp(forward ? shift_t : shift_s), walk.cross + times(weight, apart));
-  }
-  const W base_s = W(base_of(top_s)), base_t = W(base_of(top_t)), slope = W(walk.slope);
-  Vector<W> sum_s{}, sum_t{}, cross{};
+inline void weigh(const W* z_s, const W* z_t, int64_t n, W slope, Part& part, Kept<W> kept) {
+  constexpr bool js = divergence == Divergence::kJs;
+  constexpr bool adaptive = divergence == Divergence::kAdaptiveKl;
+  constexpr bool reverse = divergence == Divergence::kReverseKl || adaptive;
+  constexpr bool forward = divergence == Divergence::kForwardKl || adaptive;
+  const W base_s = W(part.base_s), base_t = W(part.base_t);
+  Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{};
   each<W>(n, [&](int64_t i, int64_t count) {
     fetch(z_s + n + i), fetch(z_t + n + i);  // while it computes, the next block
     const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - base_s) * slope;
     const Vector<W> x_t = (load(z_t + i, count, W(-kInfinity)) - base_t) * slope;
-    const Vector<W> w_s = exp<W>(x_s), w_t = exp<W>(x_t);
+    const Vector<W> w_s = exp<W>(x_s), w_t = exp<W>(x_t), gap = x_s - x_t;
     sum_s += w_s, sum_t += w_t;
-    if (forward) cross += times<W>(w_t, x_t - x_s);
-    if (reverse) cross += times<W>(w_s, x_s - x_t);
+    if constexpr (reverse) cross_s = plus<W>(cross_s, w_s, gap);
+    if constexpr (forward) cross_t = plus<W>(cross_t, w_t, -gap);
+    store<W>(kept.weights_s + i, w_s, count);
+    if constexpr (forward || js) store<W>(kept.weights_t + i, w_t, count);
+    if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
   });
-  walk.total_s += sum<W>(sum_s), walk.total_t += sum<W>(sum_t), walk.cross += sum<W>(cross);
+  part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
+  part.cross_s = sum<W>(cross_s), part.cross_t = sum<W>(cross_t);
 }
 
-// What the later passes know of a row.
+// KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``. Where the larger is p and the smaller
+// p·e^−g, log p − log m = log 2/(1 + e^−g).
 template <typename W>
-struct Known {
-  W base_s, base_t, slope, log_s, log_t, inverse_s, inverse_t, log_ratio;
-
-  Known(const SoftTargetStats& stats, double slope)
-      : base_s(W(stats.top_s)), base_t(W(stats.top_t)), slope(W(slope)),
-        log_s(W(std::log(stats.total_s))), log_t(W(std::log(stats.total_t))),
-        inverse_s(W(1 / stats.total_s)), inverse_t(W(1 / stats.total_t)),
-        log_ratio(W(std::log(stats.total_t / stats.total_s))) {}
-};
-
-template <typename W>
-inline Vector<W> absolute(Vector<W> x) {
-  return x < 0 ? -x : x;
-}
-
-// (KL(p_s ‖ m), KL(p_t ‖ m)) of a block, added to ``sums``. The larger is p and the smaller p·e^−g:
-// log p − log ½(p + p·e^−g) = log 2/(1 + e^−g).
-template <typename W>
-inline void add_js(const W* z_s, const W* z_t, int64_t n, const Known<W>& row, double* sums) {
+inline void add_js(int64_t n, const Part& part, Kept<W> kept, double* sums) {
+  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
   Vector<W> to_student{}, to_teacher{};
   each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - row.base_s) * row.slope;
-    const Vector<W> x_t = (load(z_t + i, count, W(-kInfinity)) - row.base_t) * row.slope;
-    const Vector<W> log_ps = x_s - row.log_s, log_pt = x_t - row.log_t;
-    const Vector<W> gap = absolute<W>(log_pt - log_ps), shrink = exp<W>(-gap);
-    const auto is_s = log_ps > log_pt;
-    const Vector<W> of_larger = log_of_mean<W>(shrink), of_smaller = of_larger - gap;
-    const Vector<W> larger = exp<W>(is_s ? log_ps : log_pt), smaller = times<W>(larger, shrink);
-    to_student += is_s ? times<W>(larger, of_larger) : times<W>(smaller, of_smaller);
-    to_teacher += is_s ? times<W>(smaller, of_smaller) : times<W>(larger, of_larger);
+    const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
+    const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
+    const Vector<W> ratio = load(kept.gaps + i, count) + to_ratio, below = -absolute<W>(ratio);
+    const Vector<W> of_larger = log_of_mean<W>(exp<W>(below)), of_smaller = of_larger + below;
+    const auto is_s = ratio > 0;
+    const Vector<W> of_s = is_s ? of_larger : of_smaller;
+    to_student = plus<W>(to_student, p_s, of_s);
+    to_teacher = plus<W>(to_teacher, p_t, is_s ? of_smaller : of_larger);
+    store<W>(kept.weights_t + i, of_s, count);
   });
   sums[0] += sum<W>(to_student), sums[1] += sum<W>(to_teacher);
 }
 
-// of_p += q − p − p·r of r = log(q/p), and of_q += p − q + q·r: the terms, none negative, that add
-// up to KL(p ‖ q) and KL(q ‖ p). Σ −p·r alone is the small difference of large terms where p and q
-// hardly differ. There e^±r − 1 ∓ r = r²·(even ± r·odd).
-template <typename W>
-inline void add_excess(Vector<W> p, Vector<W> q, Vector<W> r, Vector<W>& of_p, Vector<W>& of_q) {
-  constexpr int kTerms = sizeof(W) == sizeof(float) ? 9 : 16;  // up to |r| = ½
-  const Vector<W> square = r * r;
-  const Vector<W> even = series<W, InverseFactorials<(kTerms + 1) / 2, 2, 2>>(square);
-  const Vector<W> odd = series<W, InverseFactorials<kTerms / 2, 3, 2>>(square) * r;
-  const auto is_small = absolute<W>(r) < W(0.5);
-  const Vector<W> apart = q - p;
-  of_p += is_small ? p * (square * (even + odd)) : apart - times<W>(p, r);
-  of_q += is_small ? q * (square * (even - odd)) : times<W>(q, r) - apart;
-}
-
-// How far below its maximum each of the teacher's logits lies, in bins of which there are ``most``
-// and one for all beyond, and its exponential.
-template <typename W>
-inline void sort(const W* z_t, int64_t n, W base, W slope, W bins, int32_t most, int32_t* places,
-                 double* weights) {
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> depth = (base - load(z_t + i, count, W(-kInfinity))) * slope;
-    const Vector<W> bin = largest<W>(-(depth * bins), splat(W(-most)));
-    const auto place = __builtin_convertvector(-bin, VectorN<int32_t, kLanes<W>>);
-    const auto weight = __builtin_convertvector(exp<W>(-depth), VectorN<double, kLanes<W>>);
-    std::memcpy(places + i, &place, count * sizeof(int32_t));
-    std::memcpy(weights + i, &weight, count * sizeof(double));
-  });
-}
-
-// Gaps of the head (what lies in bins before ``end``) and of all, both KL, added to ``sums``.
-template <typename W>
-inline void add_adaptive(const W* z_s, const W* z_t, int64_t n, const Known<W>& row, W bins, W end,
-                         double* sums) {
-  Vector<W> head{}, all{}, forward{}, reverse{};
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - row.base_s) * row.slope;
-    const Vector<W> depth = (row.base_t - load(z_t + i, count, W(-kInfinity))) * row.slope;
-    const Vector<W> p_s = exp<W>(x_s) * row.inverse_s, p_t = exp<W>(-depth) * row.inverse_t;
-    const Vector<W> gap = absolute<W>(p_t - p_s), r = (x_s + depth) + row.log_ratio;
-    all += gap;
-    head += depth * bins < end ? gap : Vector<W>{};
-    add_excess<W>(p_t, p_s, r, forward, reverse);
-  });
-  sums[0] += sum<W>(head), sums[1] += sum<W>(all);
-  sums[2] += sum<W>(forward), sums[3] += sum<W>(reverse);
-}
+// What a row's gradient needs beside what is kept.
+struct Slope {
+  Divergence divergence;
+  double weight;
+  double expectation = 0;  // of the logarithm, under p_s
+  double share = 0;        // of forward KL
+};
 
 template <Divergence divergence, typename W>
-inline void gradient(const W* z_s, const W* z_t, int64_t n, const Known<W>& row, W weight,
-                     W expectation, W share, W* out) {
-  const W to_student = weight * row.inverse_s, to_teacher = weight * row.inverse_t;
+inline void gradient(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
+  const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
+  const W more = W(part.to_ratio - of.expectation), mean = W(of.expectation);
+  const W forward = W(of.share), reverse = W(1 - of.share);
   each<W>(n, [&](int64_t i, int64_t count) {
-    fetch(z_s + i + kAhead), fetch(z_t + i + kAhead);
-    const Vector<W> x_s = (load(z_s + i, count) - row.base_s) * row.slope;
-    const Vector<W> x_t = (load(z_t + i, count) - row.base_t) * row.slope;
-    const Vector<W> p_s = exp<W>(x_s) * to_student;
+    const Vector<W> p_s = load(kept.weights_s + i, count) * to_s;
     Vector<W> result;
     if constexpr (divergence == Divergence::kForwardKl) {
-      result = p_s - exp<W>(x_t) * to_teacher;
+      result = p_s - load(kept.weights_t + i, count) * to_t;
+    } else if constexpr (divergence == Divergence::kReverseKl) {
+      result = times<W>(p_s, load(kept.gaps + i, count) + more);
+    } else if constexpr (divergence == Divergence::kJs) {
+      result = times<W>(p_s * W(0.5), load(kept.weights_t + i, count) - mean);
     } else {
-      Vector<W> ratio = (x_s - x_t) + row.log_ratio;  // log(p_s/p_t)
-      if constexpr (divergence == Divergence::kJs) {
-        const Vector<W> below = ratio < 0 ? ratio : Vector<W>{};
-        const Vector<W> of_larger = log_of_mean<W>(exp<W>(-absolute<W>(ratio)));
-        ratio = (of_larger + below - expectation) * W(0.5);
-      } else {
-        ratio = ratio - expectation;
-      }
-      result = times<W>(p_s, ratio);
-      if constexpr (divergence == Divergence::kAdaptiveKl) {
-        const Vector<W> plain = p_s - exp<W>(x_t) * to_teacher;
-        result = times<W>(splat(share), plain) + times<W>(splat(1 - share), result);
-      }
+      const Vector<W> plain = p_s - load(kept.weights_t + i, count) * to_t;
+      const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) + more);
+      result = times<W>(splat(forward), plain) + times<W>(splat(reverse), other);
     }
     store<W>(out + i, result, count);
   });
+}
+
+constexpr int kSteps = 4;
+
+// Mass of all weights that are no less than each of ``least``.
+template <typename W>
+inline void add_up(const W* weights, int64_t n, const W* least, double* masses) {
+  Vector<W> sums[kSteps]{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> x = load(weights + i, count);
+    for (int j = 0; j < kSteps; ++j) sums[j] = x >= least[j] ? sums[j] + x : sums[j];
+  });
+  for (int j = 0; j < kSteps; ++j) masses[j] += sum<W>(sums[j]);
+}
+
+// |p_t − p_s| of a block, of the entries whose weight is at least ``high`` and of all, added to
+// ``sums``.
+template <typename W>
+inline void add_gaps(int64_t n, const Part& part, Kept<W> kept, W high, double* sums) {
+  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
+  Vector<W> all{}, head{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> weight = load(kept.weights_t + i, count);
+    const Vector<W> gap = absolute<W>(weight * to_pt - load(kept.weights_s + i, count) * to_ps);
+    all += gap;
+    head = weight >= high ? head + gap : head;
+  });
+  sums[0] += sum<W>(head), sums[1] += sum<W>(all);
+}
+
+// Where n weights are from ``low`` on below ``high``: in few places, so none is asked alone.
+template <typename W>
+inline void add_places(const W* weights, int64_t n, W low, W high, std::vector<int64_t>& places) {
+  constexpr int64_t kSome = 2 * kLanes<W>;
+  for (int64_t start = 0; start < n; start += kSome) {
+    const int64_t count = std::min(kSome, n - start);
+    Vector<W> found{};
+    each<W>(count, [&](int64_t i, int64_t lanes) {
+      const Vector<W> x = load(weights + start + i, lanes);
+      found = largest<W>(x < high ? x : Vector<W>{}, found);
+    });
+    if (!(largest<W>(found) >= low)) continue;
+    for (int64_t i = start; i < start + count; ++i) {
+      if (weights[i] >= low && weights[i] < high) places.push_back(i);
+    }
+  }
 }
 
 // body of the divergence, as a constant
@@ -217,196 +223,244 @@ inline void with(Divergence divergence, const Body& body) {
   }
 }
 
-FASTKD_CLONES void add_to(const float* z_s, const float* z_t, int64_t n, Walk& walk) {
-  with(walk.divergence, [&](auto kind) { add<kind()>(z_s, z_t, n, walk); });
+FASTKD_CLONES Tops tops_of(const float* z_s, const float* z_t, int64_t n, Tops tops) {
+  return {top_of(z_s, n, tops.s), top_of(z_t, n, tops.t)};
 }
-FASTKD_CLONES void add_to(const double* z_s, const double* z_t, int64_t n, Walk& walk) {
-  with(walk.divergence, [&](auto kind) { add<kind()>(z_s, z_t, n, walk); });
+FASTKD_CLONES Tops tops_of(const double* z_s, const double* z_t, int64_t n, Tops tops) {
+  return {top_of(z_s, n, tops.s), top_of(z_t, n, tops.t)};
 }
-FASTKD_CLONES void js_of(const float* z_s, const float* z_t, int64_t n, const Known<float>& row,
-                         double* sums) {
-  add_js(z_s, z_t, n, row, sums);
+FASTKD_CLONES void weigh(Divergence divergence, const float* z_s, const float* z_t, int64_t n,
+                         float slope, Part& part, Kept<float> kept) {
+  with(divergence, [&](auto kind) { weigh<kind()>(z_s, z_t, n, slope, part, kept); });
 }
-FASTKD_CLONES void js_of(const double* z_s, const double* z_t, int64_t n, const Known<double>& row,
-                         double* sums) {
-  add_js(z_s, z_t, n, row, sums);
+FASTKD_CLONES void weigh(Divergence divergence, const double* z_s, const double* z_t, int64_t n,
+                         double slope, Part& part, Kept<double> kept) {
+  with(divergence, [&](auto kind) { weigh<kind()>(z_s, z_t, n, slope, part, kept); });
 }
-FASTKD_CLONES void sort_of(const float* z_t, int64_t n, float base, float slope, float bins,
-                           int32_t most, int32_t* places, double* weights) {
-  sort(z_t, n, base, slope, bins, most, places, weights);
+FASTKD_CLONES void js_of(int64_t n, const Part& part, Kept<float> kept, double* sums) {
+  add_js(n, part, kept, sums);
 }
-FASTKD_CLONES void sort_of(const double* z_t, int64_t n, double base, double slope, double bins,
-                           int32_t most, int32_t* places, double* weights) {
-  sort(z_t, n, base, slope, bins, most, places, weights);
+FASTKD_CLONES void js_of(int64_t n, const Part& part, Kept<double> kept, double* sums) {
+  add_js(n, part, kept, sums);
 }
-FASTKD_CLONES void adaptive_of(const float* z_s, const float* z_t, int64_t n,
-                               const Known<float>& row, float bins, float end, double* sums) {
-  add_adaptive(z_s, z_t, n, row, bins, end, sums);
+FASTKD_CLONES void masses_of(const float* weights, int64_t n, const float* least, double* masses) {
+  add_up(weights, n, least, masses);
 }
-FASTKD_CLONES void adaptive_of(const double* z_s, const double* z_t, int64_t n,
-                               const Known<double>& row, double bins, double end, double* sums) {
-  add_adaptive(z_s, z_t, n, row, bins, end, sums);
+FASTKD_CLONES void masses_of(const double* weights, int64_t n, const double* least, double* masses) {
+  add_up(weights, n, least, masses);
 }
-FASTKD_CLONES void gradient_of(const float* z_s, const float* z_t, int64_t n,
-                               const Known<float>& row, Divergence divergence, float weight,
-                               float expectation, float share, float* out) {
-  with(divergence, [&](auto kind) {
-    gradient<kind()>(z_s, z_t, n, row, weight, expectation, share, out);
-  });
+FASTKD_CLONES void gaps_of(int64_t n, const Part& part, Kept<float> kept, float high, double* sums) {
+  add_gaps(n, part, kept, high, sums);
 }
-FASTKD_CLONES void gradient_of(const double* z_s, const double* z_t, int64_t n,
-                               const Known<double>& row, Divergence divergence, double weight,
-                               double expectation, double share, double* out) {
-  with(divergence, [&](auto kind) {
-    gradient<kind()>(z_s, z_t, n, row, weight, expectation, share, out);
-  });
+FASTKD_CLONES void gaps_of(int64_t n, const Part& part, Kept<double> kept, double high, double* sums) {
+  add_gaps(n, part, kept, high, sums);
+}
+FASTKD_CLONES void places_between(const float* weights, int64_t n, float low, float high,
+                                  std::vector<int64_t>& places) {
+  add_places(weights, n, low, high, places);
+}
+FASTKD_CLONES void places_between(const double* weights, int64_t n, double low, double high,
+                                  std::vector<int64_t>& places) {
+  add_places(weights, n, low, high, places);
+}
+FASTKD_CLONES void gradient_of(const Slope& of, int64_t n, const Part& part, Kept<float> kept,
+                               float* out) {
+  with(of.divergence, [&](auto kind) { gradient<kind()>(of, n, part, kept, out); });
+}
+FASTKD_CLONES void gradient_of(const Slope& of, int64_t n, const Part& part, Kept<double> kept,
+                               double* out) {
+  with(of.divergence, [&](auto kind) { gradient<kind()>(of, n, part, kept, out); });
 }
 
-// A row's blocks, widened where they need to be.
+// The rows of a thread.
 template <typename W>
-struct Blocks {
-  const SoftTargets& of;
-  int64_t row;
-  W copies[3][kBlock];
+class Work {
+ public:
+  explicit Work(const SoftTargets& of)
+      : of_(of), holds_(of.gradient.data != nullptr && is_of(of.gradient.type, W())),
+        own_(new W[3 * of.student.n]), parts_((of.student.n + kBlock - 1) / kBlock) {}
 
-  Blocks(const SoftTargets& of, int64_t row) : of(of), row(row) {}  // the copies hold nothing yet
-
-  // body(student, teacher, start, count)
-  template <typename Body>
-  void each(const Body& body) {
-    for (int64_t start = 0; start < of.student.n; start += kBlock) {
-      const int64_t count = std::min(kBlock, of.student.n - start);
-      body(of.student.read(row, start, count, copies[0]),
-           of.teacher.read(row, start, count, copies[1]), start, count);
-    }
-  }
-};
-
-// The teacher's most probable entries, while they hold at most half of its mass.
-template <typename W>
-struct Head {
-  struct Member {
-    W logit;
-    double weight;
-    int64_t place;
-  };
-
-  static constexpr int kBins = 512;
-  W bins;                       // of a unit of depth
-  int end;                      // bins before it are in the head
-  std::vector<Member> members;  // and these of its own entries
-
-  Head(Blocks<W>& blocks, const SoftTargetStats& stats, double slope) {
-    // At most V entries hold half the mass: the largest of those left is no less than 1/2V.
-    const double deepest = std::log(2.0 * double(blocks.of.student.n)) + 0.01;
-    bins = W(kBins / deepest);
-    double mass[2][kBins + 1] = {};  // by turns, as one sum waits for the last
-    int32_t places[kBlock];
-    double weights[kBlock];
-    const auto sorted = [&](const auto& body) {
-      blocks.each([&](const W*, const W* z_t, int64_t start, int64_t count) {
-        sort_of(z_t, count, W(stats.top_t), W(slope), bins, kBins, places, weights);
-        body(z_t, start, count);
+  // The divergence of a row, and its gradient times ``weight``.
+  double fill(int64_t row, double weight) {
+    const int64_t n = of_.student.n;
+    W* own = own_.get();
+    kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n};
+    Tops tops;
+    // Else weights in different blocks could not be compared.
+    if (of_.divergence == Divergence::kAdaptiveKl && n > kBlock) {
+      each_block(row, [&](const W* z_s, const W* z_t, int64_t, int64_t count) {
+        tops = tops_of(z_s, z_t, count, tops);
       });
-    };
-    sorted([&](const W*, int64_t, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) mass[i % 2][places[i]] += weights[i];
-    });
-    double half = 0;
-    for (int bin = 0; bin <= kBins; ++bin) half += (mass[0][bin] += mass[1][bin]) / 2;
-    double above = 0;
-    for (end = 0; end < kBins && above + mass[0][end] <= half; ++end) above += mass[0][end];
-    sorted([&](const W* z_t, int64_t start, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) {
-        if (places[i] == end) members.push_back({z_t[i], weights[i], start + i});
-      }
-    });
-    std::stable_sort(members.begin(), members.end(),
-                     [](const Member& a, const Member& b) { return a.logit > b.logit; });
-    size_t fit = 0;
-    for (; fit < members.size(); ++fit) {
-      const bool is_first = above == 0;  // always in the head
-      if (!is_first && above + members[fit].weight > half) break;
-      above += members[fit].weight;
     }
-    members.resize(fit);
+    each_block(row, [&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
+      const Tops here = tops_of(z_s, z_t, count, tops);
+      Part& part = parts_[start / kBlock] = {base_of(here.s), base_of(here.t)};
+      weigh(of_.divergence, z_s, z_t, count, W(of_.slope), part, kept_.at(start));
+    });
+    const Part whole = join();
+    Slope slope{of_.divergence, weight};
+    const double loss = loss_of(whole, slope);
+    if (of_.gradient.data == nullptr) return loss;
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      W* out = of_.gradient.write(row, start, copies_[0]);
+      gradient_of(slope, count, part, kept_.at(start), out);
+      of_.gradient.written(row, start, count, out);
+    });
+    return loss;
   }
+
+ private:
+  // body(student, teacher, start, count), widened where they need to be
+  template <typename Body>
+  void each_block(int64_t row, const Body& body) {
+    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
+      const int64_t count = std::min(kBlock, of_.student.n - start);
+      body(of_.student.read(row, start, count, copies_[0]),
+           of_.teacher.read(row, start, count, copies_[1]), start, count);
+    }
+  }
+
+  // body(start, count, part)
+  template <typename Body>
+  void each_part(const Body& body) const {
+    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
+      body(start, std::min(kBlock, of_.student.n - start), parts_[start / kBlock]);
+    }
+  }
+
+  // What the parts add up to, each of which learns what makes its numbers those of the row.
+  Part join() {
+    Part whole{-kInfinity, -kInfinity};
+    for (const Part& part : parts_) {
+      if (part.total_s != 0) whole.base_s = std::max(whole.base_s, part.base_s);
+      if (part.total_t != 0) whole.base_t = std::max(whole.base_t, part.base_t);
+    }
+    for (Part& part : parts_) {
+      // What weighs nothing has no place among the others.
+      const double shift_s = part.total_s == 0 ? 0 : (part.base_s - whole.base_s) * of_.slope;
+      const double shift_t = part.total_t == 0 ? 0 : (part.base_t - whole.base_t) * of_.slope;
+      part.to_ps = shift_s == 0 ? 1 : std::exp(shift_s);
+      part.to_pt = shift_t == 0 ? 1 : std::exp(shift_t);
+      part.to_ratio = shift_s - shift_t;
+      whole.total_s += part.to_ps * part.total_s, whole.total_t += part.to_pt * part.total_t;
+      whole.cross_s += times(part.to_ps, part.cross_s + times(part.total_s, part.to_ratio));
+      whole.cross_t += times(part.to_pt, part.cross_t - times(part.total_t, part.to_ratio));
+    }
+    whole.to_ps = 1 / whole.total_s, whole.to_pt = 1 / whole.total_t;
+    whole.to_ratio = std::log(whole.total_t / whole.total_s);
+    for (Part& part : parts_) {
+      part.to_ps *= whole.to_ps, part.to_pt *= whole.to_pt, part.to_ratio += whole.to_ratio;
+    }
+    return whole;
+  }
+
+  double loss_of(const Part& whole, Slope& slope) const {
+    const double forward = whole.cross_t * whole.to_pt - whole.to_ratio;
+    const double reverse = whole.cross_s * whole.to_ps + whole.to_ratio;
+    if (of_.divergence == Divergence::kForwardKl) return forward;
+    if (of_.divergence == Divergence::kReverseKl) return slope.expectation = reverse;
+    if (of_.divergence == Divergence::kAdaptiveKl) {
+      slope.expectation = reverse, slope.share = head_share(whole);
+      return times(slope.share, forward) + times(1 - slope.share, reverse);
+    }
+    double sums[2] = {};
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      js_of(count, part, kept_.at(start), sums);
+    });
+    slope.expectation = sums[0];
+    return (sums[0] + sums[1]) / 2;
+  }
+
+  // What the head, the teacher's most probable entries while they hold at most half of its mass, has
+  // of the gaps between the probabilities.
+  double head_share(const Part& whole) const {
+    const W* weights = kept_.weights_t;
+    const int64_t n = of_.student.n;
+    const double half = whole.total_t / 2;
+    // Weights from ``high`` on are in the head, and those below ``low`` are not. The largest is 1;
+    // at most n entries hold the other half, and the largest of them no less than half/n.
+    W low = W(0.999 * half / double(n)), high = W(1.5);
+    double from_low = whole.total_t, from_high = 0;
+    while (from_low - from_high > kFew * double(low) && bits_of(high) - bits_of(low) > 1) {
+      W least[kSteps];
+      double masses[kSteps] = {};
+      for (int j = 0; j < kSteps; ++j) least[j] = between(low, high, j);
+      each_part([&](int64_t start, int64_t count, const Part&) {
+        masses_of(weights + start, count, least, masses);
+      });
+      int j = 0;
+      for (; j < kSteps && masses[j] <= half; ++j) high = least[j], from_high = masses[j];
+      if (j < kSteps) low = least[j], from_low = masses[j];
+    }
+    double sums[2] = {};
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      gaps_of(count, part, kept_.at(start), high, sums);
+    });
+    std::vector<int64_t> places;
+    places_between(weights, n, low, high, places);
+    std::stable_sort(places.begin(), places.end(),
+                     [&](int64_t a, int64_t b) { return weights[a] > weights[b]; });
+    for (const int64_t i : places) {
+      const bool is_first = from_high == 0;  // always in the head
+      from_high += double(weights[i]);
+      if (!is_first && from_high > half) break;
+      sums[0] += std::abs(double(weights[i]) * whole.to_pt -
+                          double(kept_.weights_s[i]) * whole.to_ps);
+    }
+    return sums[1] > 0 ? std::min(sums[0] / sums[1], 1.0) : 0.5;
+  }
+
+  using Bits = typename FloatFormat<W>::Bits;
+
+  // Positive numbers are in the order of their bits.
+  static Bits bits_of(W x) {
+    Bits bits;
+    std::memcpy(&bits, &x, sizeof(x));
+    return bits;
+  }
+
+  // One of kSteps numbers from below ``high`` down to ``low`` or above.
+  static W between(W low, W high, int j) {
+    const Bits least = bits_of(low), most = bits_of(high);
+    const Bits step = std::max<Bits>((most - least) / (kSteps + 1), 1);
+    const Bits bits = std::min<Bits>(least + step * (kSteps - j), most - 1);
+    W x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  }
+
+  static constexpr int kFew = 8;  // entries that are looked at one by one
+
+  const SoftTargets& of_;
+  const bool holds_;  // the gradient's rows can hold weights
+  const std::unique_ptr<W[]> own_;
+  std::vector<Part> parts_;
+  Kept<W> kept_{};
+  W copies_[2][kBlock];
 };
 
 template <typename W>
-double adaptive_kl(Blocks<W>& blocks, const Known<W>& known, double slope, SoftTargetStats& stats) {
-  const Head<W> head(blocks, stats, slope);
-  double sums[4] = {};
-  blocks.each([&](const W* z_s, const W* z_t, int64_t, int64_t count) {
-    adaptive_of(z_s, z_t, count, known, head.bins, W(head.end), sums);
-  });
-  double in_head = sums[0];
-  for (const auto& member : head.members) {
-    const W z = *blocks.of.student.read(blocks.row, member.place, 1, blocks.copies[0]);
-    const double p_s = std::exp((double(z) - stats.top_s) * slope) / stats.total_s;
-    in_head += std::abs(member.weight / stats.total_t - p_s);
+void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* real,
+               const Rows& weights, double* losses) {
+  Work<W> work(of);
+  const Rows& dz = of.gradient;
+  for (int64_t i = begin; i < end; ++i) {
+    if (real && !real[i]) {
+      losses[i] = 0;
+      if (dz.data) std::fill_n(dz.place(i, 0), dz.n * size_of(dz.type), 0);
+      continue;
+    }
+    const double weight = dz.data ? weights.get(i) * of.scale * of.slope : 0;
+    losses[i] = work.fill(i, weight) * of.scale;
   }
-  stats.share = sums[1] > 0 ? std::min(in_head / sums[1], 1.0) : 0.5;
-  stats.expectation = sums[3];
-  return times(stats.share, sums[2]) + times(1 - stats.share, sums[3]);
-}
-
-template <typename W>
-double row_loss(const SoftTargets& of, int64_t row, SoftTargetStats& stats) {
-  Blocks<W> blocks(of, row);
-  Walk walk{of.divergence, of.slope};
-  blocks.each([&](const W* z_s, const W* z_t, int64_t, int64_t n) { add_to(z_s, z_t, n, walk); });
-  stats = {base_of(walk.top_s), walk.total_s, base_of(walk.top_t), walk.total_t, 0, 0};
-  if (of.divergence == Divergence::kForwardKl) {
-    return walk.cross / walk.total_t + std::log(walk.total_s / walk.total_t);
-  }
-  if (of.divergence == Divergence::kReverseKl) {
-    stats.expectation = walk.cross / walk.total_s + std::log(walk.total_t / walk.total_s);
-    return stats.expectation;
-  }
-  // Neither a NaN nor an inf has a place among the others.
-  const double both = walk.total_s + walk.total_t;
-  if (!(both < kInfinity && walk.total_s > 0 && walk.total_t > 0)) {
-    return stats.expectation = std::numeric_limits<double>::quiet_NaN();
-  }
-  const Known<W> known(stats, of.slope);
-  if (of.divergence == Divergence::kAdaptiveKl) return adaptive_kl(blocks, known, of.slope, stats);
-  double sums[2] = {};
-  blocks.each([&](const W* z_s, const W* z_t, int64_t, int64_t count) {
-    js_of(z_s, z_t, count, known, sums);
-  });
-  stats.expectation = sums[0];
-  return (sums[0] + sums[1]) / 2;
-}
-
-template <typename W>
-void row_gradient(const SoftTargets& of, int64_t row, const SoftTargetStats& stats, double weight,
-                  const Rows& out) {
-  Blocks<W> blocks(of, row);
-  const Known<W> known(stats, of.slope);
-  blocks.each([&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
-    W* dz = out.write(row, start, blocks.copies[2]);
-    gradient_of(z_s, z_t, count, known, of.divergence, W(weight), W(stats.expectation),
-                W(stats.share), dz);
-    out.written(row, start, count, dz);
-  });
 }
 
 }  // namespace
 
-bool SoftTargets::is_wide() const { return student.type == Type::kDouble || slope < 1 / kHot; }
-
-double SoftTargets::forward(int64_t row, SoftTargetStats& stats) const {
-  return is_wide() ? row_loss<double>(*this, row, stats) : row_loss<float>(*this, row, stats);
-}
-
-void SoftTargets::backward(int64_t row, const SoftTargetStats& stats, double weight,
-                           const Rows& gradient) const {
-  if (is_wide()) {
-    row_gradient<double>(*this, row, stats, weight, gradient);
-  } else {
-    row_gradient<float>(*this, row, stats, weight, gradient);
-  }
+void SoftTargets::fill(int64_t begin, int64_t end, const bool* real, const Rows& weights,
+                       double* losses) const {
+  const bool wide = student.type == Type::kDouble || slope < 1 / kHot;
+  (wide ? fill_rows<double> : fill_rows<float>)(*this, begin, end, real, weights, losses);
 }
 
 }  // namespace fastkd

@@ -33,8 +33,7 @@ struct FloatFormat<float> {
   static constexpr int kMantissa = 23, kBias = 127;
   // Of 1/k! and of 1/(2k+1): what they leave out lies below half a rounding.
   static constexpr int kExpTerms = 8, kAtanhTerms = 7;
-  // Below kLeastExp e^x is 0, and below kLeastNormalExp no normal number.
-  static constexpr float kLeastExp = -104, kLeastNormalExp = -87;
+  static constexpr float kLeastExp = -104;  // below e^x is 0
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
 };
 template <>
@@ -43,7 +42,7 @@ struct FloatFormat<double> {
   using Unsigned = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr int kExpTerms = 14, kAtanhTerms = 16;
-  static constexpr double kLeastExp = -746, kLeastNormalExp = -708;
+  static constexpr double kLeastExp = -746;
   static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770e-10;
 };
 template <typename W>
@@ -120,11 +119,19 @@ inline double sum(Vector<W> x) {
   return sum_of<kLanes<W>>(__builtin_convertvector(x, VectorN<double, kLanes<W>>));
 }
 
+template <typename W, int N>
+inline W largest_of(const VectorN<W, N>& x) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    VectorN<W, N / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return largest_of<W, N / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
+  }
+}
 template <typename W>
 inline W largest(Vector<W> x) {
-  W found = x[0];
-  for (int i = 1; i < kLanes<W>; ++i) found = x[i] > found ? x[i] : found;
-  return found;
+  return largest_of<W, kLanes<W>>(x);
 }
 
 // Σ c(k)·x^k; c is a type, so that the compiler knows each number before it makes vectors.
@@ -137,14 +144,14 @@ inline Vector<W> series(Vector<W> x) {
   }
 }
 
-// 1/(step·k + first)!
-template <int terms, int first = 0, int step = 1>
+// 1/k!
+template <int terms>
 struct InverseFactorials {
   static constexpr int kTerms = terms;
   template <typename W>
   static constexpr W at(int k) {
     W factorial = 1;
-    for (int i = 2; i <= step * k + first; ++i) factorial *= W(i);
+    for (int i = 2; i <= k; ++i) factorial *= W(i);
     return 1 / factorial;
   }
 };
@@ -163,18 +170,15 @@ struct InverseOdd {
 template <typename W>
 inline Vector<W> exp(Vector<W> x) {
   using F = FloatFormat<W>;
+  // The exponent goes up, above those of numbers that aren't normal, and the result down again.
   constexpr int kUp = 64;
-  // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and the bias; an
-  // exponent below those of normal numbers goes up, and the result down again.
-  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + F::kBias;
-  const auto is_tiny = x < F::kLeastNormalExp;
-  const Vector<W> round = is_tiny ? splat(kRound + kUp) : splat(kRound);
+  // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and the bias.
+  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + F::kBias + kUp;
   x = x < F::kLeastExp ? splat(F::kLeastExp) : x;
-  const Vector<W> shifted = x * W(1.44269504088896340736) + round, turns = shifted - round;
+  const Vector<W> shifted = x * W(1.44269504088896340736) + kRound, turns = shifted - kRound;
   const Vector<W> r = (x - turns * F::kLn2High) - turns * F::kLn2Low;
   const Vector<W> power = (Vector<W>)((Unsigned<W>)shifted << F::kMantissa);
-  const Vector<W> result = series<W, InverseFactorials<F::kExpTerms>>(r) * power;
-  return is_tiny ? result * W(0x1p-64) : result;
+  return series<W, InverseFactorials<F::kExpTerms>>(r) * power * W(0x1p-64);
 }
 
 // log(2/(1 + x)) to less than three roundings of itself, of numbers from 0 to 1.

@@ -25,6 +25,7 @@ from fastkd._core.numerics import (
     as_rows,
     once_differentiable,
     saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -241,13 +242,11 @@ def soft_target_loss(
     mask = None if mask is None else mask.flatten()
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
     runs_on = backend_of(backend, "soft_target_loss", student, **facts)
-    if runs_on != "torch":
-        options = replace(options, runs_on=runs_on)
+    if runs_on == "triton":
         loss = apply(_SoftTargetsByKernels, options, student, rows[0], mask, denominator)
     else:
-        loss = apply(_SoftTargets, options, student, mask, *rows)
-        if reduction != "none":
-            loss = _divide(loss.sum(), leading.numel(), mask, reduction, denominator)
+        options = replace(options, runs_on=runs_on)
+        loss = apply(_SoftTargets, options, student, mask, denominator, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
 
 
@@ -342,17 +341,6 @@ def _as_tensor(denominator: float | Tensor | None, x: Tensor) -> Tensor | None:
     return torch.ones((), dtype=dtype, device=x.device) * _number(denominator)
 
 
-def _divide(
-    total: Tensor, rows: int, mask: Tensor | None, reduction: str, denominator: Tensor | None
-) -> Tensor:
-    """The sum over all positions, divided by what the reduction says; by 1 at least if counted."""
-    if reduction == "sum":
-        return total
-    if denominator is not None:
-        return total / denominator
-    return total / (max(rows, 1) if mask is None else mask.sum().clamp(min=1))
-
-
 @dataclass(frozen=True)
 class _Options:
     soft: Soft
@@ -366,42 +354,78 @@ def _save(ctx, *tensors: Tensor | None) -> None:
 
 
 class _SoftTargets(torch.autograd.Function):
-    """Loss of every row and, in the same pass over the logits, its gradient."""
+    """Loss and, in the same pass over the logits, its gradient."""
 
     @staticmethod
-    def forward(ctx, options, student, mask, *teacher):
+    def forward(ctx, options, student, mask, denominator, *teacher):
         # student (R, V), mask (R,); the teacher's logits (R, V), or its ids and log_probs (R, K)
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
-        loss, dstudent = weighed_rows(
-            student, list(teacher), mask, ctx.needs_input_grad[1], options.soft
-        )
-        _save(ctx, dstudent, mask)
+        ctx.by_rows = options.reduction == "none"
+        given = student, list(teacher), mask, denominator, ctx.needs_input_grad[1], options
+        loss, dstudent = (_by_extension if options.runs_on == "cpp" else _by_torch)(*given)
+        _save(ctx, dstudent, mask if ctx.by_rows else None)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         dstudent, mask = ctx.saved_tensors
-        if mask is not None:
-            grad = grad.masked_fill(~mask, 0)
-        return None, (dstudent * grad[:, None]).to(ctx.dtype), None, *[None] * ctx.teachers
+        if ctx.by_rows:
+            grad = (grad if mask is None else grad.masked_fill(~mask, 0))[:, None]
+        dstudent = times_upstream(dstudent, grad, ctx.dtype)
+        return None, dstudent, None, None, *[None] * ctx.teachers
 
 
-def _kernels(runs_on: str) -> Any:
-    """The launchers of Triton's kernels, or those of the same names in C++."""
-    if runs_on == "cpp":
-        return torch.ops.fastkd_cpp
-    from fastkd.kernels import soft_targets
+def _by_torch(
+    student: Tensor,
+    teacher: list[Tensor],
+    mask: Tensor | None,
+    denominator: Tensor | None,
+    wants_grad: bool,
+    options: _Options,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss, reduced, and its gradient (R, V) in the working dtype."""
+    divisor = _divisor(student, mask, options.reduction, denominator)
+    loss, dstudent = weighed_rows(student, teacher, mask, wants_grad, options.soft, divisor)
+    return (loss if options.reduction == "none" else loss.sum() / divisor), dstudent
 
-    return soft_targets
+
+def _divisor(
+    student: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None
+) -> Tensor | int:
+    """What the sum over rows is divided by; by 1 at least if counted."""
+    if reduction != "batchmean":
+        return 1
+    if denominator is not None:
+        return denominator
+    if mask is None:
+        return max(len(student), 1)
+    return mask.sum().clamp(min=1).to(working_dtype(student))
+
+
+def _by_extension(
+    student: Tensor,
+    teacher: list[Tensor],
+    mask: Tensor | None,
+    denominator: Tensor | None,
+    wants_grad: bool,
+    options: _Options,
+) -> tuple[Tensor, Tensor | None]:
+    """The same."""
+    student, other = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, *teacher))
+    made = torch.ops.fastkd_cpp.soft_target_loss(
+        student, other, mask, denominator, *options.soft.per_row, options.reduction, wants_grad
+    )
+    return made[0], made[1] if wants_grad else None
 
 
 class _SoftTargetsByKernels(torch.autograd.Function):
-    """The same, reduced too, by two kernels and a third that reads the logits for the gradient."""
+    """The same by two kernels, and a third that reads the logits again for the gradient."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, mask, denominator):
-        kernels = _kernels(options.runs_on)
+        from fastkd.kernels import soft_targets as kernels
+
         student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
         ctx.options = options
         loss, stats = kernels.soft_target_forward(student, teacher, mask, *options.soft.per_row)
@@ -415,8 +439,10 @@ class _SoftTargetsByKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        from fastkd.kernels import soft_targets as kernels
+
         student, teacher, mask, stats, divisor = ctx.saved_tensors
-        dstudent = _kernels(ctx.options.runs_on).soft_target_backward(
+        dstudent = kernels.soft_target_backward(
             student, teacher, mask, stats, divisor, grad, *ctx.options.soft.per_row
         )
         return None, dstudent, None, None, None

@@ -128,6 +128,13 @@ def test_adaptive_kl_ties_go_to_the_lower_index(backend, device):
     assert value.item() == pytest.approx(reverse.item(), rel=1e-5)
 
 
+def test_adaptive_kl_of_many_equal_words(backend, device):
+    """More of them than one block of the search holds: on both sides of the head's end."""
+    student, _ = make_logits(3, 2500, dtype=torch.float32, device=device)
+    teacher = torch.randint(4, student.shape).to(student)
+    check_against_oracle(student, teacher, backend, divergence="adaptive_kl")
+
+
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_kl_equals_torch(backend, device, temperature):
     student, teacher = make_logits(6, 11, device=device, dtype=torch.float32)
@@ -424,6 +431,22 @@ def test_gradcheck(divergence):
             reduction=reduction,
         )
         assert torch.autograd.gradcheck(loss, (student,))
+
+
+@pytest.mark.left_out(where=lambda given: given["backend"] == "triton")
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_gradients_are_made_along_with_the_loss(backend, device, reduction):
+    """The backward pass needs neither logits, and may come twice."""
+    student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
+    options = dict(divergence="js", reduction=reduction)
+    upstream = torch.rand(4 if reduction == "none" else (), device=device)
+    _, expected = oracle(student, teacher, upstream=upstream.double(), **options)
+    loss = soft_target_loss(student, teacher, backend=backend, **options)
+    for z in (student, teacher):
+        z.detach().fill_(float("nan"))
+    once, twice = (torch.autograd.grad(loss, student, upstream, True)[0] for _ in range(2))
+    assert torch.equal(once, twice)
+    assert_accurate(once, expected, torch.float32)
 
 
 # Rows, words. The interpreter pays by the row.

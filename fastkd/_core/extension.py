@@ -48,11 +48,21 @@ def _layer_norm_mse_backward_meta(
     return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
 
 
-def _soft_target_meta(student: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    """Shapes of (losses, statistics)."""
-    rows = student.shape[0]
-    losses = student.new_empty(rows, dtype=_scalar(student).dtype)
-    return losses, student.new_empty(rows, 6, dtype=torch.float64)
+def _soft_target_meta(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    denominator: Tensor | None,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    reduction: str,
+    gradient: bool,
+) -> list[Tensor]:
+    """Shapes of the loss, and of the student's gradient."""
+    loss = _scalar(student)
+    loss = loss.new_empty(student.shape[0]) if reduction == "none" else loss
+    return [loss, student.new_empty(student.shape, dtype=loss.dtype)] if gradient else [loss]
 
 
 def _direction_sums_meta(
@@ -82,9 +92,8 @@ def _scalar(x: Tensor) -> Tensor:
 ROW_KERNELS = {
     "layer_norm_mse_forward": _layer_norm_mse_meta,
     "layer_norm_mse_backward": _layer_norm_mse_backward_meta,
-    "soft_target_forward": _soft_target_meta,
-    "soft_target_reduce": lambda loss, *rest: (loss.new_empty(()), loss.new_empty(())),
-    "soft_target_backward": lambda student, *rest: student.new_empty(student.shape),
+    "soft_target_loss": _soft_target_meta,
+    "soft_target_rows": lambda student, *rest: student.new_empty(student.shape[0]),
     "attention_forward": lambda students, *rest: (
         students[0].new_empty(students[0].shape[0], dtype=_scalar(students[0]).dtype),
         students[0].new_empty(students[0].shape[0], dtype=torch.int32),

@@ -127,20 +127,27 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
 
 
 def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A gradient made along with its loss, times the loss's own (), None for 1, in another dtype.
+    """A gradient made along with its loss, times the loss's own, in another dtype.
 
-    It may be of a vocabulary's size: it is copied only if it changes. A gradient of 1, as of a loss
-    that stands alone, is known on the CPU.
+    ``upstream`` is that of one loss (), None for 1, or of losses of the first dimensions. The
+    gradient may be of a vocabulary's size: it is copied only if it changes. An upstream of 1, as of
+    a loss that stands alone, is known on the CPU.
     """
-    if upstream is None or (values_readable(upstream) and upstream.item() == 1):
+    if upstream is None or (
+        upstream.dim() == 0 and values_readable(upstream) and upstream.item() == 1
+    ):
         return gradient.to(dtype)
+    upstream = upstream.to(working_dtype(gradient))
+    if upstream.dim():
+        upstream = upstream[(...,) + (None,) * (gradient.dim() - upstream.dim())]
     if working_dtype(gradient) == dtype or torch.compiler.is_compiling():
-        return (gradient * upstream.to(gradient.dtype)).to(dtype)
+        return (upcast(gradient) * upstream).to(dtype)
     # In parts, so that no product of the whole stands beside it.
     product = torch.empty_like(gradient, dtype=dtype)
     step = max((1 << 24) // max(gradient[:1].numel(), 1), 1)
-    for part, rows in zip(product.split(step), gradient.split(step), strict=True):
-        torch.mul(upcast(rows), upstream, out=part)
+    parts = (x.split(step) for x in (gradient, upstream.expand_as(gradient), product))
+    for rows, weight, part in zip(*parts, strict=True):
+        torch.mul(upcast(rows), weight, out=part)
     return product
 
 

@@ -459,21 +459,20 @@ class _Pass:
                 torch.mul(grad, weight * soft.scale / soft.temperature, out=student)
             return value * soft.scale
 
-        form, temperature, scale = soft.per_row
         if self.runs_on == "cpp":
-            kernels: Any = torch.ops.fastkd_cpp
-        else:
-            from fastkd.kernels import soft_targets as kernels
-        loss, stats = kernels.soft_target_forward(
-            student, teacher[0], mask, form, temperature, scale
-        )
-        if weights is None:
-            return loss
-        given = student, teacher[0], mask, stats, None, weights, form, temperature, scale * weight
-        if self.runs_on == "cpp":  # of few enough rows that they are still in the cache
-            student.copy_(kernels.soft_target_backward(*given))
-        else:
-            kernels.fill_gradient(student, *given)
+            if weights is not None and weight != 1:
+                weights = weights * weight
+            given = student, teacher[0], mask, weights, *soft.per_row
+            return torch.ops.fastkd_cpp.soft_target_rows(*given)
+        from fastkd.kernels import soft_targets as kernels
+
+        form, temperature, scale = soft.per_row
+        rows = student, teacher[0], mask
+        loss, stats = kernels.soft_target_forward(*rows, form, temperature, scale)
+        if weights is not None:
+            kernels.fill_gradient(
+                student, *rows, stats, None, weights, form, temperature, scale * weight
+            )
         return loss
 
     def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:

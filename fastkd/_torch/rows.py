@@ -106,12 +106,14 @@ def weighed_rows(
     mask: Tensor | None,
     wants_grad: bool,
     soft: Soft,
+    divisor: Tensor | int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss (R,) of every row, 0 where masked, and its gradient (R, V) with respect to student.
+    """Loss (R,) of every row, and its gradient (R, V) over the divisor; both 0 where masked.
 
     The gradient stays in the working dtype: half types would lose small probabilities before a
-    loss scale reaches them. In a masked row it is finite, but not zero.
+    loss scale reaches them.
     """
+    factor = soft.scale / soft.temperature / divisor
     dtype = working_dtype(student)
     loss = student.new_empty(len(student), dtype=dtype)
     dstudent = student.new_empty(student.shape, dtype=dtype) if wants_grad else None
@@ -122,7 +124,9 @@ def weighed_rows(
             value, grad = soft_rows(logits, other, wants_grad, soft)
             loss[chunk] = value * soft.scale
             if dstudent is not None and grad is not None:
-                torch.mul(grad, soft.scale / soft.temperature, out=dstudent[chunk])
+                torch.mul(grad, factor, out=dstudent[chunk])
+                if mask is not None:
+                    dstudent[chunk].masked_fill_(~mask[chunk, None], 0)
         if mask is not None:
             loss = loss.masked_fill(~mask, 0)
     return loss, dstudent
