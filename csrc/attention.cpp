@@ -1,5 +1,5 @@
-// Data path. Forward: one read of both maps. Backward: once more, and one write of the gradient.
-// With E entries of s bytes memory moves 5Es bytes, and 6Es where a write reads its line first.
+// Data path. One read of both maps and one write of the gradient. With E entries of s bytes memory
+// moves 3Es bytes, and 4Es where a write reads its line first.
 #include "attention.h"
 
 #include <algorithm>
@@ -16,21 +16,16 @@ inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, in
   return real == nullptr ? d : load(real + i, count) != 0 ? d : Vector<W>{};
 }
 
+// Σ d², and d·factor where ``dx`` is not null.
 template <typename W>
-inline double squares(const W* s, const W* t, const W* real, int64_t n) {
+inline double compare(const W* s, const W* t, const W* real, int64_t n, W factor, W* dx) {
   Vector<W> total{};
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> d = difference(s, t, real, i, count);
     total += d * d;
+    if (dx) store<W>(dx + i, d * factor, count);
   });
   return sum<W>(total);
-}
-
-template <typename W>
-inline void scale(const W* s, const W* t, const W* real, int64_t n, W factor, W* dx) {
-  each<W>(n, [&](int64_t i, int64_t count) {
-    store<W>(dx + i, difference(s, t, real, i, count) * factor, count);
-  });
 }
 
 // total ← total + x, or x where it is the first
@@ -42,19 +37,13 @@ inline void add(const W* x, int64_t n, bool first, W factor, W* total) {
   });
 }
 
-FASTKD_CLONES double squares_of(const float* s, const float* t, const float* real, int64_t n) {
-  return squares(s, t, real, n);
+FASTKD_CLONES double compare_rows(const float* s, const float* t, const float* real, int64_t n,
+                                  float factor, float* dx) {
+  return compare(s, t, real, n, factor, dx);
 }
-FASTKD_CLONES double squares_of(const double* s, const double* t, const double* real, int64_t n) {
-  return squares(s, t, real, n);
-}
-FASTKD_CLONES void scale_to(const float* s, const float* t, const float* real, int64_t n,
-                            float factor, float* dx) {
-  scale(s, t, real, n, factor, dx);
-}
-FASTKD_CLONES void scale_to(const double* s, const double* t, const double* real, int64_t n,
-                            double factor, double* dx) {
-  scale(s, t, real, n, factor, dx);
+FASTKD_CLONES double compare_rows(const double* s, const double* t, const double* real, int64_t n,
+                                  double factor, double* dx) {
+  return compare(s, t, real, n, factor, dx);
 }
 FASTKD_CLONES void add_to(const float* x, int64_t n, bool first, float factor, float* total) {
   add(x, n, first, factor, total);
@@ -98,49 +87,33 @@ class Queries {
 };
 
 template <typename W>
-double map_squares(const AttentionMaps& of, int64_t sample, int64_t group) {
+double compare_maps(const AttentionMaps& of, int64_t sample, int64_t group, W factor,
+                    const Rows& dx) {
   Queries<W> queries(of, sample, group);
+  const int64_t copies = of.mean ? of.heads_s : 1;
   double total = 0;
   for (int64_t q = 0; q < of.N; ++q) {
-    if (!queries.is_real(q)) continue;
-    total += squares_of(queries.student(q), queries.teacher(q), queries.real(), of.N);
+    const int64_t first = (sample * of.heads_s + group) * of.N + q;
+    W* out = dx.write(first, 0, queries.copy(3));
+    if (queries.is_real(q)) {
+      total += compare_rows(queries.student(q), queries.teacher(q), queries.real(), of.N, factor,
+                            out);
+    } else if (out) {
+      std::fill(out, out + of.N, W(0));
+    }
+    dx.written(first, 0, of.N, out);
+    for (int64_t h = 1; out && h < copies; ++h) {
+      std::memcpy(dx.place(first + h * of.N, 0), dx.place(first, 0), of.N * size_of(dx.type));
+    }
   }
   return total;
 }
 
-template <typename W>
-void map_gradient(const AttentionMaps& of, int64_t sample, int64_t group, W factor,
-                  const Rows& dx) {
-  Queries<W> queries(of, sample, group);
-  for (int64_t q = 0; q < of.N; ++q) {
-    const int64_t first = (sample * of.heads_s + group) * of.N + q;
-    const int64_t copies = of.mean ? of.heads_s : 1;
-    W* out = dx.write(first, 0, queries.copy(3));
-    if (queries.is_real(q)) {
-      scale_to(queries.student(q), queries.teacher(q), queries.real(), of.N, factor, out);
-    } else {
-      std::fill(out, out + of.N, W(0));
-    }
-    dx.written(first, 0, of.N, out);
-    for (int64_t h = 1; h < copies; ++h) {
-      std::memcpy(dx.place(first + h * of.N, 0), dx.place(first, 0), of.N * size_of(dx.type));
-    }
-  }
-}
-
 }  // namespace
 
-double AttentionMaps::squares(int64_t sample, int64_t group) const {
-  return student.type == Type::kDouble ? map_squares<double>(*this, sample, group)
-                                       : map_squares<float>(*this, sample, group);
-}
-
-void AttentionMaps::gradient(int64_t sample, int64_t group, double factor, const Rows& dx) const {
-  if (student.type == Type::kDouble) {
-    map_gradient<double>(*this, sample, group, factor, dx);
-  } else {
-    map_gradient<float>(*this, sample, group, float(factor), dx);
-  }
+double AttentionMaps::compare(int64_t sample, int64_t group, double factor, const Rows& dx) const {
+  return student.type == Type::kDouble ? compare_maps<double>(*this, sample, group, factor, dx)
+                                       : compare_maps<float>(*this, sample, group, float(factor), dx);
 }
 
 }  // namespace fastkd

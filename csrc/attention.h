@@ -15,11 +15,9 @@ struct AttentionMaps {
   // Maps of a sample that are compared.
   int64_t groups() const { return mean ? 1 : heads_s; }
 
-  // Σ d² over the pairs of real tokens.
-  double squares(int64_t sample, int64_t group) const;
-
-  // factor·d, 0 at padding, of every head that the map was made of.
-  void gradient(int64_t sample, int64_t group, double factor, const Rows& dx) const;
+  // Σ d² over the pairs of real tokens. factor·d, 0 at padding, goes to ``dx`` (B·H·N, N), to every
+  // head that the map was made of, unless that has no data.
+  double compare(int64_t sample, int64_t group, double factor, const Rows& dx) const;
 };
 
 }  // namespace fastkd

@@ -7,13 +7,10 @@ namespace fastkd {
 
 struct LayerNormMSE {
   Rows x, y;
-  double eps;
-  double* stats;  // (R, 4): mean and 1/√(var + eps) of x, then of y
+  double eps, scale;
+  Rows dx, dy;  // gradients of scale times the losses; those with null data are not made
 
-  void forward(int64_t begin, int64_t end, double* losses) const;
-
-  // Gradients of scale times the losses; those of a side with null data are not made.
-  void backward(int64_t begin, int64_t end, double scale, const Rows& dx, const Rows& dy) const;
+  void rows(int64_t begin, int64_t end, double* losses) const;
 };
 
 }  // namespace fastkd

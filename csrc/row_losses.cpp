@@ -20,35 +20,35 @@ double total(const std::vector<double>& losses) {
   return sum;
 }
 
-std::tuple<Tensor, Tensor> layer_norm_mse_forward(const Tensor& x, const Tensor& y, double eps,
-                                                  int64_t divisor) {
-  const Tensor stats = new_rows(x, x.size(0), 4, ScalarType::Double);
-  const LayerNormMSE of{rows_of(x), rows_of(y), eps, data<double>(stats)};
-  std::vector<double> losses(of.x.n ? x.size(0) : 0);
-  each_row(losses.size(), 2 * of.x.n * x.element_size(), [&](int64_t begin, int64_t end) {
-    of.forward(begin, end, losses.data());
-  });
-  return {scalar(total(losses) / double(divisor), x), stats};
+// Losses of each of ``rows``, or their sum.
+Tensor new_losses(const Tensor& like, bool each, int64_t rows) {
+  return each ? torch::stable::new_empty(like, {rows}, working_type(like))
+              : torch::stable::new_empty(like, {}, working_type(like));
 }
 
-std::vector<Tensor> layer_norm_mse_backward(const Tensor& x, const Tensor& y, const Tensor& stats,
-                                            const Tensor& dloss, double eps, int64_t divisor,
-                                            bool needs_dx, bool needs_dy) {
-  const LayerNormMSE of{rows_of(x), rows_of(y), eps, data<double>(stats)};
-  std::vector<Tensor> results;
+void put_losses(const std::vector<double>& losses, const Tensor& result) {
+  const Rows numbers = numbers_of(result);
+  if (result.dim() == 0) return numbers.put(0, total(losses));
+  for (size_t i = 0; i < losses.size(); ++i) numbers.put(i, losses[i]);
+}
+
+// The loss, and the gradients of the sides that need one.
+std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps, int64_t divisor,
+                                   bool needs_dx, bool needs_dy) {
+  const int64_t R = x.size(0), D = x.size(1);
+  std::vector<Tensor> results{torch::stable::new_empty(x, {}, working_type(x))};
   const auto gradient = [&](bool needed) {
-    Rows rows{nullptr, of.x.n, of.x.n, of.x.type};
-    if (needed) {
-      results.push_back(new_rows(x, x.size(0), of.x.n, x.scalar_type()));
-      rows.data = data<char>(results.back());
-    }
-    return rows;
+    if (!needed) return Rows{};
+    results.push_back(new_rows(x, R, D, gradient_type(x)));
+    return rows_of(results.back());
   };
   const Rows dx = gradient(needs_dx), dy = gradient(needs_dy);
-  const double scale = value_of(dloss) / double(divisor);
-  each_row(of.x.n ? x.size(0) : 0, 4 * of.x.n * x.element_size(), [&](int64_t begin, int64_t end) {
-    of.backward(begin, end, scale, dx, dy);
+  const LayerNormMSE of{rows_of(x), rows_of(y), eps, 1 / double(divisor), dx, dy};
+  std::vector<double> losses(D ? R : 0);
+  each_row(losses.size(), 4 * D * x.element_size(), [&](int64_t begin, int64_t end) {
+    of.rows(begin, end, losses.data());
   });
+  numbers_of(results[0]).put(0, total(losses) / double(divisor));
   return results;
 }
 
@@ -218,66 +218,47 @@ Tensor cos_nce_angles_backward(const Tensor& student, const Tensor& teacher, con
   return result;
 }
 
-AttentionMaps attention_maps(const Tensor& student, const Tensor& teacher, const bool* mask,
-                             bool mean) {
-  const int64_t N = student.size(3);
-  const auto rows = [=](const Tensor& x) { return Rows{data<char>(x), N, N, type_of(x)}; };
-  return {rows(student), rows(teacher), student.size(1), teacher.size(1), N, mean, mask};
+// What losses are divided by where ``reduction`` is their mean.
+double divisor_of(const std::string& reduction, int64_t compared) {
+  return reduction == "mean" ? double(std::max<int64_t>(compared, 1)) : 1;
 }
 
-// Losses (B,) of the samples, these layers' share of ``layers``, and the samples' real tokens.
-std::tuple<Tensor, Tensor> attention_forward(const std::vector<Tensor>& students,
-                                             const std::vector<Tensor>& teachers, const Mask& mask,
-                                             bool mean, int64_t layers) {
-  const Tensor& first = students[0];
-  const int64_t B = first.size(0), N = first.size(3);
-  const Tensor losses = torch::stable::new_empty(first, {B}, working_type(first));
-  const Tensor tokens = torch::stable::new_empty(first, {B}, ScalarType::Int);
+// One layer's share of ``layers``, of the losses (B,) of the samples or of what they are reduced to,
+// and its gradient.
+std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, const Mask& mask,
+                              bool mean, int64_t layers, const std::string& reduction,
+                              bool gradient) {
+  const int64_t B = student.size(0), H = student.size(1), N = student.size(3);
+  const auto rows = [=](const Tensor& x) { return Rows{data<char>(x), N, N, type_of(x)}; };
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
-  std::vector<double> totals(B);
-  for (size_t layer = 0; layer < students.size(); ++layer) {
-    const AttentionMaps of = attention_maps(students[layer], teachers[layer], real, mean);
-    const int64_t groups = of.groups();
-    std::vector<double> maps(B * groups);
-    each_row(B * groups, 2 * N * N * size_of(of.student.type), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) maps[i] = of.squares(i / groups, i % groups);
-    });
-    for (int64_t i = 0; i < B * groups; ++i) totals[i / groups] += maps[i] / double(groups);
+  const AttentionMaps of{rows(student), rows(teacher), H, teacher.size(1), N, mean, real};
+  std::vector<Tensor> results{new_losses(student, reduction == "none", B)};
+  if (gradient) {
+    results.push_back(torch::stable::new_empty(student, {B, H, N, N}, gradient_type(student)));
   }
+  const Rows dx = gradient ? rows(results.back()) : Rows{};
+  std::vector<double> weights(B);  // of a sample's sum over all heads
+  int64_t compared = 0;
   for (int64_t b = 0; b < B; ++b) {
     const int64_t n = real ? std::count(real + b * N, real + (b + 1) * N, true) : N;
-    data<int32_t>(tokens)[b] = int32_t(n);
-    const double pairs = double(std::max<int64_t>(n, 1)) * double(std::max<int64_t>(n, 1));
-    numbers_of(losses).put(b, totals[b] / pairs / double(layers));
+    const double side = double(std::max<int64_t>(n, 1));
+    weights[b] = 1 / (side * side * double(layers));
+    compared += !real || n > 0;
   }
-  return {losses, tokens};
-}
-
-Tensor attention_backward(const std::vector<Tensor>& students, const std::vector<Tensor>& teachers,
-                          const Mask& mask, const Tensor& tokens, const Tensor& dloss, bool mean,
-                          int64_t layers) {
-  const Tensor& first = students[0];
-  const int64_t B = first.size(0), H = first.size(1), N = first.size(3);
-  const int64_t count = int64_t(students.size());
-  const Tensor result = torch::stable::new_empty(first, {count, B, H, N, N});
-  const Rows weights = numbers_of(dloss);
-  Tensor holder;
-  const bool* real = bytes_of(mask, holder);
-  for (int64_t layer = 0; layer < count; ++layer) {
-    const AttentionMaps of = attention_maps(students[layer], teachers[layer], real, mean);
-    Rows dx = of.student;
-    dx.data = data<char>(result) + layer * B * H * N * N * size_of(dx.type);
-    const int64_t groups = of.groups();
-    each_row(B * groups, 3 * N * N * size_of(dx.type), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const double n = std::max(data<int32_t>(tokens)[i / groups], 1);
-        const double factor = 2 * weights.get(i / groups) / (n * n * double(H * layers));
-        of.gradient(i / groups, i % groups, factor, dx);
-      }
-    });
-  }
-  return result;
+  const double divisor = divisor_of(reduction, compared);
+  const int64_t groups = of.groups();
+  std::vector<double> maps(B * groups), losses(B);
+  each_row(B * groups, 3 * N * N * student.element_size(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const double weight = weights[i / groups] / divisor;
+      maps[i] = weight / double(groups) *
+                of.compare(i / groups, i % groups, 2 * weight / double(H), dx);
+    }
+  });
+  for (int64_t i = 0; i < B * groups; ++i) losses[i / groups] += maps[i];
+  put_losses(losses, results[0]);
+  return results;
 }
 
 // Which labels match: a bank's lies between the bounds of a row, and is not the one ignored.
@@ -477,11 +458,8 @@ std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher,
 
 STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
   m.def(
-      "layer_norm_mse_forward(Tensor x, Tensor y, float eps, SymInt divisor)"
-      " -> (Tensor loss, Tensor stats)");
-  m.def(
-      "layer_norm_mse_backward(Tensor x, Tensor y, Tensor stats, Tensor dloss, float eps,"
-      " SymInt divisor, bool needs_dx, bool needs_dy) -> Tensor[]");
+      "layer_norm_mse(Tensor x, Tensor y, float eps, SymInt divisor, bool needs_dx, bool needs_dy)"
+      " -> Tensor[]");
   m.def(
       "soft_target_loss(Tensor student, Tensor teacher, Tensor? mask, Tensor? denominator,"
       " str divergence, float temperature, float scale, str reduction, bool gradient) -> Tensor[]");
@@ -497,11 +475,8 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "cos_nce_angles_backward(Tensor student, Tensor teacher, Tensor total, Tensor? own,"
       " Tensor compared, Tensor angles, Tensor weights) -> Tensor");
   m.def(
-      "attention_forward(Tensor[] students, Tensor[] teachers, Tensor? mask, bool mean,"
-      " int layers) -> (Tensor losses, Tensor tokens)");
-  m.def(
-      "attention_backward(Tensor[] students, Tensor[] teachers, Tensor? mask, Tensor tokens,"
-      " Tensor dloss, bool mean, int layers) -> Tensor");
+      "attention(Tensor student, Tensor teacher, Tensor? mask, bool mean, int layers,"
+      " str reduction, bool gradient) -> Tensor[]");
   m.def(
       "knn_forward(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels,"
       " Tensor? count, SymInt k, int ignore_index)"
@@ -515,15 +490,13 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("layer_norm_mse_forward", TORCH_BOX(&fastkd::layer_norm_mse_forward));
-  m.impl("layer_norm_mse_backward", TORCH_BOX(&fastkd::layer_norm_mse_backward));
+  m.impl("layer_norm_mse", TORCH_BOX(&fastkd::layer_norm_mse));
   m.impl("soft_target_loss", TORCH_BOX(&fastkd::soft_target_loss));
   m.impl("soft_target_rows", TORCH_BOX(&fastkd::soft_target_rows));
   m.impl("direction_sums", TORCH_BOX(&fastkd::direction_sums));
   m.impl("cos_nce_angles", TORCH_BOX(&fastkd::cos_nce_angles));
   m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));
-  m.impl("attention_forward", TORCH_BOX(&fastkd::attention_forward));
-  m.impl("attention_backward", TORCH_BOX(&fastkd::attention_backward));
+  m.impl("attention", TORCH_BOX(&fastkd::attention));
   m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
   m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
   m.impl("relation_terms", TORCH_BOX(&fastkd::relation_terms));

@@ -31,6 +31,11 @@ inline ScalarType working_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+// Of a gradient made along with its loss: what a loss scale saves, float16 would have lost by then.
+inline ScalarType gradient_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Half ? ScalarType::Float : x.scalar_type();
+}
+
 template <typename T>
 inline T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from fastkd._core.numerics import (
     once_differentiable,
     reduced,
     saveable,
+    times_upstream,
     upcast,
     working_dtype,
 )
@@ -141,6 +142,10 @@ def _attention_layers(
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
     found = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
     runs_on = found.pop() if len(found) == 1 else "torch"
+    options = _Options(heads == "mean", len(pairs), reduction)
+    if runs_on == "cpp":
+        shares = [apply(_AttentionInCpp, options, real, *pair) for pair in pairs]
+        return shares[0] if len(shares) == 1 else torch.stack(shares).sum(0)
     groups = [[i] for i in range(len(pairs))]
     if runs_on == "triton":
         from fastkd.kernels.pointers import layer_groups
@@ -149,7 +154,6 @@ def _attention_layers(
     parts = []
     for group in groups:
         students, teachers = zip(*(pairs[i] for i in group), strict=True)
-        options = _Options(heads == "mean", len(pairs), runs_on)
         function = _Attention if runs_on == "torch" else _AttentionByKernels
         parts.append(apply(function, options, real, *students, *teachers))
     losses = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -180,7 +184,7 @@ def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -
 class _Options:
     mean: bool  # over the heads
     layers: int  # in all: a group's losses are its share of their average
-    runs_on: str
+    reduction: str  # of C++, which makes the gradient along with the loss
 
 
 class _Attention(torch.autograd.Function):
@@ -230,26 +234,40 @@ def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     return tokens.clamp(min=1).square() * (h * options.layers)
 
 
-def _kernels(runs_on: str) -> Any:
-    """The launchers of Triton's kernels, or those of the same names in C++."""
-    if runs_on == "cpp":
-        return torch.ops.fastkd_cpp
-    from fastkd.kernels import attention
+class _AttentionInCpp(torch.autograd.Function):
+    """One layer's share of the loss; its gradient is made along with it, in one visit of a row."""
 
-    return attention
+    @staticmethod
+    def forward(ctx, options, mask, student, teacher):
+        maps = student.contiguous(), teacher.contiguous()
+        launch = torch.ops.fastkd_cpp.attention
+        given = options.mean, options.layers, options.reduction
+        loss, *made = launch(*maps, mask, *given, ctx.needs_input_grad[2])
+        ctx.save_for_backward(*made)
+        ctx.dtype = student.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (dx,) = ctx.saved_tensors
+        return None, None, times_upstream(dx, grad, ctx.dtype), None
 
 
 class _AttentionByKernels(torch.autograd.Function):
-    """The same of layers of one shape by `fastkd.kernels.attention`, or in C++."""
+    """The losses of layers of one shape by `fastkd.kernels.attention`."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
+        from fastkd.kernels import attention as kernels
+
         mask, *maps = tensors
         mask = None if mask is None else mask.contiguous()
         maps = [x.contiguous() for x in maps]
         n = len(maps) // 2
-        launch = _kernels(options.runs_on).attention_forward
-        losses, tokens = launch(maps[:n], maps[n:], mask, options.mean, options.layers)
+        losses, tokens = kernels.attention_forward(
+            maps[:n], maps[n:], mask, options.mean, options.layers
+        )
         ctx.save_for_backward(mask, tokens, *maps)
         ctx.options = options
         return losses
@@ -257,9 +275,11 @@ class _AttentionByKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        from fastkd.kernels import attention as kernels
+
         mask, tokens, *maps = ctx.saved_tensors
         n = len(maps) // 2
-        dx = _kernels(ctx.options.runs_on).attention_backward(
+        dx = kernels.attention_backward(
             maps[:n], maps[n:], mask, tokens, grad, ctx.options.mean, ctx.options.layers
         )
         return (None, None, *dx.unbind(), *[None] * n)

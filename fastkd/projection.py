@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from fastkd._core.numerics import (
     in_range,
     once_differentiable,
     saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -487,8 +488,8 @@ def _layer_norm_mse(x: Tensor, y: Tensor, options: "_Options", backend: Backend)
     runs_on = backend_of(backend, "layer_norm_mse", x, columns=x.shape[-1])
     if runs_on == "torch":
         return apply(_LayerNormMSE, options, x, y)
-    options = replace(options, runs_on=runs_on)
-    return apply(_LayerNormMSEByKernels, options, as_rows(x), as_rows(y))
+    function = _LayerNormMSEInCpp if runs_on == "cpp" else _LayerNormMSEByKernels
+    return apply(function, options, as_rows(x), as_rows(y))
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
@@ -501,7 +502,6 @@ def _divisor(x: Tensor, reduction: str) -> int:
 class _Options:
     eps: float
     reduction: str
-    runs_on: str = "torch"
 
 
 class _LayerNormMSE(torch.autograd.Function):
@@ -586,24 +586,36 @@ def _row_gradient(
     return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 
 
-def _kernels(runs_on: str) -> Any:
-    """The launchers of Triton's kernels, or those of the same names in C++."""
-    if runs_on == "cpp":
-        return torch.ops.fastkd_cpp
-    from fastkd.kernels import projection
-
-    return projection
-
-
-class _LayerNormMSEByKernels(torch.autograd.Function):
-    """The same in two kernels, on rows (R, D)."""
+class _LayerNormMSEInCpp(torch.autograd.Function):
+    """The same on rows (R, D); the gradients are made along with the loss, in one visit of each."""
 
     @staticmethod
     def forward(ctx, options, x, y):
-        x, y = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, y))
+        launch = torch.ops.fastkd_cpp.layer_norm_mse
         divisor = _divisor(x, options.reduction)
-        launch = _kernels(options.runs_on).layer_norm_mse_forward
-        loss, stats = launch(x, y, options.eps, divisor)
+        loss, *made = launch(*_dense(x, y), options.eps, divisor, *ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*made)
+        ctx.dtype = x.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        made = iter(ctx.saved_tensors)
+        needs = ctx.needs_input_grad[1:]
+        return None, *(times_upstream(next(made), grad, ctx.dtype) if n else None for n in needs)
+
+
+class _LayerNormMSEByKernels(torch.autograd.Function):
+    """The same in two kernels of Triton."""
+
+    @staticmethod
+    def forward(ctx, options, x, y):
+        from fastkd.kernels import projection as kernels
+
+        x, y = _dense(x, y)
+        divisor = _divisor(x, options.reduction)
+        loss, stats = kernels.layer_norm_mse_forward(x, y, options.eps, divisor)
         ctx.save_for_backward(x, y, stats)
         ctx.options = options
         return loss
@@ -611,12 +623,19 @@ class _LayerNormMSEByKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        from fastkd.kernels import projection as kernels
+
         needs_dx, needs_dy = ctx.needs_input_grad[1:]
         x, y, stats = ctx.saved_tensors
         eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
-        launch = _kernels(ctx.options.runs_on).layer_norm_mse_backward
-        grads = launch(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
+        grads = kernels.layer_norm_mse_backward(
+            x, y, stats, grad, eps, divisor, needs_dx, needs_dy
+        )
         return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
+
+
+def _dense(*rows: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
 
 
 class DualProjectionLoss(nn.Module):

@@ -14,11 +14,6 @@ def _load(module: str) -> bool:
     return True
 
 
-# A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and hasattr(torch.ops.fastkd_cpp, "use_large_pages")
-CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
-
-
 def _eigh_meta(a: Tensor) -> tuple[Tensor, Tensor]:
     """Shapes of (values, vectors), for tracing."""
     torch._check(a.dim() >= 2 and a.shape[-1] == a.shape[-2], lambda: "a must be square")
@@ -30,22 +25,11 @@ def _roots_meta(a: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
     return a.new_empty(a.shape), *_eigh_meta(a)
 
 
-def _layer_norm_mse_meta(x: Tensor, y: Tensor, eps: float, divisor: int) -> tuple[Tensor, Tensor]:
-    """Shapes of (loss, statistics)."""
-    return _scalar(x), x.new_empty(x.shape[0], 4, dtype=torch.float64)
-
-
-def _layer_norm_mse_backward_meta(
-    x: Tensor,
-    y: Tensor,
-    stats: Tensor,
-    dloss: Tensor,
-    eps: float,
-    divisor: int,
-    needs_dx: bool,
-    needs_dy: bool,
+def _layer_norm_mse_meta(
+    x: Tensor, y: Tensor, eps: float, divisor: int, needs_dx: bool, needs_dy: bool
 ) -> list[Tensor]:
-    return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
+    """Shapes of the loss, and of the gradients needed."""
+    return [_scalar(x), *(_gradient(x) for needed in (needs_dx, needs_dy) if needed)]
 
 
 def _soft_target_meta(
@@ -89,17 +73,24 @@ def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
+def _loss_meta(student: Tensor, each: bool, gradient: bool) -> list[Tensor]:
+    """Shapes of the loss, or of each sample's, and of the student's gradient."""
+    loss = _scalar(student)
+    loss = loss.new_empty(student.shape[0]) if each else loss
+    return [loss, _gradient(student)] if gradient else [loss]
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """One made along with its loss: float16 would lose what a loss scale is there to save."""
+    return x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+
+
 ROW_KERNELS = {
-    "layer_norm_mse_forward": _layer_norm_mse_meta,
-    "layer_norm_mse_backward": _layer_norm_mse_backward_meta,
+    "layer_norm_mse": _layer_norm_mse_meta,
     "soft_target_loss": _soft_target_meta,
     "soft_target_rows": lambda student, *rest: student.new_empty(student.shape[0]),
-    "attention_forward": lambda students, *rest: (
-        students[0].new_empty(students[0].shape[0], dtype=_scalar(students[0]).dtype),
-        students[0].new_empty(students[0].shape[0], dtype=torch.int32),
-    ),
-    "attention_backward": lambda students, *rest: students[0].new_empty(
-        len(students), *students[0].shape
+    "attention": lambda student, teacher, mask, mean, layers, reduction, gradient: _loss_meta(
+        student, reduction == "none", gradient
     ),
     "knn_forward": lambda student, teacher, low, high, labels, count, k, ignore_index: (
         student.new_empty(student.shape[0], dtype=_scalar(student).dtype),
@@ -117,6 +108,10 @@ ROW_KERNELS = {
     "half_product": lambda *matrices: None,
     "use_large_pages": lambda x: None,
 }
+
+# A library left from an older build lacks operators.
+CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in ROW_KERNELS)
+CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 if CPU:
     for name, shapes in ROW_KERNELS.items():
