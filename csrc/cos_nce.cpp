@@ -1,7 +1,7 @@
-// Data path. Forward: a position's teacher rows are read and their directions added, in float64;
-// then each student row, its teacher's and the sum give two norms and two products in one pass.
-// Backward: one read of both rows and of the sum, one write of the gradient. With E = B·P·D
-// elements of s bytes that is 5Es bytes, as the second read of the teacher comes from the cache.
+// Data path. A position's teacher rows are read and their directions added, in float64; then each
+// student row and its teacher's, from the cache where samples are few, and the sum give two norms and
+// two products in one pass, and in another the gradient. With E = B·P·D elements of s bytes that is
+// 3Es bytes, and 4Es where a write reads its line first.
 //
 // Rows whose squares leave the range of their type are divided by their largest entry, in float64.
 #include "cos_nce.h"
@@ -141,6 +141,14 @@ Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s) {
   return shrunk;
 }
 
+double Angles::pull(const Rows& z, const Rows& t, const Rows& s, double w, double v, double weight,
+                    const Rows& dz) {
+  const Of found = of(z, t, s);
+  const double pull = w * found.with_sum - v * found.with_teacher;
+  if (dz.data) gradient(z, t, s, found, {w, v, pull, weight * found.inverse_z}, dz);
+  return pull;
+}
+
 void Angles::gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of,
                       const Weights& by, const Rows& dz) {
   const auto fits = [](double inverse) { return inverse > 1e-15 && inverse < 1e15; };
@@ -155,6 +163,42 @@ void Angles::gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of,
     combination_of(read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_, of_z, of_t,
                    by.w, by.outer, out);
     dz.written(0, 0, D_, out);
+  }
+}
+
+std::vector<int64_t> Negatives::counts() const {
+  const int64_t P = rows.positions;
+  std::vector<int64_t> found(classes * P);
+  for (int64_t k = 0; k < rows.samples; ++k) {
+    int64_t* of = found.data() + (segments ? segments[k] : 0) * P;
+    for (int64_t p = 0; p < P; ++p) of[p] += !mask || mask[k * P + p];
+  }
+  if (others) leave_own_out(found.data(), P);
+  return found;
+}
+
+void Negatives::add_directions(int64_t position, const Rows& sums) const {
+  const int64_t D = rows.D;
+  Angles angles(D);
+  std::vector<double> added(classes * D);
+  for (int64_t k = 0; k < rows.samples; ++k) {
+    if (mask && !mask[k * rows.positions + position]) continue;
+    angles.add_direction(rows.row(k, position), added.data() + (segments ? segments[k] : 0) * D);
+  }
+  if (others) leave_own_out(added.data(), D);
+  for (int64_t c = 0; c < classes; ++c) sums.only(c).fill(added.data() + c * D);
+}
+
+// No subtraction, so no digits go.
+template <typename T>
+void Negatives::leave_own_out(T* sums, int64_t n) const {
+  std::vector<T> own(sums, sums + classes * n), running(n);
+  for (int64_t c = 0; c < classes; ++c) {
+    for (int64_t i = 0; i < n; ++i) sums[c * n + i] = running[i], running[i] += own[c * n + i];
+  }
+  std::fill(running.begin(), running.end(), T(0));
+  for (int64_t c = classes - 1; c >= 0; --c) {
+    for (int64_t i = 0; i < n; ++i) sums[c * n + i] += running[i], running[i] += own[c * n + i];
   }
 }
 

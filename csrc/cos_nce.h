@@ -1,4 +1,4 @@
-// COS-NCE on a CPU: sums of directions, the angles of every position, and their gradient.
+// COS-NCE on a CPU: sums of the negatives' directions, the angles with them, and their gradient.
 #pragma once
 
 #include "rows.h"
@@ -34,7 +34,13 @@ class Angles {
   // Adds x/‖x‖ to ``sums`` (D,); nothing of a zero vector.
   void add_direction(const Rows& x, double* sums);
 
-  // 1/‖z‖ and 1/‖t‖, ẑ·s and ẑ·t̂ for a sum of directions s.
+  // ẑ·(w·s − v·t̂) for a sum of directions s; its gradient times ``weight`` goes to ``dz``, unless
+  // that has no data.
+  double pull(const Rows& z, const Rows& t, const Rows& s, double w, double v, double weight,
+              const Rows& dz);
+
+ private:
+  // 1/‖z‖ and 1/‖t‖, ẑ·s and ẑ·t̂
   struct Of {
     double inverse_z, inverse_t, with_sum, with_teacher;
   };
@@ -47,7 +53,6 @@ class Angles {
   void gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of, const Weights& by,
                 const Rows& dz);
 
- private:
   template <typename W>
   const W* read(const Rows& x, int place);
   template <typename W>
@@ -56,6 +61,24 @@ class Angles {
   int64_t D_;
   std::vector<float> narrow_;
   std::vector<double> wide_;
+};
+
+// Rows (K, P, D) in classes; what is asked for is of a class's rows, or of all ``others``.
+struct Negatives {
+  Positions rows;
+  const bool* mask;         // (K, P), or null
+  const int64_t* segments;  // (K), or null: one class
+  int64_t classes;
+  bool others;
+
+  std::vector<int64_t> counts() const;  // (classes, P)
+
+  // Σ x/‖x‖ at a position: (classes, D)
+  void add_directions(int64_t position, const Rows& sums) const;
+
+ private:
+  template <typename T>
+  void leave_own_out(T* sums, int64_t n) const;  // of (classes, n)
 };
 
 }  // namespace fastkd

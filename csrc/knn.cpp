@@ -1,12 +1,14 @@
 // Data path. Blocks of some bank rows stay in the nearest caches while every student row is compared
 // with those of its label, four at a time, so the bank is read once. Distances are sums of squared
 // differences, right to a known part of themselves; rows as near as the k-th within that are
-// measured again in float64, which makes the choice exact. Backward: the rows chosen are read once
-// more.
+// measured again in float64, which makes the choice exact. A row and those chosen are then read once
+// more, for the loss and the gradient.
 #include "knn.h"
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <utility>
 
 #include "vectors.h"
 
@@ -15,6 +17,9 @@ namespace {
 
 constexpr int64_t kBlock = 1024;
 constexpr int kAtOnce = 4;
+// Bank rows of which the nearest cache holds a block; more where student rows come from memory, or
+// are widened, for each tile.
+constexpr int64_t kTile = 8, kLargeTile = 16;
 
 // Of one row to four others, so that no sum waits for the last.
 template <typename W>
@@ -31,17 +36,32 @@ inline void distances(const W* a, const W* const* b, int64_t n, double* out) {
   for (int k = 0; k < kAtOnce; ++k) out[k] = sum<W>(totals[k]);
 }
 
+// As many numbers as a vector has in float64.
+template <typename W>
+inline Vector<double> load_wide(const W* p, int64_t count) {
+  VectorN<W, kLanes<double>> x{};
+  if (count == kLanes<double>) {
+    std::memcpy(&x, p, sizeof(x));
+  } else {
+    std::memcpy(&x, p, count * sizeof(W));
+  }
+  return __builtin_convertvector(x, Vector<double>);
+}
+
 // ‖(a − b)·shrink‖² in float64
 template <typename W>
 inline double exactly(const W* a, const W* b, int64_t n, double shrink) {
-  using Wide = VectorN<double, kLanes<W>>;
-  Wide total{};
+  constexpr int64_t kHalf = kLanes<double>;
+  Vector<double> low{}, high{};  // of the lanes of W
   each<W>(n, [&](int64_t i, int64_t count) {
-    const Wide d = (__builtin_convertvector(load(a + i, count), Wide) -
-                    __builtin_convertvector(load(b + i, count), Wide)) * shrink;
-    total += d * d;
+    const auto add = [&](int64_t first, int64_t some, Vector<double>& total) {
+      const Vector<double> d = (load_wide(a + first, some) - load_wide(b + first, some)) * shrink;
+      total += d * d;
+    };
+    add(i, std::min(count, kHalf), low);
+    if (count > kHalf) add(i + kHalf, count - kHalf, high);
   });
-  return sum_of<kLanes<W>>(total);
+  return sum<double>(low + high);
 }
 
 // sums ← sums + a − b
@@ -82,6 +102,11 @@ FASTKD_CLONES void scale_to(const float* sums, int64_t n, float factor, float* o
 }
 FASTKD_CLONES void scale_to(const double* sums, int64_t n, double factor, double* out) {
   scale(sums, n, factor, out);
+}
+
+// Near, but not into the nearest cache, where what is computed with stays.
+void fetch_all(const char* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
 struct Candidate {
@@ -130,88 +155,120 @@ class Exact {
   const Neighbours& of_;
 };
 
+// Σ ‖(s − t)·shrink‖² over the rows chosen, and factor·Σ (s − t).
 template <typename W>
-void row_gradient(const Neighbours& of, int64_t row, int64_t k, const int64_t* nearest,
-                  double factor, const Rows& out) {
+double compare(const Neighbours& of, int64_t row, const std::vector<int64_t>& nearest,
+               double shrink, double factor, const Rows& dx) {
   W s_copy[kBlock], t_copy[kBlock], sums[kBlock];
+  double total = 0;
   for (int64_t start = 0; start < of.student.n; start += kBlock) {
     const int64_t count = std::min(kBlock, of.student.n - start);
     const W* s = of.student.read(row, start, count, s_copy);
     std::fill(sums, sums + count, W(0));
-    for (int64_t j = 0; j < k && nearest[j] >= 0; ++j) {
-      add_to(s, of.teacher.read(nearest[j], start, count, t_copy), count, sums);
+    for (const int64_t place : nearest) {
+      const W* t = of.teacher.read(place, start, count, t_copy);
+      total += exact_of(s, t, count, shrink);
+      if (dx.data) add_to(s, t, count, sums);
     }
-    W* dx = out.write(row, start, s_copy);
-    scale_to(sums, count, W(factor), dx);
-    out.written(row, start, count, dx);
+    if (dx.data == nullptr) continue;
+    W* out = dx.write(row, start, s_copy);
+    scale_to(sums, count, W(factor), out);
+    dx.written(row, start, count, out);
   }
+  return total;
 }
 
 }  // namespace
 
+void Neighbours::group(const int64_t* low, const int64_t* high) {
+  const auto bounds = [=](int64_t i) { return std::make_pair(low[i], high[i]); };
+  std::vector<int64_t> order(N);
+  std::iota(order.begin(), order.end(), int64_t(0));
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t i, int64_t j) { return bounds(i) < bounds(j); });
+  group_of.resize(N);
+  for (int64_t place = 0; place < N; ++place) {
+    const int64_t i = order[place];
+    if (place == 0 || bounds(i) != bounds(order[place - 1])) groups.emplace_back();
+    groups.back().students.push_back(i);
+    group_of[i] = int64_t(groups.size()) - 1;
+  }
+}
+
+std::vector<Neighbours::Tile> Neighbours::tiles() const {
+  const bool large = student.n > kBlock || student.type < Type::kFloat;
+  const int64_t size = large ? kLargeTile : kTile;
+  std::vector<Tile> found;
+  for (int64_t begin = 0; begin < M; begin += size) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const int64_t count = int64_t(groups[g].bank.size());
+      if (begin < count) found.push_back({int64_t(g), begin, std::min(count, begin + size)});
+    }
+  }
+  return found;
+}
+
 // Blocks of rows are summed in float64, so no sum is longer than a block.
 template <typename W>
-void Neighbours::measure_as(int64_t tile, int64_t count,
-                            const std::vector<uint16_t>& pairs) const {
-  std::vector<W> copies(is_of(teacher.type, W()) ? 0 : kTile * kBlock);
+void Neighbours::measure_as(const Tile& tile) const {
+  const LabelGroup& group = groups[tile.group];
+  const int64_t count = tile.end - tile.begin, students = int64_t(group.students.size());
+  // Long rows side by side, since apart they may share a place in the cache.
+  const bool is_long = student.n > kBlock;
+  std::vector<W> copies(is_long || !is_of(teacher.type, W()) ? count * kBlock : 0);
   W copy[kBlock];
-  const W* bank[kTile];
+  const W* bank[kLargeTile + kAtOnce];
   for (int64_t start = 0; start < student.n; start += kBlock) {
-    const int64_t n = std::min(kBlock, student.n - start);
+    const int64_t n = std::min(kBlock, student.n - start), bytes = n * size_of(student.type);
     for (int64_t j = 0; j < count; ++j) {
       W* to = copies.empty() ? nullptr : copies.data() + j * kBlock;
-      bank[j] = teacher.read(tile + j, start, n, to);
+      bank[j] = teacher.read(group.bank[tile.begin + j], start, n, to);
+      if (to && bank[j] != to) std::memcpy(to, bank[j], n * sizeof(W)), bank[j] = to;
     }
-    for (int64_t i = 0; i < N; ++i) {
-      if (pairs[i] == 0) continue;
-      const W* s = student.read(i, start, n, copy);
-      const W* some[kTile + kAtOnce];
-      int64_t places[kTile], found = 0;
-      for (int64_t j = 0; j < count; ++j) {
-        if (pairs[i] >> j & 1) some[found] = bank[j], places[found++] = j;
+    std::fill_n(bank + count, kAtOnce, bank[count - 1]);  // what is left of four, again
+    for (int64_t i = 0; i < students; ++i) {
+      const int64_t row = group.students[i];
+      // While it computes, the next row, or the next tile.
+      if (is_long && i + 1 < students) fetch_all(student.place(group.students[i + 1], start), bytes);
+      for (int64_t j = tile.end + i; !is_long && j < tile.end + count; j += students) {
+        if (j < int64_t(group.bank.size())) fetch_all(teacher.place(group.bank[j], 0), bytes);
       }
-      std::fill_n(some + found, kAtOnce, some[found - 1]);  // what is left of four, again
-      for (int64_t k = 0; k < found; k += kAtOnce) {
+      const W* s = student.read(row, start, n, copy);
+      double* to = distances.get() + row * M + tile.begin;
+      for (int64_t j = 0; j < count; j += kAtOnce) {
         double parts[kAtOnce];
-        distances_of(s, some + k, n, parts);
-        for (int64_t one = k; one < std::min(found, k + kAtOnce); ++one) {
-          distances[i * M + tile + places[one]] += parts[one - k];
+        distances_of(s, bank + j, n, parts);
+        for (int64_t one = j; one < std::min(count, j + kAtOnce); ++one) {
+          to[one] = parts[one - j] + (start == 0 ? 0 : to[one]);
         }
       }
     }
   }
 }
 
-void Neighbours::measure_tile(int64_t tile, int64_t count,
-                              const std::vector<uint16_t>& pairs) const {
-  if (student.type == Type::kDouble) {
-    measure_as<double>(tile, count, pairs);
-  } else {
-    measure_as<float>(tile, count, pairs);
-  }
+void Neighbours::measure(const Tile& tile) const {
+  student.type == Type::kDouble ? measure_as<double>(tile) : measure_as<float>(tile);
 }
 
-double Neighbours::choose(int64_t row, int64_t k, int64_t* nearest) const {
-  std::fill(nearest, nearest + k, -1);
-  const double* of = distances + row * M;
-  int64_t count = 0;
-  bool overflows = false;
-  for (int64_t j = 0; j < M; ++j) count += of[j] != kNone, overflows |= !std::isfinite(of[j]);
-  if (count == 0) return 0;
+bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) const {
+  const double* of = distances.get() + row * M;
+  const std::vector<int64_t>& bank = groups[group_of[row]].bank;
+  const int64_t count = int64_t(bank.size());
+  if (count == 0) return true;
   const Exact exact(*this);
   std::vector<Candidate> found;
-  if (overflows) {  // of a square, or of a number that is none
-    for (int64_t j = 0; j < M; ++j) {
-      if (of[j] == kNone) continue;
+  if (!std::all_of(of, of + count, [](double distance) { return std::isfinite(distance); })) {
+    // Of a square, or of a number that is none.
+    for (int64_t j = 0; j < count; ++j) {
       const bool is_number = std::isfinite(of[j]) ||
-                             (exact.is_finite(student, row) && exact.is_finite(teacher, j));
-      if (!is_number) return std::numeric_limits<double>::quiet_NaN();
-      found.push_back(exact.candidate(row, j));
+                             (exact.is_finite(student, row) && exact.is_finite(teacher, bank[j]));
+      if (!is_number) return false;
+      found.push_back(exact.candidate(row, bank[j]));
     }
   } else {
-    // The k smallest, the largest in front. No branch asks for the label, which nobody can predict.
-    std::vector<double> smallest(k, kNone);
-    for (int64_t j = 0; j < M; ++j) {
+    // The k smallest, the largest in front.
+    std::vector<double> smallest(k, std::numeric_limits<double>::max());
+    for (int64_t j = 0; j < count; ++j) {
       if (!(of[j] < smallest.front())) continue;
       std::pop_heap(smallest.begin(), smallest.end());
       smallest.back() = of[j];
@@ -222,8 +279,8 @@ double Neighbours::choose(int64_t row, int64_t k, int64_t* nearest) const {
     const double part = (kBlock / 8 + 8) * (wide ? 1.2e-16 : 6e-8);
     const double limit = smallest.front() * (1 + 4 * part) +
                          (wide ? 0 : 4 * double(student.n) * std::numeric_limits<float>::min());
-    for (int64_t j = 0; j < M; ++j) {
-      if (of[j] <= limit && of[j] != kNone) found.push_back({of[j], j});
+    for (int64_t j = 0; j < count; ++j) {
+      if (of[j] <= limit) found.push_back({of[j], bank[j]});
     }
     if (int64_t(found.size()) > k) {
       for (Candidate& one : found) one = exact.candidate(row, one.place);
@@ -231,23 +288,21 @@ double Neighbours::choose(int64_t row, int64_t k, int64_t* nearest) const {
   }
   std::sort(found.begin(), found.end());
   if (int64_t(found.size()) > k) found.resize(k);
-  // A power of two, at most 1/√D: the sum of squares can't overflow where the loss doesn't.
-  const double shrink = std::exp2(-std::ceil(std::log2(double(student.n)) / 2));
-  double total = 0;
-  for (size_t j = 0; j < found.size(); ++j) {
-    nearest[j] = found[j].place;
-    total += exact(row, found[j].place, shrink);
-  }
-  return total / (double(student.n) * shrink * shrink);
+  for (const Candidate& one : found) nearest.push_back(one.place);
+  return true;
 }
 
-void Neighbours::gradient(int64_t row, int64_t k, const int64_t* nearest, double factor,
-                          const Rows& out) const {
-  if (student.type == Type::kDouble) {
-    row_gradient<double>(*this, row, k, nearest, factor, out);
-  } else {
-    row_gradient<float>(*this, row, k, nearest, factor, out);
-  }
+double Neighbours::row(int64_t row, int64_t k, double weight, const Rows& dx) const {
+  std::vector<int64_t> nearest;
+  if (!choose(row, k, nearest)) weight = std::numeric_limits<double>::quiet_NaN();
+  // A power of two, at most 1/√D: the sum of squares can't overflow where the loss doesn't.
+  const double shrink = std::exp2(-std::ceil(std::log2(double(student.n)) / 2));
+  const double share = weight / double(student.n);
+  const double total =
+      student.type == Type::kDouble
+          ? compare<double>(*this, row, nearest, shrink, 2 * share, dx)
+          : compare<float>(*this, row, nearest, shrink, 2 * share, dx);
+  return total / (shrink * shrink) * share;
 }
 
 }  // namespace fastkd

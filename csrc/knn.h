@@ -1,53 +1,51 @@
 // The nearest rows of the same label on a CPU, by direct difference of all pairs.
 #pragma once
 
-#include <limits>
+#include <memory>
+#include <vector>
 
 #include "rows.h"
 
 namespace fastkd {
 
+// Student rows that share their label, and the bank rows of it.
+struct LabelGroup {
+  std::vector<int64_t> students, bank;
+};
+
 struct Neighbours {
   Rows student, teacher;  // (N, D), (M, D)
   int64_t N, M;
-  double* distances;  // (N, M), of pairs of the same label; kNone of others
+  std::vector<LabelGroup> groups{};
+  std::vector<int64_t> group_of{};        // (N)
+  std::unique_ptr<double[]> distances{};  // (N, M): of a row those to its group's bank, in its order
 
-  static constexpr double kNone = std::numeric_limits<double>::max();
+  // Some bank rows of a group.
+  struct Tile {
+    int64_t group, begin, end;
+  };
 
-  // Σ (s − t)² of some bank rows and every student row of their label, as ``same(i, j)`` says.
-  template <typename Same>
-  void measure(int64_t begin, int64_t end, const Same& same) const {
-    std::vector<uint16_t> pairs(N);
-    for (int64_t tile = begin; tile < end; tile += kTile) {
-      const int64_t count = end - tile < kTile ? end - tile : kTile;
-      for (int64_t i = 0; i < N; ++i) {
-        pairs[i] = 0;
-        for (int64_t j = 0; j < count; ++j) {
-          const bool is_pair = same(i, tile + j);
-          pairs[i] |= uint16_t(is_pair << j);
-          distances[i * M + tile + j] = is_pair ? 0 : kNone;
-        }
-      }
-      measure_tile(tile, count, pairs);
-    }
-  }
+  // Makes ``groups``, as yet without bank rows, of students whose labels have the same bounds, each
+  // 8 bytes of whatever type.
+  void group(const int64_t* low, const int64_t* high);
 
-  // The k nearest bank rows of a student row, the first of equals; -1 where there are none left.
-  // Returns the row's loss, NaN where a row with a NaN or an inf is among those of its label.
-  double choose(int64_t row, int64_t k, int64_t* nearest) const;
+  // All bank rows of all groups, those of a group apart, so that threads have as much to do.
+  std::vector<Tile> tiles() const;
 
-  // factor·Σ (s − t) over the rows chosen.
-  void gradient(int64_t row, int64_t k, const int64_t* nearest, double factor,
-                const Rows& out) const;
+  // Σ (s − t)² of a tile's rows and its group's students.
+  void measure(const Tile& tile) const;
+
+  // weight·loss of a student row, NaN where a row with a NaN or an inf is among those of its label,
+  // and the gradient in the same visit, unless ``dx`` has no data.
+  double row(int64_t row, int64_t k, double weight, const Rows& dx) const;
 
  private:
-  static constexpr int64_t kTile = 16;  // bank rows of which the nearest cache holds a block
-
-  // ``pairs`` has a bit for each of the tile's rows.
-  void measure_tile(int64_t tile, int64_t count, const std::vector<uint16_t>& pairs) const;
+  // The k nearest bank rows, the first of equals, or as many as there are; false where one is no
+  // number.
+  bool choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) const;
 
   template <typename W>
-  void measure_as(int64_t tile, int64_t count, const std::vector<uint16_t>& pairs) const;
+  void measure_as(const Tile& tile) const;
 };
 
 }  // namespace fastkd

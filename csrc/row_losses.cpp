@@ -20,14 +20,14 @@ double total(const std::vector<double>& losses) {
   return sum;
 }
 
-// Losses of each of ``rows``, or their sum.
-Tensor new_losses(const Tensor& like, bool each, int64_t rows) {
-  return each ? torch::stable::new_empty(like, {rows}, working_type(like))
-              : torch::stable::new_empty(like, {}, working_type(like));
+// A loss, or one of each of ``rows`` without a reduction.
+Tensor new_losses(const Tensor& like, const std::string& reduction, std::vector<int64_t> rows) {
+  if (reduction != "none") rows.clear();
+  return torch::stable::new_empty(like, rows, working_type(like));
 }
 
 void put_losses(const std::vector<double>& losses, const Tensor& result) {
-  const Rows numbers = numbers_of(result);
+  const Rows numbers{data<char>(result), 1, 1, type_of(result)};
   if (result.dim() == 0) return numbers.put(0, total(losses));
   for (size_t i = 0; i < losses.size(); ++i) numbers.put(i, losses[i]);
 }
@@ -36,7 +36,7 @@ void put_losses(const std::vector<double>& losses, const Tensor& result) {
 std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps, int64_t divisor,
                                    bool needs_dx, bool needs_dy) {
   const int64_t R = x.size(0), D = x.size(1);
-  std::vector<Tensor> results{torch::stable::new_empty(x, {}, working_type(x))};
+  std::vector<Tensor> results{new_losses(x, "sum", {})};
   const auto gradient = [&](bool needed) {
     if (!needed) return Rows{};
     results.push_back(new_rows(x, R, D, gradient_type(x)));
@@ -48,7 +48,8 @@ std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps,
   each_row(losses.size(), 4 * D * x.element_size(), [&](int64_t begin, int64_t end) {
     of.rows(begin, end, losses.data());
   });
-  numbers_of(results[0]).put(0, total(losses) / double(divisor));
+  for (double& loss : losses) loss /= double(divisor);
+  put_losses(losses, results[0]);
   return results;
 }
 
@@ -133,94 +134,77 @@ Positions positions_of(const Tensor& x) {
   return {data<char>(x), x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), type_of(x)};
 }
 
-// Σ x/‖x‖ (classes, P, D) over rows (K, P, D), each for its class of ``segments`` (K,).
-Tensor direction_sums(const Tensor& rows, const Mask& mask, const std::optional<Tensor>& segments,
-                      int64_t classes) {
-  const Positions of = positions_of(rows);
-  const Tensor total =
-      torch::stable::new_empty(rows, {classes, of.positions, of.D}, working_type(rows));
-  const Positions sums = positions_of(total);
-  Tensor holder, places;
-  const bool* real = bytes_of(mask, holder);
-  if (segments) places = torch::stable::contiguous(*segments);
-  const int64_t* place = segments ? data<const int64_t>(places) : nullptr;
-  each_row(of.positions, of.samples * of.D * 4, [&](int64_t begin, int64_t end) {
-    Angles angles(of.D);
-    std::vector<double> added(classes * of.D);
-    for (int64_t p = begin; p < end; ++p) {
-      std::fill(added.begin(), added.end(), 0.0);
-      for (int64_t k = 0; k < of.samples; ++k) {
-        if (real && !real[k * of.positions + p]) continue;
-        angles.add_direction(of.row(k, p), added.data() + (place ? place[k] : 0) * of.D);
-      }
-      for (int64_t c = 0; c < classes; ++c) sums.row(c, p).fill(added.data() + c * of.D);
-    }
-  });
-  return total;
-}
-
-// Of every position (B, P): 1/‖z‖, 1/‖t‖, ẑ·S and ẑ·t̂ (4, B, P); S (C, P, D) is the sum of its
-// negatives' directions, that of its class ``own`` (B,).
-Tensor cos_nce_angles(const Tensor& student, const Tensor& teacher, const Tensor& total,
-                      const std::optional<Tensor>& own, const Mask& mask) {
-  const Positions z = positions_of(student), t = positions_of(teacher), s = positions_of(total);
-  const int64_t count = z.samples * z.positions;
-  const Tensor result =
-      torch::stable::new_empty(student, {4, z.samples, z.positions}, ScalarType::Double);
-  double* out = data<double>(result);
-  Tensor holder, places;
-  const bool* real = bytes_of(mask, holder);
-  if (own) places = torch::stable::contiguous(*own);
-  const int64_t* place = own ? data<const int64_t>(places) : nullptr;
-  each_row(count, 2 * z.D * size_of(z.type), [&](int64_t begin, int64_t end) {
-    Angles angles(z.D);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / z.positions, p = i % z.positions;
-      Angles::Of of{};
-      if (!real || real[i]) of = angles.of(z.row(b, p), t.row(b, p), s.row(place ? place[b] : 0, p));
-      const double numbers[] = {of.inverse_z, of.inverse_t, of.with_sum, of.with_teacher};
-      for (int64_t k = 0; k < 4; ++k) out[k * count + i] = numbers[k];
-    }
-  });
-  return result;
-}
-
-// dz (B, P, D) = (w·S − v·t̂ − pull·ẑ)·outer; weights (4, B, P) in float64, the angles as above.
-// Zero where a position is not ``compared``, whatever stands there.
-Tensor cos_nce_angles_backward(const Tensor& student, const Tensor& teacher, const Tensor& total,
-                               const std::optional<Tensor>& own, const Tensor& compared,
-                               const Tensor& angles_of, const Tensor& weights_of) {
-  const Positions z = positions_of(student), t = positions_of(teacher), s = positions_of(total);
-  const int64_t count = z.samples * z.positions;
-  const Tensor result = torch::stable::new_empty(student, {z.samples, z.positions, z.D});
-  const Positions dz = positions_of(result);
-  const Tensor weights_holder = torch::stable::contiguous(weights_of);
-  const double *of = data<double>(angles_of), *by = data<double>(weights_holder);
-  Tensor holder, places;
-  const bool* real = bytes_of(compared, holder);
-  if (own) places = torch::stable::contiguous(*own);
-  const int64_t* place = own ? data<const int64_t>(places) : nullptr;
-  each_row(count, 3 * z.D * size_of(z.type), [&](int64_t begin, int64_t end) {
-    Angles angles(z.D);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / z.positions, p = i % z.positions;
-      const Rows out = dz.row(b, p);
-      if (!real[i]) {
-        std::fill_n(out.data, z.D * size_of(z.type), 0);
-        continue;
-      }
-      const auto at = [=](const double* numbers, int64_t k) { return numbers[k * count + i]; };
-      angles.gradient(z.row(b, p), t.row(b, p), s.row(place ? place[b] : 0, p),
-                      {at(of, 0), at(of, 1), at(of, 2), at(of, 3)},
-                      {at(by, 0), at(by, 1), at(by, 2), at(by, 3)}, out);
-    }
-  });
-  return result;
-}
-
 // What losses are divided by where ``reduction`` is their mean.
 double divisor_of(const std::string& reduction, int64_t compared) {
   return reduction == "mean" ? double(std::max<int64_t>(compared, 1)) : 1;
+}
+
+// int64, dense; kept by ``holder``.
+const int64_t* places_of(const std::optional<Tensor>& places, Tensor& holder) {
+  if (!places) return nullptr;
+  holder = torch::stable::contiguous(*places);
+  return data<const int64_t>(holder);
+}
+
+// Losses (B, P) of positions, or what they are reduced to, and their gradient. The negatives of all
+// are ``rows`` (K, P, D), or those of the class ``own`` (B,), where ``segments`` (K,) says which
+// class a row is of, or of all ``others``; ``own_too``: each sample's own teacher is among them.
+std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const Tensor& rows,
+                            const Mask& mask, const Mask& rows_mask,
+                            const std::optional<Tensor>& own, const std::optional<Tensor>& segments,
+                            int64_t classes, bool others, bool own_too,
+                            const std::string& reduction, bool gradient) {
+  const Positions z = positions_of(student), t = positions_of(teacher);
+  const int64_t B = z.samples, P = z.positions, D = z.D;
+  Tensor holders[4];
+  const bool *real = bytes_of(mask, holders[0]), *rows_real = bytes_of(rows_mask, holders[1]);
+  const int64_t *place = places_of(own, holders[2]), *segment = places_of(segments, holders[3]);
+  const Negatives negatives{positions_of(rows), rows_real, segment, classes, others};
+  const std::vector<int64_t> found = negatives.counts();
+  const auto count = [&](int64_t b, int64_t p) {
+    return real && !real[b * P + p] ? 0 : found[(place ? place[b] : 0) * P + p] - own_too;
+  };
+  std::vector<double> losses(B * P);
+  int64_t compared = 0;
+  for (int64_t i = 0; i < B * P; ++i) compared += count(i / P, i % P) > 0;
+  const double weight = 1 / divisor_of(reduction, compared);
+  Positions dz{};
+  std::vector<Tensor> results{new_losses(student, reduction, {B, P})};
+  if (gradient) {
+    results.push_back(torch::stable::new_empty(student, {B, P, D}, gradient_type(student)));
+    dz = positions_of(results.back());
+  }
+  const auto visit = [&](int64_t p, const Rows& sums, int64_t begin, int64_t end) {
+    Angles angles(D);
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t n = count(b, p);
+      const Rows to = gradient ? dz.row(b, p) : Rows{};
+      if (n > 0) {
+        const double w = 0.5 / double(n), v = own_too ? w + 1.5 : 1.5;
+        const Rows s = sums.only(place ? place[b] : 0);
+        const double pull = angles.pull(z.row(b, p), t.row(b, p), s, w, v, weight, to);
+        losses[b * P + p] = (2 + pull) * weight;
+      } else if (gradient) {
+        std::fill_n(to.data, D * size_of(to.type), 0);
+      }
+    }
+  };
+  const int64_t bytes = 3 * D * student.element_size();
+  each_row(P, B * bytes, [&](int64_t begin, int64_t end) {
+    const Type type = z.type == Type::kDouble ? Type::kDouble : Type::kFloat;
+    std::vector<char> memory(classes * D * size_of(type));
+    const Rows sums{memory.data(), D, D, type};
+    for (int64_t p = begin; p < end; ++p) {
+      negatives.add_directions(p, sums);
+      if (P > 1) {
+        visit(p, sums, 0, B);
+      } else {  // the threads share the samples
+        each_row(B, bytes, [&](int64_t from, int64_t to) { visit(p, sums, from, to); });
+      }
+    }
+  });
+  put_losses(losses, results[0]);
+  return results;
 }
 
 // One layer's share of ``layers``, of the losses (B,) of the samples or of what they are reduced to,
@@ -233,7 +217,7 @@ std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, cons
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
   const AttentionMaps of{rows(student), rows(teacher), H, teacher.size(1), N, mean, real};
-  std::vector<Tensor> results{new_losses(student, reduction == "none", B)};
+  std::vector<Tensor> results{new_losses(student, reduction, {B})};
   if (gradient) {
     results.push_back(torch::stable::new_empty(student, {B, H, N, N}, gradient_type(student)));
   }
@@ -261,66 +245,51 @@ std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, cons
   return results;
 }
 
-// Which labels match: a bank's lies between the bounds of a row, and is not the one ignored.
-template <typename T>
-struct SameLabel {
-  const T *low, *high, *labels;
-  T ignored;
-
-  bool operator()(int64_t i, int64_t j) const {
-    return labels[j] >= low[i] && labels[j] <= high[i] && labels[j] != ignored;
-  }
-};
-
-// Losses (N,), over ``count`` if given; their factors (N,) and the rows chosen (N, k) for the
-// gradient. Labels are int64 or float64, those of the bank (M,); ``low`` and ``high`` (N,).
-std::tuple<Tensor, Tensor, Tensor> knn_forward(const Tensor& student, const Tensor& teacher,
-                                               const Tensor& low, const std::optional<Tensor>& high,
-                                               const Tensor& labels,
-                                               const std::optional<Tensor>& count, int64_t k,
-                                               int64_t ignore_index) {
+// Losses (N,), over ``count`` if given, or their sum, and its gradient. Labels are int64 or float64,
+// those of the bank (M,); ``low`` and ``high`` (N,).
+std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tensor& low,
+                        const std::optional<Tensor>& high, const Tensor& labels,
+                        const std::optional<Tensor>& count, int64_t k, int64_t ignore_index,
+                        const std::string& reduction, bool gradient) {
   const int64_t N = student.size(0), M = teacher.size(0), D = student.size(1);
-  const Tensor losses = torch::stable::new_empty(student, {N}, working_type(student));
-  const Tensor factors = torch::stable::new_empty(student, {N}, ScalarType::Double);
-  const Tensor nearest = new_rows(student, N, k, ScalarType::Long);
-  std::vector<double> distances(N * M);
-  const Neighbours of{rows_of(student), rows_of(teacher), N, M, distances.data()};
-  const Tensor first = torch::stable::contiguous(low), bank = torch::stable::contiguous(labels);
-  const Tensor last = high ? torch::stable::contiguous(*high) : first;
-  const auto measure = [&](auto ignored) {
+  std::vector<Tensor> results{new_losses(student, reduction, {N})};
+  if (gradient) results.push_back(new_rows(student, N, D, gradient_type(student)));
+  const Rows dx = gradient ? rows_of(results.back()) : Rows{};
+  std::vector<double> losses(N);
+  Neighbours of{rows_of(student), rows_of(teacher), N, M};
+  of.distances.reset(new double[N * M]);
+  const Tensor lows = torch::stable::contiguous(low), bank = torch::stable::contiguous(labels);
+  const Tensor highs = high ? torch::stable::contiguous(*high) : lows;
+  of.group(data<const int64_t>(lows), data<const int64_t>(highs));
+  // A bank's label lies between the bounds of a row, and is not the one ignored.
+  const auto fill = [&](auto ignored) {
     using T = decltype(ignored);
-    const SameLabel<T> same{data<T>(first), data<T>(last), data<T>(bank), ignored};
-    each_row(M, N * D * 4, [&](int64_t begin, int64_t end) { of.measure(begin, end, same); });
+    const T *lowest = data<T>(lows), *highest = data<T>(highs), *label = data<T>(bank);
+    each_row(of.groups.size(), M * 8, [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; ++g) {
+        const int64_t i = of.groups[g].students[0];
+        for (int64_t j = 0; j < M; ++j) {
+          const bool is_same = label[j] >= lowest[i] && label[j] <= highest[i];
+          if (is_same && label[j] != ignored) of.groups[g].bank.push_back(j);
+        }
+      }
+    });
   };
   if (labels.scalar_type() == ScalarType::Double) {
-    measure(double(ignore_index));
+    fill(double(ignore_index));
   } else {
-    measure(ignore_index);
+    fill(ignore_index);
   }
+  const std::vector<Neighbours::Tile> tiles = of.tiles();
+  each_row(tiles.size(), N * D * 32, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) of.measure(tiles[i]);
+  });
   const double divisor = count ? std::max(value_of(*count), 1.0) : 1;
-  each_row(N, M * 64, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const double loss = of.choose(i, k, data<int64_t>(nearest) + i * k);
-      numbers_of(losses).put(i, loss / divisor);
-      data<double>(factors)[i] = std::isnan(loss) ? loss : 2 / (double(D) * divisor);
-    }
+  each_row(N, M * 64 + 4 * D, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) losses[i] = of.row(i, k, 1 / divisor, dx);
   });
-  return {losses, factors, nearest};
-}
-
-Tensor knn_backward(const Tensor& student, const Tensor& teacher, const Tensor& nearest,
-                    const Tensor& factors, const Tensor& dloss) {
-  const int64_t N = student.size(0), D = student.size(1), k = nearest.size(1);
-  const Tensor dstudent = new_rows(student, N, D, student.scalar_type());
-  const Neighbours of{rows_of(student), rows_of(teacher), N, teacher.size(0), nullptr};
-  const Rows out = rows_of(dstudent), weights = numbers_of(dloss);
-  each_row(N, (k + 2) * D * size_of(out.type), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const double factor = data<double>(factors)[i] * weights.get(i);
-      of.gradient(i, k, data<int64_t>(nearest) + i * k, factor, out);
-    }
-  });
-  return dstudent;
+  put_losses(losses, results[0]);
+  return results;
 }
 
 // out = a·b of matrices (n, ...), by BLAS.
@@ -467,23 +436,15 @@ STABLE_TORCH_LIBRARY(fastkd_cpp, m) {
       "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? mask, Tensor? weights,"
       " str divergence, float temperature, float scale) -> Tensor");
   m.def(
-      "direction_sums(Tensor rows, Tensor? mask, Tensor? segments, SymInt classes) -> Tensor");
-  m.def(
-      "cos_nce_angles(Tensor student, Tensor teacher, Tensor total, Tensor? own, Tensor? mask)"
-      " -> Tensor");
-  m.def(
-      "cos_nce_angles_backward(Tensor student, Tensor teacher, Tensor total, Tensor? own,"
-      " Tensor compared, Tensor angles, Tensor weights) -> Tensor");
+      "cos_nce(Tensor student, Tensor teacher, Tensor rows, Tensor? mask, Tensor? rows_mask,"
+      " Tensor? own, Tensor? segments, SymInt classes, bool others, bool own_too, str reduction,"
+      " bool gradient) -> Tensor[]");
   m.def(
       "attention(Tensor student, Tensor teacher, Tensor? mask, bool mean, int layers,"
       " str reduction, bool gradient) -> Tensor[]");
   m.def(
-      "knn_forward(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels,"
-      " Tensor? count, SymInt k, int ignore_index)"
-      " -> (Tensor losses, Tensor factors, Tensor nearest)");
-  m.def(
-      "knn_backward(Tensor student, Tensor teacher, Tensor nearest, Tensor factors, Tensor dloss)"
-      " -> Tensor");
+      "knn(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels, Tensor? count,"
+      " SymInt k, int ignore_index, str reduction, bool gradient) -> Tensor[]");
   m.def(
       "relation_terms(Tensor student, Tensor teacher, Tensor? mask, float tokens, float samples,"
       " float eps, bool gradient) -> Tensor[]");
@@ -493,11 +454,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("layer_norm_mse", TORCH_BOX(&fastkd::layer_norm_mse));
   m.impl("soft_target_loss", TORCH_BOX(&fastkd::soft_target_loss));
   m.impl("soft_target_rows", TORCH_BOX(&fastkd::soft_target_rows));
-  m.impl("direction_sums", TORCH_BOX(&fastkd::direction_sums));
-  m.impl("cos_nce_angles", TORCH_BOX(&fastkd::cos_nce_angles));
-  m.impl("cos_nce_angles_backward", TORCH_BOX(&fastkd::cos_nce_angles_backward));
+  m.impl("cos_nce", TORCH_BOX(&fastkd::cos_nce));
   m.impl("attention", TORCH_BOX(&fastkd::attention));
-  m.impl("knn_forward", TORCH_BOX(&fastkd::knn_forward));
-  m.impl("knn_backward", TORCH_BOX(&fastkd::knn_backward));
+  m.impl("knn", TORCH_BOX(&fastkd::knn));
   m.impl("relation_terms", TORCH_BOX(&fastkd::relation_terms));
 }

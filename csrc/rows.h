@@ -70,6 +70,9 @@ struct Rows {
     narrow(copy, count, type, place(row, start));
   }
 
+  // One of them by itself.
+  Rows only(int64_t row) const { return {place(row, 0), 0, n, type}; }
+
   // The first row from numbers in float64.
   void fill(const double* numbers) const {
     if (type == Type::kDouble) {

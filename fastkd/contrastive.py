@@ -30,6 +30,7 @@ from fastkd._core.numerics import (
     project,
     reduced,
     saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -222,9 +223,10 @@ def _cos_nce_layers(
     else:
         losses = []
         for layer in layers:
-            function = _CosNCEByRows if runs_on == "cpp" else _CosNCE
-            terms, compared = apply(function, *layer, *which)
-            losses.append(reduced(terms, compared, reduction))
+            if runs_on == "cpp":
+                losses.append(apply(_CosNCEInCpp, reduction, *layer, *which))
+            else:
+                losses.append(reduced(*apply(_CosNCE, *layer, *which), reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
 
@@ -492,34 +494,43 @@ class _CosNCE(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
-class _CosNCEByRows(torch.autograd.Function):
-    """The same in C++: a position's rows are read once a pass."""
+class _CosNCEInCpp(torch.autograd.Function):
+    """The reduced loss in C++, and its gradient along with it, in one visit of a position."""
 
+    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
     @staticmethod
-    def forward(ctx, student, teacher, negatives, labels, mask, negatives_labels, negatives_mask):
-        student, teacher = _alike([student])[0], _alike([teacher])[0]
-        blocks = _Blocks(student, mask, by_rows=True)
-        rows = (negatives, negatives_labels, negatives_mask)
-        rows = (teacher, None, mask) if negatives is None else rows
-        total, own, count = _negatives(blocks, labels, *rows)
-        own_too = negatives is None and labels is None
-        compared, w, v = _weights(count.expand(student.shape[:2]).double(), mask, own_too)
-        angles = torch.ops.fastkd_cpp.cos_nce_angles(student, teacher, total, own, mask)
-        pull = w * angles[2] - v * angles[3]
-        losses = torch.where(compared, 2 + pull, 0).to(blocks.dtype)
-        ctx.save_for_backward(student, teacher, total, own, compared, angles, w, v, pull)
-        ctx.mark_non_differentiable(compared)
-        return losses, compared
+    def forward(ctx, reduction, *tensors):
+        student, teacher, negatives, labels, mask, negatives_labels, negatives_mask = tensors
+        rows, rows_mask = (teacher, mask) if negatives is None else (negatives, negatives_mask)
+        own, segments, classes = None, None, 1
+        if labels is not None:
+            own, segments, classes = _segments(labels, negatives_labels, values_readable(student))
+        elif rows.dim() == 4:  # each sample has its own
+            classes, K = rows.shape[:2]
+            own = torch.arange(classes, device=rows.device)
+            segments = torch.arange(classes * K, device=rows.device) // max(K, 1)
+            rows, rows_mask = (None if x is None else x.flatten(0, 1) for x in (rows, rows_mask))
+        loss, *made = torch.ops.fastkd_cpp.cos_nce(
+            *(_alike([x])[0] for x in (student, teacher, rows)),
+            mask,
+            rows_mask,
+            own,
+            segments,
+            classes,
+            labels is not None,
+            labels is None and negatives is None,
+            reduction,
+            ctx.needs_input_grad[1],
+        )
+        ctx.save_for_backward(*made)
+        ctx.dtype = student.dtype
+        return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, _):
-        student, teacher, total, own, compared, angles, w, v, pull = ctx.saved_tensors
-        weights = torch.stack([w, v, pull, angles[0] * grad])
-        dx = torch.ops.fastkd_cpp.cos_nce_angles_backward(
-            student, teacher, total, own, compared, angles, weights
-        )
-        return dx, None, None, None, None, None, None
+    def backward(ctx, grad):
+        (dx,) = ctx.saved_tensors
+        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 6
 
 
 def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -536,8 +547,8 @@ def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor,
 class _Blocks:
     """Samples in blocks, as directions in the working dtype, with the padding zeroed."""
 
-    def __init__(self, like: Tensor, mask: Tensor | None, by_rows: bool = False):
-        self.mask, self.by_rows = mask, by_rows
+    def __init__(self, like: Tensor, mask: Tensor | None):
+        self.mask = mask
         self.dtype = working_dtype(like)
         self.readable = values_readable(like)
         self.parts = self.split(like.shape[0], like.shape[1:].numel())
@@ -597,35 +608,20 @@ def _negatives(
         own = torch.arange(groups[0], device=rows.device)
     zeros = functools.partial(torch.zeros, dtype=blocks.dtype, device=rows.device)
     count = zeros(*groups, positions)
-    if blocks.by_rows:
-        total = _sums_by_rows(rows, rows_mask, segments, groups[0] if groups else 1)
-    else:
-        total = zeros(*groups, positions, features)
-        for part in blocks.split(K, total.numel() if segments is None else positions * features):
-            real = None if rows_mask is None else rows_mask[..., part, :]
-            directions, _ = blocks.directions_of(rows[..., part, :, :], real)
-            if segments is None:
-                total += directions.sum(-3)
-            else:
-                add_by_class(total, segments[part], directions)
+    total = zeros(*groups, positions, features)
+    for part in blocks.split(K, total.numel() if segments is None else positions * features):
+        real = None if rows_mask is None else rows_mask[..., part, :]
+        directions, _ = blocks.directions_of(rows[..., part, :, :], real)
+        if segments is None:
+            total += directions.sum(-3)
+        else:
+            add_by_class(total, segments[part], directions)
     if segments is None:
         count += K if rows_mask is None else rows_mask.sum(-2)
         return total, own, count
     real = zeros(rows.shape[:-1]) + 1 if rows_mask is None else rows_mask.to(blocks.dtype)
     count = _sum_of_others(add_by_class(count, segments, real))
     return _sum_of_others(total), own, count[own]
-
-
-def _sums_by_rows(
-    rows: Tensor, mask: Tensor | None, segments: Tensor | None, classes: int
-) -> Tensor:
-    """Sums (classes, P, D) of the directions of rows (K, P, D), or (classes, K, P, D)."""
-    if rows.dim() == 4:
-        K = rows.shape[1]
-        segments = torch.arange(classes * K, device=rows.device) // max(K, 1)
-        rows, mask = rows.flatten(0, 1), None if mask is None else mask.flatten(0, 1)
-    (rows,) = _alike([rows])
-    return torch.ops.fastkd_cpp.direction_sums(rows, mask, segments, classes)
 
 
 def _segments(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Tensor, Tensor, int]:

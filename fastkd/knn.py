@@ -27,6 +27,7 @@ from fastkd._core.numerics import (
     once_differentiable,
     project,
     saveable,
+    times_upstream,
     upcast,
     zero_padding,
 )
@@ -176,8 +177,8 @@ def knn_feature_loss(
     else:
         ranges = label_ranges(student_labels, bank_labels, tolerance, ignore_index)
         losses = apply(
-            _KNNFeatureLoss if runs_on == "torch" else _KNNFeatureLossByKernels,
-            _Options(k, ignore_index, runs_on),
+            _FUNCTIONS[runs_on],
+            _Options(k, ignore_index, reduction),
             student,
             teacher,
             *ranges,
@@ -185,7 +186,8 @@ def knn_feature_loss(
         )
     if reduction == "none":
         return losses if ranks is None else gather_rows(losses, group)
-    return losses.sum() if ranks is None else ranks.total(losses.sum())
+    total = losses.sum() if losses.dim() else losses
+    return total if ranks is None else ranks.total(total)
 
 
 def _count(labels: Tensor, ignore_index: int) -> Tensor:
@@ -381,7 +383,7 @@ def _same_label(a: Tensor, b: Tensor, tolerance: float | None, ignore_index: int
 class _Options:
     k: int
     ignore_index: int
-    runs_on: str
+    reduction: str  # of C++
 
 
 class _KNNFeatureLoss(torch.autograd.Function):
@@ -406,34 +408,57 @@ class _KNNFeatureLoss(torch.autograd.Function):
         return (None, (residual * scale[:, None]).to(ctx.dtype)) + (None,) * 5
 
 
-def _kernels(runs_on: str) -> Any:
-    """The launchers of Triton's kernels, or those of the same names in C++."""
-    if runs_on == "cpp":
-        return torch.ops.fastkd_cpp
-    from fastkd.kernels import knn
-
-    return knn
-
-
-class _KNNFeatureLossByKernels(torch.autograd.Function):
-    """The same by `fastkd.kernels.knn`, or in C++."""
+class _KNNFeatureLossInCpp(torch.autograd.Function):
+    """The reduced loss in C++; its gradient is made along with it, in one visit of a row."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, low, high, labels, count):
-        if options.runs_on == "cpp":
-            wide = torch.float64 if labels.is_floating_point() else torch.int64
-            low, high, labels = (None if x is None else x.to(wide) for x in (low, high, labels))
-        student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
-        losses, factor, nearest = _kernels(options.runs_on).knn_forward(
+        wide = torch.float64 if labels.is_floating_point() else torch.int64
+        ranges = (None if x is None else x.to(wide) for x in (low, high, labels))
+        given = options.k, options.ignore_index, options.reduction
+        loss, *made = torch.ops.fastkd_cpp.knn(
+            *_dense(student, teacher), *ranges, count, *given, ctx.needs_input_grad[1]
+        )
+        ctx.save_for_backward(*made)
+        ctx.dtype = student.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (dx,) = ctx.saved_tensors
+        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 5
+
+
+class _KNNFeatureLossByKernels(torch.autograd.Function):
+    """`_KNNFeatureLoss` by `fastkd.kernels.knn`."""
+
+    @staticmethod
+    def forward(ctx, options, student, teacher, low, high, labels, count):
+        from fastkd.kernels.knn import knn_forward
+
+        student, teacher = _dense(student, teacher)
+        losses, factor, nearest = knn_forward(
             student, teacher, low, high, labels, count, options.k, options.ignore_index
         )
         ctx.save_for_backward(saveable(student), saveable(teacher), nearest, factor)
-        ctx.runs_on = options.runs_on
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        from fastkd.kernels.knn import knn_backward
+
         student, teacher, nearest, factor = ctx.saved_tensors
-        launch = _kernels(ctx.runs_on).knn_backward
-        return (None, launch(student, teacher, nearest, factor, grad)) + (None,) * 5
+        return None, knn_backward(student, teacher, nearest, factor, grad), *[None] * 5
+
+
+def _dense(*rows: Tensor) -> list[Tensor]:
+    return [x if x.stride(1) == 1 else x.contiguous() for x in rows]
+
+
+_FUNCTIONS = {
+    "torch": _KNNFeatureLoss,
+    "triton": _KNNFeatureLossByKernels,
+    "cpp": _KNNFeatureLossInCpp,
+}

@@ -628,9 +628,7 @@ class _LayerNormMSEByKernels(torch.autograd.Function):
         needs_dx, needs_dy = ctx.needs_input_grad[1:]
         x, y, stats = ctx.saved_tensors
         eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
-        grads = kernels.layer_norm_mse_backward(
-            x, y, stats, grad, eps, divisor, needs_dx, needs_dy
-        )
+        grads = kernels.layer_norm_mse_backward(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
         return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
 
 

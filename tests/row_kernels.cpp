@@ -94,22 +94,21 @@ void soft_targets(int64_t n, Type type, std::mt19937& random) {
 
 void cos_nce(int64_t n, Type type, std::mt19937& random) {
   const Memory z(n, type, &random), t(n, type, &random);
-  const auto row = [](const Rows& rows, int64_t i) {
-    return Rows{rows.place(i, 0), 0, rows.n, rows.type};
-  };
-  Memory s(n, type == Type::kDouble ? type : Type::kFloat, nullptr, 1, 0);
-  std::vector<double> sums(n);
-  Angles added(n);
-  for (int64_t i = 0; i < kRows; ++i) added.add_direction(row(t.rows, i), sums.data());
-  s.rows.fill(sums.data());
+  Memory sums(n, type == Type::kDouble ? type : Type::kFloat, nullptr, 2, 0);
+  const int64_t segments[] = {0, 1, 1, 0, 0, 1, 0};
+  const std::unique_ptr<bool[]> mask(new bool[kRows]);
+  for (int64_t i = 0; i < kRows; ++i) mask[i] = i != 3;
+  const Positions rows{t.rows.data, kRows, 1, n, t.rows.stride, n, type};
+  const Negatives negatives{rows, mask.get(), segments, 2, true};
+  negatives.add_directions(0, sums.rows);
+  if (negatives.counts() != std::vector<int64_t>{3, 3}) std::printf("other negatives\n");
   compare("cos_nce", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
     const Rows dz{out, n, n, type};
     share(kRows, threads, [&](int64_t begin, int64_t end) {
       Angles angles(n);
       for (int64_t i = begin; i < end; ++i) {
-        const auto of = angles.of(row(z.rows, i), row(t.rows, i), s.rows);
-        angles.gradient(row(z.rows, i), row(t.rows, i), s.rows, of, {0.1, 1.5, of.with_sum, 0.3},
-                        row(dz, i));
+        angles.pull(z.rows.only(i), t.rows.only(i), sums.rows.only(segments[i]), 0.1, 1.5, 0.3,
+                    dz.only(i));
       }
     });
   });
@@ -137,18 +136,22 @@ void attention(int64_t N, Type type, std::mt19937& random) {
 
 void knn(int64_t n, Type type, std::mt19937& random) {
   const Memory student(n, type, &random), teacher(n, type, &random);
-  const auto same = [](int64_t i, int64_t j) { return i % 3 == j % 3; };
+  Neighbours of{student.rows, teacher.rows, kRows, kRows};
+  const int64_t labels[kRows] = {0, 1, 2, 0, 1, 2, 0};
+  of.group(labels, labels);
+  for (LabelGroup& group : of.groups) group.bank = group.students;
+  of.distances.reset(new double[kRows * kRows]);
+  const auto tiles = of.tiles();
   constexpr int64_t k = 2;
   compare("knn", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
-    std::vector<double> distances(kRows * kRows);
-    std::vector<int64_t> nearest(kRows * k);
-    const Neighbours of{student.rows, teacher.rows, kRows, kRows, distances.data()};
     const Rows gradient{out, n, n, type};
-    share(kRows, threads, [&](int64_t begin, int64_t end) { of.measure(begin, end, same); });
+    share(int64_t(tiles.size()), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) of.measure(tiles[i]);
+    });
     share(kRows, threads, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        of.choose(i, k, &nearest[i * k]);
-        of.gradient(i, k, &nearest[i * k], 0.3, gradient);
+        const double loss = of.row(i, k, 0.3, gradient);
+        if (!(loss >= 0)) std::printf("a distance of %g\n", loss);
       }
     });
   });

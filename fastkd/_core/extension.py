@@ -49,12 +49,6 @@ def _soft_target_meta(
     return [loss, student.new_empty(student.shape, dtype=loss.dtype)] if gradient else [loss]
 
 
-def _direction_sums_meta(
-    rows: Tensor, mask: Tensor | None, segments: Tensor | None, classes: int
-) -> Tensor:
-    return rows.new_empty(classes, *rows.shape[1:], dtype=_scalar(rows).dtype)
-
-
 def _relation_terms_meta(
     student: Tensor,
     teacher: Tensor,
@@ -73,10 +67,12 @@ def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _loss_meta(student: Tensor, each: bool, gradient: bool) -> list[Tensor]:
-    """Shapes of the loss, or of each sample's, and of the student's gradient."""
+def _loss_meta(
+    student: Tensor, samples: torch.Size, reduction: str, gradient: bool
+) -> list[Tensor]:
+    """Shapes of the loss, or with reduction "none" of each sample's, and of the gradient."""
     loss = _scalar(student)
-    loss = loss.new_empty(student.shape[0]) if each else loss
+    loss = loss.new_empty(samples) if reduction == "none" else loss
     return [loss, _gradient(student)] if gradient else [loss]
 
 
@@ -89,21 +85,10 @@ ROW_KERNELS = {
     "layer_norm_mse": _layer_norm_mse_meta,
     "soft_target_loss": _soft_target_meta,
     "soft_target_rows": lambda student, *rest: student.new_empty(student.shape[0]),
-    "attention": lambda student, teacher, mask, mean, layers, reduction, gradient: _loss_meta(
-        student, reduction == "none", gradient
-    ),
-    "knn_forward": lambda student, teacher, low, high, labels, count, k, ignore_index: (
-        student.new_empty(student.shape[0], dtype=_scalar(student).dtype),
-        student.new_empty(student.shape[0], dtype=torch.float64),
-        student.new_empty(student.shape[0], k, dtype=torch.int64),
-    ),
-    "knn_backward": lambda student, *rest: student.new_empty(student.shape),
+    "attention": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
+    "knn": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "relation_terms": _relation_terms_meta,
-    "direction_sums": _direction_sums_meta,
-    "cos_nce_angles": lambda student, *rest: student.new_empty(
-        4, *student.shape[:2], dtype=torch.float64
-    ),
-    "cos_nce_angles_backward": lambda student, *rest: student.new_empty(student.shape),
+    "cos_nce": lambda student, *rest: _loss_meta(student, student.shape[:2], *rest[-2:]),
     "cross_entropy": lambda student, *rest: student.new_empty(student.shape[0]),
     "half_product": lambda *matrices: None,
     "use_large_pages": lambda x: None,
