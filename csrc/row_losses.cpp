@@ -1,4 +1,4 @@
-// The operators of the row kernels: named as the launchers in kernels/, with the same arguments.
+// The operators of the row kernels. Those that make a gradient along with the loss are asked for it.
 #include <array>
 #include <cmath>
 #include <memory>

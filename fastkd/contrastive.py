@@ -226,7 +226,8 @@ def _cos_nce_layers(
             if runs_on == "cpp":
                 losses.append(apply(_CosNCEInCpp, reduction, *layer, *which))
             else:
-                losses.append(reduced(*apply(_CosNCE, *layer, *which), reduction))
+                terms, compared = apply(_CosNCE, *layer, *which)
+                losses.append(reduced(terms, compared, reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fastkd
 from fastkd._core import dispatch, extension
+from fastkd._core.numerics import times_upstream
 from tests.losses import subjects
 from tests.support.compare import value_and_grad
 from tests.support.subject import D_S, D_T
@@ -102,3 +105,59 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     if "FATAL: ThreadSanitizer" in run.stderr:
         pytest.skip("ThreadSanitizer can't run here")
     assert run.returncode == 0 and not run.stdout and not run.stderr, run.stdout + run.stderr
+
+
+class _Made(TorchDispatchMode):
+    """Notes how many tensors each row kernel gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function.namespace == "fastkd_cpp":
+            self.counts.append(len(made))
+        return made
+
+
+ONE_VISIT = {
+    "layer_norm_mse": lambda x, y: fastkd.layer_norm_mse(x, y),
+    "attention_loss": lambda x, y: fastkd.attention_loss(x, y),
+    "cos_nce_loss": lambda x, y: fastkd.cos_nce_loss(x, y),
+    "knn_feature_loss": lambda x, y: fastkd.knn_feature_loss(x, y, torch.tensor([0, 1, 0])),
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("name", ONE_VISIT)
+def test_one_visit_makes_the_loss_and_the_gradient(name):
+    """Where a loss stands alone it is handed out as it is; where nobody wants one, none is made."""
+    x, y = torch.randn(2, 3, 2, 5, 5).unbind()
+    with _Made() as made:
+        value = ONE_VISIT[name](x.requires_grad_(), y)
+        first, again = (torch.autograd.grad(value, x, retain_graph=True)[0] for _ in range(2))
+        assert made.counts == [2]
+        ONE_VISIT[name](x.detach(), y)
+        assert made.counts == [2, 1]
+    assert first.data_ptr() == again.data_ptr()
+
+
+@needs_extension
+def test_each_side_of_layer_norm_mse_by_itself():
+    pair = torch.randn(2, 3, 100).unbind()
+    both = torch.autograd.grad(fastkd.layer_norm_mse(*(z.requires_grad_() for z in pair)), pair)
+    for i, alone in enumerate(both):
+        x, y = (z.detach().requires_grad_(i == j) for j, z in enumerate(pair))
+        with _Made() as made:
+            value = fastkd.layer_norm_mse(x, y)
+        assert made.counts == [2]
+        torch.testing.assert_close(torch.autograd.grad(value, (x, y)[i])[0], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_of_several_losses_times_their_own(dtype):
+    gradient, upstream = torch.randn(3, 3, 3), torch.tensor([1.0, 2.0, 0.5])
+    found = times_upstream(gradient, upstream, dtype)
+    wanted = torch.stack([rows * scale for rows, scale in zip(gradient, upstream, strict=True)])
+    assert torch.equal(found, wanted.to(dtype))
