@@ -1,6 +1,6 @@
-// Data path, of a group whose buffers stay in the cache: each row is read once from memory, made
-// one of length 1 and added to the mean, which is then taken from all; the products, by BLAS; three
-// reads of both (N, N), the last writing A; A times the rows, by BLAS; a read of it and of the row.
+// Data path of a group, whose buffers stay in a thread's own cache: each row is read once from
+// memory, made one of length 1 and added to the mean, which is then taken from all; their products;
+// three reads of both (N, N), the last writing A; rows of A times the rows, and their gradient.
 //
 // Relations come from centred rows, see fastkd/relation.py. Rows are added up less the first of
 // them, so rows that are equal have no difference from their mean.
@@ -44,6 +44,22 @@ inline void sum_of(const W* const* rows, int64_t n, const W* first, int64_t D, d
   });
 }
 
+// first + sums/count, and its square
+template <typename W>
+inline double mean_of(const W* first, const double* sums, double share, int64_t room, W* mean) {
+  Wide<W> total{};
+  each<W>(room, [&](int64_t i, int64_t) {
+    Wide<W> part;
+    std::memcpy(&part, sums + i, sizeof(part));
+    part = part * share + __builtin_convertvector(load(first + i), Wide<W>);
+    const Vector<W> rounded = __builtin_convertvector(part, Vector<W>);
+    store<W>(mean + i, rounded);
+    part = __builtin_convertvector(rounded, Wide<W>);
+    total += part * part;
+  });
+  return wide_sum<W>(total);
+}
+
 // row −= mean; what is left, times the mean
 template <typename W>
 inline double less_mean(W* row, const W* mean, int64_t D) {
@@ -56,18 +72,21 @@ inline double less_mean(W* row, const W* mean, int64_t D) {
   return sum<W>(total);
 }
 
-// dx (+)= factor·(h + y·along), where along takes out what of h lies along y
+// dx (+)= factor·(h + y·along) of y = row + mean, where along takes out what of h lies along y
 template <typename W>
-inline void project(const W* h, const W* y, int64_t D, double factor, double along, bool removes,
-                    bool add, W* dx) {
+inline void project(const W* h, const W* row, const W* mean, int64_t D, double factor, double along,
+                    bool removes, bool add, W* dx) {
   if (removes) {
     Vector<W> total{};
-    each<W>(D, [&](int64_t i, int64_t count) { total += load(h + i, count) * load(y + i, count); });
+    each<W>(D, [&](int64_t i, int64_t count) {
+      total += load(h + i, count) * (load(row + i, count) + load(mean + i, count));
+    });
     along -= sum<W>(total);
   }
   const W of_h = W(factor), of_y = W(along);
   each<W>(D, [&](int64_t i, int64_t count) {
-    Vector<W> x = (load(h + i, count) + load(y + i, count) * of_y) * of_h;
+    const Vector<W> y = load(row + i, count) + load(mean + i, count);
+    Vector<W> x = (load(h + i, count) + y * of_y) * of_h;
     if (add) x += load(dx + i, count);
     store<W>(dx + i, x, count);
   });
@@ -140,13 +159,21 @@ FASTKD_CLONES double subtract(float* row, const float* mean, int64_t D) {
 FASTKD_CLONES double subtract(double* row, const double* mean, int64_t D) {
   return less_mean(row, mean, D);
 }
-FASTKD_CLONES void project_out(const float* h, const float* y, int64_t D, double factor,
-                               double along, bool removes, bool add, float* dx) {
-  project(h, y, D, factor, along, removes, add, dx);
+FASTKD_CLONES double find_mean(const float* first, const double* sums, double share, int64_t room,
+                               float* mean) {
+  return mean_of(first, sums, share, room, mean);
 }
-FASTKD_CLONES void project_out(const double* h, const double* y, int64_t D, double factor,
-                               double along, bool removes, bool add, double* dx) {
-  project(h, y, D, factor, along, removes, add, dx);
+FASTKD_CLONES double find_mean(const double* first, const double* sums, double share,
+                               int64_t room, double* mean) {
+  return mean_of(first, sums, share, room, mean);
+}
+FASTKD_CLONES void project_out(const float* h, const float* row, const float* mean, int64_t D,
+                               double factor, double along, bool removes, bool add, float* dx) {
+  project(h, row, mean, D, factor, along, removes, add, dx);
+}
+FASTKD_CLONES void project_out(const double* h, const double* row, const double* mean, int64_t D,
+                               double factor, double along, bool removes, bool add, double* dx) {
+  project(h, row, mean, D, factor, along, removes, add, dx);
 }
 FASTKD_CLONES double squares(const RelationRow<float>& row, int64_t N, double factor) {
   return squares_of(row, N, factor);
@@ -236,6 +263,19 @@ std::vector<W> offsets(const RelationSide<W>& side, const W* products, int64_t N
   return u;
 }
 
+// What is above the diagonal of x (N, N), below it too; in squares that stay in the cache.
+template <typename W>
+void mirror(W* x, int64_t N) {
+  constexpr int64_t kSide = 16;
+  for (int64_t top = 0; top < N; top += kSide) {
+    for (int64_t left = 0; left <= top; left += kSide) {
+      for (int64_t i = top; i < std::min(N, top + kSide); ++i) {
+        for (int64_t j = left; j < std::min(i, left + kSide); ++j) x[i * N + j] = x[j * N + i];
+      }
+    }
+  }
+}
+
 // 1/x where x > 0, else 0: the derivative of a norm at 0 is taken as 0.
 template <typename W>
 W reciprocal(double x) {
@@ -246,8 +286,8 @@ W reciprocal(double x) {
 
 template <typename W>
 void RelationSide<W>::centre(int64_t N) {
-  const int64_t D = x.n;
-  std::vector<double> sums(D), wide;
+  const int64_t D = x.n, room = room_of<W>(D);
+  std::vector<double> sums(room), wide;
   const W *first = nullptr, *some[kRowsAtATime];
   int64_t waiting = 0;
   const auto add = [&] {
@@ -255,12 +295,10 @@ void RelationSide<W>::centre(int64_t N) {
     waiting = 0;
   };
   for (int64_t i = 0; i < N; ++i) {
-    W* row = rows + i * D;
-    if (!real[i]) {
-      std::fill_n(row, D, W(0));
-      of[i] = {};
-      continue;
-    }
+    W* row = rows + i * room;
+    std::fill(row + (real[i] ? D : 0), row + room, W(0));
+    of[i] = {};
+    if (!real[i]) continue;
     of[i] = unit_of<W>(x, i, wide);
     unit_row(x, i, of[i], row);
     if (first == nullptr) first = row;
@@ -269,21 +307,19 @@ void RelationSide<W>::centre(int64_t N) {
   }
   if (first == nullptr) return;
   add();
-  std::vector<W> mean(D);
-  for (int64_t j = 0; j < D; ++j) mean[j] = W(double(first[j]) + sums[j] / double(count));
-  double length = 0;
-  for (int64_t j = 0; j < D; ++j) length += double(mean[j]) * double(mean[j]);
+  const double length = find_mean(first, sums.data(), 1 / double(count), room, mean);
   far = !(length < 0.5);
   for (int64_t i = 0; i < N; ++i) {
     if (!real[i]) continue;
-    const double with_mean = subtract(rows + i * D, mean.data(), D);
-    of[i].offset = with_mean + (far ? (length - 1) / 2 : 0);
+    of[i].offset = subtract(rows + i * room, mean, D) + (far ? (length - 1) / 2 : 0);
   }
 }
 
 template <typename W>
 RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* products_s,
-                     const W* products_t, int64_t N, double eps, bool gradient) {
+                     W* products_t, int64_t N, double eps, bool gradient) {
+  mirror(products_s, N);
+  mirror(products_t, N);
   const std::vector<W> u_s = offsets(s, products_s, N), u_t = offsets(t, products_t, N);
   const std::vector<W> real(s.real, s.real + N);
   const auto row_s = [&](int64_t i) {
@@ -322,23 +358,22 @@ RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* prod
 }
 
 template <typename W>
-void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W* dx,
-                               W* y) const {
+void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W* dx) const {
   if (!real[i]) {
     if (!add) std::fill_n(dx, x.n, W(0));
     return;
   }
   const UnitRow& unit = of[i];
-  unit_row(x, i, unit, y);
   const double along = unit.short_ ? unit.row_sum : 0;
-  project_out(h, y, x.n, factor * unit.derivative, along, !unit.short_, add, dx);
+  project_out(h, rows + i * room_of<W>(x.n), mean, x.n, factor * unit.derivative, along,
+              !unit.short_, add, dx);
 }
 
 template struct RelationSide<float>;
 template struct RelationSide<double>;
 template RelationLoss pearson(const RelationSide<float>&, const RelationSide<float>&, float*,
-                              const float*, int64_t, double, bool);
+                              float*, int64_t, double, bool);
 template RelationLoss pearson(const RelationSide<double>&, const RelationSide<double>&, double*,
-                              const double*, int64_t, double, bool);
+                              double*, int64_t, double, bool);
 
 }  // namespace fastkd

@@ -1,6 +1,7 @@
 // Relations on a CPU: what stands around the products of a group's rows with one another.
 #pragma once
 
+#include "products.h"
 #include "rows.h"
 
 namespace fastkd {
@@ -21,13 +22,14 @@ struct RelationSide {
   const bool* real;  // (N)
   int64_t count;     // of real rows
   W* rows;           // (N, D): those of length 1 less their mean; 0 where there is none
+  W* mean;           // (D), each of these with the room that products.h wants
   UnitRow* of;       // (N)
   bool far = false;  // whether the mean is long
 
   void centre(int64_t N);
 
-  // dx (+)= factor·∂/∂x of row i, where h are the products of A with the rows; y is room for a row.
-  void gradient(int64_t i, const W* h, double factor, bool add, W* dx, W* y) const;
+  // dx (+)= factor·∂/∂x of row i, where h are the products of A with the rows.
+  void gradient(int64_t i, const W* h, double factor, bool add, W* dx) const;
 };
 
 struct RelationLoss {
@@ -35,10 +37,10 @@ struct RelationLoss {
   double k;     // ∂/∂R_s = k·A
 };
 
-// Of the products (N, N) of each side's rows; A takes the place of the student's, its row sums
-// taken from the diagonal, where a gradient is wanted.
+// Of the products (N, N) of each side's rows, on and above the diagonal; A takes the place of the
+// student's, its row sums taken from the diagonal, where a gradient is wanted.
 template <typename W>
 RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* products_s,
-                     const W* products_t, int64_t N, double eps, bool gradient);
+                     W* products_t, int64_t N, double eps, bool gradient);
 
 }  // namespace fastkd

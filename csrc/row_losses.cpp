@@ -1,5 +1,4 @@
 // The operators of the row kernels. Those that make a gradient along with the loss are asked for it.
-#include <array>
 #include <cmath>
 #include <memory>
 
@@ -292,15 +291,6 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
   return results;
 }
 
-// out = a·b of matrices (n, ...), by BLAS.
-void multiply(const Tensor& a, const Tensor& b, const Tensor& out) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
-  STD_TORCH_CHECK(
-      torch_call_dispatcher("aten::bmm", "out", stack.data(), TORCH_ABI_VERSION) == 0, "bmm failed");
-  torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 // The relations of groups of N rows: of tokens in their order, or turned round, of samples.
 struct Groups {
   Positions student, teacher;  // (groups, N, D)
@@ -324,71 +314,103 @@ struct Groups {
       compared += counts.back() >= 2;
     }
   }
+};
 
-  // Few enough at a time to stay in the cache; their number does not depend on the threads.
-  int64_t at_a_time() const {
-    const int64_t N = student.positions, entries = N * (2 * student.D + teacher.D + 2 * N);
-    return std::min(student.samples, std::max<int64_t>(1, (1 << 20) / entries));
+// The relations of one group after the other, in memory of their own.
+template <typename W>
+class Relations {
+ public:
+  Relations(const Groups& of, double eps, const Positions* dx)
+      : of_(of), eps_(eps), dx_(dx), N_(of.student.positions), units_(2 * N_) {
+    for (const Positions* x : {&of.student, &of.teacher}) rows_.push_back(room_of<W>(x->D));
+    const int64_t numbers = (N_ + 1) * (rows_[0] + rows_[1]) + 2 * N_ * N_;
+    memory_.reset(new Line[numbers * sizeof(W) / sizeof(Line) + 1]);
   }
+
+  // The loss of a group; share·∂/∂x is put into ``dx``, or added to it.
+  double operator()(int64_t g, double share, bool add) {
+    const bool* real = of_.real.get() + g * N_;
+    W* place = reinterpret_cast<W*>(memory_.get());
+    for (int i = 0; i < 2; ++i) {
+      W* const rows = place;
+      W* const mean = rows + N_ * rows_[i];
+      place = mean + rows_[i];
+      const Positions& x = i ? of_.teacher : of_.student;
+      sides_[i] = {x.group(g), real, of_.counts[g], rows, mean, units_.data() + i * N_};
+    }
+    W* const R[2] = {place, place + N_ * N_};
+    RelationLoss found{};
+    if (of_.counts[g] >= 2) {
+      each_row(2, N_ * rows_[0] * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) sides_[i].centre(N_);
+      });
+      for (int i = 0; i < 2; ++i) multiply(sides_[i], R[i]);
+      found = pearson(sides_[0], sides_[1], R[0], R[1], N_, eps_, dx_ != nullptr);
+    }
+    if (dx_) gradient(g, R[0], 2 * share * found.k, add);
+    return found.loss;
+  }
+
+ private:
+  struct alignas(128) Line {
+    char bytes[128];
+  };
+
+  void multiply(const RelationSide<W>& side, W* R) const {
+    // The first block has most to do and the last least: a pair of them is as long as any other.
+    const int64_t blocks = (N_ + kBlock - 1) / kBlock, pairs = (blocks + 1) / 2;
+    each_row(pairs, N_ * kBlock * side.x.n, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        multiply_rows(side.rows, N_, side.x.n, i, R);
+        if (blocks - 1 - i > i) multiply_rows(side.rows, N_, side.x.n, blocks - 1 - i, R);
+      }
+    });
+  }
+
+  void gradient(int64_t g, const W* A, double factor, bool add) const {
+    const RelationSide<W>& side = sides_[0];
+    const int64_t D = side.x.n;
+    each_row((N_ + kBlock - 1) / kBlock, N_ * kBlock * D, [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<Line[]> room(new Line[kBlock * rows_[0] * sizeof(W) / sizeof(Line)]);
+      W* const h = reinterpret_cast<W*>(room.get());
+      for (int64_t block = begin; block < end; ++block) {
+        if (of_.counts[g] >= 2) combine_rows(A, side.rows, N_, D, block, h);
+        for (int64_t i = block * kBlock; i < std::min(N_, (block + 1) * kBlock); ++i) {
+          W* dx = reinterpret_cast<W*>(dx_->row(g, i).data);
+          side.gradient(i, h + i % kBlock * rows_[0], factor, add, dx);
+        }
+      }
+    });
+  }
+
+  const Groups& of_;
+  const double eps_;
+  const Positions* dx_;
+  const int64_t N_;
+  std::vector<int64_t> rows_;  // the room of each side's
+  std::vector<UnitRow> units_;
+  RelationSide<W> sides_[2];
+  std::unique_ptr<Line[]> memory_;
 };
 
 // Σ weight·loss of the groups; its gradient is put into ``dx`` (groups, N, D), or added to it.
 template <typename W>
-double relations_of(const Groups& of, double weight, double eps, bool add, const Tensor& like,
-                    const Positions* dx) {
-  const int64_t N = of.student.positions, step = of.at_a_time();
-  const int64_t Ds = of.student.D, Dt = of.teacher.D;
-  const auto room = [&](int64_t rows, int64_t columns) {
-    return torch::stable::new_empty(like, {step, rows, columns}, working_type(like));
-  };
-  const Tensor rows_s = room(N, Ds), rows_t = room(N, Dt), R_s = room(N, N), R_t = room(N, N);
-  const Tensor h = room(dx ? N : 0, Ds);
+double relations_of(const Groups& of, double weight, double eps, bool add, const Positions* dx) {
+  const int64_t groups = of.student.samples, N = of.student.positions;
+  const int64_t threads = torch::stable::get_num_threads();
   const double share = weight / double(std::max<int64_t>(of.compared, 1));
-  std::vector<UnitRow> units(2 * step * N);
-  std::vector<RelationSide<W>> sides(2 * step);
-  std::vector<RelationLoss> losses(step);
-  double total = 0;
-  for (int64_t start = 0; start < of.student.samples; start += step) {
-    const int64_t n = std::min(step, of.student.samples - start);
-    each_row(2 * n, N * (Ds + Dt) * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t g = i / 2, D = i % 2 ? Dt : Ds;
-        const Tensor& rows = i % 2 ? rows_t : rows_s;
-        sides[i] = {(i % 2 ? of.teacher : of.student).group(start + g),
-                    of.real.get() + (start + g) * N, of.counts[start + g],
-                    data<W>(rows) + g * N * D, units.data() + i * N};
-        sides[i].centre(N);
-      }
-    });
-    const auto part = [&](const Tensor& x) {
-      return n == step ? x : torch::stable::narrow(const_cast<Tensor&>(x), 0, 0, n);
-    };
-    for (const auto& [rows, R] : {std::pair{&rows_s, &R_s}, std::pair{&rows_t, &R_t}}) {
-      Tensor some = part(*rows);
-      multiply(some, torch::stable::transpose(some, 1, 2), part(*R));
-    }
-    each_row(n, N * N * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
-      for (int64_t g = begin; g < end; ++g) {
-        losses[g] = pearson(sides[2 * g], sides[2 * g + 1], data<W>(R_s) + g * N * N,
-                            data<W>(R_t) + g * N * N, N, eps, dx != nullptr);
-      }
-    });
-    for (int64_t g = 0; g < n; ++g) {
-      if (of.counts[start + g] >= 2) total += share * losses[g].loss;
-    }
-    if (dx == nullptr) continue;
-    multiply(part(R_s), part(rows_s), part(h));
-    each_row(n * N, 3 * Ds * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
-      std::vector<W> row(Ds);
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t g = i / N;
-        W* to = reinterpret_cast<W*>(dx->row(start + g, i % N).data);
-        sides[2 * g].gradient(i % N, data<W>(h) + i * Ds, 2 * share * losses[g].k, add, to,
-                              row.data());
-      }
-    });
+  std::vector<double> losses(groups);
+  const auto run = [&](int64_t begin, int64_t end) {
+    Relations<W> relations(of, eps, dx);
+    for (int64_t g = begin; g < end; ++g) losses[g] = share * relations(g, share, add);
+  };
+  // Threads have groups of their own, or share each, where some would have more than others.
+  if (groups % threads == 0 || groups >= 4 * threads) {
+    each_row(groups, N * (of.student.D + of.teacher.D) * int64_t(sizeof(W)), run);
+  } else {
+    run(0, groups);
   }
-  return total;
+  return total(losses);
 }
 
 // weight·loss of the relations between tokens, (B, N, D), and between samples, (2); and the gradient
@@ -414,8 +436,8 @@ std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher,
     if (of_samples) dx = dx.turned();
     const Positions* to = gradient ? &dx : nullptr;
     terms.put(of_samples, type == ScalarType::Double
-                              ? relations_of<double>(groups, weight, eps, add, student, to)
-                              : relations_of<float>(groups, weight, eps, add, student, to));
+                              ? relations_of<double>(groups, weight, eps, add, to)
+                              : relations_of<float>(groups, weight, eps, add, to));
     add = true;
   }
   if (gradient && !add) torch::stable::zero_(results.back());

@@ -14,9 +14,20 @@ constexpr int64_t kBlock = 2048;
 
 template <typename W>
 inline double squares(const W* x, int64_t n) {
-  Vector<W> total{};
-  each<W>(n, [&](int64_t i, int64_t count) { total += load(x + i, count) * load(x + i, count); });
-  return sum<W>(total);
+  constexpr int64_t kSums = 4;  // so that none waits for the last
+  Vector<W> totals[kSums]{};
+  const int64_t rest = n - n % (kSums * kLanes<W>);
+  for (int64_t i = 0; i < rest; i += kSums * kLanes<W>) {
+    for (int64_t k = 0; k < kSums; ++k) {
+      const Vector<W> part = load(x + i + k * kLanes<W>);
+      totals[k] += part * part;
+    }
+  }
+  each<W>(n - rest, [&](int64_t i, int64_t count) {
+    const Vector<W> part = load(x + rest + i, count);
+    totals[0] += part * part;
+  });
+  return sum<W>((totals[0] + totals[1]) + (totals[2] + totals[3]));
 }
 
 FASTKD_CLONES double squares_of(const float* x, int64_t n) { return squares(x, n); }

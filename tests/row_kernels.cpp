@@ -14,6 +14,7 @@
 #include "../csrc/cos_nce.h"
 #include "../csrc/knn.h"
 #include "../csrc/layer_norm_mse.h"
+#include "../csrc/products.h"
 #include "../csrc/relation.h"
 #include "../csrc/soft_targets.h"
 #include "../csrc/vectors.h"
@@ -157,52 +158,73 @@ void knn(int64_t n, Type type, std::mt19937& random) {
   });
 }
 
-// a·bᵀ, or a·b, of matrices with n rows and inner sizes m.
-template <typename W>
-std::vector<W> product(const std::vector<W>& a, const std::vector<W>& b, int64_t m, bool turned) {
-  const int64_t n = int64_t(a.size()) / m, columns = int64_t(b.size()) / m;
-  std::vector<W> out(n * columns);
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = 0; j < columns; ++j) {
-      for (int64_t k = 0; k < m; ++k) {
-        out[i * columns + j] += a[i * m + k] * (turned ? b[j * m + k] : b[k * columns + j]);
-      }
-    }
-  }
-  return out;
-}
-
 template <typename W>
 void relation(int64_t n, Type type, std::mt19937& random) {
   const Memory student(n, type, &random), teacher(n, type, &random);
   const std::unique_ptr<bool[]> real(new bool[kRows]);
   for (int64_t i = 0; i < kRows; ++i) real[i] = i != 3;
   compare("relation", n, type, kRows * n * sizeof(W), [&](bool threads, char* out) {
-    std::vector<W> rows[2];
+    const int64_t room = room_of<W>(n);
+    std::vector<W> rows[2], means[2], R[2];
     std::vector<UnitRow> units[2];
     RelationSide<W> sides[2];
     share(2, threads, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        rows[i].resize(kRows * n), units[i].resize(kRows);
+        rows[i].resize(kRows * room), means[i].resize(room), units[i].resize(kRows);
+        R[i].resize(kRows * kRows);
         const Rows& x = i ? teacher.rows : student.rows;
-        sides[i] = {x, real.get(), kRows - 1, rows[i].data(), units[i].data()};
+        sides[i] = {x, real.get(), kRows - 1, rows[i].data(), means[i].data(), units[i].data()};
         sides[i].centre(kRows);
+        multiply_rows(rows[i].data(), kRows, n, 0, R[i].data());
       }
     });
-    std::vector<W> A = product(rows[0], rows[0], n, true);
-    const std::vector<W> R = product(rows[1], rows[1], n, true);
-    const auto [loss, k] = pearson(sides[0], sides[1], A.data(), R.data(), kRows, 1e-8, true);
+    const auto [loss, k] =
+        pearson(sides[0], sides[1], R[0].data(), R[1].data(), kRows, 1e-8, true);
     if (!(loss > -1e-5 && loss < 2.001)) std::printf("a relation loss of %g\n", loss);
-    const std::vector<W> h = product(A, rows[0], kRows, false);
+    std::vector<W> h(kBlock * room);
+    combine_rows(R[0].data(), rows[0].data(), kRows, n, 0, h.data());
     share(kRows, threads, [&, k = k](int64_t begin, int64_t end) {
-      std::vector<W> room(n);
       W* dx = reinterpret_cast<W*>(out);
       for (int64_t i = begin; i < end; ++i) {
-        sides[0].gradient(i, &h[i * n], k, false, dx + i * n, room.data());
-        if (i % 2) sides[0].gradient(i, &h[i * n], k, true, dx + i * n, room.data());
+        sides[0].gradient(i, &h[i * room], k, false, dx + i * n);
+        if (i % 2) sides[0].gradient(i, &h[i * room], k, true, dx + i * n);
       }
     });
   });
+}
+
+// Products of n rows against sums in float64.
+template <typename W>
+void products(int64_t n, int64_t D, std::mt19937& random) {
+  std::normal_distribution<double> normal;
+  const int64_t room = room_of<W>(D);
+  std::vector<W> rows(n * room), A(n * n), R(n * n), h(kBlock * room);
+  for (int64_t i = 0; i < n * D; ++i) rows[i / D * room + i % D] = W(normal(random));
+  for (W& a : A) a = W(normal(random));
+  const auto check = [&](W found, int64_t terms, const auto& factors) {
+    double exact = 0, size = 0;
+    for (int64_t k = 0; k < terms; ++k) {
+      const auto [a, b] = factors(k);
+      exact += double(a) * b, size += std::abs(double(a) * b);
+    }
+    if (!(std::abs(found - exact) <= size * (sizeof(W) == 4 ? 3e-6 : 5e-15))) {
+      std::printf("a product of %d rows of %d: %g, not %g\n", int(n), int(D), double(found), exact);
+    }
+  };
+  for (int64_t block = 0; block * kBlock < n; ++block) {
+    multiply_rows(rows.data(), n, D, block, R.data());
+    combine_rows(A.data(), rows.data(), n, D, block, h.data());
+    for (int64_t i = block * kBlock; i < std::min(n, (block + 1) * kBlock); ++i) {
+      const W* row = &rows[i * room];
+      for (int64_t j = i; j < n; j += 5) {
+        check(R[i * n + j], D, [&](int64_t k) { return std::pair{row[k], rows[j * room + k]}; });
+      }
+      for (int64_t d = 0; d < D; d += 7) {
+        check(h[i % kBlock * room + d], n,
+              [&](int64_t k) { return std::pair{A[i * n + k], rows[k * room + d]}; });
+      }
+    }
+  }
 }
 
 // Roundings that exp errs by up to 0 and log(2/(1 + x)) from 0 to 1, over floats ``step`` apart;
@@ -243,6 +265,12 @@ int main(int, char** arguments) {
   const int rounds = std::atoi(arguments[1]);
   for (int round = 0; round < rounds; ++round) {
     std::mt19937 random(round);
+    for (const int64_t n : {1, 9, 33, 70}) {
+      for (const int64_t D : {1, 31, 100, 1100}) {
+        products<float>(n, D, random);
+        products<double>(n, D, random);
+      }
+    }
     for (const Type type : kTypes) {
       for (const int64_t n : {1, 2, 7, 16, 17, 65, 1030}) {
         layer_norm_mse(n, type, random);

@@ -1,0 +1,205 @@
+// Both kernels keep a tile of sums in registers. Products of rows with rows have vectors along the
+// rows, so nothing is packed, and each vector of sums is added up at the end; only tiles on and
+// above the diagonal are formed. Two tiles' columns stay in the nearest cache while a block passes.
+//
+// A tile's shape depends on the number of registers, so each kind of processor has its own.
+#include "products.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "vectors.h"
+
+#define FASTKD_TARGET(what) __attribute__((target(what), flatten))
+
+namespace fastkd {
+namespace {
+
+// So many bytes of a row, and rows of a few columns, at a time, that they stay in that cache.
+constexpr int64_t kDepth = 4352, kStrip = 64;
+
+template <typename Part, typename W>
+inline Part part_of(const W* p) {
+  Part x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+// In halves, to four numbers.
+template <int N, typename W>
+inline VectorN<W, 4> folded(const VectorN<W, N>& x) {
+  if constexpr (N == 2) {
+    VectorN<W, 4> four{};
+    four[0] = x[0], four[1] = x[1];
+    return four;
+  } else if constexpr (N == 4) {
+    return x;
+  } else {
+    VectorN<W, N / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return folded<N / 2, W>(halves[0] + halves[1]);
+  }
+}
+
+// body(0), body(1), ...: constants, so that arrays they index stay in registers.
+template <typename Body, int... i>
+inline void unrolled(const Body& body, std::integer_sequence<int, i...>) {
+  (body(std::integral_constant<int, i>()), ...);
+}
+template <int kCount, typename Body>
+inline void unrolled(const Body& body) {
+  unrolled(body, std::make_integer_sequence<int, kCount>());
+}
+
+// sums (kRows, kRows) of products of rows a and b
+template <typename W, int kBytes, int kRows>
+inline void multiply(const W* const* a, const W* const* b, int64_t count, W* sums) {
+  constexpr int kNumbers = kBytes / sizeof(W);
+  using Part = VectorN<W, kNumbers>;
+  Part totals[kRows * kRows];
+  unrolled<kRows * kRows>([&](auto i) { totals[i] = Part{}; });
+  for (int64_t k = 0; k < count; k += kNumbers) {
+    Part right[kRows];
+    unrolled<kRows>([&](auto j) { right[j] = part_of<Part>(b[j] + k); });
+    unrolled<kRows>([&](auto i) {
+      const Part left = part_of<Part>(a[i] + k);
+      unrolled<kRows>([&](auto j) { totals[i * kRows + j] += left * right[j]; });
+    });
+  }
+  W fours[kRows * kRows][4];
+  unrolled<kRows * kRows>([&](auto i) {
+    const VectorN<W, 4> four = folded<kNumbers, W>(totals[i]);
+    std::memcpy(fours[i], &four, sizeof(four));
+  });
+  for (int i = 0; i < kRows * kRows; ++i) {
+    sums[i] = (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]);
+  }
+}
+
+template <typename W, int kBytes, int kRows>
+inline void multiply_block(const W* rows, int64_t N, int64_t D, int64_t block, W* R) {
+  const int64_t room = room_of<W>(D), first = block * kBlock, end = std::min(N, first + kBlock);
+  const int64_t parts = D * int64_t(sizeof(W)) / kDepth + 1;
+  const int64_t depth = (D / parts / kBytes + 1) * kBytes;
+  const auto find = [&](int64_t i, int64_t start, const W** found) {
+    for (int64_t k = 0; k < kRows; ++k) found[k] = rows + std::min(i + k, N - 1) * room + start;
+  };
+  const auto tile = [&](int64_t i, int64_t j, int64_t start) {
+    const W *left[kRows], *right[kRows];
+    find(i, start, left);
+    find(j, start, right);
+    W sums[kRows * kRows];
+    multiply<W, kBytes, kRows>(left, right, std::min(depth, D - start), sums);
+    const int64_t columns = std::min<int64_t>(kRows, N - j);
+    for (int64_t k = 0; k < std::min<int64_t>(kRows, end - i); ++k) {
+      W *row = R + (i + k) * N + j, *sum = sums + k * kRows;
+      for (int64_t c = 0; start && c < columns; ++c) sum[c] += row[c];
+      if (columns == kRows) {
+        std::memcpy(row, sum, kRows * sizeof(W));
+      } else {
+        std::copy_n(sum, columns, row);
+      }
+    }
+  };
+  for (int64_t start = 0; start == 0 || start < D; start += depth) {
+    for (int64_t j = first; j < N; j += 2 * kRows) {
+      for (int64_t i = first; i < std::min(end, j + 2 * kRows); i += kRows) {
+        if (i <= j) tile(i, j, start);
+        if (j + kRows < N) tile(i, j + kRows, start);
+      }
+    }
+  }
+}
+
+template <typename W, int kBytes, int kRows>
+inline void combine_block(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, W* h) {
+  constexpr int kNumbers = kBytes / sizeof(W);
+  using Part = VectorN<W, kNumbers>;
+  const int64_t room = room_of<W>(D), first = block * kBlock, end = std::min(N, first + kBlock);
+  for (int64_t top = 0; top < N; top += kStrip) {
+    const int64_t bottom = std::min(N, top + kStrip);
+    for (int64_t start = 0; start < D; start += 2 * kNumbers) {
+      for (int64_t i = first; i < end; i += kRows) {
+        const W* factors[kRows];
+        Part totals[kRows][2];
+        unrolled<kRows>([&](auto k) {
+          factors[k] = A + std::min(i + k, end - 1) * N;
+          totals[k][0] = totals[k][1] = Part{};
+          const W* sums = h + (i - first + k) * room + start;
+          if (top) std::memcpy(totals[k], sums, sizeof(totals[k]));
+        });
+        for (int64_t j = top; j < bottom; ++j) {
+          const W* row = rows + j * room + start;
+          const Part low = part_of<Part>(row), high = part_of<Part>(row + kNumbers);
+          unrolled<kRows>([&](auto k) {
+            const W factor = factors[k][j];
+            totals[k][0] += low * factor;
+            totals[k][1] += high * factor;
+          });
+        }
+        unrolled<kRows>([&](auto k) {
+          std::memcpy(h + (i - first + k) * room + start, totals[k], sizeof(totals[k]));
+        });
+      }
+    }
+  }
+}
+
+template <typename W>
+struct Kernels {
+  void (*multiply)(const W* rows, int64_t N, int64_t D, int64_t block, W* R);
+  void (*combine)(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, W* h);
+};
+
+// Both, compiled for one kind of processor.
+#define FASTKD_KERNELS(name, target, kBytes, kRows)                                          \
+  template <typename W>                                                                      \
+  target void multiply_##name(const W* rows, int64_t N, int64_t D, int64_t block, W* R) {    \
+    multiply_block<W, kBytes, kRows>(rows, N, D, block, R);                                  \
+  }                                                                                          \
+  template <typename W>                                                                      \
+  target void combine_##name(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, \
+                             W* h) {                                                         \
+    combine_block<W, kBytes, kRows == 4 ? 8 : 4>(A, rows, N, D, block, h);                   \
+  }                                                                                          \
+  template <typename W>                                                                      \
+  constexpr Kernels<W> k_##name{multiply_##name<W>, combine_##name<W>};
+
+FASTKD_KERNELS(usual, , 16, 4)
+#if defined(__x86_64__)
+FASTKD_KERNELS(avx2, FASTKD_TARGET("avx2,fma"), 32, 3)
+FASTKD_KERNELS(avx512, FASTKD_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma"), 64, 4)
+#endif
+
+template <typename W>
+const Kernels<W>& kernels() {
+  static const Kernels<W>& found = []() -> const Kernels<W>& {
+#if defined(__x86_64__)
+    const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    if (avx512 && __builtin_cpu_supports("avx512vl")) return k_avx512<W>;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return k_avx2<W>;
+#endif
+    return k_usual<W>;
+  }();
+  return found;
+}
+
+}  // namespace
+
+void multiply_rows(const float* rows, int64_t N, int64_t D, int64_t block, float* R) {
+  kernels<float>().multiply(rows, N, D, block, R);
+}
+void multiply_rows(const double* rows, int64_t N, int64_t D, int64_t block, double* R) {
+  kernels<double>().multiply(rows, N, D, block, R);
+}
+void combine_rows(const float* A, const float* rows, int64_t N, int64_t D, int64_t block,
+                  float* h) {
+  kernels<float>().combine(A, rows, N, D, block, h);
+}
+void combine_rows(const double* A, const double* rows, int64_t N, int64_t D, int64_t block,
+                  double* h) {
+  kernels<double>().combine(A, rows, N, D, block, h);
+}
+
+}  // namespace fastkd
