@@ -8,9 +8,7 @@
 #endif
 
 namespace fastkd {
-namespace {
 
-// Asks for large pages where those of x lie; no more memory, since pages it shares stay as they are.
 void use_large_pages(const Tensor& x) {
 #ifdef MADV_HUGEPAGE
   const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
@@ -21,7 +19,6 @@ void use_large_pages(const Tensor& x) {
 #endif
 }
 
-}  // namespace
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) { m.def("use_large_pages(Tensor x) -> ()"); }

@@ -103,17 +103,14 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
   }
   double weight = 1 / divisor;
   const Rows weights{reinterpret_cast<char*>(&weight), 0, 1, Type::kDouble};
-  std::vector<Tensor> results(1);
-  Rows dstudent{};
-  if (gradient) {
-    results.push_back(
-        new_rows(student, student.size(0), student.size(1), working_type(student)));
-    dstudent = rows_of(results.back());
-  }
-  const std::vector<double> losses = soft_targets(student, teacher, mask, divergence, temperature,
-                                                  scale, dstudent, weights);
-  results[0] = reduction == "none" ? vector_of(losses, student)
-                                   : scalar(total(losses) / divisor, student);
+  const Tensor dstudent =
+      new_rows(student, gradient ? student.size(0) : 0, student.size(1), working_type(student));
+  const std::vector<double> losses =
+      soft_targets(student, teacher, mask, divergence, temperature, scale,
+                   gradient ? rows_of(dstudent) : Rows{}, weights);
+  std::vector<Tensor> results{reduction == "none" ? vector_of(losses, student)
+                                                  : scalar(total(losses) / divisor, student)};
+  if (gradient) results.push_back(dstudent);
   return results;
 }
 

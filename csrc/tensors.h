@@ -46,8 +46,14 @@ inline Rows rows_of(const Tensor& x) {
   return {data<char>(x), x.stride(0), x.size(1), type_of(x)};
 }
 
+// Asks for large pages where those of x lie; no more memory, since pages it shares stay as they are.
+void use_large_pages(const Tensor& x);
+
 inline Tensor new_rows(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
-  return torch::stable::new_empty(like, {rows, columns}, type);
+  const Tensor x = torch::stable::new_empty(like, {rows, columns}, type);
+  // From there on the C library takes memory from the system, and gives it back, each time.
+  if (rows * columns * x.element_size() >= 1 << 25) use_large_pages(x);
+  return x;
 }
 
 // A vector, or a scalar, which then is all of its numbers.
