@@ -37,11 +37,10 @@ core: $(VENV)/installed
 test: style
 	$(MAKE) --jobs 2 --keep-going types tests
 
-# A process a core, with one thread, and one for when others wait. What Python compiles it may keep: the
-# tests start many.
+# A process a core, with one thread. What Python compiles it may keep: the tests start many.
 tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
+	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
 
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test
