@@ -32,23 +32,6 @@ def _layer_norm_mse_meta(
     return [_scalar(x), *(_gradient(x) for needed in (needs_dx, needs_dy) if needed)]
 
 
-def _soft_target_meta(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    denominator: Tensor | None,
-    divergence: str,
-    temperature: float,
-    scale: float,
-    reduction: str,
-    gradient: bool,
-) -> list[Tensor]:
-    """Shapes of the loss, and of the student's gradient."""
-    loss = _scalar(student)
-    loss = loss.new_empty(student.shape[0]) if reduction == "none" else loss
-    return [loss, student.new_empty(student.shape, dtype=loss.dtype)] if gradient else [loss]
-
-
 def _relation_terms_meta(
     student: Tensor,
     teacher: Tensor,
@@ -68,12 +51,16 @@ def _scalar(x: Tensor) -> Tensor:
 
 
 def _loss_meta(
-    student: Tensor, samples: torch.Size, reduction: str, gradient: bool
+    student: Tensor, samples: torch.Size, reduction: str, gradient: bool, wide: bool = False
 ) -> list[Tensor]:
-    """Shapes of the loss, or with reduction "none" of each sample's, and of the gradient."""
+    """Shapes of the loss, or with reduction "none" of each sample's, and of the gradient.
+
+    ``wide``: the gradient stays in the dtype that the loss is computed in.
+    """
     loss = _scalar(student)
     loss = loss.new_empty(samples) if reduction == "none" else loss
-    return [loss, _gradient(student)] if gradient else [loss]
+    made = loss.new_empty(student.shape) if wide else _gradient(student)
+    return [loss, made] if gradient else [loss]
 
 
 def _gradient(x: Tensor) -> Tensor:
@@ -83,7 +70,9 @@ def _gradient(x: Tensor) -> Tensor:
 
 ROW_KERNELS = {
     "layer_norm_mse": _layer_norm_mse_meta,
-    "soft_target_loss": _soft_target_meta,
+    "soft_target_loss": lambda student, *rest: _loss_meta(
+        student, student.shape[:1], rest[-2], rest[-1], wide=True
+    ),
     "soft_target_rows": lambda student, *rest: student.new_empty(student.shape[0]),
     "attention": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "knn": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
