@@ -3,6 +3,7 @@
 All of them are forks of one process that has imported everything; the launcher is torch's own.
 """
 
+import faulthandler
 import functools
 import gc
 import json
@@ -49,9 +50,12 @@ class Launch:
         self.process.join(seconds)
         hangs = self.process.is_alive()
         if hangs:
-            for process in psutil.Process(self.process.pid).children(recursive=True):
+            those = psutil.Process(self.process.pid).children(recursive=True)
+            for process in those:
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            for process in (*those, self.process):
                 process.kill()
-            self.process.kill()
         said = tuple((self.folder / name).read_text() for name in ("out", "err"))
         assert not hangs, said
         return said
@@ -94,6 +98,7 @@ def _work(folder: Path, function, arguments) -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     (folder / f"{processes.rank()}.pid").write_text(str(os.getpid()))
+    faulthandler.register(signal.SIGUSR1)
     gc.freeze()  # accelerate collects garbage once a run
     try:
         function(*arguments)
@@ -128,6 +133,8 @@ def commands(folder: Path, lines: dict[str, list[str]]) -> None:
     results = {}
     for name, words in most:
         results[name] = result_of(words)
+        if results[name][0]:  # the others may wait for this process in vain
+            print(name, *results[name], file=sys.stderr, flush=True)
         if dist.is_initialized():
             dist.barrier()
             if processes.first():
