@@ -19,6 +19,7 @@ from fastkd._core.dispatch import why_not_cpp, why_not_triton
 from fastkd._core.losses import LOSSES, Inputs
 from fastkd._core.versions import TESTED
 from fastkd.cli.display import say
+from fastkd.train.errors import first_line
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")
 # Far above what float32 loses, far below what a wrong kernel gives.
@@ -136,7 +137,7 @@ def _extension() -> str:
     except ModuleNotFoundError:
         return "fastkd._C is not built; matrix roots and row kernels run on PyTorch code"
     except Exception as error:
-        return f"fastkd._C is built but can't be loaded ({_first_line(error)})"
+        return f"fastkd._C is built but can't be loaded ({first_line(error)})"
     return "fastkd._C is built"
 
 
@@ -156,10 +157,6 @@ def _verdict(trial: Trial, backend: str, device: torch.device) -> tuple[str, boo
     try:
         error = trial.error(backend, device)
     except Exception as raised:
-        return f"[red]failed[/red]: {type(raised).__name__}: {_first_line(raised)}", False
+        return f"[red]failed[/red]: {type(raised).__name__}: {first_line(raised)}", False
     right = error <= TOLERANCE
     return f"{'ok' if right else '[red]failed[/red]'}, relative error {error:.1e}", right
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

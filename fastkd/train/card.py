@@ -62,11 +62,14 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
             for kind, name in columns
         ],
     )
-    scores = {
-        who: " | ".join(_score(sets[kind].get(who, {}).get(name)) for kind, name in columns)
-        for who in ("teacher", "student")
-    }
-    seconds, size = report["seconds_a_batch"], report["parameters"]
+    scores = {}
+    for who in ("teacher", "student"):
+        found = (sets[kind].get(who, {}).get(name) for kind, name in columns)
+        scores[who] = " | ".join("" if x is None else f"{x:.4f}" for x in found)
+    seconds, size, faster = report["seconds_a_batch"], report["parameters"], ""
+    if "teacher" in seconds:
+        times = compared(seconds["teacher"] / seconds["student"], "faster", "slower")
+        faster = f", {times} on the machine that trained it"
     text = TEXT.format(
         data=data.to_yaml(),
         title=f"{settings['method']} student of {Path(teacher).name}",
@@ -76,7 +79,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         made=_made(settings["method"]),
         teacher=teacher,
         smaller=compared(size["teacher"] / size["student"], "smaller", "larger"),
-        faster=_faster(seconds),
+        faster=faster,
         headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
         rules="---:|" * (len(columns) - 1) + "---:",
         teacher_scores=scores["teacher"],
@@ -92,14 +95,3 @@ def _made(method: str) -> str:
     if method == "labels":
         return "trained on the labels alone, and compared with the teacher"
     return f"distilled with the method `{method}` from the teacher"
-
-
-def _score(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _faster(seconds: dict[str, float]) -> str:
-    if "teacher" not in seconds:  # it was not there
-        return ""
-    times = seconds["teacher"] / seconds["student"]
-    return f", {compared(times, 'faster', 'slower')} on the machine that trained it"

@@ -8,6 +8,11 @@ class InputError(ValueError):
     """What the user gave can't be used; the message names the option, or the file and row."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known names, and the one closest to ``name``, as the end of an error message."""
     known = list(known)

@@ -13,7 +13,7 @@ from fastkd._core.extras import require
 from fastkd.train import tasks
 from fastkd.train.columns import Columns
 from fastkd.train.data import file_columns, read_file
-from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.errors import InputError, RunFailed, first_line
 from fastkd.train.files import first_row
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import load_finished, longest
@@ -148,7 +148,7 @@ class OnnxModel(torch.nn.Module):
         try:
             self.session = runtime.InferenceSession(str(path))
         except Exception as error:  # its own types, one for each status
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise InputError(f"--onnx {path}: can't be loaded ({reason})") from None
         self.path = path
         self.inputs = [entry.name for entry in self.session.get_inputs()]
@@ -182,7 +182,7 @@ class OnnxModel(torch.nn.Module):
         try:
             found = self.session.run(None, given)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise InputError(f"--onnx {self.path}: can't be run ({reason})") from None
         named = zip(self.outputs, map(torch.from_numpy, found), strict=True)
         return SimpleNamespace(**dict(named))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._core.extras import require
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, first_line
 
 # Its own clients try for half a minute and more.
 SECONDS = 3.0
@@ -55,5 +55,5 @@ def file_of(name: str, file: str) -> Path | None:
 
 def why_not(error: Exception) -> str:
     """The reason why the hub didn't give what was asked for, in one line."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = first_line(error)
     return line if hub_answers() else f"{line} (the hub can't be reached, only the cache)"

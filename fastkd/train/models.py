@@ -24,7 +24,7 @@ from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
 from fastkd.train import tasks
 from fastkd.train.corpus import Corpus
-from fastkd.train.errors import InputError, nearest
+from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.saving import damage, read_marker
 from fastkd.train.settings import SELECT, Pairing
@@ -55,8 +55,7 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
         raise
     except Exception as error:  # damaged files make transformers raise anything
         if local.exists():
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            reason = f"can't be loaded from there ({line})"
+            reason = f"can't be loaded from there ({first_line(error)})"
         else:
             reason = f"no such directory, and the hub doesn't give it ({why_not(error)})"
         if "trust_remote_code" in str(error):

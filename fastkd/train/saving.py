@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from fastkd._core.extras import require
 from fastkd._core.writing import staging_of, sync_names, write_file
-from fastkd.train.errors import InputError, SaveFailed
+from fastkd.train.errors import InputError, SaveFailed, first_line
 
 filelock: Any = require("filelock", "train")
 
@@ -208,7 +208,7 @@ def saving(target: Path) -> Iterator[None]:
         told = isinstance(error, OSError | RuntimeError | SafetensorError)
         if not told and type(error) is not Exception:
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         elif shutil.disk_usage(_existing(target)).free < 2**26 or "os error 28" in reason:

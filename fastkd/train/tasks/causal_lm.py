@@ -164,11 +164,7 @@ class CausalLM(Decoder):
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return (
-            "from transformers import pipeline\n\n"
-            f'write = pipeline("{cls.pipeline}", "{directory}")\n'
-            'print(write("Once upon a time"))'
-        )
+        return cls.piped("write", f'"{directory}"', 'print(write("Once upon a time"))')
 
 
 def sums_of_next(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tuple[float, int]]:

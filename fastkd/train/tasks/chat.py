@@ -15,7 +15,7 @@ from torch import nn
 from fastkd._core.extras import require
 from fastkd.analysis.layers import in_eval_mode
 from fastkd.train.columns import Columns, field, whole
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, first_line
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import rouge_l
 from fastkd.train.tasks.causal_lm import Decoder, perplexity, sums_of_next
@@ -183,11 +183,8 @@ class Chat(Decoder):
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return (
-            "from transformers import pipeline\n\n"
-            f'write = pipeline("{cls.pipeline}", "{directory}")\n'
-            'print(write([{"role": "user", "content": "..."}]))'
-        )
+        shown = 'print(write([{"role": "user", "content": "..."}]))'
+        return cls.piped("write", f'"{directory}"', shown)
 
 
 def _message(message: Any, number: int, name: str | None, where: str) -> dict[str, Any]:
@@ -214,7 +211,7 @@ def _apply(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> 
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except jinja2.TemplateError as error:  # templates refuse what they don't know
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"{where}: the tokenizer's chat template refuses it ({reason})") from error
 
 

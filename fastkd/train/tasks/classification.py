@@ -26,7 +26,7 @@ from fastkd.train.labels import as_name, as_number
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import doubt, evaluate
 from fastkd.train.tasks.regression import Regression
-from fastkd.train.tasks.task import ClassTask, Fitted, Given, Task
+from fastkd.train.tasks.task import ClassTask, Fitted, Given, Task, probabilities
 
 # What spreadsheets and data frames write where a label is missing.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
@@ -132,15 +132,8 @@ class Classification(ClassTask):
         return doubt(answers, examples.targets, self.names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        names, shares = self.names, torch.from_numpy(answers).double().softmax(-1)
-        heads = [f"P({name})" for name in names]
-        return [
-            {
-                "label": names[int(row.argmax())],
-                **{head: round(float(x), 6) for head, x in zip(heads, row, strict=True)},
-            }
-            for row in shares
-        ]
+        names, likely = self.names, torch.from_numpy(answers).double().softmax(-1)
+        return [{"label": names[int(x.argmax())], **probabilities(names, x)} for x in likely]
 
     def marks(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers.argmax(-1).tolist()

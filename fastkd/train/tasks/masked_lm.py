@@ -76,11 +76,8 @@ class MaskedLM(CausalLM):
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return (
-            "from transformers import pipeline\n\n"
-            f'fill = pipeline("{cls.pipeline}", "{directory}")\n'
-            'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'
-        )
+        shown = 'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'
+        return cls.piped("fill", f'"{directory}"', shown)
 
 
 @dataclass(frozen=True)

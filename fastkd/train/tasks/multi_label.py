@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,12 +11,12 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.train.classes import MOST_CLASSES_SHOWN
-from fastkd.train.columns import Columns, field, text_of, whole
+from fastkd.train.columns import Columns, field, whole
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.labels import as_name
 from fastkd.train.rows import UNLABELLED, Encoded
-from fastkd.train.tasks.task import LABELS, ListedTask
+from fastkd.train.tasks.task import LABELS, ListedTask, example_of, probabilities
 
 BETWEEN = "|"
 
@@ -36,15 +36,12 @@ class MultiLabel(ListedTask):
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
-        texts = {"text": True, "pair": columns.pair}
-        kept = {name: "large_string" for name, there in texts.items() if there is not None}
+        kept = super().features(replace(columns, label=None))
         return kept if columns.label is None else {**kept, LABELS: ["large_string"]}
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        row: dict[str, Any] = {"text": text_of(record, columns.text, where)}
-        if columns.pair is not None:
-            row["pair"] = text_of(record, columns.pair, where)
+        row = super().row(record, replace(columns, label=None), where)
         if columns.label is not None:
             row[LABELS] = _labels_of(record, columns.label, where)
         return row
@@ -100,14 +97,10 @@ class MultiLabel(ListedTask):
         return [name for name, x in zip(self.classes, outputs, strict=True) if x > 0]
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        shares = torch.from_numpy(answers).double().sigmoid()
-        heads = [f"P({name})" for name in self.classes]
+        likely = torch.from_numpy(answers).double().sigmoid()
         return [
-            {
-                LABELS: self._given(row),
-                **{head: round(float(x), 6) for head, x in zip(heads, share, strict=True)},
-            }
-            for row, share in zip(answers, shares, strict=True)
+            {LABELS: self._given(row), **probabilities(self.classes, each)}
+            for row, each in zip(answers, likely, strict=True)
         ]
 
     def marks(self, answers: Any, examples: Encoded) -> list[Any]:
@@ -123,12 +116,8 @@ class MultiLabel(ListedTask):
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        example = '{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."'
-        return (
-            "from transformers import pipeline\n\n"
-            f'label = pipeline("{cls.pipeline}", "{directory}", top_k=None)\n'
-            f"print(label({example}))  # those with a score above 0.5"
-        )
+        shown = f"print(label({example_of(report)}))  # those with a score above 0.5"
+        return cls.piped("label", f'"{directory}", top_k=None', shown)
 
 
 def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:

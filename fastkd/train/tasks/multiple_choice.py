@@ -15,7 +15,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.labels import as_number
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import doubt
-from fastkd.train.tasks.task import LABEL, Fitted, Given, Task
+from fastkd.train.tasks.task import LABEL, Fitted, Given, Task, probabilities
 
 QUESTION, CHOICES = "question", "choices"
 # SWAG: what was said, how the next sentence begins, and its ends.
@@ -155,16 +155,13 @@ class MultipleChoice(Task):
         return doubt(answers, np.array(self.truths(examples)), names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        shares = torch.from_numpy(answers).double().softmax(-1)
-        rows = examples.rows.columns(CHOICES)
-        return [
-            {
-                LABEL: (best := int(share.argmax())),
-                "choice": choices[best],
-                **{f"P({i})": round(float(x), 6) for i, x in enumerate(share)},
-            }
-            for (choices,), share in zip(rows, shares, strict=True)
-        ]
+        likely = torch.from_numpy(answers).double().softmax(-1)
+        found = []
+        for (choices,), x in zip(examples.rows.columns(CHOICES), likely, strict=True):
+            best = int(x.argmax())
+            row = {LABEL: best, "choice": choices[best]}
+            found.append({**row, **probabilities(range(len(choices)), x)})
+        return found
 
     def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
         kept = rows.columns(QUESTION, CHOICES)
@@ -183,9 +180,7 @@ class MultipleChoice(Task):
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         return (
-            f"from transformers import {cls.head}, AutoTokenizer\n\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
-            f'model = {cls.head}.from_pretrained("{directory}")\n'
+            f"{cls.loaded(directory)}"
             'question, choices = "...", ["...", "..."]\n'
             "pairs = tokenizer([question] * len(choices), choices, padding=True, "
             'return_tensors="pt")\n'

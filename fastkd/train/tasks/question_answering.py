@@ -265,9 +265,7 @@ class QuestionAnswering(Task):
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         return (
-            f"from transformers import {cls.head}, AutoTokenizer\n\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
-            f'model = {cls.head}.from_pretrained("{directory}")\n'
+            f"{cls.loaded(directory)}"
             'tokens = tokenizer("question", "text", return_tensors="pt")\n'
             "found = model(**tokens)\n"
             "start, end = found.start_logits.argmax(), found.end_logits.argmax()\n"

@@ -131,9 +131,7 @@ class Seq2Seq(Task):
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         return (
-            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
-            f'model = AutoModelForSeq2SeqLM.from_pretrained("{directory}")\n'
+            f"{cls.loaded(directory)}"
             'ids = model.generate(**tokenizer("...", return_tensors="pt"), max_new_tokens=128)\n'
             "print(tokenizer.decode(ids[0], skip_special_tokens=True))"
         )

@@ -1,7 +1,7 @@
 """What a task is to the commands: rows, tokens, head, scores and predictions."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -397,11 +397,22 @@ class Task:
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         """Lines of Python for the model card."""
-        example = '{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."'
+        shown = f"print(classify({example_of(report)}))"
+        return cls.piped("classify", f'"{directory}"', shown)
+
+    @classmethod
+    def piped(cls, name: str, arguments: str, shown: str) -> str:
+        """`usage` of a pipeline with these ``arguments``, called ``name`` where it is ``shown``."""
+        made = f'{name} = pipeline("{cls.pipeline}", {arguments})'
+        return f"from transformers import pipeline\n\n{made}\n{shown}"
+
+    @classmethod
+    def loaded(cls, directory: str) -> str:
+        """How `usage` begins without a pipeline: ``tokenizer`` and ``model``."""
         return (
-            "from transformers import pipeline\n\n"
-            f'classify = pipeline("{cls.pipeline}", "{directory}")\n'
-            f"print(classify({example}))"
+            f"from transformers import {cls.head}, AutoTokenizer\n\n"
+            f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
+            f'model = {cls.head}.from_pretrained("{directory}")\n'
         )
 
 
@@ -510,6 +521,16 @@ class ListedTask(ClassTask):
     def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
         self.check_known(rows, "is none of the model's")
         return super().read_labels(rows, asked)
+
+
+def example_of(report: Mapping[str, Any]) -> str:
+    """A text for `Task.usage`, or two."""
+    return '{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."'
+
+
+def probabilities(names: Iterable[Any], values: torch.Tensor) -> dict[str, float]:
+    """A column of predictions for each of the ``names``."""
+    return {f"P({name})": round(float(x), 6) for name, x in zip(names, values, strict=True)}
 
 
 def sums_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[float, int]]:
