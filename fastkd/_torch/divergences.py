@@ -20,6 +20,8 @@ DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)
 NAMES = (*DIVERGENCES, "skew_kl", "skew_reverse_kl", "total_variation", "mixed")
 
+Graded = tuple[Tensor, Tensor | None]  # values and their gradients, if wanted
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -83,24 +85,20 @@ def row_divergence(
     log_pt: Tensor,
     wants_grad: bool,
     columns: Columns = ALL,
-) -> tuple[Tensor, Tensor | None]:
+) -> Graded:
     """Value (R,) and gradient (R, V) of a `Divergence.form`, over ``columns``."""
     sides = log_ps, log_pt, wants_grad, columns
     return _PLAIN[form](*sides) if form in _PLAIN else _WEIGHED[form](*sides, coefficient)
 
 
-def _forward_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
-) -> tuple[Tensor, Tensor | None]:
+def _forward_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
     """KL(p_t ‖ p_s) of every row and its gradient with respect to z_s/τ: p_s − p_t."""
     p_t = log_pt.exp()
     value = _weighted_sum(p_t, log_pt - log_ps, columns)
     return value, log_ps.exp().sub_(p_t) if wants_grad else None
 
 
-def _reverse_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
-) -> tuple[Tensor, Tensor | None]:
+def _reverse_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
     """KL(p_s ‖ p_t) and its gradient: p_s (log p_s − log p_t − KL)."""
     p_s = log_ps.exp()
     ratio = log_ps - log_pt
@@ -108,9 +106,7 @@ def _reverse_kl(
     return value, _expectation_grad(p_s, ratio, value) if wants_grad else None
 
 
-def _js(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
-) -> tuple[Tensor, Tensor | None]:
+def _js(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
     """½KL(p_t ‖ m) + ½KL(p_s ‖ m) and its gradient: ½p_s (log p_s − log m − KL(p_s ‖ m))."""
     log_m = torch.logaddexp(log_ps, log_pt).sub_(math.log(2))
     p_s = log_ps.exp()
@@ -120,9 +116,7 @@ def _js(
     return value, _expectation_grad(p_s, ratio, student_side).div_(2) if wants_grad else None
 
 
-def _adaptive_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
-) -> tuple[Tensor, Tensor | None]:
+def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
     """Forward and reverse KL weighted by the gap of the head and of the tail."""
     head = _head_share(log_ps.exp(), log_pt.exp())  # (R,)
     return _two_kl(log_ps, log_pt, wants_grad, columns, head)
@@ -130,7 +124,7 @@ def _adaptive_kl(
 
 def _mixed(
     log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, mix: float
-) -> tuple[Tensor, Tensor | None]:
+) -> Graded:
     """mix·KL(p_t ‖ p_s) + (1 − mix)·KL(p_s ‖ p_t)."""
     share = torch.full_like(log_ps[:, 0], mix)
     return _two_kl(log_ps, log_pt, wants_grad, columns, share)
@@ -138,7 +132,7 @@ def _mixed(
 
 def _two_kl(
     log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, forward_share: Tensor
-) -> tuple[Tensor, Tensor | None]:
+) -> Graded:
     """Forward KL times its share (R,), and reverse KL times the rest."""
     forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad, columns)
     reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad, columns)
@@ -151,7 +145,7 @@ def _two_kl(
 
 def _generalized_js(
     log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, beta: float
-) -> tuple[Tensor, Tensor | None]:
+) -> Graded:
     """β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m), its gradient (1 − β) p_s (log p_s/m − KL(p_s ‖ m))."""
     log_m = _log_mixture(log_pt, log_ps, beta)
     p_s = log_ps.exp()
@@ -165,7 +159,7 @@ def _generalized_js(
 
 def _skew_kl(
     log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, skew: float
-) -> tuple[Tensor, Tensor | None]:
+) -> Graded:
     """KL(p_t ‖ m) of m = α p_t + (1 − α) p_s, and p_s Σu − u with u = (1 − α) p_s p_t/m."""
     log_m = _log_mixture(log_pt, log_ps, skew)
     p_t = log_pt.exp()
@@ -178,7 +172,7 @@ def _skew_kl(
 
 def _skew_reverse_kl(
     log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, skew: float
-) -> tuple[Tensor, Tensor | None]:
+) -> Graded:
     """KL(p_s ‖ m) of m = α p_s + (1 − α) p_t; p_s (x − Σ p_s x) with x = log p_s/m − α p_s/m."""
     ratio = log_ps - _log_mixture(log_ps, log_pt, skew)
     p_s = log_ps.exp()
@@ -189,9 +183,7 @@ def _skew_reverse_kl(
     return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope, columns))
 
 
-def _total_variation(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns
-) -> tuple[Tensor, Tensor | None]:
+def _total_variation(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
     """½ Σ |p_t − p_s| and its gradient, in which the sign of no gap is 0."""
     p_s = log_ps.exp()
     gap = p_s - log_pt.exp()

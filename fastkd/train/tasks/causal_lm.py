@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from fastkd.train.columns import Columns
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import Task, logits, sums_of_losses
+from fastkd.train.tasks.task import Collate, Task, Tokens, logits, sums_of_losses
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Decoder(Task):
         corpus = super().match(corpus, head, asked, who, fresh)
         return corpus if head is None else replace(corpus, task=head)
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         return Pad(tokenizer)
 
 
@@ -102,9 +102,7 @@ class CausalLM(Decoder):
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return 1, "a document"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {
             name: []
             for name in ("input_ids", "attention_mask", "labels", "bytes", "number", "position_ids")

@@ -19,7 +19,7 @@ from fastkd.train.errors import InputError, first_line
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import rouge_l
 from fastkd.train.tasks.causal_lm import Decoder, perplexity, sums_of_next
-from fastkd.train.tasks.task import Task
+from fastkd.train.tasks.task import Task, Tokens
 
 MESSAGES = "messages"
 ASSISTANT = "assistant"
@@ -104,9 +104,7 @@ class Chat(Decoder):
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return 1, "a conversation"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {n: [] for n in ("input_ids", "labels", "answer")}
         for where, kept in zip(batch["where"], batch[MESSAGES], strict=True):
             messages = [json.loads(message) for message in kept]

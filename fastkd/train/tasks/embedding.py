@@ -23,7 +23,7 @@ from fastkd.train.hub import file_of
 from fastkd.train.labels import as_number
 from fastkd.train.rows import BATCH, Encoded, Rows
 from fastkd.train.score import accepted, evaluate
-from fastkd.train.tasks.task import LABEL, Fitted, Given, Task
+from fastkd.train.tasks.task import LABEL, Fitted, Given, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
@@ -200,9 +200,7 @@ class Embedding(Task):
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=False), "a text"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         names = ("number", "text", "pair", NEGATIVES)
         rows = zip(*(batch[name] for name in names), strict=True)
         each = [

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from fastkd._core.extras import require
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
-from fastkd.train.tasks.task import logits, sums_of_losses
+from fastkd.train.tasks.task import Collate, Tokens, logits, sums_of_losses
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,14 @@ class MaskedLM(CausalLM):
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return sum(map(len, _around(tokenizer))), "a document"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         first, last = _around(tokenizer)
         found = super().encode(batch, tokenizer, max_length - len(first) - len(last))
         ids = [[*first, *row, *last] for row in found["input_ids"]]
         masks = [[1] * len(row) for row in ids]
         return {"input_ids": ids, "attention_mask": masks, "number": found["number"]}
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         if tokenizer.mask_token is None:
             raise InputError(
                 f"--task {self.name()} needs a tokenizer with a mask token, and "

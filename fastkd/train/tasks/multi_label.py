@@ -16,7 +16,7 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.labels import as_name
 from fastkd.train.rows import UNLABELLED, Encoded
-from fastkd.train.tasks.task import LABELS, ListedTask, example_of, probabilities
+from fastkd.train.tasks.task import LABELS, ListedTask, Tokens, example_of, probabilities
 
 BETWEEN = "|"
 
@@ -58,9 +58,7 @@ class MultiLabel(ListedTask):
         counts = (f"{name} {train[name]}/{evals[name]}" for name in self.classes)
         yield f"labels, training/evaluation rows: {', '.join(counts)}"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found = super().encode(batch, tokenizer, max_length)
         if LABELS in batch:
             labels = [[float(name in row) for name in self.classes] for row in batch[LABELS]]

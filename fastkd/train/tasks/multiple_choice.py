@@ -1,7 +1,7 @@
 """The right one of some choices that a question, or the beginning of a text, has."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.labels import as_number
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import doubt
-from fastkd.train.tasks.task import LABEL, Fitted, Given, Task, probabilities
+from fastkd.train.tasks.task import LABEL, Collate, Fitted, Given, Task, Tokens, probabilities
 
 QUESTION, CHOICES = "question", "choices"
 # SWAG: what was said, how the next sentence begins, and its ends.
@@ -118,9 +118,7 @@ class MultipleChoice(Task):
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=True), "a question and a choice"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         pairs = list(zip(batch[QUESTION], batch[CHOICES], strict=True))
         firsts = [question for question, choices in pairs for _ in choices]
         seconds = [choice for _, choices in pairs for choice in choices]
@@ -134,7 +132,7 @@ class MultipleChoice(Task):
         labels = batch.get(LABEL, [UNLABELLED] * len(pairs))
         return {**found, "labels": labels, "length": lengths}
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
         return transformers.DataCollatorForMultipleChoice(tokenizer)
 

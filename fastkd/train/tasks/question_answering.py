@@ -4,7 +4,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +19,7 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
 from fastkd.train.score import accepted
-from fastkd.train.tasks.task import Fitted, Given, Task
+from fastkd.train.tasks.task import Collate, Fitted, Given, Task, Tokens
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
 FROM, TO = "start_positions", "end_positions"
@@ -140,9 +140,7 @@ class QuestionAnswering(Task):
         # A question and its context need two tokens each to overlap at all.
         return tokenizer.num_special_tokens_to_add(pair=True) + 3, "a question and its text"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         if not tokenizer.is_fast:
             raise InputError(
                 f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
@@ -174,7 +172,7 @@ class QuestionAnswering(Task):
                 columns[name].append(value)
         return {**found, **columns, "number": [batch["number"][row] for row in rows]}
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         # On the right, whatever is usual: positions count from the first token.
         return lambda rows: dict(tokenizer.pad(rows, padding_side="right", return_tensors="pt"))
 

@@ -1,7 +1,7 @@
 """A text written after another: translations, summaries."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from fastkd.train.columns import Columns, holds_text, text_of
 from fastkd.train.errors import InputError
 from fastkd.train.rows import Encoded, Rows
 from fastkd.train.score import rouge_l
-from fastkd.train.tasks.task import LABEL, Task, sums_of_losses
+from fastkd.train.tasks.task import LABEL, Collate, Task, Tokens, sums_of_losses
 
 SOURCE, TARGET = "source", "target"
 # New tokens of a generated text at most.
@@ -70,9 +70,7 @@ class Seq2Seq(Task):
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=False), "a text"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         short = {"truncation": True, "max_length": max_length}
         found = dict(tokenizer(batch[SOURCE], **short))
         found.pop("token_type_ids", None)
@@ -80,7 +78,7 @@ class Seq2Seq(Task):
             found["labels"] = tokenizer(text_target=batch[LABEL], **short)["input_ids"]
         return found
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
         collate = transformers.DataCollatorForSeq2Seq(tokenizer)
 

@@ -24,6 +24,9 @@ from fastkd.train.score import accepted
 
 LABEL, LABELS = "label", "labels"
 
+Tokens = Mapping[str, list[Any]]  # columns of them
+Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows
+
 
 class Given(NamedTuple):
     """What is known of labels beside the rows."""
@@ -280,9 +283,7 @@ class Task:
         added = tokenizer.num_special_tokens_to_add(pair=rows.paired)
         return added, "a pair" if rows.paired else "a text"
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         """Tokens of a batch of rows, by column; "where" each stands begins a message.
 
         Columns of `inputs` go to the model; the others stay in ``Encoded.beside``. Where a row
@@ -294,7 +295,7 @@ class Task:
     #: Columns of `encode` that only `scores` and `predictions` read.
     beside: ClassVar[tuple[str, ...]] = ()
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         """Makes a batch of encoded rows, always the same one of the same rows.
 
         One with a method ``drawn`` is another in each epoch of training: that which this gives for

@@ -1,6 +1,6 @@
 """A tag for every word: names, parts of speech."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import LABELS, ListedTask, logits
+from fastkd.train.tasks.task import LABELS, Collate, ListedTask, Tokens, logits
 
 CONLL = ".conll"
 TOKENS = "tokens"
@@ -91,9 +91,7 @@ class TokenClassification(ListedTask):
 
     beside: ClassVar[tuple[str, ...]] = ("words",)
 
-    def encode(
-        self, batch: dict[str, list], tokenizer: Any, max_length: int
-    ) -> Mapping[str, list[Any]]:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         if not tokenizer.is_fast:
             raise InputError(
                 f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
@@ -115,7 +113,7 @@ class TokenClassification(ListedTask):
             )
         return {**found, "words": words, "labels": labels}
 
-    def collator(self, tokenizer: Any) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
         return transformers.DataCollatorForTokenClassification(tokenizer)
 
