@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 from fastkd.analysis.layers import IntraClass, Pool, check_layers, gathered, rccc, stream
 from fastkd.analysis.measures import Measure, matrix, moments_for
@@ -32,7 +32,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.finished import columns_of, training_of
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.models import be_quiet, check_length, let_pad, load
+from fastkd.train.models import be_quiet, check_length, load, tokenizer_of
 from fastkd.train.plan import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
@@ -138,10 +138,8 @@ def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
 
 def load_model(name: str, device: torch.device, remote_code: bool = False) -> tuple[Any, Any]:
     """Model and tokenizer from a path or hub name."""
-    tokenizer = load("--model", name, AutoTokenizer, remote_code)
-    model = load("--model", name, AutoModel, remote_code)
-    let_pad(tokenizer, "--model", name)
-    return model.to(device), tokenizer
+    tokenizer = tokenizer_of("--model", name, remote_code)
+    return load("--model", name, AutoModel, remote_code).to(device), tokenizer
 
 
 def batches_of(

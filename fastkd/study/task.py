@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from fastkd._core.extras import require
 from fastkd.distill.cache import TeacherCache, wanted_of
@@ -29,7 +29,7 @@ from fastkd.train import data
 from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.models import check_depth, count, fit_config, let_pad, load
+from fastkd.train.models import check_depth, count, fit_config, load, tokenizer_of
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.packaged import teacher_path
 from fastkd.train.plan import Plan, choose_device
@@ -167,9 +167,7 @@ class TaskWork:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        tokenizer = load("--teacher", self.name, AutoTokenizer, False)
-        let_pad(tokenizer, "--teacher", self.name)
-        return tokenizer
+        return tokenizer_of("--teacher", self.name, False)
 
     @property
     def folder(self) -> Path:

@@ -70,9 +70,7 @@ def load_tokenizer(settings: Pairing) -> Any:
     """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
     option = "--teacher" if settings.tokenizer is None else "--tokenizer"
     name = settings.tokenizer or settings.teacher
-    tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
-    let_pad(tokenizer, option, name)
-    return tokenizer
+    return tokenizer_of(option, name, settings.trust_remote_code)
 
 
 def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
@@ -83,25 +81,25 @@ def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
     files = ("tokenizer_config.json", "tokenizer.json")
     if all(file_of(name, file) is None for file in files):
         return teachers, None
-    own = load("--student", name, AutoTokenizer, settings.trust_remote_code)
-    let_pad(own, "--student", name)
+    own = tokenizer_of("--student", name, settings.trust_remote_code)
     return (teachers, None) if own.get_vocab() == teachers.get_vocab() else (own, teachers)
 
 
-def let_pad(tokenizer: Any, option: str, name: str) -> None:
-    """Pad with the end token where there is no padding token."""
+def tokenizer_of(option: str, name: str, remote_code: bool) -> Any:
+    """A tokenizer that pads, with the end token where it has no other."""
+    tokenizer = load(option, name, AutoTokenizer, remote_code)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise InputError(f"{option} {name}: its tokenizer has no padding and no end token")
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def load_finished(
     name: str, remote_code: bool, task: str | None = None
 ) -> tuple[PreTrainedModel, Any, Task]:
     """A finished model, called --model, its tokenizer, and the task that it answers."""
-    tokenizer = load("--model", name, AutoTokenizer, remote_code)
-    let_pad(tokenizer, "--model", name)
+    tokenizer = tokenizer_of("--model", name, remote_code)
     config = load("--model", name, AutoConfig, remote_code)
     report = read_marker(Path(name).expanduser()) or {}
     trained = report.get("task")
@@ -226,8 +224,7 @@ def load_cached_teacher(
     if not (folder / STUDENT).is_dir() or about is None:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     name = str(folder / STUDENT)
-    tokenizer = load(option, name, AutoTokenizer, settings.trust_remote_code)
-    let_pad(tokenizer, option, name)
+    tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
     try:
         cache = TeacherCache(folder, tokenizer=tokenizer)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
