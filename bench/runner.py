@@ -48,7 +48,8 @@ def run(
         options: see `run_cases`.
     """
     target, cases = _choose(sets, only, device)
-    path = _result_path(out, target)
+    path = Path("runs/bench" if out is None else out)
+    path = path if path.suffix == ".json" else path / f"{machine.slug(target)}.json"
     results = run_cases(cases, target, path, **options)
     print(f"\nresults: {path}")
     if plot is not None:
@@ -199,11 +200,6 @@ def _kept_rows(path: Path, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if any(before.get(name) != now[name] for name in same):
         return {}
     return {row["key"]: row for row in before["rows"]}
-
-
-def _result_path(out: str | Path | None, device: torch.device) -> Path:
-    path = Path("runs/bench") if out is None else Path(out)
-    return path if path.suffix == ".json" else path / f"{machine.slug(device)}.json"
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

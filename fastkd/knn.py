@@ -35,13 +35,6 @@ from fastkd._core.pooling import pool_tokens
 from fastkd._torch.neighbours import neighbour_losses
 from fastkd.distributed import Group, InGroup, Ranks, gather_rows, ranks_of
 
-__all__ = [
-    "IntraClassKNNLoss",
-    "intra_class_similarity",
-    "knn_feature_loss",
-    "knn_feature_loss_ref",
-]
-
 Reduction = Literal["sum", "mean", "none"]
 REDUCTIONS = get_args(Reduction)
 Pool = Literal["cls", "mean", "tokens"]

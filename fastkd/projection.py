@@ -40,6 +40,8 @@ REDUCTIONS = get_args(Reduction)
 
 # Rows with a mean of so many deviations are centred twice: the rounding of the mean counts there.
 LARGE_MEAN = 1e3
+# Where torch keeps what is to run around a module's call.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def cayley_ref(skew: Tensor) -> Tensor:
@@ -736,7 +738,7 @@ class DualProjectionLoss(nn.Module):
         """H_s P_s (B, Dt) and H_t P_t (B, Ds), eqs. 6 and 8."""
         sides = [self.student_projection, self.teacher_projection]
         # Where FSDP has sharded them by themselves, hooks bring the matrices that a call needs.
-        hooked = any(_has_hooks(side) for side in sides)
+        hooked = any(getattr(side, name) for side in sides for name in HOOKS)
         if sides[0].orthogonal and _is_few(h_s, sides[0].raw) and not hooked:
             projected_s, projected_t = _project_rows([h_s, h_t], sides)
             return projected_s.to(h_s.dtype), projected_t.to(h_t.dtype)
@@ -744,16 +746,6 @@ class DualProjectionLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, reduction={self.reduction!r}"
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to be there when it is called."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
 
 
 def _check_features(name: str, x: Tensor, dim: int) -> None:

@@ -160,7 +160,8 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
         whole.load_state_dict(weights, assign=bool(changes))
     except RuntimeError as error:
         name = type(backbone.inner).__name__
-        if chosen[0] != 1 and _first_differs(backbone):
+        names = [set(block.state_dict()) for block in backbone.blocks[:2]]
+        if chosen[0] != 1 and names[0] != names[-1]:  # T5, ModernBERT
             raise ValueError(
                 f"{name} can't be shortened to layers {chosen}: its first block holds what the "
                 "others lack or lacks what they hold; keep layer 1"
@@ -214,12 +215,6 @@ def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:
         distinct = groups
     config.num_hidden_layers, config.num_hidden_groups = len(chosen), len(distinct)
     return distinct
-
-
-def _first_differs(backbone: Backbone) -> bool:
-    """Whether block 1 has other parameters than block 2 (T5, ModernBERT)."""
-    names = [set(block.state_dict()) for block in backbone.blocks[:2]]
-    return names[0] != names[-1]
 
 
 def _select(weights: dict[str, Tensor], name: str, blocks: list[int]) -> dict[str, Tensor]:

@@ -130,14 +130,16 @@ def begin(
     if len(tokens) < 2:
         raise ValueError("batch has fewer than two rows; there is nothing to split")
     step = _Step(distiller, batch)
+    backwards = torch.arange(len(tokens) - 1, -1, -1)
+    uneven: list[dict[str, Any]] = [step.part(slice(0, 1)), step.part(slice(1, None))]
     ways: dict[str, Callable[[], Gradients | Comparison]] = {
         "the same again": step.again,
-        "other order of samples": step.other_order,
+        "other order of samples": lambda: step.gradients(step.part(backwards)),
         "wider padding": step.wider,
         "left padding": step.left_padded,
         "packed rows": step.packed,
         "accumulated in a plain loop": step.accumulated,
-        "Distiller.accumulate": step.accumulated_exactly,
+        "Distiller.accumulate": lambda: step.gradients(uneven),
         "cached teacher": step.cached,
         "checkpointed activations": step.checkpointed,
         "saved and loaded": step.reloaded,
@@ -243,9 +245,6 @@ class _Step:
     def again(self) -> Gradients:
         return self.gradients(self.batch)
 
-    def other_order(self) -> Gradients:
-        return self.gradients(self.part(torch.arange(self.rows - 1, -1, -1)))
-
     def _mask(self) -> Tensor:
         mask = self.batch.get("attention_mask")
         mask = torch.ones_like(self.batch["input_ids"]) if mask is None else mask
@@ -344,10 +343,6 @@ class _Step:
         for part in parts:
             (self.distiller(**part).loss / len(parts)).backward()
         return gradients_of(self.distiller)
-
-    def accumulated_exactly(self) -> Gradients:
-        """Parts of one row and of the others."""
-        return self.gradients([self.part(slice(0, 1)), self.part(slice(1, None))])
 
     def cached(self) -> Gradients:
         try:

@@ -181,7 +181,8 @@ def cut(model: Any, narrow: Any) -> dict[str, Tensor]:
     for group, size in _neuron_sizes(axes, weights).items():
         assert after.intermediate is not None
         kept["neurons", group] = _largest(size, after.intermediate)
-    pairs = _pairs(before.head, after.head, hidden.device) if _rotates(model) else None
+    rotates = any("rotary_emb" in name for name, _ in model.named_modules())
+    pairs = _pairs(before.head, after.head, hidden.device) if rotates else None
     if pairs is not None:
         kept["head", ""] = pairs
     for group, found in _cut_attentions(attentions, weights, before, after, pairs).items():
@@ -347,11 +348,6 @@ def _neuron_sizes(
             size, group = _size(weights[name], dims.index("neurons")).sqrt(), _group(name)
             found[group] = found[group] * size if group in found else size
     return found
-
-
-def _rotates(model: Any) -> bool:
-    """Whether positions turn queries and keys."""
-    return any("rotary_emb" in name for name, _ in model.named_modules())
 
 
 def _pairs(before: int, after: int, device: torch.device) -> Tensor:

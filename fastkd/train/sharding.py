@@ -157,12 +157,9 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     numbers = [i for group in state["param_groups"] for i in group["params"]]
     for number, p in zip(numbers, own, strict=True):
         entries = state["state"].get(number, {})
-        entries.update({n: _part(x, p) for n, x in entries.items() if _is_like(x, p)})
+        like = {n: x for n, x in entries.items() if isinstance(x, Tensor) and x.shape == p.shape}
+        entries.update({n: _part(x, p) for n, x in like.items()})
     optimizer.load_state_dict(state)
-
-
-def _is_like(x: Any, p: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape == p.shape
 
 
 def _part(x: Any, like: Any) -> Any:
