@@ -20,24 +20,18 @@ from fastkd.train.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings(Pairing):
-    """The options of `fastkd cache`."""
-
     out: Path = run_option(Path("runs/teacher-cache"), "Directory of the cache.")
     batch_size: int = run_option(32, "Rows at a time.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings(Pairing):
-    """The options of `fastkd verify`."""
-
     rows: int = run_option(8, "Rows of the step.", least=2)
     ranks: int = run_option(2, "Processes to share it (Linux only); 0: none.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings(Checked):
-    """The options of `fastkd demo`."""
-
     task: str = option(
         "classification",
         "classification of docstrings by a packaged encoder, or causal-lm: a decoder of Python.",
@@ -52,8 +46,6 @@ class DemoSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Checked):
-    """The options of `fastkd bench`."""
-
     set: str = option("", "Size sets, separated by commas; by device if empty.")
     only: str = option("", "Losses, separated by commas; all if empty.")
     device: str = option(
@@ -72,8 +64,6 @@ class BenchSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeSettings(ColumnOptions):
-    """The options of `fastkd analyze`."""
-
     model: str = option(..., "Model, a teacher for instance: a directory or a hub name.")
     student: str | None = option(None, "A student to compare with it.")
     before: str | None = option(
@@ -151,8 +141,6 @@ class UseSettings(ColumnOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(UseSettings):
-    """The options of `fastkd evaluate`."""
-
     metric: str | None = option(None, "Score to compute as well.")
     label_order: str | None = option(
         None,
@@ -167,8 +155,6 @@ class EvaluateSettings(UseSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Checked):
-    """The options of `fastkd export`."""
-
     model: str = option(..., "Model: a student's directory, or a hub name.")
     out: Path | None = option(None, "The ONNX file; model.onnx beside the model.")
     task: str | None = option(None, "What the model answers, where it doesn't say.")

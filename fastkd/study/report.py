@@ -51,6 +51,9 @@ HEADINGS = (
     "beyond noise", "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
 )  # fmt: skip
 
+#: Columns of runs.csv behind the run's name, before its scores.
+OF_A_RUN = ("failed", "steps", "seconds", "peak_bytes", "rccc", "intra_class_similarity")
+
 #: A part of the page: a heading or paragraph, "table" with (headings, rows), "list", or "picture"
 #: with (title, bytes in base64).
 Block = tuple[str, Any]
@@ -346,20 +349,9 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def _flat_run(key: tuple[str, str, int], run: Mapping[str, Any]) -> dict[str, Any]:
-    task, variant, seed = key
-    measured = run["measured"]
-    return {
-        "task": task,
-        "variant": variant,
-        "seed": seed,
-        "failed": run.get("failed", ""),
-        "steps": run.get("steps", ""),
-        "seconds": measured.get("seconds", ""),
-        "peak_bytes": measured.get("peak_bytes", ""),
-        "rccc": run.get("rccc", ""),
-        "intra_class_similarity": run.get("intra_class_similarity", ""),
-        **run.get("scores", {}),
-    }
+    named = dict(zip(("task", "variant", "seed"), key, strict=True))
+    said = {**run, **run["measured"]}
+    return {**named, **{name: said.get(name, "") for name in OF_A_RUN}, **run.get("scores", {})}
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:

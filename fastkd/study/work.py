@@ -44,6 +44,10 @@ class Job(NamedTuple):
     path: Path
 
 
+#: Fields of a study on which every run depends.
+BUDGET = (
+    "steps", "seconds", "evaluations", "batch_size", "learning_rate", "labelled_share", "precision",
+)  # fmt: skip
 #: What the file of a run says that did not fail.
 SAID = ("steps", "scores", "predictions", "history", "rccc", "parameters")
 
@@ -100,13 +104,7 @@ class Runs:
                 "student": work.student_key(variant),
                 "student_layers": study.student_layers,
                 **study.shape,
-                "steps": study.steps,
-                "seconds": study.seconds,
-                "evaluations": study.evaluations,
-                "batch_size": study.batch_size,
-                "learning_rate": study.learning_rate,
-                "labelled_share": study.labelled_share,
-                "precision": study.precision,
+                **{name: getattr(study, name) for name in BUDGET},
                 "device": str(work.device),
             }
             method = re.sub(r"[^\w.=]", "-", variant.method)
