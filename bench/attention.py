@@ -28,7 +28,6 @@ def cost(*, B, H, N) -> tuple[int, int]:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     case = Work(
         LOSS, "maps", make_maps, attention_loss_ref, attention_loss, "attention_loss", cost
     ).case

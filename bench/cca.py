@@ -10,7 +10,7 @@ from torch import Tensor
 from fastkd.cca import cca_loss, cca_loss_ref
 
 from .features import features
-from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
+from .harness import Bound, Case, Provider, Work, leaves_of, unless_installed
 
 LOSS = "cca"
 RIDGE = 1e-4
@@ -57,9 +57,7 @@ def cca_zoo() -> Provider:
             leaves_of(inputs),
         )
 
-    def why_not(device: torch.device) -> str | None:
-        return why_not_installed("cca-zoo", "cca_zoo")
-
+    why_not = unless_installed("cca-zoo", "cca_zoo")
     return Provider("cca-zoo", bind, why_not, own_objective=True)
 
 
@@ -83,7 +81,6 @@ def work(*peers: Provider) -> Callable[..., Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     case, alone = work(cca_zoo()), work()
     yield case("cpu", headline=True, pairs=1, m=32, Ds=768, Dt=768)
     yield case("cpu", headline=True, pairs=1, m=4096, Ds=768, Dt=768)

@@ -27,7 +27,6 @@ def cost(*, B, D, N=1) -> tuple[int, int]:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     tokens, cls = (
         Work(LOSS, title, make, cos_nce_loss_ref, cos_nce_loss, "cos_nce_loss", cost).case
         for title in ("tokens", "cls")

@@ -1,5 +1,7 @@
 """Inputs that look like a language model's: every token shares a direction with all others."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,3 +24,8 @@ def labels(count: int, classes: int, *, device: torch.device, seed: int) -> Tens
     """Random labels of equally likely classes."""
     generator = torch.Generator(device=device).manual_seed(seed)
     return torch.randint(classes, (count,), generator=generator, device=device)
+
+
+def weighted(function: Callable[..., Tensor], matrix: Tensor, weight: Tensor) -> Tensor:
+    """A scalar, whose gradient with respect to the function's result is ``weight``."""
+    return (function(matrix) * weight).sum()

@@ -167,18 +167,25 @@ def compiled(function: Callable[..., Tensor]) -> Provider:
     return Provider(COMPILED, bind)
 
 
+def why_not_by(name: str, backend: str) -> Callable[[torch.device], str | None]:
+    """Says why a public function's ``backend`` can't run on a device."""
+    from fastkd._core import dispatch
+
+    def why_not(device: torch.device) -> str | None:
+        x = torch.empty(0, device=device)
+        if backend == "cpp":
+            return dispatch.why_not_cpp(name, x)
+        if name in dispatch.TRITON_FUNCTIONS and device.type != "cuda":
+            return "Triton kernels need a CUDA device"
+        return dispatch.why_not_triton(name, x)
+
+    return (lambda device: None) if backend == "torch" else why_not
+
+
 def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provider]:
     """``function`` on PyTorch, in C++ rows, on Triton, and the better of the first and the last
     replayed from a CUDA graph."""
-    from fastkd._core.dispatch import TRITON_FUNCTIONS, why_not_cpp, why_not_triton
-
-    def no_cpp(device: torch.device) -> str | None:
-        return why_not_cpp(name, torch.empty(0, device=device))
-
-    def no_triton(device: torch.device) -> str | None:
-        if name in TRITON_FUNCTIONS and device.type != "cuda":
-            return "Triton kernels need a CUDA device"
-        return why_not_triton(name, torch.empty(0, device=device))
+    no_triton = why_not_by(name, "triton")
 
     def no_graph(device: torch.device) -> str | None:
         return None if device.type == "cuda" else "CUDA graphs need a CUDA device"
@@ -193,7 +200,7 @@ def fastkd_providers(function: Callable[..., Tensor], name: str) -> list[Provide
 
     return [
         Provider("fastkd torch", bind_torch),
-        Provider("fastkd cpp", bind_cpp, no_cpp),
+        Provider("fastkd cpp", bind_cpp, why_not_by(name, "cpp")),
         Provider("fastkd triton", bind_triton, no_triton),
         Provider("fastkd, CUDA graph", bind_graph, no_graph),
     ]
@@ -255,11 +262,10 @@ class Work:
         )
 
 
-def why_not_installed(package: str, name: str) -> str | None:
-    """Where ``package``, imported as ``name``, is missing."""
-    if importlib.util.find_spec(name) is None:
-        return f"{package} is not installed (pip install {package})"
-    return None
+def unless_installed(package: str, name: str) -> Callable[[torch.device], str | None]:
+    """Says, on any device, whether ``package``, imported as ``name``, is missing."""
+    missing = f"{package} is not installed (pip install {package})"
+    return lambda device: None if importlib.util.find_spec(name) else missing
 
 
 def ours(loss: str, name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastkd.knn import knn_feature_loss, knn_feature_loss_ref
 
 from .features import features, labels
-from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
+from .harness import Bound, Case, Provider, Work, leaves_of, unless_installed
 
 LOSS = "knn"
 
@@ -50,10 +50,7 @@ def keops(k: int) -> Provider:
 
         return Bound(forward, leaves_of(inputs))
 
-    def why_not(device: torch.device) -> str | None:
-        return why_not_installed("pykeops", "pykeops")
-
-    return Provider("pykeops", bind, why_not)
+    return Provider("pykeops", bind, unless_installed("pykeops", "pykeops"))
 
 
 def cost(*, N, M, D, classes) -> tuple[int, int]:
@@ -72,7 +69,6 @@ def case(set: str, title: str, *more: Any, k: int = 1, peer: bool = False, **opt
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     half = torch.bfloat16
     yield case("cpu", "batch", N=32, M=32, D=128 * 768, classes=2)
     yield case("cpu", "bank", headline=True, N=2048, M=16384, D=768, classes=2)

@@ -1,13 +1,14 @@
 """Symmetric matrix roots."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
-from .features import features
+from .features import features, weighted
 from .harness import REFERENCE, Case, Provider, call, compiled
 
 LOSS = "linalg"
@@ -19,31 +20,22 @@ def make(*, batch, n, device, dtype) -> dict[str, Tensor]:
     x = features(batch, 2 * n, n, device=device, dtype=torch.float32, seed=0, shared=0.0)
     covariance = x.mT @ x / (2 * n)
     weight = features(batch, n, n, device=device, dtype=dtype, seed=1, shared=0.0)
-    return {"a": covariance.to(dtype).requires_grad_(), "weight": weight}
+    return {"matrix": covariance.to(dtype).requires_grad_(), "weight": weight}
 
 
-def root_ref(a: Tensor, weight: Tensor) -> Tensor:
-    return (sqrtm_ref(a) * weight).sum()
-
-
-def root(a: Tensor, weight: Tensor) -> Tensor:
-    return (sqrtm(a) * weight).sum()
-
-
-def inverse_root_ref(a: Tensor, weight: Tensor) -> Tensor:
-    return (inv_sqrtm_ref(a, RIDGE) * weight).sum()
-
-
-def inverse_root(a: Tensor, weight: Tensor) -> Tensor:
-    return (inv_sqrtm(a, RIDGE) * weight).sum()
+# Reference and function, by title.
+ROOTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "root": (sqrtm_ref, sqrtm),
+    "inverse root": (
+        functools.partial(inv_sqrtm_ref, ridge=RIDGE),
+        functools.partial(inv_sqrtm, ridge=RIDGE),
+    ),
+}
 
 
 def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
     """``title`` is "root" or "inverse root"; 10n³ is the least that a tridiagonal solver needs."""
-    reference, fast = {
-        "root": (root_ref, root),
-        "inverse root": (inverse_root_ref, inverse_root),
-    }[title]
+    reference, fast = (functools.partial(weighted, root) for root in ROOTS[title])
     return Case(
         loss=LOSS,
         title=title,
@@ -63,7 +55,6 @@ def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     for title in ("root", "inverse root"):
         yield case("cpu", title, batch=12, n=32)
         yield case("cpu", title, batch=1, n=768)

@@ -49,7 +49,6 @@ def label(row: dict[str, Any]) -> str:
 
 
 def speed_ups(rows: list[dict[str, Any]]) -> Any:
-    """How many times faster than the reference."""
     return _bars(
         rows,
         lambda row, r: 1 / r["ratio"]["median"] if "ratio" in r else None,
@@ -59,8 +58,6 @@ def speed_ups(rows: list[dict[str, Any]]) -> Any:
 
 
 def memory(rows: list[dict[str, Any]]) -> Any:
-    """Peak bytes as a share of the reference's."""
-
     def share(row: dict[str, Any], result: dict[str, Any]) -> float | None:
         base = row["providers"].get(REFERENCE, {}).get("peak_bytes")
         return result["peak_bytes"] / base if base and result.get("peak_bytes") else None
@@ -70,7 +67,6 @@ def memory(rows: list[dict[str, Any]]) -> Any:
 
 
 def floor(rows: list[dict[str, Any]]) -> Any:
-    """Time over the hardware's floor."""
     return _bars(
         rows,
         lambda row, r: r["both"]["median"] / row["floor_ms"] if row.get("floor_ms") else None,

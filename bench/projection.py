@@ -17,8 +17,18 @@ from fastkd.projection import (
     layer_norm_mse_ref,
 )
 
-from .features import features
-from .harness import REFERENCE, Bound, Case, Provider, Work, call, compiled, leaves_of
+from .features import features, weighted
+from .harness import (
+    REFERENCE,
+    Bound,
+    Case,
+    Provider,
+    Work,
+    call,
+    compiled,
+    leaves_of,
+    why_not_by,
+)
 
 LOSS = "projection"
 KERNELS: tuple[Backend, ...] = ("torch", "cpp", "triton")
@@ -39,19 +49,14 @@ def make_skew(*, D, device, dtype) -> dict[str, Tensor]:
     raw = features(D, D, device=device, dtype=torch.float32, seed=0, shared=0.0) * D**-0.5
     skew = (raw - raw.T) / 2
     weight = features(D, D, device=device, dtype=dtype, seed=1, shared=0.0)
-    return {"skew": skew.to(dtype).requires_grad_(), "weight": weight}
-
-
-def weighted(function, skew: Tensor, weight: Tensor) -> Tensor:
-    """A scalar whose gradient with respect to W is ``weight``."""
-    return (function(skew) * weight).sum()
+    return {"matrix": skew.to(dtype).requires_grad_(), "weight": weight}
 
 
 def parametrized() -> Provider:
     """torch's own Cayley parametrization, which holds its matrix itself: Q = A/2."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
-        skew = inputs["skew"].detach()
+        skew = inputs["matrix"].detach()
         n = len(skew)
         layer: Any = nn.Linear(n, n, bias=False, device=skew.device, dtype=skew.dtype)
         parametrizations.orthogonal(layer, orthogonal_map="cayley", use_trivialization=False)
@@ -135,18 +140,7 @@ def dual(backend: Backend) -> Provider:
 
         return Bound(lambda: loss(student, teacher), [*leaves_of([student]), *raw], between)
 
-    from fastkd._core.dispatch import why_not_cpp, why_not_triton
-
-    def why_not(device: torch.device) -> str | None:
-        if backend == "torch":
-            return None
-        if backend == "cpp":
-            return why_not_cpp("layer_norm_mse", torch.empty(0, device=device))
-        if device.type != "cuda":
-            return "Triton kernels need a CUDA device"
-        return why_not_triton("layer_norm_mse", torch.empty(0, device=device))
-
-    return Provider(f"fastkd {backend}", bind, why_not)
+    return Provider(f"fastkd {backend}", bind, why_not_by("layer_norm_mse", backend))
 
 
 def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
@@ -168,7 +162,6 @@ def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     functions = layer_norm_mse_ref, layer_norm_mse, "layer_norm_mse"
     layer_norm_case = Work(LOSS, "LayerNorm-MSE", make_pair, *functions, layer_norm_cost).case
     yield layer_norm_case("cpu", headline=True, rows=4096, D=768)

@@ -69,7 +69,6 @@ def case(set: str, over: str, *more: Any, **rest: Any) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     bert: dict[str, Any] = {"B": 32, "N": 128, "Ds": 768, "Dt": 768}
     half = torch.bfloat16
     yield case("cpu", "tokens", headline=True, **bert)

@@ -20,7 +20,7 @@ from fastkd.soft_targets import (
 )
 
 from .features import features, labels
-from .harness import Bound, Case, Provider, Work, leaves_of, why_not_installed
+from .harness import Bound, Case, Provider, Work, leaves_of, unless_installed
 
 LOSS = "soft_targets"
 NAMES = {
@@ -44,7 +44,7 @@ def why_no_liger(device: torch.device) -> str | None:
     """Liger's kernels are Triton without an interpreter path."""
     if device.type != "cuda":
         return "its kernels need a CUDA device"
-    return why_not_installed("liger-kernel", "liger_kernel")
+    return unless_installed("liger-kernel", "liger_kernel")(device)
 
 
 def liger(divergence: DivergenceWord) -> tuple[Provider, ...]:
@@ -92,7 +92,7 @@ def trl(divergence: DivergenceWord) -> tuple[Provider, ...]:
 
     if divergence not in betas:
         return ()
-    return (Provider("trl", bind, lambda device: why_not_installed("trl", "trl")),)
+    return (Provider("trl", bind, unless_installed("trl", "trl")),)
 
 
 def cost(*, rows, V) -> tuple[int, int]:
@@ -144,11 +144,8 @@ def liger_chunked() -> Provider:
         counted = torch.zeros(len(sides[0]), dtype=torch.int64, device=sides[0].device)
         return Bound(lambda: loss(*sides, counted), leaves_of(inputs))
 
-    return Provider(
-        "liger-kernel, chunked",
-        bind,
-        lambda device: why_not_installed("liger-kernel", "liger_kernel"),
-    )
+    why_not = unless_installed("liger-kernel", "liger_kernel")
+    return Provider("liger-kernel, chunked", bind, why_not)
 
 
 def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
@@ -232,7 +229,6 @@ def words_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     yield from words_cases()
     half = torch.bfloat16
     fewer: dict[str, Any] = {"rows": 256}

@@ -137,6 +137,5 @@ def case(set: str, dtype: torch.dtype, **sizes: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every size."""
     yield case("cpu", torch.float32, B=8, N=64, D=256, teacher_layers=4, student_layers=2)
     yield case("step", torch.bfloat16, B=32, N=128, D=768, teacher_layers=12, student_layers=6)

@@ -44,7 +44,6 @@ def title(row: dict[str, Any]) -> str:
 
 
 def sizes(row: dict[str, Any]) -> str:
-    """Sizes in one line."""
     return " ".join(f"{name}={value}" for name, value in row["sizes"].items())
 
 
@@ -78,7 +77,6 @@ def width(figure: dict[str, Any]) -> str:
 
 
 def mebibytes(result: dict[str, Any]) -> str:
-    """Peak memory."""
     return f"{result['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in result else "-"
 
 
