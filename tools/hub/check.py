@@ -20,31 +20,7 @@ from unittest import mock
 
 import torch
 
-# As the builder does: an operator's namespace is a kernel's name, backend and commit.
-OPS = """
-import torch
-{load}
-ops = getattr(torch.ops, "{name}")
-
-
-def add_op_namespace_prefix(op_name):
-    return "{name}::" + op_name
-"""
-REGISTRATION = """
-#pragma once
-#include <Python.h>
-#define STABLE_TORCH_LIBRARY_EXPAND(NAME, M) STABLE_TORCH_LIBRARY(NAME, M)
-#define STABLE_TORCH_LIBRARY_IMPL_EXPAND(NAME, DEVICE, M) STABLE_TORCH_LIBRARY_IMPL(NAME, DEVICE, M)
-#define MODULE_OF(NAME, TEXT) \\
-  PyMODINIT_FUNC PyInit_##NAME() { \\
-    static PyModuleDef module = {PyModuleDef_HEAD_INIT, TEXT, nullptr, 0, nullptr, \\
-                                 nullptr, nullptr, nullptr, nullptr}; \\
-    return PyModule_Create(&module); \\
-  }
-#define TEXT_OF(NAME) #NAME
-#define REGISTER_EXTENSION(NAME) REGISTER_EXPANDED(NAME)
-#define REGISTER_EXPANDED(NAME) MODULE_OF(NAME, TEXT_OF(NAME))
-"""
+FILES = Path(__file__).parent / "files"
 
 
 def lay_out(project: Path, name: str, variant: str, load: str = "") -> Path:
@@ -52,7 +28,9 @@ def lay_out(project: Path, name: str, variant: str, load: str = "") -> Path:
     package = project.name.replace("-", "_")
     folder = project / "build" / variant
     shutil.copytree(project / "torch-ext" / package, folder)
-    (folder / "_ops.py").write_text(OPS.format(name=name, load=load))
+    # As the builder does: an operator's namespace is a kernel's name, backend and commit.
+    ops = (FILES / "ops.py.in").read_text()
+    (folder / "_ops.py").write_text(ops.format(name=name, load=load))
     about = {"name": project.name, "id": name, "version": 0, "license": "apache-2.0"}
     about |= {"backend": {"type": "cpu"}, "python-depends": []}
     about |= {"digest": {"algorithm": "sha256", "files": {}}}
@@ -70,7 +48,7 @@ def roots_for_the_cpu(project: Path, *flags: str) -> Path:
     machine, system = platform.machine(), platform.system().lower()
     variant = f"torch-stable-abi210-cpu-{machine}-{system}"
     folder = lay_out(project, name, variant, f"\nfrom . import {name}  # registers them\n")
-    (project / "build" / "registration.h").write_text(REGISTRATION)
+    shutil.copy(FILES / "registration.h", project / "build")
     installed = Path(torch.__file__).parent
     command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-std=c++17", "-fopenmp-simd"]
     command += ["-O3", "-fno-math-errno", "-fvisibility=hidden", "-DCPU_KERNEL"]
