@@ -33,7 +33,10 @@ POLICY = "manylinux_2_28"  # as torch's own
 MOST_BYTES = 3_000_000
 # What the package ziglang, a clang with every system's headers, compiles for.
 TARGETS = ("x86_64-linux-gnu.2.28", "aarch64-linux-gnu.2.28", "aarch64-macos")
-IN_WHEEL = {"fastkd/py.typed", "fastkd/kernels/relation.py", "fastkd/_C.abi3.so"}
+IN_WHEEL = {
+    "fastkd/py.typed", "fastkd/kernels/relation.py", "fastkd/_C.abi3.so",
+    "fastkd/study/report.html.jinja", "fastkd/train/card.md.in",
+}  # fmt: skip
 IN_SOURCE = {
     "csrc/roots.cpp",
     "csrc/roots.cu",

@@ -58,34 +58,7 @@ OF_A_RUN = ("failed", "steps", "seconds", "peak_bytes", "rccc", "intra_class_sim
 #: with (title, bytes in base64).
 Block = tuple[str, Any]
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0 }
-th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
-th:first-child, td:first-child { text-align: left }
-{% for name, colour in colours.items() %}.{{ name }} { color: {{ colour }} } {% endfor %}
-img { max-width: 100%; margin: .5em 0 }
-</style></head><body>
-{% for kind, content in blocks -%}
-{% if kind == "table" -%}
-<table><tr>{% for heading in content[0] %}<th>{{ heading }}</th>{% endfor %}</tr>
-{% for row in content[1] %}<tr>
-{% for cell in row -%}
-<td{% if cell in meanings %} class="{{ meanings[cell] }}"{% endif %}>{{ cell }}</td>
-{%- endfor %}
-</tr>{% endfor %}</table>
-{%- elif kind == "list" -%}
-<ul>{% for line in content %}<li>{{ line }}</li>{% endfor %}</ul>
-{%- elif kind == "picture" -%}
-<h2>{{ content[0] }}</h2>
-<img alt="{{ content[0] }}" src="data:image/png;base64,{{ content[1] }}">
-{%- else -%}
-<{{ kind }}>{{ content }}</{{ kind }}>
-{%- endif %}
-{% endfor %}</body></html>
-"""
+PAGE = Path(__file__).with_name("report.html.jinja")
 
 
 def claim(out: Path) -> None:
@@ -121,7 +94,7 @@ def write(runs: Runs, out: Path) -> list[Summary]:
             write_file(out / f"{name}.png", content)
             pictures.append((title, base64.b64encode(content).decode()))
     blocks = list(_blocks(study, summaries, _about(study, missing), pictures, machines(found)))
-    page = jinja2.Environment(autoescape=True).from_string(PAGE)
+    page = jinja2.Environment(autoescape=True).from_string(PAGE.read_text("utf-8"))
     html = page.render(title=study.title, blocks=blocks, colours=COLOURS, meanings=MEANINGS)
     write_file(out / "report.html", html)
     write_file(out / "report.md", _markdown(blocks))

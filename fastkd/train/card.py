@@ -10,29 +10,7 @@ from fastkd.train.progress import compared
 
 CARD = "README.md"
 FILES = {"evaluation": "evals", "test": "test"}  # the options that may name what was scored
-TEXT = """---
-{data}
----
-
-# {title}
-
-A student of {layers} layers and {parameters:,} parameters, made by fastkd {version}:
-{made}
-`{teacher}`: {smaller}{faster}.
-
-| | {headings} |
-|---|{rules}|
-| teacher | {teacher_scores} |
-| student | {student_scores} |
-
-Rows: {rows}. {labels}
-
-```python
-{usage}
-```
-
-Every option, the loss terms of every epoch and fingerprints of the data are in `fastkd.json`.
-"""
+TEXT = Path(__file__).with_name("card.md.in")
 
 
 def write_card(directory: Path, report: dict[str, Any]) -> None:
@@ -70,7 +48,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     if "teacher" in seconds:
         times = compared(seconds["teacher"] / seconds["student"], "faster", "slower")
         faster = f", {times} on the machine that trained it"
-    text = TEXT.format(
+    text = TEXT.read_text("utf-8").format(
         data=data.to_yaml(),
         title=f"{settings['method']} student of {Path(teacher).name}",
         layers=report["layers"],
