@@ -104,11 +104,6 @@ FASTKD_CLONES void scale_to(const double* sums, int64_t n, double factor, double
   scale(sums, n, factor, out);
 }
 
-// Near, but not into the nearest cache, where what is computed with stays.
-void fetch_all(const char* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
-
 struct Candidate {
   double distance;
   int64_t place;

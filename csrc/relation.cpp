@@ -16,7 +16,7 @@ namespace fastkd {
 namespace {
 
 constexpr double kShortest = 1e-12;  // torch.nn.functional.normalize divides by max(‖x‖, this)
-constexpr int64_t kRowsAtATime = 8;
+constexpr int64_t kRowsAtATime = 8, kRowsAhead = 4;  // added up, fetched
 
 template <typename W>
 using Wide = VectorN<double, kLanes<W>>;
@@ -40,7 +40,11 @@ inline void sum_of(const W* const* rows, int64_t n, const W* first, int64_t D, d
     const Vector<W> base = load(first + i, count);
     Vector<W> total{};
     for (int64_t k = 0; k < n; ++k) total += load(rows[k] + i, count) - base;
-    for (int64_t j = 0; j < count; ++j) sums[i + j] += double(total[j]);
+    // Whole vectors, since behind the end there is room and the total is 0.
+    Wide<W> part;
+    std::memcpy(&part, sums + i, sizeof(part));
+    part += __builtin_convertvector(total, Wide<W>);
+    std::memcpy(sums + i, &part, sizeof(part));
   });
 }
 
@@ -299,6 +303,8 @@ void RelationSide<W>::centre(int64_t N) {
     std::fill(row + (real[i] ? D : 0), row + room, W(0));
     of[i] = {};
     if (!real[i]) continue;
+    // One at a time they would wait for memory: no processor looks beyond a page by itself.
+    if (i + kRowsAhead < N) fetch_all(x.place(i + kRowsAhead, 0), D * size_of(x.type));
     of[i] = unit_of<W>(x, i, wide);
     unit_row(x, i, of[i], row);
     if (first == nullptr) first = row;

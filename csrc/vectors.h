@@ -59,6 +59,11 @@ inline Vector<W> splat(W x) {
 // A line that is read soon, from memory that may end before it.
 inline void fetch(const void* p) { __builtin_prefetch(p); }
 
+// Near, but not into the nearest cache, where what is computed with stays.
+inline void fetch_all(const char* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 // body(start, count) along a row of n: whole vectors, and a rest of fewer. In the loop the count is
 // a constant, so nothing there asks for it.
 template <typename W, typename Body>
