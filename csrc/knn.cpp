@@ -104,6 +104,26 @@ FASTKD_CLONES void scale_to(const double* sums, int64_t n, double factor, double
   scale(sums, n, factor, out);
 }
 
+// Rows that are read next. Each step fetches a few of their lines: for many a processor would wait.
+struct Ahead {
+  std::vector<const char*> rows{};
+  int64_t lines = 0, share = 0, at = 0;  // of a row, of a step, fetched so far
+
+  void share_among(int64_t steps, int64_t bytes) {
+    lines = (bytes + 63) / 64;
+    share = (int64_t(rows.size()) * lines + steps - 1) / steps;
+  }
+
+  void fetch() {
+    const int64_t end = std::min(at + share, int64_t(rows.size()) * lines);
+    while (at < end) {
+      const int64_t line = at % lines, some = std::min(end - at, lines - line);
+      fetch_all(rows[at / lines] + line * 64, some * 64);
+      at += some;
+    }
+  }
+};
+
 struct Candidate {
   double distance;
   int64_t place;
@@ -214,24 +234,33 @@ void Neighbours::measure_as(const Tile& tile) const {
   W copy[kBlock];
   const W* bank[kLargeTile + kAtOnce];
   for (int64_t start = 0; start < student.n; start += kBlock) {
-    const int64_t n = std::min(kBlock, student.n - start), bytes = n * size_of(student.type);
+    const int64_t n = std::min(kBlock, student.n - start);
     for (int64_t j = 0; j < count; ++j) {
       W* to = copies.empty() ? nullptr : copies.data() + j * kBlock;
       bank[j] = teacher.read(group.bank[tile.begin + j], start, n, to);
       if (to && bank[j] != to) std::memcpy(to, bank[j], n * sizeof(W)), bank[j] = to;
     }
     std::fill_n(bank + count, kAtOnce, bank[count - 1]);  // what is left of four, again
+    // The next block of these rows, or the next tile.
+    Ahead ahead;
+    const int64_t next = start + kBlock, rows = int64_t(group.bank.size());
+    for (int64_t j = tile.begin; next < student.n && j < tile.end; ++j) {
+      ahead.rows.push_back(teacher.place(group.bank[j], next));
+    }
+    for (int64_t i = 0; next < student.n && i < students; ++i) {
+      ahead.rows.push_back(student.place(group.students[i], next));
+    }
+    for (int64_t j = tile.end; !is_long && j < std::min(rows, tile.end + count); ++j) {
+      ahead.rows.push_back(teacher.place(group.bank[j], 0));
+    }
+    ahead.share_among(students * ((count + kAtOnce - 1) / kAtOnce), n * size_of(student.type));
     for (int64_t i = 0; i < students; ++i) {
       const int64_t row = group.students[i];
-      // While it computes, the next row, or the next tile.
-      if (is_long && i + 1 < students) fetch_all(student.place(group.students[i + 1], start), bytes);
-      for (int64_t j = tile.end + i; !is_long && j < tile.end + count; j += students) {
-        if (j < int64_t(group.bank.size())) fetch_all(teacher.place(group.bank[j], 0), bytes);
-      }
       const W* s = student.read(row, start, n, copy);
       double* to = distances.get() + row * M + tile.begin;
       for (int64_t j = 0; j < count; j += kAtOnce) {
         double parts[kAtOnce];
+        ahead.fetch();
         distances_of(s, bank + j, n, parts);
         for (int64_t one = j; one < std::min(count, j + kAtOnce); ++one) {
           to[one] = parts[one - j] + (start == 0 ? 0 : to[one]);
