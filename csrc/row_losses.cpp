@@ -38,7 +38,7 @@ std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps,
   std::vector<Tensor> results{new_losses(x, "sum", {})};
   const auto gradient = [&](bool needed) {
     if (!needed) return Rows{};
-    results.push_back(new_rows(x, R, D, gradient_type(x)));
+    results.push_back(new_large(x, {R, D}, gradient_type(x)));
     return rows_of(results.back());
   };
   const Rows dx = gradient(needs_dx), dy = gradient(needs_dy);
@@ -104,7 +104,7 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
   double weight = 1 / divisor;
   const Rows weights{reinterpret_cast<char*>(&weight), 0, 1, Type::kDouble};
   const Tensor dstudent =
-      new_rows(student, gradient ? student.size(0) : 0, student.size(1), working_type(student));
+      new_large(student, {gradient ? student.size(0) : 0, student.size(1)}, working_type(student));
   const std::vector<double> losses =
       soft_targets(student, teacher, mask, divergence, temperature, scale,
                    gradient ? rows_of(dstudent) : Rows{}, weights);
@@ -167,7 +167,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
   Positions dz{};
   std::vector<Tensor> results{new_losses(student, reduction, {B, P})};
   if (gradient) {
-    results.push_back(torch::stable::new_empty(student, {B, P, D}, gradient_type(student)));
+    results.push_back(new_large(student, {B, P, D}, gradient_type(student)));
     dz = positions_of(results.back());
   }
   const auto visit = [&](int64_t p, const Rows& sums, int64_t begin, int64_t end) {
@@ -215,7 +215,7 @@ std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, cons
   const AttentionMaps of{rows(student), rows(teacher), H, teacher.size(1), N, mean, real};
   std::vector<Tensor> results{new_losses(student, reduction, {B})};
   if (gradient) {
-    results.push_back(torch::stable::new_empty(student, {B, H, N, N}, gradient_type(student)));
+    results.push_back(new_large(student, {B, H, N, N}, gradient_type(student)));
   }
   const Rows dx = gradient ? rows(results.back()) : Rows{};
   std::vector<double> weights(B);  // of a sample's sum over all heads
@@ -249,7 +249,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
                         const std::string& reduction, bool gradient) {
   const int64_t N = student.size(0), M = teacher.size(0), D = student.size(1);
   std::vector<Tensor> results{new_losses(student, reduction, {N})};
-  if (gradient) results.push_back(new_rows(student, N, D, gradient_type(student)));
+  if (gradient) results.push_back(new_large(student, {N, D}, gradient_type(student)));
   const Rows dx = gradient ? rows_of(results.back()) : Rows{};
   std::vector<double> losses(N);
   Neighbours of{rows_of(student), rows_of(teacher), N, M};
@@ -418,8 +418,8 @@ std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher,
   std::vector<Tensor> results{torch::stable::new_empty(student, {2}, type)};
   Positions dx{};
   if (gradient) {
-    results.push_back(torch::stable::new_empty(
-        student, {student.size(0), student.size(1), student.size(2)}, type));
+    const std::vector<int64_t> sizes{student.size(0), student.size(1), student.size(2)};
+    results.push_back(new_large(student, sizes, type));
     dx = positions_of(results.back());
   }
   bool add = false;

@@ -49,10 +49,11 @@ inline Rows rows_of(const Tensor& x) {
 // Asks for large pages where those of x lie; no more memory, since pages it shares stay as they are.
 void use_large_pages(const Tensor& x);
 
-inline Tensor new_rows(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
-  const Tensor x = torch::stable::new_empty(like, {rows, columns}, type);
-  // From there on the C library takes memory from the system, and gives it back, each time.
-  if (rows * columns * x.element_size() >= 1 << 25) use_large_pages(x);
+// For a gradient as large as what it is of.
+inline Tensor new_large(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  const Tensor x = torch::stable::new_empty(like, sizes, type);
+  // So much the C library often gives back to the system, and takes from there again in each step.
+  if (x.numel() * x.element_size() >= 1 << 22) use_large_pages(x);
   return x;
 }
 
