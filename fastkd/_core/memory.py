@@ -8,8 +8,8 @@ from torch import Tensor
 from . import extension
 from .numerics import values_readable
 
-# From here on the C library takes memory from the system, and gives it back, each time.
-LARGE = 1 << 25
+# So much the C library often gives back to the system, and takes from there again in each step.
+LARGE = 1 << 22
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
