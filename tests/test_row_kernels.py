@@ -92,7 +92,7 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     ]
     sources.append("tests/row_kernels.cpp")
     # Without clones: what picks them runs before a sanitizer is ready.
-    command = [compiler, "-std=c++17", "-O1", "-g1", "-Wno-psabi", "-DFASTKD_CLONES=", "-pthread"]
+    command = [compiler, "-std=c++17", "-O0", "-g1", "-Wno-psabi", "-DFASTKD_CLONES=", "-pthread"]
     command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined"]
     program = str(tmp_path / "row_kernels")
     command += [*sources, "-o", program]

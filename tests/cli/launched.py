@@ -28,20 +28,23 @@ from fastkd.study import task
 from fastkd.train import docstrings, processes
 from tests.distill.processes import CONTEXT
 
-# The launcher looks so seldom that a process learns of another's end before it is stopped itself.
-MONITOR_INTERVAL = "3"
+# Seconds between two looks of the launcher. Where a process ends before the others it looks so seldom
+# that they learn of it before they are stopped themselves.
+MONITOR_INTERVAL, SELDOM = "0.1", "3"
 
 
 class Launch:
     """``function(*arguments)`` in so many processes of a launcher, which keeps files in ``folder``.
 
-    Without ``ranks`` in one process, which has no launcher.
+    Without ``ranks`` in one process, which has no launcher; it looks every ``interval`` seconds.
     """
 
-    def __init__(self, folder: Path, ranks: int | None, function, *arguments):
+    def __init__(
+        self, folder: Path, ranks: int | None, function, *arguments, interval=MONITOR_INTERVAL
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        arguments = folder, ranks, function, arguments
+        arguments = folder, ranks, interval, function, arguments
         self.process = CONTEXT.Process(target=_launch, args=arguments)
         self.process.start()
 
@@ -74,7 +77,7 @@ class Launch:
         raise AssertionError("no progress")
 
 
-def _launch(folder: Path, ranks: int | None, function, arguments) -> None:
+def _launch(folder: Path, ranks: int | None, interval: str, function, arguments) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     if ranks is None:
@@ -87,7 +90,7 @@ def _launch(folder: Path, ranks: int | None, function, arguments) -> None:
         return config, _work, (folder, function, arguments)
 
     configure = torchrun.config_from_args
-    words = "--nproc-per-node", str(ranks), "--monitor-interval", MONITOR_INTERVAL, "function"
+    words = "--nproc-per-node", str(ranks), "--monitor-interval", interval, "function"
     with mock.patch.object(torchrun, "config_from_args", forking):
         torchrun.main(words)
 

@@ -21,7 +21,7 @@ from transformers import (
 from fastkd.distill.order import Order
 from fastkd.train.feed import Steps
 from fastkd.train.saving import damage
-from tests.cli.launched import Launch, command, commands, packaged, result_of
+from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
 from tests.cli.test_cli import report_of, same_weights, stop_at, visible
 from tests.cli.test_demo import write_packaged
 from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
@@ -172,7 +172,7 @@ def launched(words, tmp_path_factory):
         "did you mean": words(folder / "x", 2, method="fdc"),
         "last": words(folder / "bug", 2, method="tests.cli.launched:BreaksInTheSecond"),
     }
-    launch = Launch(folder, 2, commands, folder, lines)
+    launch = Launch(folder, 2, commands, folder, lines, interval=SELDOM)
     _, errors = launch.end(600)
     assert (folder / "0.json").exists() and launch.process.exitcode, errors
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
@@ -258,7 +258,8 @@ def told_once(errors):
 @pytest.mark.parametrize("how", ["a process is killed", "the launcher is stopped"])
 def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
     log, out = tmp_path / "log", tmp_path / "out"
-    launch = Launch(tmp_path / "launch", 2, command, words(out, 2, log_json=log, **LONG))
+    line = words(out, 2, log_json=log, **LONG)
+    launch = Launch(tmp_path / "launch", 2, command, line, interval=SELDOM)
     launch.wait_for_step(log, random.randint(4, 8))
     if how == "a process is killed":
         os.kill(launch.pid(1), signal.SIGKILL)
