@@ -1,5 +1,6 @@
 """README's "What every loss keeps", sentence by sentence, over every loss and Module."""
 
+import functools
 import itertools
 import re
 import warnings
@@ -41,11 +42,14 @@ every_loss_with_mask = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def loss(request) -> Subject:
-    backend, name = request.param
+def made(backend: str, name: str) -> Subject:
     torch.manual_seed(0)
     return next(s for s in subjects(backend) if s.name == name).to(DEVICE)
+
+
+@pytest.fixture
+def loss(request) -> Subject:
+    return made(*request.param)
 
 
 @pytest.fixture
@@ -74,6 +78,17 @@ def value_and_gradient(
     value = loss(student, teacher, mask)
     value.backward()
     return value.detach(), student.grad
+
+
+@functools.cache
+def usual(backend: str, name: str) -> tuple[Tensor, Tensor]:
+    return value_and_gradient(made(backend, name), *features(), padding())
+
+
+@pytest.fixture
+def wanted(request) -> tuple[Tensor, Tensor]:
+    """The loss's value and gradient of `features` and `padding`, which many tests compare with."""
+    return usual(*request.node.callspec.params["loss"])
 
 
 @every_loss
@@ -171,9 +186,8 @@ def test_nan_in_real_data(loss):
 
 
 @every_loss
-def test_autocast(loss):
+def test_autocast(loss, wanted):
     """autocast"""
-    wanted = value_and_gradient(loss, *features(), padding())
     # PyTorch asks for the backward pass outside: it casts its own linear layers' inside.
     for inside in (False,) if list(loss.parameters()) else (False, True):
         student, teacher = features()
@@ -292,28 +306,26 @@ def test_accumulation(loss):
 
 
 @pytest.mark.parametrize("loss", _parameters("torch"), indirect=True)
-def test_checkpointing(loss):
+def test_checkpointing(loss, wanted):
     student, teacher = features()
-    wanted = value_and_gradient(loss, student, teacher, padding())
     value = checkpoint(loss, student, teacher, padding(), use_reentrant=False)
     value.backward()
     assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
 
 
 @every_loss
-def test_same_bits(loss):
+def test_same_bits(loss, wanted):
     """the same bits on every run"""
-    first, second = (value_and_gradient(loss, *features(), padding()) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    found = value_and_gradient(loss, *features(), padding())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     with torch.no_grad():  # and where no gradient is wanted
-        assert torch.equal(loss(*features(), padding()), first[0])
+        assert torch.equal(loss(*features(), padding()), wanted[0])
 
 
 @every_loss
-def test_strides(loss):
+def test_strides(loss, wanted):
     """contiguous or not"""
     student, teacher = (x.detach() for x in features())
-    wanted = value_and_gradient(loss, student, teacher, padding())
     value, gradient = value_and_gradient(
         loss,
         student.mT.contiguous().mT,
@@ -325,9 +337,8 @@ def test_strides(loss):
 
 
 @every_loss
-def test_teacher_of_inference_mode(loss):
+def test_teacher_of_inference_mode(loss, wanted):
     """teachers made under inference_mode"""
-    wanted = value_and_gradient(loss, *features(), padding())
     with torch.inference_mode():
         teacher, mask = features()[1].clone(), padding().clone()
         assert torch.equal(loss(*features(), padding()), wanted[0])

@@ -183,7 +183,7 @@ class Device:
     def __init__(self) -> None:
         self.capability = FIRST
         self.asked = False  # whether a launcher chose by the capability
-        self.forms: dict[Form, None] = {}  # what launches ask Triton to compile, in order
+        self.forms: dict[Form, None] = {}  # of what launches start, in order
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         self.asked = True
@@ -198,10 +198,11 @@ class Device:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
-    def compile(self, kernel: JITFunction, _key, signature, _device, constexprs, options, *rest):
-        """In place of Triton's own, which a launch of a new form comes to."""
+    def compile(self, kernel: JITFunction, key, signature, device, constexprs, options, *rest):
+        """In place of Triton's own, which a launch of a new form comes to; Triton keeps it."""
         form = Form.asked_for(kernel, self.capability, signature, constexprs, rest[0], options)
-        self.forms[form] = None
+        kernel.device_caches[device][0][key] = form
+        return form
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -211,7 +212,8 @@ class Device:
 
         def checked(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             check_launch(kernel, args, grid)
-            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            # A launch that warms up ends where it has what is compiled.
+            self.forms[run(kernel, *args, grid=grid, warmup=True, **kwargs)] = None
 
         tensors = _OnMeta()
         with contextlib.ExitStack() as stack:
