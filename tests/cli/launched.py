@@ -28,8 +28,8 @@ from fastkd.study import task
 from fastkd.train import docstrings, processes
 from tests.distill.processes import CONTEXT
 
-# Seconds between two looks of the launcher. Where a process ends before the others it looks so seldom
-# that they learn of it before they are stopped themselves.
+# Seconds between two looks of the launcher: where a process fails it looks so seldom that the
+# others learn of it before they are stopped themselves.
 MONITOR_INTERVAL, SELDOM = "0.1", "3"
 
 
