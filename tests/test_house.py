@@ -62,16 +62,13 @@ def floor(module: str) -> int:
 def imported(module: str) -> Iterator[str]:
     """Modules that run when ``module`` does, wherever its imports stand."""
     path = SOURCES[module]
-    tree = parsed(path)
-    types_only = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in types_only:
+    left: list[ast.AST] = [parsed(path)]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
+        # No expression holds an import, and most of a file are expressions.
+        left += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
