@@ -3,9 +3,10 @@
     python -m tests.sanitize --rounds 4
 
 The extension is built once more with both. A process in which their library comes first loads it
-in the place of fastkd._C, for random calls of every loss with row kernels, and the tests of roots
-and of products. PyTorch allocates its tensors through the sanitizer there, so a row read beyond its
-tensor's end is seen. What PyTorch and Python leak is theirs. Threads: `tests/row_kernels.cpp`.
+in the place of fastkd._C, for random calls of every loss with row kernels, and the tests of roots,
+of products and of CCA. PyTorch allocates its tensors through the sanitizer there, so a row read
+beyond its tensor's end is seen. What PyTorch and Python leak is theirs. Threads:
+`tests/row_kernels.cpp`.
 """
 
 import argparse
@@ -65,6 +66,7 @@ def calls(rounds: int) -> int:
         print(f"{name}: {len(found)} calls", flush=True)
     roots = "roots and not threads or bad_ or eigenvalues"
     wrong += pytest.main(["-q", "-n0", "tests/test_half_product.py", "-k", "not fake"])
+    wrong += pytest.main(["-q", "-n0", "tests/test_cca.py", "-k", "one_thread"])
     return wrong + pytest.main(["-q", "-n0", "tests/test_extension.py", "-k", roots])
 
 

@@ -972,6 +972,53 @@ def test_squares_lose_nothing_of_small_correlations(dtype, monkeypatch):
     assert relative_error(grad, expected_grad) <= 1e3 * tolerance
 
 
+@pytest.mark.skipif(not extension.MKL, reason="torch has no MKL here")
+@pytest.mark.parametrize(
+    "dims, masked, top_k, dtype",
+    every_two_meet([(64, 64), (70, 96), (96, 70)], ["none", "random", "full"], [None, 20], DTYPES),
+)
+def test_an_item_in_one_thread_is_solved_as_by_pytorch(dims, masked, top_k, dtype):
+    """The smaller side is the student or the teacher; some correlations are small."""
+    with torch.device("cpu"):
+        student, teacher = related(3, 150, dims=dims, dtype=dtype)
+        mask = MASKS[masked]((3, 150))
+    if dtype != torch.float64:  # whose rounding is at the kink, on either side of it
+        student, teacher = (F.layer_norm(x, x.shape[-1:]) for x in (student, teacher))
+    if mask is not None:
+        student[~mask] = torch.nan
+    call = cca_solver._Call(student, teacher, mask, Options((1e-4, 1e-3), top_k), True)
+    corr, ds = cca_solver._in_threads(call)
+    expected, expected_ds = cca_solver._by_covariances(call, "lapack", torch.float64)
+    assert relative_error(corr, expected) <= 1e-12
+    assert ds.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    precision = 1e-9 if dtype == torch.float64 else 1e-6
+    if mask is not None:
+        expected_ds = expected_ds.masked_fill(~mask[..., None], 0.0)
+        assert not ds[~mask].any()
+    assert relative_error(ds, expected_ds) <= precision
+    assert torch.equal(cca_solver._in_threads(call._replace(want_grad=False))[0], corr)
+
+
+@pytest.mark.skipif(not extension.MKL, reason="torch has no MKL here")
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_item_in_one_thread_is_lost_alone(side):
+    both = torch.randn(2, 3, 150, 64, device="cpu")
+    both[side, 1, 5, 7] = torch.inf
+    mask = torch.arange(150, device="cpu").expand(3, 150) > 2
+    call = cca_solver._Call(*both, mask, Options((1e-4, 1e-4)), True)
+    corr, ds = cca_solver._in_threads(call)
+    assert corr.isnan().tolist() == [False, True, False]
+    assert ds[1, 3:].isnan().all()
+    assert ds[[0, 2]].isfinite().all() and not ds[:, :3].any()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        again = cca_solver._in_threads(call)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(again, (corr, ds), rtol=0, atol=0, equal_nan=True)
+
+
 def test_module_warns_once_with_the_numbers():
     with torch.device("cpu"):  # a mask on a GPU is not read: that would wait for it
         student, teacher, mask = hidden_states(b=2, n=4)

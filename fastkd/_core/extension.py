@@ -46,6 +46,21 @@ def _relation_terms_meta(
     return [terms, student.new_empty(student.shape, dtype=terms.dtype)] if gradient else [terms]
 
 
+def _cca_meta(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    ridge_s: float,
+    ridge_t: float,
+    top_k: int,
+    gradient: bool,
+) -> list[Tensor]:
+    """Shapes of the items' correlations, and of the gradient."""
+    correlations = student.new_empty(student.shape[0], dtype=torch.float64)
+    made = student.new_empty(student.shape, dtype=_scalar(student).dtype)
+    return [correlations, made] if gradient else [correlations]
+
+
 def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
@@ -78,6 +93,7 @@ ROW_KERNELS = {
     "knn": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "relation_terms": _relation_terms_meta,
     "cos_nce": lambda student, *rest: _loss_meta(student, student.shape[:2], *rest[-2:]),
+    "cca": _cca_meta,
     "cross_entropy": lambda student, *rest: student.new_empty(student.shape[0]),
     "half_product": lambda *matrices: None,
     "use_large_pages": lambda x: None,
@@ -85,6 +101,8 @@ ROW_KERNELS = {
 
 # A library left from an older build lacks operators.
 CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in ROW_KERNELS)
+# That of torch's library, which not every build of it has.
+MKL = CPU and bool(torch.ops.fastkd_cpp.has_mkl())
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 if CPU:

@@ -73,6 +73,7 @@ class Plan:
     # Else float64. Pivots and the smallest correlation tell whether float32 was enough.
     float32_first: bool = False
     one_by_one: bool = False  # the items of a batch
+    in_threads: bool = False  # float64 of an item in one thread, by the extension
     real_only: bool = False  # rows that are observations
 
 
@@ -113,6 +114,10 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
     return Plan(
         observations,
         "lapack",
+        in_threads=extension.MKL
+        and 0 < size < LARGEST_ITEM
+        and min(d_s, d_t) >= SMALL_MATRIX
+        and min(options.ridges) > 0,
         float32_first=readable
         and student.dtype != torch.float64
         and m > FLOAT32_OBSERVATIONS * max(d_s, d_t)
@@ -221,9 +226,20 @@ def _solve_items(call: _Call, plan: Plan) -> Solution:
         solution = _by_observations(call, plan.method)
     else:
         first = _by_covariances(call, plan.method, torch.float32) if plan.float32_first else None
+        if first is None and plan.in_threads:
+            return _in_threads(call)
         solution = first or cast(Solution, _by_covariances(call, plan.method, torch.float64))
     corr, ds = solution
     return corr, None if ds is None else _masked(ds, call.mask).to(working_dtype(call.student))
+
+
+def _in_threads(call: _Call) -> Solution:
+    """By `_by_covariances`' equations in float64."""
+    student, teacher, mask, options, want_grad = call
+    corr, *gradient = torch.ops.fastkd_cpp.cca(
+        student, teacher, mask, *options.ridges, options.top_k or 0, want_grad
+    )
+    return corr, gradient[0] if gradient else None
 
 
 def _by_observations(call: _Call, method: Method) -> Solution:
