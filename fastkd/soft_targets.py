@@ -46,6 +46,7 @@ from fastkd.targets import CrossEntropy, TopK
 
 Reduction = Literal["batchmean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
+FORMS = {word: Divergence(word).form for word in DIVERGENCES}
 
 
 def soft_target_loss_ref(
@@ -237,15 +238,15 @@ def soft_target_loss(
     else:
         rows = [as_rows(teacher)]
     denominator = _as_tensor(denominator, student_logits)
-    options = _Options(Soft(form, coefficient, float(temperature), scale, tail), reduction)
     student = as_rows(student_logits)
     mask = None if mask is None else mask.flatten()
     facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
     runs_on = backend_of(backend, "soft_target_loss", student, **facts)
+    soft = Soft(form, coefficient, float(temperature), scale, tail)
+    options = _Options(soft, reduction, runs_on)
     if runs_on == "triton":
         loss = apply(_SoftTargetsByKernels, options, student, rows[0], mask, denominator)
     else:
-        options = replace(options, runs_on=runs_on)
         loss = apply(_SoftTargets, options, student, mask, denominator, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
 
@@ -257,14 +258,19 @@ def _cut_logits(
     check_floating("student_logits", student)
     if isinstance(teacher, TopK):
         _check_vocabularies("logits", vocabulary, student)
-        return student[..., :vocabulary], teacher
+        return _first(student, vocabulary), teacher
     check_floating("teacher_logits", teacher)
     check_like("teacher_logits", teacher, "student_logits", student)
     check_no_grad("teacher_logits", teacher)
     _check_vocabularies("logits", vocabulary, student, student.shape[-1], teacher.shape[-1])
-    student, teacher = student[..., :vocabulary], teacher[..., :vocabulary]
+    student, teacher = _first(student, vocabulary), _first(teacher, vocabulary)
     check_shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
     return student, teacher
+
+
+def _first(logits: Tensor, vocabulary: int | None) -> Tensor:
+    """Of its words; no view of all, which would cost the host backward too."""
+    return logits if vocabulary is None else logits[..., :vocabulary]
 
 
 def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *sizes: int) -> None:
@@ -297,10 +303,9 @@ def _check_options(
     check_number("temperature", temperature, above=0)
     if not isinstance(divergence, Divergence):
         check_choice("divergence", divergence, DIVERGENCES)
-        divergence = Divergence(divergence)
     check_choice("reduction", reduction, REDUCTIONS)
     _check_denominator(denominator, reduction)
-    return divergence.form
+    return divergence.form if isinstance(divergence, Divergence) else FORMS[divergence]
 
 
 def _check_denominator(denominator: float | Tensor | None, reduction: str) -> None:
@@ -345,7 +350,7 @@ def _as_tensor(denominator: float | Tensor | None, x: Tensor) -> Tensor | None:
 class _Options:
     soft: Soft
     reduction: str
-    runs_on: str = "torch"
+    runs_on: str
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
@@ -363,7 +368,7 @@ class _SoftTargets(torch.autograd.Function):
         ctx.by_rows = options.reduction == "none"
         given = student, list(teacher), mask, denominator, ctx.needs_input_grad[1], options
         loss, dstudent = (_by_extension if options.runs_on == "cpp" else _by_torch)(*given)
-        _save(ctx, dstudent, mask if ctx.by_rows else None)
+        ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
         return loss
 
     @staticmethod

@@ -26,10 +26,13 @@ def values_readable(x: Tensor) -> bool:
     On a GPU reading would wait for the device; under torch.compile, torch.export, vmap, on the
     meta device and for fake tensors there is nothing to read.
     """
+    if torch.compiler.is_compiling():
+        return False
+    # Plain tensors are not made up, and the full question costs more than all others.
+    plain = type(x) is Tensor and not torch._is_functional_tensor(x)
     return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not is_fake(x)
+        x.is_cpu
+        and (plain or not is_fake(x))
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     )
 
