@@ -571,9 +571,10 @@ def _distil(
     history = run.distil(distiller, settings.method, settings.on_policy, **watch)
     run.display.say("scoring and timing the best student ...")
     report.update(_of_best(settings, out, run, student, report))
-    # What the saved student says of itself: that is what people get.
+    # What the saved student says of itself: that is what people get. Others might look too late,
+    # when the first process has moved it.
     return {
-        **read_json(out.student / MARKER),
+        **processes.by_first(lambda: read_json(out.student / MARKER)),
         **report,
         "compared_layers": distiller.method.teacher_layers,
         "complete": True,

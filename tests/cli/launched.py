@@ -127,13 +127,16 @@ def packaged(folder: Path, words: list[str]) -> None:
     command(words)
 
 
-def commands(folder: Path, lines: dict[str, list[str]]) -> None:
+def commands(folder: Path, lines: dict[str, list[str]], late: float = 0.0) -> None:
     """Run command lines by name, one after the other; results in FOLDER/<rank>.json.
 
-    The last of them is the process's own: how it ends is the launcher's to see.
+    The last of them is the process's own: how it ends is the launcher's to see. So many seconds
+    ``late`` are the others each time that the first process has told them something.
     """
     *most, (_, last) = lines.items()
     results = {}
+    if late and not processes.first():
+        processes.by_first = slow_to_go_on(processes.by_first, late)
     for name, words in most:
         results[name] = result_of(words)
         if results[name][0]:  # the others may wait for this process in vain
@@ -153,6 +156,15 @@ def result_of(words: list[str]) -> tuple[int, str, str]:
     bug = None if isinstance(result.exception, SystemExit) else result.exception
     told = "" if bug is None else "".join(traceback.format_exception(bug))
     return result.exit_code, result.stdout, result.stderr + told
+
+
+def slow_to_go_on(by_first, seconds):
+    def wrapped(work):
+        result = by_first(work)
+        time.sleep(seconds)
+        return result
+
+    return wrapped
 
 
 class StopsOnce(LRKD):

@@ -351,7 +351,10 @@ def test_the_steps_on_policy_are_spread():
 
 
 def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
-    """With adapters, packed rows and answers of its own; a copy in each, or spread over both."""
+    """With adapters, packed rows and answers of its own; a copy in each, or spread over both.
+
+    The second is slow: what it reads the first must not have moved before.
+    """
     options = {**on_policy, "lora": "r=2", "pack": True}
     run("distill", **options, out=tmp_path / "one")
     options["batch_size"] = 2
@@ -359,8 +362,8 @@ def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
         "two": words_of("distill", **options, out=tmp_path / "two"),
         "sharded": words_of("distill", **options, fsdp=True, out=tmp_path / "sharded"),
     }
-    launch = Launch(tmp_path / "launch", 2, commands, tmp_path, {**lines, "end": ["doctor", "-h"]})
-    errors = launch.end()
+    both = {**lines, "end": ["doctor", "-h"]}
+    errors = Launch(tmp_path / "launch", 2, commands, tmp_path, both, 0.1).end()
     results = read_json(tmp_path / "0.json")
     assert all(results[name][0] == 0 for name in lines), (results, errors)
     one, *others = (read_json(tmp_path / n / "student/fastkd.json") for n in ("one", *lines))
