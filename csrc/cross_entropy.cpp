@@ -1,5 +1,9 @@
 // Cross-entropy of rows of logits with labels, and its gradient, in one visit of a row: its largest,
 // its exponentials and their sum, their share of it. After the first read a row is in the cache.
+//
+// From hidden states the logits are written once and visited once, and their gradient takes their
+// place: it is an operator of its own because a few rows cost less than to call one for each step.
+#include <array>
 #include <cmath>
 
 #include "tensors.h"
@@ -12,6 +16,7 @@ constexpr int64_t kBlock = 1024;  // of which sums are of the row's own type
 
 struct CrossEntropy {
   double label_smoothing, z_loss;
+  double factor = 1;  // of weights
 };
 
 // body(block, count) along a row
@@ -71,18 +76,47 @@ FASTKD_CLONES double loss_of(const double* z, int64_t n, int64_t label, CrossEnt
   return row_loss(z, n, label, of, weight, dz);
 }
 
+// (z + bias)·scale in its place
+template <typename W>
+inline void finish_row(W* z, const W* bias, int64_t n, W scale) {
+  each<W>(n, [&](int64_t i, int64_t lanes) {
+    const Vector<W> sum = bias ? load(z + i, lanes) + load(bias + i, lanes) : load(z + i, lanes);
+    store<W>(z + i, sum * scale, lanes);
+  });
+}
+
+FASTKD_CLONES void finish(float* z, const float* bias, int64_t n, double scale) {
+  finish_row(z, bias, n, float(scale));
+}
+FASTKD_CLONES void finish(double* z, const double* bias, int64_t n, double scale) {
+  finish_row(z, bias, n, scale);
+}
+
+int64_t bytes_of_row(const Tensor& x) { return 3 * x.size(1) * x.element_size(); }
+
 template <typename W>
 void each_loss(const Tensor& student, const int64_t* labels, const Rows& weights,
                const std::optional<Tensor>& gradient, CrossEntropy of, const Rows& losses) {
   const int64_t n = student.size(1);
-  each_row(student.size(0), 3 * n * int64_t(sizeof(W)), [&](int64_t begin, int64_t end) {
+  each_row(student.size(0), bytes_of_row(student), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       W* dz = gradient ? data<W>(*gradient) + i * gradient->stride(0) : nullptr;
-      const double weight = gradient ? weights.get(i) : 0;
+      const double weight = gradient ? of.factor * weights.get(i) : 0;
       const W* z = data<W>(student) + i * student.stride(0);
       losses.put(i, loss_of(z, n, labels[i], of, weight, dz));
     }
   });
+}
+
+// Labels in one piece.
+Tensor words_of(const Tensor& labels, int64_t V) {
+  const Tensor places = torch::stable::contiguous(labels);
+  // The public function says this better, but not in a compiled graph.
+  for (int64_t i = 0; i < labels.size(0); ++i) {
+    const int64_t label = data<int64_t>(places)[i];
+    STD_TORCH_CHECK(label >= 0 && label < V, "a label is no word of the logits");
+  }
+  return places;
 }
 
 // Losses (R,) of logits (R, V) of float32 or float64 with labels (R,); fills ``gradient`` (R, V) of
@@ -91,17 +125,111 @@ Tensor cross_entropy(const Tensor& student, const Tensor& labels,
                      const std::optional<Tensor>& gradient, const std::optional<Tensor>& weights,
                      double label_smoothing, double z_loss) {
   const Tensor loss = torch::stable::new_empty(student, {student.size(0)}, working_type(student));
-  const Tensor places = torch::stable::contiguous(labels);
-  // The public function says this better, but not in a compiled graph.
-  for (int64_t i = 0; i < labels.size(0); ++i) {
-    const int64_t label = data<int64_t>(places)[i];
-    STD_TORCH_CHECK(label >= 0 && label < student.size(1), "a label is no word of the logits");
-  }
+  const Tensor places = words_of(labels, student.size(1));
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   const bool wide = student.scalar_type() == ScalarType::Double;
   const auto run = wide ? each_loss<double> : each_loss<float>;
   run(student, data<int64_t>(places), given, gradient, {label_smoothing, z_loss}, numbers_of(loss));
   return loss;
+}
+
+template <typename W>
+void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double scale) {
+  const int64_t V = logits.size(1);
+  std::vector<W> copy;
+  const W* added = nullptr;
+  const std::optional<Tensor> dense =
+      bias ? std::optional(torch::stable::contiguous(*bias)) : std::nullopt;
+  if (dense) {
+    const Rows given{data<char>(*dense), 0, V, type_of(*dense)};
+    if (!is_of(given.type, W())) copy.resize(V);
+    added = given.read(0, 0, V, copy.data());
+  }
+  each_row(logits.size(0), bytes_of_row(logits), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) finish(data<W>(logits) + i * V, added, V, scale);
+  });
+}
+
+// The sum of rows (R, V), into the first V numbers of ``total``.
+template <typename W>
+void add_rows(const Tensor& rows, const Tensor& total) {
+  const int64_t R = rows.size(0), V = rows.size(1);
+  const Rows out{data<char>(total), 0, V, type_of(total)};
+  torch::stable::parallel_for(0, V, kBlock, [&](int64_t begin, int64_t end) {
+    std::vector<double> sums(end - begin);
+    for (int64_t i = 0; i < R; ++i) {
+      const W* row = data<W>(rows) + i * V + begin;
+      for (int64_t j = 0; j < end - begin; ++j) sums[j] += row[j];
+    }
+    Rows{out.place(0, begin), 0, end - begin, out.type}.fill(sums.data());
+  });
+}
+
+Tensor first_rows(Tensor x, int64_t n) {
+  return n == x.size(0) ? x : torch::stable::narrow(x, 0, 0, n);
+}
+
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  if (type_of(b) == Type::kBFloat16) return half_product(out, a, b, false);
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Room for a gradient of ``like`` (V or more, ...), zeros from V on.
+Tensor new_gradient(const Tensor& like, int64_t V, ScalarType type) {
+  const int64_t rows = like.size(0), columns = like.dim() == 1 ? 1 : like.size(1);
+  const Tensor x = like.dim() == 1 ? torch::stable::new_empty(like, {rows}, type)
+                                   : new_large(like, {rows, columns}, type);
+  const int64_t bytes = columns * x.element_size();
+  std::memset(data<char>(x) + V * bytes, 0, (rows - V) * bytes);
+  return x;
+}
+
+// Losses (R,) of the logits scale·(hidden (R, D) · weight (V, D)ᵀ + bias (V)), of their first
+// ``vocabulary`` words, and gradients of the sum of weights (R,) times ``factor`` times them: of
+// hidden, weight and bias, those in need. All are of one type, but for the bias: float32, float64,
+// or bfloat16 where `has_tiles`. Gradients are of the working type; ``narrow``: of a weight in
+// bfloat16 in its own.
+std::vector<Tensor> cross_entropy_of_states(const Tensor& hidden, const Tensor& weight,
+                                            const std::optional<Tensor>& bias,
+                                            const Tensor& labels,
+                                            const std::optional<Tensor>& weights,
+                                            bool needs_hidden, bool needs_weight, bool needs_bias,
+                                            int64_t vocabulary, double scale, double factor,
+                                            double label_smoothing, double z_loss, bool narrow) {
+  const int64_t R = hidden.size(0), V = vocabulary;
+  const bool wide = hidden.scalar_type() == ScalarType::Double;
+  const ScalarType type = working_type(hidden);
+  const Tensor words = first_rows(weight, V);
+  const Tensor places = words_of(labels, V);
+  const Tensor loss = torch::stable::new_empty(hidden, {R}, type);
+  const Tensor z = new_large(hidden, {R, V}, type);
+  multiply(z, hidden, torch::stable::transpose(words, 0, 1));
+  if (bias || scale != 1) (wide ? finish_rows<double> : finish_rows<float>)(z, bias, scale);
+  const Rows given = weights ? numbers_of(*weights) : Rows{};
+  const auto run = wide ? each_loss<double> : each_loss<float>;
+  const CrossEntropy of{label_smoothing, z_loss, factor * scale};
+  run(z, data<int64_t>(places), given, weights ? std::optional(z) : std::nullopt, of,
+      numbers_of(loss));
+  std::vector<Tensor> made{loss};
+  if (!weights) return made;
+  if (needs_hidden) {
+    made.push_back(new_large(hidden, {R, hidden.size(1)}, type));
+    multiply(made.back(), z, words);
+  }
+  if (needs_weight) {
+    const bool half = narrow && type_of(weight) == Type::kBFloat16;
+    made.push_back(new_gradient(weight, V, half ? weight.scalar_type() : type));
+    multiply(first_rows(made.back(), V), torch::stable::transpose(z, 0, 1), hidden);
+  }
+  if (needs_bias) {
+    made.push_back(new_gradient(*bias, V, working_type(*bias)));
+    (wide ? add_rows<double> : add_rows<float>)(z, made.back());
+  }
+  return made;
 }
 
 }  // namespace
@@ -111,8 +239,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "cross_entropy(Tensor student, Tensor labels, Tensor(a!)? gradient, Tensor? weights,"
       " float label_smoothing, float z_loss) -> Tensor");
+  m.def(
+      "cross_entropy_of_states(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels,"
+      " Tensor? weights, bool needs_hidden, bool needs_weight, bool needs_bias, int vocabulary,"
+      " float scale, float factor, float label_smoothing, float z_loss, bool narrow) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("cross_entropy", TORCH_BOX(&fastkd::cross_entropy));
+  m.impl("cross_entropy_of_states", TORCH_BOX(&fastkd::cross_entropy_of_states));
 }

@@ -304,8 +304,8 @@ bool has_tiles() {
   return found;
 }
 
-// out (M, N) = a (M, K) of float32 or bfloat16 times b (K, N) of bfloat16, or that is added to it.
-// Nothing is added to an ``out`` of bfloat16, which takes the sums rounded once.
+}  // namespace
+
 void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
   STD_TORCH_CHECK(has_tiles(), "this processor has no tiles of bfloat16");
   STD_TORCH_CHECK(!add || type_of(out) == Type::kFloat, "sums are of float32");
@@ -317,7 +317,6 @@ void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add)
   }
 }
 
-}  // namespace
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {

@@ -49,6 +49,11 @@ inline Rows rows_of(const Tensor& x) {
 // Asks for large pages where those of x lie; no more memory, since pages it shares stay as they are.
 void use_large_pages(const Tensor& x);
 
+// out (M, N) = a (M, K) of float32 or bfloat16 times b (K, N) of bfloat16, or that is added to it;
+// only where `has_tiles`. Nothing is added to an ``out`` of bfloat16, which takes the sums rounded
+// once.
+void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add);
+
 // For a gradient as large as what it is of.
 inline Tensor new_large(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   const Tensor x = torch::stable::new_empty(like, sizes, type);

@@ -105,7 +105,7 @@ TORCH_ONLY = {name for loss in LOSSES if not loss.kernels for name in FILES[loss
 
 CPP = {name for loss in LOSSES if loss.row_kernels for name in FILES[loss.name].RANDOM}
 # Of functions beside them that have no kernels in C++.
-CPP -= {"cayley", "projection", "linear_soft_targets"}
+CPP -= {"cayley", "projection"}
 
 
 def backends(name: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
 from fastkd._core import extension, products
+from fastkd._torch import linear_soft_targets
 from fastkd._torch.rows import Task, task_rows
 from fastkd.head import LowRank
 from fastkd.soft_targets import (
@@ -279,6 +280,59 @@ def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
     for label in (V, -1):
         with pytest.raises(RuntimeError, match="a label is no word"):
             call(logits, torch.tensor([0, label, 0, 0, 0]), beside, weights, smoothing, z_loss)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="needs the extension")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("words", [None, 601])
+def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
+    """One operator makes values and gradients, of what learns alone too."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (9, 40), (701, 40), (701,)
+    h, w, b = given = [torch.randn(x, generator=generator).to(dtype) for x in shapes]
+    b = given[2] = torch.stack([b, torch.full_like(b, torch.nan)], 1)[:, 0]
+    labels = torch.randint(601, (9,), generator=generator)
+    labels[4] = -100
+    task = CrossEntropy(labels, 0.3, label_smoothing=0.1, z_loss=0.02)
+    options = dict(soft_weight=0.0, task=task, vocabulary=words)
+
+    def loss(call, h, w, b):
+        head = Head(w, b if with_bias else None, 0.5)
+        return call(h, head, h.detach(), head.detach(), **options)
+
+    def made(call, given, learning):
+        leaves = [x.detach().requires_grad_(i in learning) for i, x in enumerate(given)]
+        value = loss(call, *leaves)
+        grads = torch.autograd.grad(value, [leaves[i] for i in learning]) if learning else ()
+        return value.detach(), *grads
+
+    monkeypatch.setattr(linear_soft_targets, "_Pass", None)
+    if dtype == torch.bfloat16 and not products.multiplied_as_is(h):
+        pytest.skip("this processor has no tiles of bfloat16")
+    every = (0, 1, 2) if with_bias else (0, 1)
+    wide = [x.double() for x in given]
+    for count in range(len(every) + 1):
+        for learning in itertools.combinations(every, count):
+            found = made(linear_soft_target_loss, given, learning)
+            exact = made(linear_soft_target_loss_ref, wide, learning)
+            for x, y in zip(found, exact, strict=True):
+                assert_accurate(x, y, dtype)
+    rows = loss(functools.partial(linear_soft_target_loss, reduction="none"), h, w, b)
+    exact = loss(functools.partial(linear_soft_target_loss_ref, reduction="none"), *wide)
+    assert_accurate(rows, exact, dtype)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="needs the extension")
+def test_shapes_of_labels_of_one_chunk():
+    h, w, b = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
+    call = torch.ops.fastkd_cpp.cross_entropy_of_states
+    rest = torch.arange(4), torch.rand(4)
+    for needs in itertools.product([False, True], repeat=3):
+        more = *needs, 7, 1.0, 1.0, 0.0, 0.0, True
+        torch.library.opcheck(call, (h, w, b, *rest, *more), test_utils="test_faketensor")
+    with pytest.raises(RuntimeError, match="a label is no word"):
+        call(h, w, b, torch.full((4,), 7), None, *more)
 
 
 def test_terms_by_name():

@@ -83,6 +83,23 @@ def _gradient(x: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
+def _states_meta(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor | None,
+    *options: object,
+) -> list[Tensor]:
+    """Shapes of the losses, and with weights of the gradients needed."""
+    found = [_scalar(hidden).new_empty(hidden.shape[0])]
+    for x, needed in zip((hidden, weight, bias), options, strict=False):
+        if x is not None and needed and weights is not None:
+            narrow = x is weight and options[-1] and x.dtype == torch.bfloat16
+            found.append(x.new_empty(x.shape, dtype=x.dtype if narrow else _scalar(x).dtype))
+    return found
+
+
 ROW_KERNELS = {
     "layer_norm_mse": _layer_norm_mse_meta,
     "soft_target_loss": lambda student, *rest: _loss_meta(
@@ -95,6 +112,7 @@ ROW_KERNELS = {
     "cos_nce": lambda student, *rest: _loss_meta(student, student.shape[:2], *rest[-2:]),
     "cca": _cca_meta,
     "cross_entropy": lambda student, *rest: student.new_empty(student.shape[0]),
+    "cross_entropy_of_states": _states_meta,
     "half_product": lambda *matrices: None,
     "use_large_pages": lambda x: None,
 }

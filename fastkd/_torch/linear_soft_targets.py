@@ -168,7 +168,9 @@ class LinearSoftTargets(torch.autograd.Function):
 
 def _run(options: Options, *given: Any) -> list[Tensor]:
     """`linear_soft_targets` of its tensors and needs."""
-    return linear_soft_targets(*(*given, *options.recipe.flat(), options.runs_on))
+    if options.runs_on == "triton" or torch.compiler.is_compiling():
+        return linear_soft_targets(*(*given, *options.recipe.flat(), options.runs_on))
+    return _in_chunks(*(*given, options.recipe, options.runs_on))  # an operator costs the host
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
@@ -226,13 +228,28 @@ def linear_soft_targets(
     Gradients are of the working dtype, but see `Recipe.narrow`.
     """
     recipe = Recipe.of(form, tail, group, numbers, sizes)
+    return _in_chunks(student, teacher, labels, mask, weights, needs, recipe, runs_on)
+
+
+def _in_chunks(
+    student: list[Tensor | None],
+    teacher: list[Tensor | None],
+    labels: Tensor | None,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    needs: list[bool],
+    recipe: Recipe,
+    runs_on: str,
+) -> list[Tensor]:
+    """The same, by its recipe."""
     hidden = student[0]
     assert hidden is not None
-    R, kept = len(hidden), None
+    R, kept = hidden.shape[0], None
     if mask is not None and values_readable(hidden):
         kept, mask = mask.nonzero()[:, 0], None
         kept = None if len(kept) == R else kept
     student = _rows_of(student, kept, mask)
+    tail = bool(recipe.soft.tail)
     teacher = teacher if tail else _rows_of(teacher, kept, mask)
     if kept is not None:
         labels, weights = (None if x is None else x[kept] for x in (labels, weights))
@@ -240,10 +257,13 @@ def linear_soft_targets(
     elif mask is not None and weights is not None:
         weights = weights.masked_fill(~mask, 0)
     with autocast_off(hidden):
-        work = _Pass(student, teacher, recipe, needs, runs_on)
-        for chunk in work.chunks:
-            work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
-    terms, grads = work.terms, work.grads
+        if mask is None and runs_on == "cpp" and _at_once(student, teacher, labels, recipe):
+            terms, grads = _labels_at_once(student, labels, weights, recipe, needs)
+        else:
+            work = _Pass(student, teacher, recipe, needs, runs_on)
+            for chunk in work.chunks:
+                work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
+            terms, grads = work.terms, work.grads
     for i in filter(lambda i: _has_rows(student, i), grads):
         grads[i] = recipe.columns.total(grads[i])
     if mask is not None:
@@ -252,6 +272,59 @@ def linear_soft_targets(
         terms = _spread(terms.T, kept, R).T.contiguous()
         grads = {i: _spread(x, kept, R) if _has_rows(student, i) else x for i, x in grads.items()}
     return [terms, *(grads[i] for i in sorted(grads))]
+
+
+def _at_once(
+    student: list[Tensor | None],
+    teacher: list[Tensor | None],
+    labels: Tensor | None,
+    recipe: Recipe,
+) -> bool:
+    """Whether one operator makes all: of labels alone, in one chunk, by a head of one product."""
+    hidden, weight = student[0], student[1]
+    assert hidden is not None and weight is not None
+    plain = labels is not None and len(student) == 3 and not recipe.student.softcap
+    if not plain or teacher or recipe.terms or recipe.task_weight == 0:
+        return False
+    if hidden.dtype in HALF and not multiplied_as_is(hidden):
+        return False
+    V = recipe.vocabulary or weight.shape[0]
+    return 0 < hidden.shape[0] <= _chunk_rows(recipe, hidden, working_dtype(hidden).itemsize, V)
+
+
+def _labels_at_once(
+    student: list[Tensor | None],
+    labels: Tensor | None,
+    weights: Tensor | None,
+    recipe: Recipe,
+    needs: list[bool],
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Terms and gradients, as a `_Pass` has them."""
+    (_, weight, _), task = student, recipe.task
+    assert weight is not None
+    losses, *made = torch.ops.fastkd_cpp.cross_entropy_of_states(
+        *student,
+        labels,
+        weights,
+        *needs,
+        recipe.vocabulary or weight.shape[0],
+        recipe.student.scale,
+        recipe.task_weight,
+        task.label_smoothing,
+        task.z_loss,
+        recipe.narrow,
+    )
+    terms = losses.new_zeros(len(TERMS), losses.shape[0])
+    terms[1] = losses
+    return terms, dict(zip((i for i in range(3) if needs[i]), made, strict=False))
+
+
+def _chunk_rows(recipe: Recipe, hidden: Tensor, bytes_each: int, V: int) -> int:
+    """Positions whose logits of a side or two, of so many bytes, stand in memory together."""
+    bytes_each += 2 * (hidden.dtype in HALF)
+    step = max(recipe.chunk_bytes // (bytes_each * (recipe.columns.most or V)), 1)
+    # Whole tiles of the products, an aligned start in every vector.
+    return step - step % 128 if step > 128 else step
 
 
 def _has_rows(side: list[Tensor | None], i: int) -> bool:
@@ -355,11 +428,7 @@ class _Pass:
         """Of positions whose logits stand in memory together."""
         hidden = self.student.states[0]
         sides = 1 + (self.teacher is not None)
-        bytes_each = sides * torch.finfo(self.dtype).bits // 8 + 2 * (hidden.dtype in HALF)
-        words = self.recipe.columns.most or self.V  # as many chunks in every process
-        step = max(self.recipe.chunk_bytes // (bytes_each * words), 1)
-        if step > 128:
-            step -= step % 128  # whole tiles of the products, an aligned start in every vector
+        step = _chunk_rows(self.recipe, hidden, sides * self.dtype.itemsize, self.V)
         return (slice(start, start + step) for start in range(0, len(hidden), step))
 
     def add(

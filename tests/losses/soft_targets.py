@@ -183,7 +183,7 @@ def _any_divergence(draw: Draw) -> str | Divergence:
     share = draw.pick([0.1, 0.3, 0.5, 0.9])
     names = ("js", "skew_kl", "skew_reverse_kl", "total_variation", "mixed")
     plain = ["forward_kl", "reverse_kl", "js"]
-    if draw.backend == "triton":
+    if draw.backend != "torch":
         return draw.pick(plain)
     objects = [Divergence(name, beta=share, skew=share, mix=share) for name in names]
     return draw.pick([*plain, *objects])
@@ -204,6 +204,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         mask_of_both = mask & (labels != -100)
         rest = {"label_smoothing": smoothing, "z_loss": z_loss}
         options["task"] = fastkd.CrossEntropy(labels, 0.7, **rest)
+        options["soft_weight"] = draw.pick([0.0, options["soft_weight"]])
     else:
         mask_of_both = mask
 
