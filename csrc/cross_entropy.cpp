@@ -146,7 +146,9 @@ void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double
     added = given.read(0, 0, V, copy.data());
   }
   each_row(logits.size(0), bytes_of_row(logits), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) finish(data<W>(logits) + i * V, added, V, scale);
+    for (int64_t i = begin; i < end; ++i) {
+      finish(data<W>(logits) + i * logits.stride(0), added, V, scale);
+    }
   });
 }
 
@@ -158,7 +160,7 @@ void add_rows(const Tensor& rows, const Tensor& total) {
   torch::stable::parallel_for(0, V, kBlock, [&](int64_t begin, int64_t end) {
     std::vector<double> sums(end - begin);
     for (int64_t i = 0; i < R; ++i) {
-      const W* row = data<W>(rows) + i * V + begin;
+      const W* row = data<W>(rows) + i * rows.stride(0) + begin;
       for (int64_t j = 0; j < end - begin; ++j) sums[j] += row[j];
     }
     Rows{out.place(0, begin), 0, end - begin, out.type}.fill(sums.data());
@@ -176,6 +178,15 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
   torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Room for logits (R, V). Rows some power of two apart would share a few places of a cache, where
+// products read them by columns.
+Tensor new_logits(const Tensor& like, int64_t R, int64_t V, ScalarType type) {
+  constexpr int64_t kPage = 1024, kApart = 48;
+  if (V % kPage) return new_large(like, {R, V}, type);
+  Tensor room = new_large(like, {R, V + kApart}, type);
+  return torch::stable::narrow(room, 1, 0, V);
 }
 
 // Room for a gradient of ``like`` (V or more, ...), zeros from V on.
@@ -206,7 +217,7 @@ std::vector<Tensor> cross_entropy_of_states(const Tensor& hidden, const Tensor& 
   const Tensor words = first_rows(weight, V);
   const Tensor places = words_of(labels, V);
   const Tensor loss = torch::stable::new_empty(hidden, {R}, type);
-  const Tensor z = new_large(hidden, {R, V}, type);
+  const Tensor z = new_logits(hidden, R, V, type);
   multiply(z, hidden, torch::stable::transpose(words, 0, 1));
   if (bias || scale != 1) (wide ? finish_rows<double> : finish_rows<float>)(z, bias, scale);
   const Rows given = weights ? numbers_of(*weights) : Rows{};

@@ -285,11 +285,11 @@ def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("words", [None, 601])
+@pytest.mark.parametrize("words", [None, 1024])
 def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
     """One operator makes values and gradients, of what learns alone too."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (9, 40), (701, 40), (701,)
+    shapes = (9, 40), (1100, 40), (1100,)
     h, w, b = given = [torch.randn(x, generator=generator).to(dtype) for x in shapes]
     b = given[2] = torch.stack([b, torch.full_like(b, torch.nan)], 1)[:, 0]
     labels = torch.randint(601, (9,), generator=generator)
