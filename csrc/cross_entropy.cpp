@@ -138,10 +138,10 @@ void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double
   const int64_t V = logits.size(1);
   std::vector<W> copy;
   const W* added = nullptr;
-  const std::optional<Tensor> dense =
-      bias ? std::optional(torch::stable::contiguous(*bias)) : std::nullopt;
-  if (dense) {
-    const Rows given{data<char>(*dense), 0, V, type_of(*dense)};
+  Tensor dense;
+  if (bias) {
+    dense = torch::stable::contiguous(*bias);
+    const Rows given{data<char>(dense), 0, V, type_of(dense)};
     if (!is_of(given.type, W())) copy.resize(V);
     added = given.read(0, 0, V, copy.data());
   }
