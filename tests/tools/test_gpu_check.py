@@ -71,7 +71,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 pathlib.Path({str(started)!r}).write_text(str(child.pid))
 time.sleep(60)
 """
-    job = gpu_check.Job(options(tmp_path), seconds=3.0)
+    job = gpu_check.Job(options(tmp_path), seconds=5.0)
     assert not gpu_check.command(job, sys.executable, "-c", code)
 
     def runs():
@@ -102,7 +102,7 @@ for line in sys.stdin:
 def test_a_process_that_dies_or_hangs_does_not_topple_the_rest():
     names = ["good 1", "crash", "good 2", "hang", "bad", "good 3"]
     command = [sys.executable, "-c", CHILD]
-    answers = dict(gpu_check.ask_children(command, names, 100, 2, patience=3.0))
+    answers = dict(gpu_check.ask_children(command, names, 100, 2, patience=5.0))
     assert set(answers) == set(names)
     assert "ended (7)" in answers["crash"] and "hung" in answers["hang"]
     assert answers["bad"] == "wrong"
