@@ -9,8 +9,13 @@ import torch
 
 
 @functools.cache
-def roofline(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> dict[str, float]:
-    """Copy bandwidth (bytes/s) and matrix rate (operations/s) per dtype, best of several runs."""
+def roofline(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], number: int = 1
+) -> dict[str, float]:
+    """Copy bandwidth (bytes/s) and matrix rate (operations/s) per dtype, best of several runs.
+
+    Once for each pass of a ``number``: on a shared machine the limits of a moment are too low.
+    """
     limits = {"copy_bytes_per_s": _copy_bandwidth(device)}
     for dtype in dtypes:
         limits[f"{str(dtype).removeprefix('torch.')}_ops_per_s"] = _matrix_rate(device, dtype)
