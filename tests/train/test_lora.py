@@ -6,6 +6,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fastkd.distill import verify
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
@@ -25,7 +26,7 @@ def chat(tmp_path_factory):
     return {**USUAL, **options, "teacher": teacher, "lora": "r=2,alpha=4"}
 
 
-def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path):
+def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypatch):
     run("distill", **chat, out=tmp_path / "out", log_json=tmp_path / "log")
     student = tmp_path / "out/student"
     config = read_json(student / "adapter/adapter_config.json")
@@ -47,6 +48,8 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path):
     assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())
     said = read_json(tmp_path / "scores.json")["perplexity"]
     assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
+    # tests/distill/test_verify.py has what AOT Autograd makes of a step.
+    monkeypatch.setitem(verify.begin.__kwdefaults__, "compile_backend", "eager")
     run("verify", **{k: v for k, v in chat.items() if k not in (*USUAL, "epochs")},
         max_length=16, device="cpu", rows=4, ranks=0)  # fmt: skip
 
