@@ -1,8 +1,8 @@
-// Data path. Blocks of some bank rows stay in the nearest caches while every student row is compared
-// with those of its label, four at a time, so the bank is read once. Distances are sums of squared
-// differences, right to a known part of themselves; rows as near as the k-th within that are
-// measured again in float64, which makes the choice exact. A row and those chosen are then read once
-// more, for the loss and the gradient.
+// Data path. Pieces of some bank rows stay in the nearest cache while all student rows of their
+// label are compared with them, a few at a time, and the next rows are fetched; so the bank is read
+// once. Distances are sums of squared differences, right to a known part of themselves; rows as near
+// as the k-th within that are measured again in float64, which makes the choice exact. A row and
+// those chosen are then read once more, for the loss and the gradient.
 #include "knn.h"
 
 #include <algorithm>
@@ -10,31 +10,17 @@
 #include <numeric>
 #include <utility>
 
+#include "products.h"
 #include "vectors.h"
 
 namespace fastkd {
 namespace {
 
-constexpr int64_t kBlock = 1024;
-constexpr int kAtOnce = 4;
-// Bank rows of which the nearest cache holds a block; more where student rows come from memory, or
-// are widened, for each tile.
-constexpr int64_t kTile = 8, kLargeTile = 16;
-
-// Of one row to four others, so that no sum waits for the last.
-template <typename W>
-inline void distances(const W* a, const W* const* b, int64_t n, double* out) {
-  const W *first = b[0], *second = b[1], *third = b[2], *fourth = b[3];
-  Vector<W> totals[kAtOnce]{};
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> x = load(a + i, count);
-    const Vector<W> to_first = x - load(first + i, count), to_second = x - load(second + i, count);
-    const Vector<W> to_third = x - load(third + i, count), to_fourth = x - load(fourth + i, count);
-    totals[0] += to_first * to_first, totals[1] += to_second * to_second;
-    totals[2] += to_third * to_third, totals[3] += to_fourth * to_fourth;
-  });
-  for (int k = 0; k < kAtOnce; ++k) out[k] = sum<W>(totals[k]);
-}
+// Numbers of a row that are summed in the type of rows, and that make a task.
+constexpr int64_t kPiece = 1024, kRange = 8 * kPiece;
+// Bank rows of which the nearest cache holds a piece, more where student rows are widened for each
+// tile, and student rows that are compared with them at a time.
+constexpr int64_t kTile = 8, kTileOfHalves = 16, kStudents = 8;
 
 // As many numbers as a vector has in float64.
 template <typename W>
@@ -48,81 +34,37 @@ inline Vector<double> load_wide(const W* p, int64_t count) {
   return __builtin_convertvector(x, Vector<double>);
 }
 
-// ‖(a − b)·shrink‖² in float64
+// Σ ‖(s − t)·shrink‖² in float64 over K rows t; factor·Σ (s − t) unless ``dx`` is null.
 template <typename W>
-inline double exactly(const W* a, const W* b, int64_t n, double shrink) {
+inline double visit(const W* s, const W* const* t, int64_t K, int64_t n, double shrink, W factor,
+                    W* dx) {
   constexpr int64_t kHalf = kLanes<double>;
   Vector<double> low{}, high{};  // of the lanes of W
   each<W>(n, [&](int64_t i, int64_t count) {
-    const auto add = [&](int64_t first, int64_t some, Vector<double>& total) {
-      const Vector<double> d = (load_wide(a + first, some) - load_wide(b + first, some)) * shrink;
-      total += d * d;
-    };
-    add(i, std::min(count, kHalf), low);
-    if (count > kHalf) add(i + kHalf, count - kHalf, high);
+    Vector<W> sum{};
+    for (int64_t k = 0; k < K; ++k) {
+      const auto add = [&](int64_t first, int64_t some, Vector<double>& total) {
+        const Vector<double> x = load_wide(s + first, some), y = load_wide(t[k] + first, some);
+        const Vector<double> d = (x - y) * shrink;
+        total += d * d;
+      };
+      add(i, std::min(count, kHalf), low);
+      if (count > kHalf) add(i + kHalf, count - kHalf, high);
+      if (dx) sum += load(s + i, count) - load(t[k] + i, count);
+    }
+    if (dx) store<W>(dx + i, sum * factor, count);
   });
   return sum<double>(low + high);
 }
 
-// sums ← sums + a − b
-template <typename W>
-inline void add(const W* a, const W* b, int64_t n, W* sums) {
-  each<W>(n, [&](int64_t i, int64_t count) {
-    store<W>(sums + i, load(sums + i, count) + (load(a + i, count) - load(b + i, count)), count);
-  });
+FASTKD_CLONES double visit_of(const float* s, const float* const* t, int64_t K, int64_t n,
+                              double shrink, float factor, float* dx) {
+  return visit(s, t, K, n, shrink, factor, dx);
 }
-
-template <typename W>
-inline void scale(const W* sums, int64_t n, W factor, W* out) {
-  each<W>(n, [&](int64_t i, int64_t count) {
-    store<W>(out + i, load(sums + i, count) * factor, count);
-  });
+FASTKD_CLONES double visit_of(const double* s, const double* const* t, int64_t K, int64_t n,
+                              double shrink, double factor, double* dx) {
+  return visit(s, t, K, n, shrink, factor, dx);
 }
-
-FASTKD_CLONES void distances_of(const float* a, const float* const* b, int64_t n, double* out) {
-  distances(a, b, n, out);
-}
-FASTKD_CLONES void distances_of(const double* a, const double* const* b, int64_t n, double* out) {
-  distances(a, b, n, out);
-}
-FASTKD_CLONES double exact_of(const float* a, const float* b, int64_t n, double shrink) {
-  return exactly(a, b, n, shrink);
-}
-FASTKD_CLONES double exact_of(const double* a, const double* b, int64_t n, double shrink) {
-  return exactly(a, b, n, shrink);
-}
-FASTKD_CLONES void add_to(const float* a, const float* b, int64_t n, float* sums) {
-  add(a, b, n, sums);
-}
-FASTKD_CLONES void add_to(const double* a, const double* b, int64_t n, double* sums) {
-  add(a, b, n, sums);
-}
-FASTKD_CLONES void scale_to(const float* sums, int64_t n, float factor, float* out) {
-  scale(sums, n, factor, out);
-}
-FASTKD_CLONES void scale_to(const double* sums, int64_t n, double factor, double* out) {
-  scale(sums, n, factor, out);
-}
-
-// Rows that are read next. Each step fetches a few of their lines: for many a processor would wait.
-struct Ahead {
-  std::vector<const char*> rows{};
-  int64_t lines = 0, share = 0, at = 0;  // of a row, of a step, fetched so far
-
-  void share_among(int64_t steps, int64_t bytes) {
-    lines = (bytes + 63) / 64;
-    share = (int64_t(rows.size()) * lines + steps - 1) / steps;
-  }
-
-  void fetch() {
-    const int64_t end = std::min(at + share, int64_t(rows.size()) * lines);
-    while (at < end) {
-      const int64_t line = at % lines, some = std::min(end - at, lines - line);
-      fetch_all(rows[at / lines] + line * 64, some * 64);
-      at += some;
-    }
-  }
-};
 
 struct Candidate {
   double distance;
@@ -132,65 +74,45 @@ struct Candidate {
   }
 };
 
-// A pair in float64.
-class Exact {
- public:
-  explicit Exact(const Neighbours& of) : of_(of) {}
-
-  // ‖(s − t)·shrink‖²
-  double operator()(int64_t i, int64_t j, double shrink) const {
-    return of_.student.type == Type::kDouble ? measure<double>(i, j, shrink)
-                                             : measure<float>(i, j, shrink);
-  }
-
-  // The largest number stands for what overflows.
-  Candidate candidate(int64_t i, int64_t j) const {
-    return {std::min((*this)(i, j, 1), std::numeric_limits<double>::max()), j};
-  }
-
-  bool is_finite(const Rows& rows, int64_t row) const {
-    std::vector<double> copy(rows.n);
-    const double* x = rows.read(row, 0, rows.n, copy.data());
-    return std::all_of(x, x + rows.n, [](double value) { return std::isfinite(value); });
-  }
-
- private:
-  template <typename W>
-  double measure(int64_t i, int64_t j, double shrink) const {
-    W copies[2][kBlock];
-    double total = 0;
-    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
-      const int64_t n = std::min(kBlock, of_.student.n - start);
-      total += exact_of(of_.student.read(i, start, n, copies[0]),
-                        of_.teacher.read(j, start, n, copies[1]), n, shrink);
-    }
-    return total;
-  }
-
-  const Neighbours& of_;
-};
-
-// Σ ‖(s − t)·shrink‖² over the rows chosen, and factor·Σ (s − t).
+// Σ ‖(s − t)·shrink‖² over some rows t in float64; factor·Σ (s − t) unless ``dx`` has no data.
 template <typename W>
-double compare(const Neighbours& of, int64_t row, const std::vector<int64_t>& nearest,
-               double shrink, double factor, const Rows& dx) {
-  W s_copy[kBlock], t_copy[kBlock], sums[kBlock];
+double compare_as(const Neighbours& of, int64_t row, const std::vector<int64_t>& places,
+                  double shrink, double factor, const Rows& dx) {
+  const int64_t K = int64_t(places.size());
+  const int64_t room = is_of(of.teacher.type, W()) ? 0 : kPiece;
+  W s_copy[kPiece];
+  std::vector<W> t_copies(K * room);
+  std::vector<const W*> t(K);
   double total = 0;
-  for (int64_t start = 0; start < of.student.n; start += kBlock) {
-    const int64_t count = std::min(kBlock, of.student.n - start);
-    const W* s = of.student.read(row, start, count, s_copy);
-    std::fill(sums, sums + count, W(0));
-    for (const int64_t place : nearest) {
-      const W* t = of.teacher.read(place, start, count, t_copy);
-      total += exact_of(s, t, count, shrink);
-      if (dx.data) add_to(s, t, count, sums);
+  for (int64_t start = 0; start < of.student.n; start += kPiece) {
+    const int64_t n = std::min(kPiece, of.student.n - start);
+    const W* s = of.student.read(row, start, n, s_copy);
+    for (int64_t k = 0; k < K; ++k) {
+      t[k] = of.teacher.read(places[k], start, n, t_copies.data() + k * room);
     }
-    if (dx.data == nullptr) continue;
     W* out = dx.write(row, start, s_copy);
-    scale_to(sums, count, W(factor), out);
-    dx.written(row, start, count, out);
+    total += visit_of(s, t.data(), K, n, shrink, W(factor), out);
+    dx.written(row, start, n, out);
   }
   return total;
+}
+
+double compare(const Neighbours& of, int64_t row, const std::vector<int64_t>& places,
+               double shrink, double factor = 0, const Rows& dx = {}) {
+  return of.student.type == Type::kDouble
+             ? compare_as<double>(of, row, places, shrink, factor, dx)
+             : compare_as<float>(of, row, places, shrink, factor, dx);
+}
+
+// Measured in float64; the largest number stands for what overflows.
+Candidate candidate(const Neighbours& of, int64_t row, int64_t place) {
+  return {std::min(compare(of, row, {place}, 1), std::numeric_limits<double>::max()), place};
+}
+
+bool is_finite(const Rows& rows, int64_t row) {
+  std::vector<double> copy(rows.n);
+  const double* x = rows.read(row, 0, rows.n, copy.data());
+  return std::all_of(x, x + rows.n, [](double value) { return std::isfinite(value); });
 }
 
 }  // namespace
@@ -210,60 +132,65 @@ void Neighbours::group(const int64_t* low, const int64_t* high) {
   }
 }
 
-std::vector<Neighbours::Tile> Neighbours::tiles() const {
-  const bool large = student.n > kBlock || student.type < Type::kFloat;
-  const int64_t size = large ? kLargeTile : kTile;
+int64_t Neighbours::ranges() const { return (student.n + kRange - 1) / kRange; }
+
+std::vector<Neighbours::Tile> Neighbours::tiles() {
+  distances.reset(new double[ranges() * N * M]);
+  const int64_t size = student.type < Type::kFloat ? kTileOfHalves : kTile;
   std::vector<Tile> found;
-  for (int64_t begin = 0; begin < M; begin += size) {
-    for (size_t g = 0; g < groups.size(); ++g) {
-      const int64_t count = int64_t(groups[g].bank.size());
-      if (begin < count) found.push_back({int64_t(g), begin, std::min(count, begin + size)});
+  for (int64_t range = 0; range < ranges(); ++range) {
+    // Groups side by side, since their rows share pages.
+    for (int64_t begin = 0; begin < M; begin += size) {
+      for (size_t g = 0; g < groups.size(); ++g) {
+        const int64_t end = std::min(int64_t(groups[g].bank.size()), begin + size);
+        if (begin < end) found.push_back({int64_t(g), begin, end, range});
+      }
     }
   }
   return found;
 }
 
-// Blocks of rows are summed in float64, so no sum is longer than a block.
+// Pieces of rows are summed in float64, so no other sum is longer than a piece.
 template <typename W>
 void Neighbours::measure_as(const Tile& tile) const {
   const LabelGroup& group = groups[tile.group];
   const int64_t count = tile.end - tile.begin, students = int64_t(group.students.size());
-  // Long rows side by side, since apart they may share a place in the cache.
-  const bool is_long = student.n > kBlock;
-  std::vector<W> copies(is_long || !is_of(teacher.type, W()) ? count * kBlock : 0);
-  W copy[kBlock];
-  const W* bank[kLargeTile + kAtOnce];
-  for (int64_t start = 0; start < student.n; start += kBlock) {
-    const int64_t n = std::min(kBlock, student.n - start);
+  const int64_t room = is_of(student.type, W()) ? 0 : kPiece;
+  std::vector<W> copies((kStudents + kTileOfHalves) * room);
+  const int64_t from = tile.range * kRange, to = std::min(student.n, from + kRange);
+  double* const found = distances.get() + tile.range * N * M + tile.begin;
+  for (int64_t start = from; start < to; start += kPiece) {
+    const int64_t n = std::min(kPiece, to - start), next = start + kPiece;
+    const W *bank[kTileOfHalves], *some[kStudents];
     for (int64_t j = 0; j < count; ++j) {
-      W* to = copies.empty() ? nullptr : copies.data() + j * kBlock;
-      bank[j] = teacher.read(group.bank[tile.begin + j], start, n, to);
-      if (to && bank[j] != to) std::memcpy(to, bank[j], n * sizeof(W)), bank[j] = to;
+      W* copy = copies.data() + (kStudents + j) * room;
+      bank[j] = teacher.read(group.bank[tile.begin + j], start, n, copy);
     }
-    std::fill_n(bank + count, kAtOnce, bank[count - 1]);  // what is left of four, again
     // The next block of these rows, or the next tile.
-    Ahead ahead;
-    const int64_t next = start + kBlock, rows = int64_t(group.bank.size());
-    for (int64_t j = tile.begin; next < student.n && j < tile.end; ++j) {
-      ahead.rows.push_back(teacher.place(group.bank[j], next));
+    std::vector<const char*> ahead;
+    for (int64_t j = tile.begin; next < to && j < tile.end; ++j) {
+      ahead.push_back(teacher.place(group.bank[j], next));
     }
-    for (int64_t i = 0; next < student.n && i < students; ++i) {
-      ahead.rows.push_back(student.place(group.students[i], next));
+    for (int64_t i = 0; next < to && i < students; ++i) {
+      ahead.push_back(student.place(group.students[i], next));
     }
-    for (int64_t j = tile.end; !is_long && j < std::min(rows, tile.end + count); ++j) {
-      ahead.rows.push_back(teacher.place(group.bank[j], 0));
+    const int64_t behind = std::min(tile.end + count, int64_t(group.bank.size()));
+    for (int64_t j = tile.end; next >= to && j < behind; ++j) {
+      ahead.push_back(teacher.place(group.bank[j], from));
     }
-    ahead.share_among(students * ((count + kAtOnce - 1) / kAtOnce), n * size_of(student.type));
-    for (int64_t i = 0; i < students; ++i) {
-      const int64_t row = group.students[i];
-      const W* s = student.read(row, start, n, copy);
-      double* to = distances.get() + row * M + tile.begin;
-      for (int64_t j = 0; j < count; j += kAtOnce) {
-        double parts[kAtOnce];
-        ahead.fetch();
-        distances_of(s, bank + j, n, parts);
-        for (int64_t one = j; one < std::min(count, j + kAtOnce); ++one) {
-          to[one] = parts[one - j] + (start == 0 ? 0 : to[one]);
+    for (int64_t i = 0; i < students; i += kStudents) {
+      const int64_t rows = std::min(kStudents, students - i);
+      for (int64_t k = 0; k < rows; ++k) {
+        some[k] = student.read(group.students[i + k], start, n, copies.data() + k * room);
+      }
+      const int64_t skip = ahead.size() * i / students, end = ahead.size() * (i + rows) / students;
+      W sums[kTileOfHalves * kStudents];
+      compare_rows(bank, count, some, rows, n,
+                   {ahead.data() + skip, end - skip, size_of(student.type)}, sums);
+      for (int64_t k = 0; k < rows; ++k) {
+        double* row = found + group.students[i + k] * M;
+        for (int64_t j = 0; j < count; ++j) {
+          row[j] = sums[j * rows + k] + (start == from ? 0 : row[j]);
         }
       }
     }
@@ -275,19 +202,20 @@ void Neighbours::measure(const Tile& tile) const {
 }
 
 bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) const {
-  const double* of = distances.get() + row * M;
+  double* of = distances.get() + row * M;
   const std::vector<int64_t>& bank = groups[group_of[row]].bank;
   const int64_t count = int64_t(bank.size());
-  if (count == 0) return true;
-  const Exact exact(*this);
+  for (int64_t range = 1; range < ranges(); ++range) {
+    for (int64_t j = 0; j < count; ++j) of[j] += of[range * N * M + j];
+  }
   std::vector<Candidate> found;
   if (!std::all_of(of, of + count, [](double distance) { return std::isfinite(distance); })) {
     // Of a square, or of a number that is none.
     for (int64_t j = 0; j < count; ++j) {
-      const bool is_number = std::isfinite(of[j]) ||
-                             (exact.is_finite(student, row) && exact.is_finite(teacher, bank[j]));
-      if (!is_number) return false;
-      found.push_back(exact.candidate(row, bank[j]));
+      if (!std::isfinite(of[j]) && !(is_finite(student, row) && is_finite(teacher, bank[j]))) {
+        return false;
+      }
+      found.push_back(candidate(*this, row, bank[j]));
     }
   } else {
     // The k smallest, the largest in front.
@@ -298,16 +226,19 @@ bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) c
       smallest.back() = of[j];
       std::push_heap(smallest.begin(), smallest.end());
     }
+    // A sum is right to a part of itself: a rounding for each square that a lane of a piece adds
+    // up, of at least 16 bytes of lanes; up to eight in a square and between lanes; and in float64
+    // one for each piece. Two sums are apart by twice that, and the rest is to spare.
     const bool wide = student.type == Type::kDouble;
-    // Of a sum over a block's lanes, and the differences in it.
-    const double part = (kBlock / 8 + 8) * (wide ? 1.2e-16 : 6e-8);
+    const double part = (wide ? (kPiece / 2 + 8) * 1.2e-16 : (kPiece / 4 + 8) * 6e-8) +
+                        double(student.n / kPiece) * 1.2e-16;
     const double limit = smallest.front() * (1 + 4 * part) +
                          (wide ? 0 : 4 * double(student.n) * std::numeric_limits<float>::min());
     for (int64_t j = 0; j < count; ++j) {
       if (of[j] <= limit) found.push_back({of[j], bank[j]});
     }
     if (int64_t(found.size()) > k) {
-      for (Candidate& one : found) one = exact.candidate(row, one.place);
+      for (Candidate& one : found) one = candidate(*this, row, one.place);
     }
   }
   std::sort(found.begin(), found.end());
@@ -322,10 +253,7 @@ double Neighbours::row(int64_t row, int64_t k, double weight, const Rows& dx) co
   // A power of two, at most 1/√D: the sum of squares can't overflow where the loss doesn't.
   const double shrink = std::exp2(-std::ceil(std::log2(double(student.n)) / 2));
   const double share = weight / double(student.n);
-  const double total =
-      student.type == Type::kDouble
-          ? compare<double>(*this, row, nearest, shrink, 2 * share, dx)
-          : compare<float>(*this, row, nearest, shrink, 2 * share, dx);
+  const double total = compare(*this, row, nearest, shrink, 2 * share, dx);
   return total / (shrink * shrink) * share;
 }
 

@@ -18,19 +18,21 @@ struct Neighbours {
   int64_t N, M;
   std::vector<LabelGroup> groups{};
   std::vector<int64_t> group_of{};        // (N)
-  std::unique_ptr<double[]> distances{};  // (N, M): of a row those to its group's bank, in its order
+  // (ranges of D, N, M): parts of a row's distances to its group's bank, in its order
+  std::unique_ptr<double[]> distances{};
 
-  // Some bank rows of a group.
+  // Some bank rows of a group, in a range of D.
   struct Tile {
-    int64_t group, begin, end;
+    int64_t group, begin, end, range;
   };
 
   // Makes ``groups``, as yet without bank rows, of students whose labels have the same bounds, each
   // 8 bytes of whatever type.
   void group(const int64_t* low, const int64_t* high);
 
-  // All bank rows of all groups, those of a group apart, so that threads have as much to do.
-  std::vector<Tile> tiles() const;
+  // All ranges of all bank rows, those of a group apart, so that threads have as much to do, and
+  // room for their distances.
+  std::vector<Tile> tiles();
 
   // Σ (s − t)² of a tile's rows and its group's students.
   void measure(const Tile& tile) const;
@@ -43,6 +45,8 @@ struct Neighbours {
   // The k nearest bank rows, the first of equals, or as many as there are; false where one is no
   // number.
   bool choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) const;
+
+  int64_t ranges() const;
 
   template <typename W>
   void measure_as(const Tile& tile) const;

@@ -1,6 +1,7 @@
-// Both kernels keep a tile of sums in registers. Products of rows with rows have vectors along the
-// rows, so nothing is packed, and each vector of sums is added up at the end; only tiles on and
-// above the diagonal are formed. Two tiles' columns stay in the nearest cache while a block passes.
+// All kernels keep a tile of sums in registers. Products and differences of rows with rows have
+// vectors along the rows, so nothing is packed, and each vector of sums is added up at the end. Of a
+// group's products only tiles on and above the diagonal are formed; two tiles' columns stay in the
+// nearest cache while a block passes.
 //
 // A tile's shape depends on the number of registers, so each kind of processor has its own.
 #include "products.h"
@@ -52,27 +53,29 @@ inline void unrolled(const Body& body) {
   unrolled(body, std::make_integer_sequence<int, kCount>());
 }
 
-// sums (kRows, kRows) of products of rows a and b
-template <typename W, int kBytes, int kRows>
-inline void multiply(const W* const* a, const W* const* b, int64_t count, W* sums) {
+// sums (kLeft, kRight) of term(x, y), vectors of rows a and b; meanwhile(k) is called on the way.
+template <typename W, int kBytes, int kLeft, int kRight, typename Term, typename Meanwhile>
+inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const Term& term,
+                      const Meanwhile& meanwhile, W* sums) {
   constexpr int kNumbers = kBytes / sizeof(W);
   using Part = VectorN<W, kNumbers>;
-  Part totals[kRows * kRows];
-  unrolled<kRows * kRows>([&](auto i) { totals[i] = Part{}; });
+  Part totals[kLeft * kRight];
+  unrolled<kLeft * kRight>([&](auto i) { totals[i] = Part{}; });
   for (int64_t k = 0; k < count; k += kNumbers) {
-    Part right[kRows];
-    unrolled<kRows>([&](auto j) { right[j] = part_of<Part>(b[j] + k); });
-    unrolled<kRows>([&](auto i) {
+    meanwhile(k);
+    Part right[kRight];
+    unrolled<kRight>([&](auto j) { right[j] = part_of<Part>(b[j] + k); });
+    unrolled<kLeft>([&](auto i) {
       const Part left = part_of<Part>(a[i] + k);
-      unrolled<kRows>([&](auto j) { totals[i * kRows + j] += left * right[j]; });
+      unrolled<kRight>([&](auto j) { totals[i * kRight + j] += term(left, right[j]); });
     });
   }
-  W fours[kRows * kRows][4];
-  unrolled<kRows * kRows>([&](auto i) {
+  W fours[kLeft * kRight][4];
+  unrolled<kLeft * kRight>([&](auto i) {
     const VectorN<W, 4> four = folded<kNumbers, W>(totals[i]);
     std::memcpy(fours[i], &four, sizeof(four));
   });
-  for (int i = 0; i < kRows * kRows; ++i) {
+  for (int i = 0; i < kLeft * kRight; ++i) {
     sums[i] = (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]);
   }
 }
@@ -90,7 +93,9 @@ inline void multiply_block(const W* rows, int64_t N, int64_t D, int64_t block, W
     find(i, start, left);
     find(j, start, right);
     W sums[kRows * kRows];
-    multiply<W, kBytes, kRows>(left, right, std::min(depth, D - start), sums);
+    const auto product = [](const auto& x, const auto& y) { return x * y; };
+    const int64_t count = std::min(depth, D - start);
+    sum_terms<W, kBytes, kRows, kRows>(left, right, count, product, [](int64_t) {}, sums);
     const int64_t columns = std::min<int64_t>(kRows, N - j);
     for (int64_t k = 0; k < std::min<int64_t>(kRows, end - i); ++k) {
       W *row = R + (i + k) * N + j, *sum = sums + k * kRows;
@@ -107,6 +112,54 @@ inline void multiply_block(const W* rows, int64_t N, int64_t D, int64_t block, W
       for (int64_t i = first; i < std::min(end, j + 2 * kRows); i += kRows) {
         if (i <= j) tile(i, j, start);
         if (j + kRows < N) tile(i, j + kRows, start);
+      }
+    }
+  }
+}
+
+// ``count`` rows from the i-th on, the last in place of those beyond it.
+template <int kCount, typename W>
+inline void pick(const W* const* rows, int64_t i, int64_t count, const W** picked) {
+  for (int64_t k = 0; k < kCount; ++k) picked[k] = rows[std::min(i + k, count - 1)];
+}
+
+template <typename W, int kBytes>
+inline void compare_all(const W* const* a, int64_t A, const W* const* b, int64_t B, int64_t n,
+                        const Ahead& ahead, W* sums) {
+  constexpr int64_t kNumbers = kBytes / sizeof(W);
+  constexpr int kLeft = kBytes == 64 ? 8 : 4, kRight = 2, kMostAhead = 3;
+  const auto square = [](const auto& x, const auto& y) { return (x - y) * (x - y); };
+  const int64_t whole = n / kNumbers * kNumbers;
+  const int64_t tiles = ((A + kLeft - 1) / kLeft) * ((B + kRight - 1) / kRight);
+  const int64_t share = (ahead.count + tiles - 1) / tiles;
+  int64_t at = 0;
+  for (int64_t j = 0; j < B; j += kRight) {
+    for (int64_t i = 0; i < A; i += kLeft, at += share) {
+      const W *left[kLeft], *right[kRight];
+      pick<kLeft>(a, i, A, left), pick<kRight>(b, j, B, right);
+      const char* next[kMostAhead];
+      for (int64_t k = 0; k < kMostAhead; ++k) {
+        const int64_t row = std::min(at + std::min(k, share - 1), ahead.count - 1);
+        next[k] = ahead.count ? ahead.rows[row] : reinterpret_cast<const char*>(left[0]);
+      }
+      W tile[kLeft * kRight], more[kLeft * kRight]{};
+      const auto fetch = [&](int64_t k) {
+        for (int row = 0; row < kMostAhead; ++row) fetch_near(next[row] + k * ahead.stride);
+      };
+      sum_terms<W, kBytes, kLeft, kRight>(left, right, whole, square, fetch, tile);
+      if (whole < n) {
+        W rests[kLeft + kRight][kNumbers]{};
+        const auto move = [&](const W*& row, W* rest) {
+          std::memcpy(rest, row + whole, (n - whole) * sizeof(W)), row = rest;
+        };
+        for (int64_t k = 0; k < kLeft; ++k) move(left[k], rests[k]);
+        for (int64_t k = 0; k < kRight; ++k) move(right[k], rests[kLeft + k]);
+        sum_terms<W, kBytes, kLeft, kRight>(left, right, kNumbers, square, [](int64_t) {}, more);
+      }
+      for (int64_t k = 0; k < std::min<int64_t>(kLeft, A - i); ++k) {
+        for (int64_t c = 0; c < std::min<int64_t>(kRight, B - j); ++c) {
+          sums[(i + k) * B + j + c] = tile[k * kRight + c] + more[k * kRight + c];
+        }
       }
     }
   }
@@ -150,9 +203,11 @@ template <typename W>
 struct Kernels {
   void (*multiply)(const W* rows, int64_t N, int64_t D, int64_t block, W* R);
   void (*combine)(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, W* h);
+  void (*compare)(const W* const* a, int64_t A, const W* const* b, int64_t B, int64_t n,
+                  const Ahead& ahead, W* sums);
 };
 
-// Both, compiled for one kind of processor.
+// All, compiled for one kind of processor.
 #define FASTKD_KERNELS(name, target, kBytes, kRows)                                          \
   template <typename W>                                                                      \
   target void multiply_##name(const W* rows, int64_t N, int64_t D, int64_t block, W* R) {    \
@@ -164,7 +219,12 @@ struct Kernels {
     combine_block<W, kBytes, kRows == 4 ? 8 : 4>(A, rows, N, D, block, h);                   \
   }                                                                                          \
   template <typename W>                                                                      \
-  constexpr Kernels<W> k_##name{multiply_##name<W>, combine_##name<W>};
+  target void compare_##name(const W* const* a, int64_t A, const W* const* b, int64_t B,     \
+                             int64_t n, const Ahead& ahead, W* sums) {                       \
+    compare_all<W, kBytes>(a, A, b, B, n, ahead, sums);                                      \
+  }                                                                                          \
+  template <typename W>                                                                      \
+  constexpr Kernels<W> k_##name{multiply_##name<W>, combine_##name<W>, compare_##name<W>};
 
 FASTKD_KERNELS(usual, , 16, 4)
 #if defined(__x86_64__)
@@ -200,6 +260,15 @@ void combine_rows(const float* A, const float* rows, int64_t N, int64_t D, int64
 void combine_rows(const double* A, const double* rows, int64_t N, int64_t D, int64_t block,
                   double* h) {
   kernels<double>().combine(A, rows, N, D, block, h);
+}
+
+void compare_rows(const float* const* a, int64_t A, const float* const* b, int64_t B, int64_t n,
+                  const Ahead& ahead, float* sums) {
+  kernels<float>().compare(a, A, b, B, n, ahead, sums);
+}
+void compare_rows(const double* const* a, int64_t A, const double* const* b, int64_t B, int64_t n,
+                  const Ahead& ahead, double* sums) {
+  kernels<double>().compare(a, A, b, B, n, ahead, sums);
 }
 
 }  // namespace fastkd

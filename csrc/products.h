@@ -1,4 +1,5 @@
-// Products of a group's rows with one another, by kernels of a few rows at a time.
+// Products of a group's rows with one another, and differences of rows, by kernels of a few rows at
+// a time.
 #pragma once
 
 #include <cstdint>
@@ -25,5 +26,18 @@ void multiply_rows(const double* rows, int64_t N, int64_t D, int64_t block, doub
 void combine_rows(const float* A, const float* rows, int64_t N, int64_t D, int64_t block, float* h);
 void combine_rows(const double* A, const double* rows, int64_t N, int64_t D, int64_t block,
                   double* h);
+
+// Rows that are read next, ``stride`` bytes of each for a number of the rows at hand. To be fetched
+// in passing: of more at once than a few lines a processor would wait.
+struct Ahead {
+  const char* const* rows;
+  int64_t count, stride;
+};
+
+// sums (A, B): Σ (a − b)² of n numbers of each of the rows.
+void compare_rows(const float* const* a, int64_t A, const float* const* b, int64_t B, int64_t n,
+                  const Ahead& ahead, float* sums);
+void compare_rows(const double* const* a, int64_t A, const double* const* b, int64_t B, int64_t n,
+                  const Ahead& ahead, double* sums);
 
 }  // namespace fastkd

@@ -253,7 +253,6 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
   const Rows dx = gradient ? rows_of(results.back()) : Rows{};
   std::vector<double> losses(N);
   Neighbours of{rows_of(student), rows_of(teacher), N, M};
-  of.distances.reset(new double[N * M]);
   const Tensor lows = torch::stable::contiguous(low), bank = torch::stable::contiguous(labels);
   const Tensor highs = high ? torch::stable::contiguous(*high) : lows;
   of.group(data<const int64_t>(lows), data<const int64_t>(highs));
@@ -277,7 +276,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
     fill(ignore_index);
   }
   const std::vector<Neighbours::Tile> tiles = of.tiles();
-  each_row(tiles.size(), N * D * 32, [&](int64_t begin, int64_t end) {
+  each_row(tiles.size(), N * std::min<int64_t>(D, 1 << 13) * 32, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) of.measure(tiles[i]);
   });
   const double divisor = count ? std::max(value_of(*count), 1.0) : 1;

@@ -60,8 +60,9 @@ inline Vector<W> splat(W x) {
 inline void fetch(const void* p) { __builtin_prefetch(p); }
 
 // Near, but not into the nearest cache, where what is computed with stays.
+inline void fetch_near(const char* p) { __builtin_prefetch(p, 0, 2); }
 inline void fetch_all(const char* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+  for (int64_t at = 0; at < bytes; at += 64) fetch_near(from + at);
 }
 
 // body(start, count) along a row of n: whole vectors, and a rest of fewer. In the loop the count is

@@ -16,7 +16,7 @@ import fastkd
 from fastkd._core import dispatch, extension
 from fastkd._core.numerics import times_upstream
 from tests.losses import subjects
-from tests.support.compare import value_and_grad
+from tests.support.compare import assert_accurate, value_and_grad
 from tests.support.subject import D_S, D_T
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +48,32 @@ def test_the_same_bits_on_any_number_of_threads(name, threads):
     for count in (2, 5):
         threads(count)
         found = value_and_grad(SUBJECTS[name], student, teacher)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_parts_of_long_rows_on_any_number_of_threads(dtype, threads):
+    """Threads share three ranges of each row, the last of them short, and tiles of the bank."""
+    student, teacher = torch.randn(5, 17_003, dtype=dtype), torch.randn(43, 17_003, dtype=dtype)
+    labels = torch.arange(5) % 2, torch.arange(43) % 2
+    for row, number in ((12, 9_000), (40, -2), (6, 3)):  # near, and apart in one range each
+        teacher[row] = student[0]
+        teacher[row, number] += 3 + row / 10
+
+    def run(student, teacher, backend):
+        options = {"k": 2, "reduction": "none", "backend": backend}
+        return value_and_grad(fastkd.knn_feature_loss, student, teacher, *labels, **options)
+
+    threads(1)
+    wanted = run(student, teacher, "cpp")
+    for actual, expected in zip(
+        wanted, run(student.double(), teacher.double(), "torch"), strict=True
+    ):
+        assert_accurate(actual, expected, dtype)
+    for count in (2, 5):
+        threads(count)
+        found = run(student, teacher, "cpp")
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
 
 
