@@ -27,22 +27,6 @@ inline Part part_of(const W* p) {
   return x;
 }
 
-// In halves, to four numbers.
-template <int N, typename W>
-inline VectorN<W, 4> folded(const VectorN<W, N>& x) {
-  if constexpr (N == 2) {
-    VectorN<W, 4> four{};
-    four[0] = x[0], four[1] = x[1];
-    return four;
-  } else if constexpr (N == 4) {
-    return x;
-  } else {
-    VectorN<W, N / 2> halves[2];
-    std::memcpy(halves, &x, sizeof(x));
-    return folded<N / 2, W>(halves[0] + halves[1]);
-  }
-}
-
 // body(0), body(1), ...: constants, so that arrays they index stay in registers.
 template <typename Body, int... i>
 inline void unrolled(const Body& body, std::integer_sequence<int, i...>) {
@@ -51,6 +35,29 @@ inline void unrolled(const Body& body, std::integer_sequence<int, i...>) {
 template <int kCount, typename Body>
 inline void unrolled(const Body& body) {
   unrolled(body, std::make_integer_sequence<int, kCount>());
+}
+
+// Of x and then of y the sums of both halves of each part of kPart lanes, N of them together.
+template <int kPart, typename Vector, int... lane>
+inline Vector halves_of(const Vector& x, const Vector& y, std::integer_sequence<int, lane...>) {
+  constexpr int N = sizeof...(lane), kHalf = kPart / 2;
+  const auto at = [&](int i) { return i < N ? x[i] : y[i - N]; };
+  return Vector{at(lane / kHalf * kPart + lane % kHalf)...} +
+         Vector{at(lane / kHalf * kPart + lane % kHalf + kHalf)...};
+}
+
+// The sums of kCount vectors of N lanes side by side, in the first of them. Each step makes one vector
+// of two.
+template <int N, int kCount, int kPart = N, typename Vector>
+inline void add_lanes(Vector* x) {
+  if constexpr (kPart > 1) {
+    constexpr int kPairs = (kCount + 1) / 2;
+    unrolled<kPairs>([&](auto i) {
+      const Vector second = 2 * i + 1 < kCount ? x[2 * i + 1] : Vector{};
+      x[i] = halves_of<kPart>(x[2 * i], second, std::make_integer_sequence<int, N>());
+    });
+    add_lanes<N, kPairs, kPart / 2>(x);
+  }
 }
 
 // sums (kLeft, kRight) of term(x, y), vectors of rows a and b; meanwhile(k) is called on the way.
@@ -70,14 +77,10 @@ inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const
       unrolled<kRight>([&](auto j) { totals[i * kRight + j] += term(left, right[j]); });
     });
   }
-  W fours[kLeft * kRight][4];
-  unrolled<kLeft * kRight>([&](auto i) {
-    const VectorN<W, 4> four = folded<kNumbers, W>(totals[i]);
-    std::memcpy(fours[i], &four, sizeof(four));
-  });
-  for (int i = 0; i < kLeft * kRight; ++i) {
-    sums[i] = (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]);
-  }
+  Part added[kLeft * kRight];  // a copy, or gcc loads rows again in the loop
+  unrolled<kLeft * kRight>([&](auto i) { added[i] = totals[i]; });
+  add_lanes<kNumbers, kLeft * kRight>(added);
+  std::memcpy(sums, added, kLeft * kRight * sizeof(W));
 }
 
 template <typename W, int kBytes, int kRows>
@@ -133,8 +136,8 @@ inline void compare_all(const W* const* a, int64_t A, const W* const* b, int64_t
   const int64_t tiles = ((A + kLeft - 1) / kLeft) * ((B + kRight - 1) / kRight);
   const int64_t share = (ahead.count + tiles - 1) / tiles;
   int64_t at = 0;
-  for (int64_t j = 0; j < B; j += kRight) {
-    for (int64_t i = 0; i < A; i += kLeft, at += share) {
+  for (int64_t i = 0; i < A; i += kLeft) {
+    for (int64_t j = 0; j < B; j += kRight, at += share) {
       const W *left[kLeft], *right[kRight];
       pick<kLeft>(a, i, A, left), pick<kRight>(b, j, B, right);
       const char* next[kMostAhead];
