@@ -156,14 +156,14 @@ void Neighbours::measure_as(const Tile& tile) const {
   const LabelGroup& group = groups[tile.group];
   const int64_t count = tile.end - tile.begin, students = int64_t(group.students.size());
   const int64_t room = is_of(student.type, W()) ? 0 : kPiece;
-  std::vector<W> copies((kStudents + kTileOfHalves) * room);
+  const std::unique_ptr<W[]> copies(new W[(kStudents + kTileOfHalves) * room]);
   const int64_t from = tile.range * kRange, to = std::min(student.n, from + kRange);
   double* const found = distances.get() + tile.range * N * M + tile.begin;
   for (int64_t start = from; start < to; start += kPiece) {
     const int64_t n = std::min(kPiece, to - start), next = start + kPiece;
     const W *bank[kTileOfHalves], *some[kStudents];
     for (int64_t j = 0; j < count; ++j) {
-      W* copy = copies.data() + (kStudents + j) * room;
+      W* copy = copies.get() + (kStudents + j) * room;
       bank[j] = teacher.read(group.bank[tile.begin + j], start, n, copy);
     }
     // The next block of these rows, or the next tile.
@@ -181,7 +181,7 @@ void Neighbours::measure_as(const Tile& tile) const {
     for (int64_t i = 0; i < students; i += kStudents) {
       const int64_t rows = std::min(kStudents, students - i);
       for (int64_t k = 0; k < rows; ++k) {
-        some[k] = student.read(group.students[i + k], start, n, copies.data() + k * room);
+        some[k] = student.read(group.students[i + k], start, n, copies.get() + k * room);
       }
       const int64_t skip = ahead.size() * i / students, end = ahead.size() * (i + rows) / students;
       W sums[kTileOfHalves * kStudents];
