@@ -46,8 +46,9 @@ inline Rows rows_of(const Tensor& x) {
   return {data<char>(x), x.stride(0), x.size(1), type_of(x)};
 }
 
-// Asks for large pages where those of x lie; no more memory, since pages it shares stay as they are.
-void use_large_pages(const Tensor& x);
+// Makes the first touch of x, which is new, cost less; no more memory, since pages it shares with
+// others stay as they are.
+void take_pages(const Tensor& x);
 
 // out (M, N) = a (M, K) of float32 or bfloat16 times b (K, N) of bfloat16, or that is added to it;
 // only where `has_tiles`. Nothing is added to an ``out`` of bfloat16, which takes the sums rounded
@@ -58,7 +59,7 @@ void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add)
 inline Tensor new_large(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   const Tensor x = torch::stable::new_empty(like, sizes, type);
   // So much the C library often gives back to the system, and takes from there again in each step.
-  if (x.numel() * x.element_size() >= 1 << 22) use_large_pages(x);
+  if (x.numel() * x.element_size() >= 1 << 22) take_pages(x);
   return x;
 }
 

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import platform
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ FUNCTIONS["relation_loss, plain autograd"] = (
 @pytest.mark.skipif(
     not (extension.CPU and Path("/proc/self/smaps").exists()), reason="needs the extension on Linux"
 )
-def test_large_memory_asks_for_large_pages():
+def test_the_first_touch_of_large_memory_costs_little():
     def flags(x: torch.Tensor) -> list[str]:
         """Of the mapping in which the middle of x lies."""
         middle, inside = x.data_ptr() + x.nbytes // 2, False
@@ -47,9 +49,14 @@ def test_large_memory_asks_for_large_pages():
     if not all("hg" in flags(made) for made in (large, gradient)):
         with pytest.raises(FileNotFoundError):  # a system without them
             Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    taken_anew = memory.empty((1 << 25,), torch.float32, torch.device("cpu"))
+    if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        taken_anew.fill_(1)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # of 32,768 pages
     small = torch.arange(7.0)[1::2]
-    torch.ops.fastkd_cpp.use_large_pages(small)
-    torch.ops.fastkd_cpp.use_large_pages(small[:0])
+    torch.ops.fastkd_cpp.take_pages(small)
+    torch.ops.fastkd_cpp.take_pages(small[:0])
     assert small.tolist() == [1, 3, 5]
 
 

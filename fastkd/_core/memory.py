@@ -13,8 +13,8 @@ LARGE = 1 << 22
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.empty``, of large pages where the system takes them: the first touch costs less."""
+    """``torch.empty``, whose first touch costs less where the system lets it."""
     x = torch.empty(shape, dtype=dtype, device=device)
     if extension.CPU and x.nbytes >= LARGE and values_readable(x):
-        torch.ops.fastkd_cpp.use_large_pages(x)
+        torch.ops.fastkd_cpp.take_pages(x)
     return x
