@@ -114,6 +114,10 @@ FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end,
       rows[0][r] = of.dense ? runs : _mm512_permutexvar_epi16(pairs, runs);
       continue;
     }
+    if (of.dense) {  // of so many rows at once no processor foresees what the next step reads
+      _mm_prefetch(x + kDepth * size, _MM_HINT_T1);
+      _mm_prefetch(y + kDepth * size, _MM_HINT_T1);
+    }
     const __m512 a = _mm512_maskz_loadu_ps(some, x), b = _mm512_maskz_loadu_ps(more, y);
     const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     const __m512i words = _mm512_permutexvar_epi16(pairs, high);
