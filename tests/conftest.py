@@ -105,7 +105,6 @@ def pytest_collection_finish():
     """What was imported stays: no collection of garbage, and accelerate makes many, looks at it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000)  # no test makes as much that is worth a look before its end
 
 
 @pytest.hookimpl(trylast=True)
