@@ -19,8 +19,8 @@ namespace fastkd {
 #ifdef MADV_HUGEPAGE
 namespace {
 
-// Fewer large pages stay with the guest where steps follow each other at once.
-constexpr uintptr_t kTakenAnew = 128 << 20;
+// From here on glibc keeps nothing for the next step.
+constexpr uintptr_t kTakenAnew = 32 << 20;
 constexpr uintptr_t kLargePage = 2 << 20, kFirstPart = 4 << 20;
 constexpr int kPopulateWrite = 23;  // of Linux 5.14, which older headers don't know
 
