@@ -16,8 +16,8 @@
 namespace fastkd {
 namespace {
 
-// Numbers of a row that are summed in the type of rows, and that make a task.
-constexpr int64_t kPiece = 1024, kRange = 8 * kPiece;
+// Numbers of a row that are summed in the type of rows.
+constexpr int64_t kPiece = 1024;
 // Bank rows of which the nearest cache holds a piece, more where student rows are widened for each
 // tile, and student rows that are compared with them at a time.
 constexpr int64_t kTile = 8, kTileOfHalves = 16, kStudents = 8;

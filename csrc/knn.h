@@ -14,7 +14,9 @@ struct LabelGroup {
 };
 
 struct Neighbours {
-  Rows student, teacher;  // (N, D), (M, D)
+  static constexpr int64_t kRange = 1 << 13;  // of D, a task's at most
+
+  Rows student, teacher;  // (N, D), (M, D), of one type
   int64_t N, M;
   std::vector<LabelGroup> groups{};
   std::vector<int64_t> group_of{};        // (N)

@@ -276,7 +276,8 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
     fill(ignore_index);
   }
   const std::vector<Neighbours::Tile> tiles = of.tiles();
-  each_row(tiles.size(), N * std::min<int64_t>(D, 1 << 13) * 32, [&](int64_t begin, int64_t end) {
+  const int64_t depth = std::min(D, +Neighbours::kRange);
+  each_row(tiles.size(), N * depth * 32, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) of.measure(tiles[i]);
   });
   const double divisor = count ? std::max(value_of(*count), 1.0) : 1;

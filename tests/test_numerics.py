@@ -32,7 +32,7 @@ FUNCTIONS["relation_loss, plain autograd"] = (
 @pytest.mark.skipif(
     not (extension.CPU and Path("/proc/self/smaps").exists()), reason="needs the extension on Linux"
 )
-def test_the_first_touch_of_large_memory_costs_little():
+def test_the_first_touch_of_large_memory_costs_little(monkeypatch):
     def flags(x: torch.Tensor) -> list[str]:
         """Of the mapping in which the middle of x lies."""
         middle, inside = x.data_ptr() + x.nbytes // 2, False
@@ -49,11 +49,13 @@ def test_the_first_touch_of_large_memory_costs_little():
     if not all("hg" in flags(made) for made in (large, gradient)):
         with pytest.raises(FileNotFoundError):  # a system without them
             Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    # Else torch.empty touches it.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     taken_anew = memory.empty((1 << 23,), torch.float32, torch.device("cpu"))
     if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         taken_anew.fill_(1)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # of 8192 pages
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 8  # 16 of large pages
     small = torch.arange(7.0)[1::2]
     torch.ops.fastkd_cpp.take_pages(small)
     torch.ops.fastkd_cpp.take_pages(small[:0])
