@@ -31,13 +31,14 @@ inline double times(double p, double x) { return p == 0 ? 0 : p * x; }
 
 template <typename W>
 inline Vector<W> times(Vector<W> p, Vector<W> x) {
-  return p == 0 ? Vector<W>{} : p * x;
+  return by_lane<W>([](W p, W px) { return p == 0 ? 0 : px; }, p, p * x);
 }
 
 // sum + p·x likewise, by one product that adds where the processor has it.
 template <typename W>
 inline Vector<W> plus(Vector<W> sum, Vector<W> p, Vector<W> x) {
-  return p != 0 ? sum + p * x : sum;
+  return by_lane<W>([](W p, W with, W without) { return p != 0 ? with : without; }, p,
+                    sum + p * x, sum);
 }
 
 // Without its sign.
@@ -123,10 +124,10 @@ inline void add_js(int64_t n, const Part& part, Kept<W> kept, double* sums) {
     const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
     const Vector<W> ratio = load(kept.gaps + i, count) + to_ratio, below = -absolute<W>(ratio);
     const Vector<W> of_larger = log_of_mean<W>(exp<W>(below)), of_smaller = of_larger + below;
-    const auto is_s = ratio > 0;
-    const Vector<W> of_s = is_s ? of_larger : of_smaller;
+    const auto where = [](W x, W above, W other) { return x > 0 ? above : other; };
+    const Vector<W> of_s = by_lane<W>(where, ratio, of_larger, of_smaller);
     to_student = plus<W>(to_student, p_s, of_s);
-    to_teacher = plus<W>(to_teacher, p_t, is_s ? of_smaller : of_larger);
+    to_teacher = plus<W>(to_teacher, p_t, by_lane<W>(where, ratio, of_smaller, of_larger));
     store<W>(kept.weights_t + i, of_s, count);
   });
   sums[0] += sum<W>(to_student), sums[1] += sum<W>(to_teacher);
@@ -171,7 +172,10 @@ inline void add_up(const W* weights, int64_t n, const W* least, double* masses) 
   Vector<W> sums[kSteps]{};
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> x = load(weights + i, count);
-    for (int j = 0; j < kSteps; ++j) sums[j] = x >= least[j] ? sums[j] + x : sums[j];
+    for (int j = 0; j < kSteps; ++j) {
+      const auto some = [from = least[j]](W x) { return x >= from ? x : 0; };
+      sums[j] += by_lane<W>(some, x);
+    }
   });
   for (int j = 0; j < kSteps; ++j) masses[j] += sum<W>(sums[j]);
 }
@@ -186,7 +190,7 @@ inline void add_gaps(int64_t n, const Part& part, Kept<W> kept, W high, double* 
     const Vector<W> weight = load(kept.weights_t + i, count);
     const Vector<W> gap = absolute<W>(weight * to_pt - load(kept.weights_s + i, count) * to_ps);
     all += gap;
-    head = weight >= high ? head + gap : head;
+    head += by_lane<W>([=](W weight, W gap) { return weight >= high ? gap : 0; }, weight, gap);
   });
   sums[0] += sum<W>(head), sums[1] += sum<W>(all);
 }
@@ -200,7 +204,7 @@ inline void add_places(const W* weights, int64_t n, W low, W high, std::vector<i
     Vector<W> found{};
     each<W>(count, [&](int64_t i, int64_t lanes) {
       const Vector<W> x = load(weights + start + i, lanes);
-      found = largest<W>(x < high ? x : Vector<W>{}, found);
+      found = largest<W>(by_lane<W>([=](W x) { return x < high ? x : 0; }, x), found);
     });
     if (!(largest<W>(found) >= low)) continue;
     for (int64_t i = start; i < start + count; ++i) {

@@ -74,13 +74,38 @@ inline void each(int64_t n, const Body& body) {
   if (i < n) body(i, n - i);
 }
 
+template <typename W>
+struct alignas(Vector<W>) Lanes {
+  W at[kLanes<W>];
+  explicit Lanes(const Vector<W>& x) { std::memcpy(at, &x, sizeof(x)); }
+  operator Vector<W>() const {
+    Vector<W> x;
+    std::memcpy(&x, at, sizeof(x));
+    return x;
+  }
+};
+
+// f of each lane's numbers. Comparisons stand in such loops, which become vectors of any width: those
+// of whole vectors gcc makes number by number where registers are shorter.
+template <typename W, typename F, typename... V>
+inline Vector<W> by_lane(const F& f, const V&... x) {
+  const auto of = [&](const auto&... lanes) {
+    Lanes<W> result{Vector<W>{}};
+#pragma omp simd
+    for (int i = 0; i < kLanes<W>; ++i) result.at[i] = f(lanes.at[i]...);
+    return Vector<W>(result);
+  };
+  return of(Lanes<W>(x)...);
+}
+
 // The first ``count`` numbers, and ``other`` beyond.
 template <typename W>
 inline Vector<W> keep(Vector<W> x, int64_t count, W other = 0) {
   if (count == kLanes<W>) return x;
-  Bits<W> lane;
-  for (int i = 0; i < kLanes<W>; ++i) lane[i] = i;
-  return lane < typename FloatFormat<W>::Bits(count) ? x : splat(other);
+  Lanes<W> lanes(x);
+#pragma omp simd
+  for (int i = 0; i < kLanes<W>; ++i) lanes.at[i] = i < count ? lanes.at[i] : other;
+  return lanes;
 }
 
 template <typename W>
@@ -106,7 +131,7 @@ inline void store(W* p, Vector<W> x, int64_t count = kLanes<W>) {
 
 template <typename W>
 inline Vector<W> largest(Vector<W> a, Vector<W> b) {
-  return a > b ? a : b;
+  return by_lane<W>([](W x, W y) { return x > y ? x : y; }, a, b);
 }
 
 // In halves, so in the same order whatever the registers.
@@ -180,7 +205,7 @@ inline Vector<W> exp(Vector<W> x) {
   constexpr int kUp = 64;
   // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and the bias.
   constexpr W kRound = W(3ll << (F::kMantissa - 1)) + F::kBias + kUp;
-  x = x < F::kLeastExp ? splat(F::kLeastExp) : x;
+  x = by_lane<W>([](W at) { return at < F::kLeastExp ? F::kLeastExp : at; }, x);
   const Vector<W> shifted = x * W(1.44269504088896340736) + kRound, turns = shifted - kRound;
   const Vector<W> r = (x - turns * F::kLn2High) - turns * F::kLn2Low;
   const Vector<W> power = (Vector<W>)((Unsigned<W>)shifted << F::kMantissa);
