@@ -37,16 +37,16 @@ struct Normal {
 
 // ½‖norm(x) − norm(y)‖² and the gradients, of scale times it; false where W is too narrow for the
 // squares.
-template <typename W>
+template <int kParts, typename W>
 inline bool visit_row(const W* x, const W* y, int64_t D, double eps, double scale, double* loss,
                       W* dx, W* dy) {
-  Vector<W> sum_x{}, sum_y{};
+  Carried<W, kParts> sum_x, sum_y;
   each<W>(D, [&](int64_t i, int64_t count) {
     sum_x += load(x + i, count);
     sum_y += load(y + i, count);
   });
   const W mean_x = W(sum<W>(sum_x) / D), mean_y = W(sum<W>(sum_y) / D);
-  Vector<W> rest_x{}, rest_y{}, squares_x{}, squares_y{};
+  Carried<W, kParts> rest_x, rest_y, squares_x, squares_y;
   each<W>(D, [&](int64_t i, int64_t count) {
     const Vector<W> a = keep<W>(load(x + i, count) - mean_x, count);
     const Vector<W> b = keep<W>(load(y + i, count) - mean_y, count);
@@ -64,7 +64,7 @@ inline bool visit_row(const W* x, const W* y, int64_t D, double eps, double scal
   const double rstd_x = reciprocal_deviation(var_x + eps);
   const double rstd_y = reciprocal_deviation(var_y + eps);
   const Normal<W> norm_x(mean_x + left_x, rstd_x), norm_y(mean_y + left_y, rstd_y);
-  Vector<W> total{}, products{};
+  Carried<W, kParts> total, products;
   squares_x = squares_y = total;
   each<W>(D, [&](int64_t i, int64_t count) {
     const Vector<W> a = norm_x.of(x + i, count), b = norm_y.of(y + i, count);
@@ -94,12 +94,14 @@ inline bool visit_row(const W* x, const W* y, int64_t D, double eps, double scal
 
 FASTKD_CLONES bool visit(const float* x, const float* y, int64_t D, double eps, double scale,
                          double* loss, float* dx, float* dy) {
-  return visit_row(x, y, D, eps, scale, loss, dx, dy);
+  return with_parts(
+      [&](auto parts) { return visit_row<parts()>(x, y, D, eps, scale, loss, dx, dy); });
 }
 
 FASTKD_CLONES bool visit(const double* x, const double* y, int64_t D, double eps, double scale,
                          double* loss, double* dx, double* dy) {
-  return visit_row(x, y, D, eps, scale, loss, dx, dy);
+  return with_parts(
+      [&](auto parts) { return visit_row<parts()>(x, y, D, eps, scale, loss, dx, dy); });
 }
 
 }  // namespace

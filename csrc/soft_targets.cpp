@@ -53,10 +53,10 @@ struct Tops {
 };
 
 // By several vectors, since each waits for its last maximum.
-template <typename W>
+template <int kParts, typename W>
 inline double top_of(const W* z, int64_t n, double top) {
   constexpr int kApart = 4;
-  Vector<W> found[kApart];
+  Carried<W, kParts> found[kApart];
   for (auto& x : found) x = splat(W(top));
   int64_t i = 0;
   for (; i + kApart * kLanes<W> <= n; i += kApart * kLanes<W>) {
@@ -167,9 +167,9 @@ inline void gradient(const Slope& of, int64_t n, const Part& part, Kept<W> kept,
 constexpr int kSteps = 4;
 
 // Mass of all weights that are no less than each of ``least``.
-template <typename W>
+template <int kParts, typename W>
 inline void add_up(const W* weights, int64_t n, const W* least, double* masses) {
-  Vector<W> sums[kSteps]{};
+  Carried<W, kParts> sums[kSteps];
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> x = load(weights + i, count);
     for (int j = 0; j < kSteps; ++j) {
@@ -182,10 +182,10 @@ inline void add_up(const W* weights, int64_t n, const W* least, double* masses) 
 
 // |p_t − p_s| of a block, of the entries whose weight is at least ``high`` and of all, added to
 // ``sums``.
-template <typename W>
+template <int kParts, typename W>
 inline void add_gaps(int64_t n, const Part& part, Kept<W> kept, W high, double* sums) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
-  Vector<W> all{}, head{};
+  Carried<W, kParts> all, head;
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> weight = load(kept.weights_t + i, count);
     const Vector<W> gap = absolute<W>(weight * to_pt - load(kept.weights_s + i, count) * to_ps);
@@ -228,10 +228,14 @@ inline void with(Divergence divergence, const Body& body) {
 }
 
 FASTKD_CLONES Tops tops_of(const float* z_s, const float* z_t, int64_t n, Tops tops) {
-  return {top_of(z_s, n, tops.s), top_of(z_t, n, tops.t)};
+  return with_parts([&](auto parts) {
+    return Tops{top_of<parts()>(z_s, n, tops.s), top_of<parts()>(z_t, n, tops.t)};
+  });
 }
 FASTKD_CLONES Tops tops_of(const double* z_s, const double* z_t, int64_t n, Tops tops) {
-  return {top_of(z_s, n, tops.s), top_of(z_t, n, tops.t)};
+  return with_parts([&](auto parts) {
+    return Tops{top_of<parts()>(z_s, n, tops.s), top_of<parts()>(z_t, n, tops.t)};
+  });
 }
 FASTKD_CLONES void weigh(Divergence divergence, const float* z_s, const float* z_t, int64_t n,
                          float slope, Part& part, Kept<float> kept) {
@@ -248,16 +252,16 @@ FASTKD_CLONES void js_of(int64_t n, const Part& part, Kept<double> kept, double*
   add_js(n, part, kept, sums);
 }
 FASTKD_CLONES void masses_of(const float* weights, int64_t n, const float* least, double* masses) {
-  add_up(weights, n, least, masses);
+  with_parts([&](auto parts) { add_up<parts()>(weights, n, least, masses); });
 }
 FASTKD_CLONES void masses_of(const double* weights, int64_t n, const double* least, double* masses) {
-  add_up(weights, n, least, masses);
+  with_parts([&](auto parts) { add_up<parts()>(weights, n, least, masses); });
 }
 FASTKD_CLONES void gaps_of(int64_t n, const Part& part, Kept<float> kept, float high, double* sums) {
-  add_gaps(n, part, kept, high, sums);
+  with_parts([&](auto parts) { add_gaps<parts()>(n, part, kept, high, sums); });
 }
 FASTKD_CLONES void gaps_of(int64_t n, const Part& part, Kept<double> kept, double high, double* sums) {
-  add_gaps(n, part, kept, high, sums);
+  with_parts([&](auto parts) { add_gaps<parts()>(n, part, kept, high, sums); });
 }
 FASTKD_CLONES void places_between(const float* weights, int64_t n, float low, float high,
                                   std::vector<int64_t>& places) {

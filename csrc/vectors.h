@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "clones.h"
 
@@ -132,6 +133,39 @@ inline void store(W* p, Vector<W> x, int64_t count = kLanes<W>) {
 template <typename W>
 inline Vector<W> largest(Vector<W> a, Vector<W> b) {
   return by_lane<W>([](W x, W y) { return x > y ? x : y; }, a, b);
+}
+
+// A vector that a loop carries along, such as a sum. gcc keeps what is wider than a register in
+// memory, so there it has parts; the numbers are the same.
+template <typename W, int kParts>
+struct Carried {
+  VectorN<W, kLanes<W> / kParts> parts[kParts] = {};
+
+  Carried& operator=(const Vector<W>& x) {
+    std::memcpy(parts, &x, sizeof(x));
+    return *this;
+  }
+  void operator+=(const Vector<W>& x) {
+    Carried other;
+    other = x;
+    for (int i = 0; i < kParts; ++i) parts[i] += other.parts[i];
+  }
+  operator Vector<W>() const {
+    Vector<W> x;
+    std::memcpy(&x, parts, sizeof(x));
+    return x;
+  }
+};
+
+// body(parts): of how many registers a vector is made.
+template <typename Body>
+inline auto with_parts(const Body& body) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return body(std::integral_constant<int, 1>());
+  return body(std::integral_constant<int, 2>());
+#else
+  return body(std::integral_constant<int, 4>());
+#endif
 }
 
 // In halves, so in the same order whatever the registers.
