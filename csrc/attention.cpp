@@ -13,13 +13,14 @@ namespace {
 template <typename W>
 inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, int64_t count) {
   const Vector<W> d = load(s + i, count) - load(t + i, count);
-  return real == nullptr ? d : load(real + i, count) != 0 ? d : Vector<W>{};
+  if (real == nullptr) return d;
+  return by_lane<W>([](W is, W d) { return is != 0 ? d : 0; }, load(real + i, count), d);
 }
 
 // Σ d², and d·factor where ``dx`` is not null.
-template <typename W>
+template <int kParts, typename W>
 inline double compare(const W* s, const W* t, const W* real, int64_t n, W factor, W* dx) {
-  Vector<W> total{};
+  Carried<W, kParts> total;
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> d = difference(s, t, real, i, count);
     total += d * d;
@@ -39,11 +40,11 @@ inline void add(const W* x, int64_t n, bool first, W factor, W* total) {
 
 FASTKD_CLONES double compare_rows(const float* s, const float* t, const float* real, int64_t n,
                                   float factor, float* dx) {
-  return compare(s, t, real, n, factor, dx);
+  return with_parts([&](auto parts) { return compare<parts()>(s, t, real, n, factor, dx); });
 }
 FASTKD_CLONES double compare_rows(const double* s, const double* t, const double* real, int64_t n,
                                   double factor, double* dx) {
-  return compare(s, t, real, n, factor, dx);
+  return with_parts([&](auto parts) { return compare<parts()>(s, t, real, n, factor, dx); });
 }
 FASTKD_CLONES void add_to(const float* x, int64_t n, bool first, float factor, float* total) {
   add(x, n, first, factor, total);

@@ -33,9 +33,9 @@ inline void add(const W* x, int64_t n, double factor, double* sums) {
   for (int64_t i = 0; i < n; ++i) sums[i] += double(x[i]) * factor;
 }
 
-template <typename W>
+template <int kParts, typename W>
 inline Products multiply(const W* z, const W* t, const W* s, int64_t n) {
-  Vector<W> z_z{}, t_t{}, z_t{}, z_s{};
+  Carried<W, kParts> z_z, t_t, z_t, z_s;
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> a = load(z + i, count), b = load(t + i, count);
     z_z += a * a, t_t += b * b, z_t += a * b, z_s += a * load(s + i, count);
@@ -61,10 +61,10 @@ FASTKD_CLONES void add_to(const double* x, int64_t n, double factor, double* sum
   add(x, n, factor, sums);
 }
 FASTKD_CLONES Products products_of(const float* z, const float* t, const float* s, int64_t n) {
-  return multiply(z, t, s, n);
+  return with_parts([&](auto parts) { return multiply<parts()>(z, t, s, n); });
 }
 FASTKD_CLONES Products products_of(const double* z, const double* t, const double* s, int64_t n) {
-  return multiply(z, t, s, n);
+  return with_parts([&](auto parts) { return multiply<parts()>(z, t, s, n); });
 }
 FASTKD_CLONES void combination_of(const float* z, const float* t, const float* s, int64_t n,
                                   float of_z, float of_t, float of_s, float outer, float* dz) {

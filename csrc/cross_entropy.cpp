@@ -26,15 +26,16 @@ inline void each_block(int64_t n, const Body& body) {
 }
 
 // The loss of a row, and weight times its gradient in ``dz``, which may be the row, or null.
-template <typename W>
+template <int kParts, typename W>
 inline double row_loss(const W* z, int64_t n, int64_t label, CrossEntropy of, double weight,
                        W* dz) {
   constexpr W kLeast = -std::numeric_limits<W>::infinity();
   const double smoothing = of.label_smoothing, at_label = double(z[label]);
-  Vector<W> found = splat(kLeast);
+  Carried<W, kParts> found;
+  found = splat(kLeast);
   double mean = 0, total = 0;
   each_block(n, [&](int64_t start, int64_t count) {
-    Vector<W> part{};
+    Carried<W, kParts> part;
     each<W>(count, [&](int64_t i, int64_t lanes) {
       found = largest<W>(load(z + start + i, lanes, kLeast), found);
       part += load(z + start + i, lanes);
@@ -43,7 +44,7 @@ inline double row_loss(const W* z, int64_t n, int64_t label, CrossEntropy of, do
   });
   const W top = largest<W>(found);
   each_block(n, [&](int64_t start, int64_t count) {
-    Vector<W> part{};
+    Carried<W, kParts> part;
     each<W>(count, [&](int64_t i, int64_t lanes) {
       const Vector<W> e = exp<W>(load(z + start + i, lanes, kLeast) - top);
       part += e;
@@ -69,11 +70,13 @@ inline double row_loss(const W* z, int64_t n, int64_t label, CrossEntropy of, do
 
 FASTKD_CLONES double loss_of(const float* z, int64_t n, int64_t label, CrossEntropy of,
                              double weight, float* dz) {
-  return row_loss(z, n, label, of, weight, dz);
+  return with_parts(
+      [&](auto parts) { return row_loss<parts()>(z, n, label, of, weight, dz); });
 }
 FASTKD_CLONES double loss_of(const double* z, int64_t n, int64_t label, CrossEntropy of,
                              double weight, double* dz) {
-  return row_loss(z, n, label, of, weight, dz);
+  return with_parts(
+      [&](auto parts) { return row_loss<parts()>(z, n, label, of, weight, dz); });
 }
 
 // (z + bias)·scale in its place

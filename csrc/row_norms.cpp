@@ -12,10 +12,10 @@ namespace {
 
 constexpr int64_t kBlock = 2048;
 
-template <typename W>
+template <int kParts, typename W>
 inline double squares(const W* x, int64_t n) {
   constexpr int64_t kSums = 4;  // so that none waits for the last
-  Vector<W> totals[kSums]{};
+  Carried<W, kParts> totals[kSums];
   const int64_t rest = n - n % (kSums * kLanes<W>);
   for (int64_t i = 0; i < rest; i += kSums * kLanes<W>) {
     for (int64_t k = 0; k < kSums; ++k) {
@@ -27,11 +27,16 @@ inline double squares(const W* x, int64_t n) {
     const Vector<W> part = load(x + rest + i, count);
     totals[0] += part * part;
   });
-  return sum<W>((totals[0] + totals[1]) + (totals[2] + totals[3]));
+  totals[0] += totals[1], totals[2] += totals[3], totals[0] += totals[2];
+  return sum<W>(totals[0]);
 }
 
-FASTKD_CLONES double squares_of(const float* x, int64_t n) { return squares(x, n); }
-FASTKD_CLONES double squares_of(const double* x, int64_t n) { return squares(x, n); }
+FASTKD_CLONES double squares_of(const float* x, int64_t n) {
+  return with_parts([&](auto parts) { return squares<parts()>(x, n); });
+}
+FASTKD_CLONES double squares_of(const double* x, int64_t n) {
+  return with_parts([&](auto parts) { return squares<parts()>(x, n); });
+}
 
 // body(block, count) along a row
 template <typename W, typename Body>
