@@ -4,54 +4,11 @@
 
 #include <algorithm>
 
-#include "vectors.h"
+#define FASTKD_KERNELS "attention_kernels.h"
+#include "each_processor.h"
 
 namespace fastkd {
 namespace {
-
-// student − teacher of one query where a key is real (all are without ``real``), 0 elsewhere.
-template <typename W>
-inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, int64_t count) {
-  const Vector<W> d = load(s + i, count) - load(t + i, count);
-  if (real == nullptr) return d;
-  return by_lane<W>([](W is, W d) { return is != 0 ? d : 0; }, load(real + i, count), d);
-}
-
-// Σ d², and d·factor where ``dx`` is not null.
-template <int kParts, typename W>
-inline double compare(const W* s, const W* t, const W* real, int64_t n, W factor, W* dx) {
-  Carried<W, kParts> total;
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> d = difference(s, t, real, i, count);
-    total += d * d;
-    if (dx) store<W>(dx + i, d * factor, count);
-  });
-  return sum<W>(total);
-}
-
-// total ← total + x, or x where it is the first
-template <typename W>
-inline void add(const W* x, int64_t n, bool first, W factor, W* total) {
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> part = load(x + i, count) * factor;
-    store<W>(total + i, first ? part : load(total + i, count) + part, count);
-  });
-}
-
-FASTKD_CLONES double compare_rows(const float* s, const float* t, const float* real, int64_t n,
-                                  float factor, float* dx) {
-  return with_parts([&](auto parts) { return compare<parts()>(s, t, real, n, factor, dx); });
-}
-FASTKD_CLONES double compare_rows(const double* s, const double* t, const double* real, int64_t n,
-                                  double factor, double* dx) {
-  return with_parts([&](auto parts) { return compare<parts()>(s, t, real, n, factor, dx); });
-}
-FASTKD_CLONES void add_to(const float* x, int64_t n, bool first, float factor, float* total) {
-  add(x, n, first, factor, total);
-}
-FASTKD_CLONES void add_to(const double* x, int64_t n, bool first, double factor, double* total) {
-  add(x, n, first, factor, total);
-}
 
 template <typename W>
 class Queries {
@@ -77,7 +34,7 @@ class Queries {
     if (!of_.mean) return maps.read(first + group_ * of_.N, 0, of_.N, copy(place));
     for (int64_t h = 0; h < heads; ++h) {
       const W* head = maps.read(first + h * of_.N, 0, of_.N, copy(2));
-      add_to(head, of_.N, h == 0, W(1.0 / double(heads)), copy(place));
+      FASTKD_CALL(add_to, head, of_.N, h == 0, W(1.0 / double(heads)), copy(place));
     }
     return copy(place);
   }
@@ -97,8 +54,8 @@ double compare_maps(const AttentionMaps& of, int64_t sample, int64_t group, W fa
     const int64_t first = (sample * of.heads_s + group) * of.N + q;
     W* out = dx.write(first, 0, queries.copy(3));
     if (queries.is_real(q)) {
-      total += compare_rows(queries.student(q), queries.teacher(q), queries.real(), of.N, factor,
-                            out);
+      total += FASTKD_CALL(compare_rows, queries.student(q), queries.teacher(q), queries.real(),
+                           of.N, factor, out);
     } else if (out) {
       std::fill(out, out + of.N, W(0));
     }

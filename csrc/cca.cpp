@@ -10,7 +10,6 @@
 #include <memory>
 
 #include "tensors.h"
-#include "vectors.h"
 
 #ifdef __APPLE__
 #define FASTKD_IF_THERE __attribute__((weak_import))
@@ -37,6 +36,25 @@ void dgesdd_(const char* jobz, const int* m, const int* n, double* a, const int*
              double* u, const int* ldu, double* vt, const int* ldvt, double* work, const int* lwork,
              int* iwork, int* info) FASTKD_IF_THERE;
 }
+
+namespace fastkd {
+namespace {
+
+struct Matrix {
+  double* data;
+  int rows, columns;
+
+  double* column(int i) const { return data + int64_t(i) * rows; }
+  Matrix first(int count) const { return {data, rows, count}; }
+  Matrix from(int start) const { return {column(start), rows, columns - start}; }
+  int64_t size() const { return int64_t(rows) * columns; }
+};
+
+}  // namespace
+}  // namespace fastkd
+
+#define FASTKD_KERNELS "cca_kernels.h"
+#include "each_processor.h"
 
 namespace fastkd {
 namespace {
@@ -74,16 +92,6 @@ class Room {
   static constexpr int64_t kLine = 64 / sizeof(T);
   std::unique_ptr<T[]> memory_;
   T* data_;
-};
-
-struct Matrix {
-  double* data;
-  int rows, columns;
-
-  double* column(int i) const { return data + int64_t(i) * rows; }
-  Matrix first(int count) const { return {data, rows, count}; }
-  Matrix from(int start) const { return {column(start), rows, columns - start}; }
-  int64_t size() const { return int64_t(rows) * columns; }
 };
 
 class NewMatrix : public Matrix {
@@ -124,39 +132,6 @@ void solve(char side, char trans, const Matrix& lower, const Matrix& x) {
          &x.rows);
 }
 
-FASTKD_CLONES double norm_of(const double* x, int64_t n) {
-  Vector<double> total{};
-  each<double>(n, [&](int64_t i, int64_t count) {
-    const Vector<double> part = load(x + i, count);
-    total += part * part;
-  });
-  return std::sqrt(sum<double>(total));
-}
-
-FASTKD_CLONES void times(double* x, double factor, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
-}
-
-FASTKD_CLONES void round_to(const double* x, double factor, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = float(x[i] * factor);
-}
-
-// Columns of x minus their mean.
-FASTKD_CLONES void centre(const Matrix& x, double* mean) {
-  const int64_t n = x.rows;
-  std::fill_n(mean, n, 0.0);
-  for (int j = 0; j < x.columns; ++j) {
-    const double* column = x.column(j);
-    for (int64_t i = 0; i < n; ++i) mean[i] += column[i];
-  }
-  const double count = std::max(x.columns, 1);
-  for (int64_t i = 0; i < n; ++i) mean[i] /= count;
-  for (int j = 0; j < x.columns; ++j) {
-    double* column = x.column(j);
-    for (int64_t i = 0; i < n; ++i) column[i] -= mean[i];
-  }
-}
-
 // Singular values of M (rows ≥ columns), ascending, and vectors. False where LAPACK gave up.
 class Singular {
  public:
@@ -176,8 +151,9 @@ class Singular {
     }
     multiply('N', 'N', 1, m, right, 0, left);
     for (int i = low; i < n; ++i) {
-      values[i] = norm_of(left.column(i), m.rows);
-      times(left.column(i), 1 / std::max(values[i], std::numeric_limits<double>::min()), m.rows);
+      values[i] = FASTKD_CALL(norm_of, left.column(i), m.rows);
+      const double least = std::numeric_limits<double>::min();
+      FASTKD_CALL(times, left.column(i), 1 / std::max(values[i], least), m.rows);
     }
     if (low) {
       // M times the span of the small ones, less what rounding put there of the large ones.
@@ -240,7 +216,7 @@ struct Side {
       if (row != column) std::copy_n(row, rows.n, column);
     }
     std::vector<double> mean(rows.n);
-    centre(centred, mean.data());
+    FASTKD_CALL(centre, centred, mean.data());
     square('N', share, centred, factor);
     double trace = 0;
     const int D = factor.rows;
@@ -282,9 +258,9 @@ void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows
   if (wide) {
     std::copy_n(directions.data, directions.size(), wide_directions.data);
   } else {
-    round_to(directions.data, share, directions.size(), narrow_directions.data());
+    FASTKD_CALL(round_to, directions.data, share, directions.size(), narrow_directions.data());
   }
-  for (int i = 0; i < k; ++i) times(directions.column(i), -values[i], D);
+  for (int i = 0; i < k; ++i) FASTKD_CALL(times, directions.column(i), -values[i], D);
   multiply('T', 'N', 1, directions, student, 0, rows);
   multiply('T', 'N', 1, of_teacher, teacher, 1, rows);
   const int64_t bytes = D * size_of(item.gradient.type);
@@ -294,7 +270,7 @@ void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows
     multiply('N', 'N', share, wide_directions, rows, 0, {reinterpret_cast<double*>(out), D, count});
   } else if (count) {
     const Room<float> narrow_rows(rows.size());
-    round_to(rows.data, 1, rows.size(), narrow_rows.data());
+    FASTKD_CALL(round_to, rows.data, 1, rows.size(), narrow_rows.data());
     const float one = 1, nothing = 0;
     sgemm_("N", "N", &D, &count, &k, &one, narrow_directions.data(), &D, narrow_rows.data(), &k,
            &nothing, reinterpret_cast<float*>(out), &D);

@@ -9,8 +9,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "vectors.h"
-
 namespace fastkd {
 namespace {
 
@@ -18,63 +16,14 @@ struct Products {
   double z_z, t_t, z_t, z_s;
 };
 
-template <typename W>
-inline double squares(const W* x, int64_t n) {
-  Vector<W> total{};
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> part = load(x + i, count);
-    total += part * part;
-  });
-  return sum<W>(total);
-}
+}  // namespace
+}  // namespace fastkd
 
-template <typename W>
-inline void add(const W* x, int64_t n, double factor, double* sums) {
-  for (int64_t i = 0; i < n; ++i) sums[i] += double(x[i]) * factor;
-}
+#define FASTKD_KERNELS "cos_nce_kernels.h"
+#include "each_processor.h"
 
-template <int kParts, typename W>
-inline Products multiply(const W* z, const W* t, const W* s, int64_t n) {
-  Carried<W, kParts> z_z, t_t, z_t, z_s;
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> a = load(z + i, count), b = load(t + i, count);
-    z_z += a * a, t_t += b * b, z_t += a * b, z_s += a * load(s + i, count);
-  });
-  return {sum<W>(z_z), sum<W>(t_t), sum<W>(z_t), sum<W>(z_s)};
-}
-
-template <typename W>
-inline void combine(const W* z, const W* t, const W* s, int64_t n, W of_z, W of_t, W of_s, W outer,
-                    W* dz) {
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> away = load(s + i, count) * of_s - load(t + i, count) * of_t;
-    store<W>(dz + i, (away - load(z + i, count) * of_z) * outer, count);
-  });
-}
-
-FASTKD_CLONES double squares_of(const float* x, int64_t n) { return squares(x, n); }
-FASTKD_CLONES double squares_of(const double* x, int64_t n) { return squares(x, n); }
-FASTKD_CLONES void add_to(const float* x, int64_t n, double factor, double* sums) {
-  add(x, n, factor, sums);
-}
-FASTKD_CLONES void add_to(const double* x, int64_t n, double factor, double* sums) {
-  add(x, n, factor, sums);
-}
-FASTKD_CLONES Products products_of(const float* z, const float* t, const float* s, int64_t n) {
-  return with_parts([&](auto parts) { return multiply<parts()>(z, t, s, n); });
-}
-FASTKD_CLONES Products products_of(const double* z, const double* t, const double* s, int64_t n) {
-  return with_parts([&](auto parts) { return multiply<parts()>(z, t, s, n); });
-}
-FASTKD_CLONES void combination_of(const float* z, const float* t, const float* s, int64_t n,
-                                  float of_z, float of_t, float of_s, float outer, float* dz) {
-  combine(z, t, s, n, of_z, of_t, of_s, outer, dz);
-}
-FASTKD_CLONES void combination_of(const double* z, const double* t, const double* s, int64_t n,
-                                  double of_z, double of_t, double of_s, double outer,
-                                  double* dz) {
-  combine(z, t, s, n, of_z, of_t, of_s, outer, dz);
-}
+namespace fastkd {
+namespace {
 
 bool is_usual(double squares, Type type) {
   return type == Type::kDouble ? squares > 1e-290 && squares < 1e290
@@ -113,21 +62,23 @@ const W* Angles::read(const Rows& x, int place) {
 
 void Angles::add_direction(const Rows& x, double* sums) {
   const auto as = [&](auto* row) {
-    const double found = squares_of(row, D_);
-    if (is_usual(found, x.type)) add_to(row, D_, 1 / std::sqrt(found), sums);
+    const double found = FASTKD_CALL(squares_of, row, D_);
+    if (is_usual(found, x.type)) FASTKD_CALL(add_to, row, D_, 1 / std::sqrt(found), sums);
     return is_usual(found, x.type);
   };
   if (x.type == Type::kDouble ? as(read<double>(x, 0)) : as(read<float>(x, 0))) return;
   double* shrunk = copy<double>(1);
   shrink(read<double>(x, 0), D_, shrunk);
-  add_to(shrunk, D_, inverse_root(squares_of(shrunk, D_)), sums);
+  FASTKD_CALL(add_to, shrunk, D_, inverse_root(FASTKD_CALL(squares_of, shrunk, D_)), sums);
 }
 
 Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s) {
   const bool wide = z.type == Type::kDouble;
-  const Products found =
-      wide ? products_of(read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_)
-           : products_of(read<float>(z, 0), read<float>(t, 1), read<float>(s, 2), D_);
+  const auto as = [&](auto like) {
+    using W = decltype(like);
+    return FASTKD_CALL(products_of, read<W>(z, 0), read<W>(t, 1), read<W>(s, 2), D_);
+  };
+  const Products found = wide ? as(double()) : as(float());
   const auto cosines = [](const Products& of) {
     const double inverse_z = inverse_root(of.z_z), inverse_t = inverse_root(of.t_t);
     return Of{inverse_z, inverse_t, of.z_s * inverse_z, of.z_t * inverse_z * inverse_t};
@@ -136,7 +87,7 @@ Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s) {
   double *shrunk_z = copy<double>(0), *shrunk_t = copy<double>(1);
   const double peak_z = shrink(read<double>(z, 0), D_, shrunk_z);
   const double peak_t = shrink(read<double>(t, 1), D_, shrunk_t);
-  Of shrunk = cosines(products_of(shrunk_z, shrunk_t, read<double>(s, 2), D_));
+  Of shrunk = cosines(FASTKD_CALL(products_of, shrunk_z, shrunk_t, read<double>(s, 2), D_));
   shrunk.inverse_z /= peak_z, shrunk.inverse_t /= peak_t;
   return shrunk;
 }
@@ -155,13 +106,13 @@ void Angles::gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of,
   const double of_z = by.pull * of.inverse_z, of_t = by.v * of.inverse_t;
   if (z.type != Type::kDouble && fits(of.inverse_z) && fits(of.inverse_t)) {
     float* out = dz.write(0, 0, is_of(dz.type, float()) ? nullptr : copy<float>(3));
-    combination_of(read<float>(z, 0), read<float>(t, 1), read<float>(s, 2), D_, float(of_z),
-                   float(of_t), float(by.w), float(by.outer), out);
+    FASTKD_CALL(combination_of, read<float>(z, 0), read<float>(t, 1), read<float>(s, 2), D_,
+                float(of_z), float(of_t), float(by.w), float(by.outer), out);
     dz.written(0, 0, D_, out);
   } else {
     double* out = dz.write(0, 0, is_of(dz.type, double()) ? nullptr : copy<double>(3));
-    combination_of(read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_, of_z, of_t,
-                   by.w, by.outer, out);
+    FASTKD_CALL(combination_of, read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_,
+                of_z, of_t, by.w, by.outer, out);
     dz.written(0, 0, D_, out);
   }
 }

@@ -7,7 +7,6 @@
 #include <cmath>
 
 #include "tensors.h"
-#include "vectors.h"
 
 namespace fastkd {
 namespace {
@@ -25,75 +24,14 @@ inline void each_block(int64_t n, const Body& body) {
   for (int64_t start = 0; start < n; start += kBlock) body(start, std::min(kBlock, n - start));
 }
 
-// The loss of a row, and weight times its gradient in ``dz``, which may be the row, or null.
-template <int kParts, typename W>
-inline double row_loss(const W* z, int64_t n, int64_t label, CrossEntropy of, double weight,
-                       W* dz) {
-  constexpr W kLeast = -std::numeric_limits<W>::infinity();
-  const double smoothing = of.label_smoothing, at_label = double(z[label]);
-  Carried<W, kParts> found;
-  found = splat(kLeast);
-  double mean = 0, total = 0;
-  each_block(n, [&](int64_t start, int64_t count) {
-    Carried<W, kParts> part;
-    each<W>(count, [&](int64_t i, int64_t lanes) {
-      found = largest<W>(load(z + start + i, lanes, kLeast), found);
-      part += load(z + start + i, lanes);
-    });
-    mean += sum<W>(part) / double(n);
-  });
-  const W top = largest<W>(found);
-  each_block(n, [&](int64_t start, int64_t count) {
-    Carried<W, kParts> part;
-    each<W>(count, [&](int64_t i, int64_t lanes) {
-      const Vector<W> e = exp<W>(load(z + start + i, lanes, kLeast) - top);
-      part += e;
-      if (dz) store<W>(dz + start + i, e, lanes);
-    });
-    total += sum<W>(part);
-  });
-  const double log_total = std::log(total), log_z = double(top) + log_total;
-  double loss = double(top) - at_label;
-  if (smoothing != 0) loss = (1 - smoothing) * loss + smoothing * (double(top) - mean);
-  loss += log_total;
-  if (of.z_loss != 0) loss += of.z_loss * log_z * log_z;
-  if (dz) {
-    const double slope = of.z_loss != 0 ? 1 + 2 * of.z_loss * log_z : 1;
-    const W factor = W(weight * slope / total), other = W(weight * smoothing / double(n));
-    each<W>(n, [&](int64_t i, int64_t lanes) {
-      store<W>(dz + i, load(dz + i, lanes) * factor - other, lanes);
-    });
-    dz[label] -= W(weight * (1 - smoothing));
-  }
-  return loss;
-}
+}  // namespace
+}  // namespace fastkd
 
-FASTKD_CLONES double loss_of(const float* z, int64_t n, int64_t label, CrossEntropy of,
-                             double weight, float* dz) {
-  return with_parts(
-      [&](auto parts) { return row_loss<parts()>(z, n, label, of, weight, dz); });
-}
-FASTKD_CLONES double loss_of(const double* z, int64_t n, int64_t label, CrossEntropy of,
-                             double weight, double* dz) {
-  return with_parts(
-      [&](auto parts) { return row_loss<parts()>(z, n, label, of, weight, dz); });
-}
+#define FASTKD_KERNELS "cross_entropy_kernels.h"
+#include "each_processor.h"
 
-// (z + bias)·scale in its place
-template <typename W>
-inline void finish_row(W* z, const W* bias, int64_t n, W scale) {
-  each<W>(n, [&](int64_t i, int64_t lanes) {
-    const Vector<W> sum = bias ? load(z + i, lanes) + load(bias + i, lanes) : load(z + i, lanes);
-    store<W>(z + i, sum * scale, lanes);
-  });
-}
-
-FASTKD_CLONES void finish(float* z, const float* bias, int64_t n, double scale) {
-  finish_row(z, bias, n, float(scale));
-}
-FASTKD_CLONES void finish(double* z, const double* bias, int64_t n, double scale) {
-  finish_row(z, bias, n, scale);
-}
+namespace fastkd {
+namespace {
 
 int64_t bytes_of_row(const Tensor& x) { return 3 * x.size(1) * x.element_size(); }
 
@@ -106,7 +44,7 @@ void each_loss(const Tensor& student, const int64_t* labels, const Rows& weights
       W* dz = gradient ? data<W>(*gradient) + i * gradient->stride(0) : nullptr;
       const double weight = gradient ? of.factor * weights.get(i) : 0;
       const W* z = data<W>(student) + i * student.stride(0);
-      losses.put(i, loss_of(z, n, labels[i], of, weight, dz));
+      losses.put(i, FASTKD_CALL(loss_of, z, n, labels[i], of, weight, dz));
     }
   });
 }
@@ -150,7 +88,7 @@ void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double
   }
   each_row(logits.size(0), bytes_of_row(logits), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      finish(data<W>(logits) + i * logits.stride(0), added, V, scale);
+      FASTKD_CALL(finish, data<W>(logits) + i * logits.stride(0), added, V, scale);
     }
   });
 }

@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "products.h"
-#include "vectors.h"
+
+#define FASTKD_KERNELS "knn_kernels.h"
+#include "each_processor.h"
 
 namespace fastkd {
 namespace {
@@ -21,50 +23,6 @@ constexpr int64_t kPiece = 1024;
 // Bank rows of which the nearest cache holds a piece, more where student rows are widened for each
 // tile, and student rows that are compared with them at a time.
 constexpr int64_t kTile = 8, kTileOfHalves = 16, kStudents = 8;
-
-// As many numbers as a vector has in float64.
-template <typename W>
-inline Vector<double> load_wide(const W* p, int64_t count) {
-  VectorN<W, kLanes<double>> x{};
-  if (count == kLanes<double>) {
-    std::memcpy(&x, p, sizeof(x));
-  } else {
-    std::memcpy(&x, p, count * sizeof(W));
-  }
-  return __builtin_convertvector(x, Vector<double>);
-}
-
-// Σ ‖(s − t)·shrink‖² in float64 over K rows t; factor·Σ (s − t) unless ``dx`` is null.
-template <typename W>
-inline double visit(const W* s, const W* const* t, int64_t K, int64_t n, double shrink, W factor,
-                    W* dx) {
-  constexpr int64_t kHalf = kLanes<double>;
-  Vector<double> low{}, high{};  // of the lanes of W
-  each<W>(n, [&](int64_t i, int64_t count) {
-    Vector<W> sum{};
-    for (int64_t k = 0; k < K; ++k) {
-      const auto add = [&](int64_t first, int64_t some, Vector<double>& total) {
-        const Vector<double> x = load_wide(s + first, some), y = load_wide(t[k] + first, some);
-        const Vector<double> d = (x - y) * shrink;
-        total += d * d;
-      };
-      add(i, std::min(count, kHalf), low);
-      if (count > kHalf) add(i + kHalf, count - kHalf, high);
-      if (dx) sum += load(s + i, count) - load(t[k] + i, count);
-    }
-    if (dx) store<W>(dx + i, sum * factor, count);
-  });
-  return sum<double>(low + high);
-}
-
-FASTKD_CLONES double visit_of(const float* s, const float* const* t, int64_t K, int64_t n,
-                              double shrink, float factor, float* dx) {
-  return visit(s, t, K, n, shrink, factor, dx);
-}
-FASTKD_CLONES double visit_of(const double* s, const double* const* t, int64_t K, int64_t n,
-                              double shrink, double factor, double* dx) {
-  return visit(s, t, K, n, shrink, factor, dx);
-}
 
 struct Candidate {
   double distance;
@@ -91,7 +49,7 @@ double compare_as(const Neighbours& of, int64_t row, const std::vector<int64_t>&
       t[k] = of.teacher.read(places[k], start, n, t_copies.data() + k * room);
     }
     W* out = dx.write(row, start, s_copy);
-    total += visit_of(s, t.data(), K, n, shrink, W(factor), out);
+    total += FASTKD_CALL(visit, s, t.data(), K, n, shrink, W(factor), out);
     dx.written(row, start, n, out);
   }
   return total;

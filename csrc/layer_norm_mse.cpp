@@ -9,100 +9,13 @@
 
 #include <cmath>
 
-#include "vectors.h"
+#define FASTKD_KERNELS "layer_norm_mse_kernels.h"
+#include "each_processor.h"
 
 namespace fastkd {
 namespace {
 
 constexpr int64_t kShortRow = 64;
-
-// 1/√var; 0 of a constant row, but NaN where 1/∞ would pass a row off as constant.
-double reciprocal_deviation(double var) {
-  const double rstd = var == 0 ? 0 : 1 / std::sqrt(var);
-  return rstd == 0 && var != 0 ? std::numeric_limits<double>::quiet_NaN() : rstd;
-}
-
-// The mean in two parts of which the first is rounded to W, and 1/√(var + eps).
-template <typename W>
-struct Normal {
-  W mean, rest, rstd;
-
-  Normal(double mean_of, double rstd_of)
-      : mean(W(mean_of)), rest(W(mean_of - mean)), rstd(W(rstd_of)) {}
-
-  Vector<W> of(const W* x, int64_t count) const {
-    return keep<W>(((load(x, count) - mean) - rest) * rstd, count);
-  }
-};
-
-// ½‖norm(x) − norm(y)‖² and the gradients, of scale times it; false where W is too narrow for the
-// squares.
-template <int kParts, typename W>
-inline bool visit_row(const W* x, const W* y, int64_t D, double eps, double scale, double* loss,
-                      W* dx, W* dy) {
-  Carried<W, kParts> sum_x, sum_y;
-  each<W>(D, [&](int64_t i, int64_t count) {
-    sum_x += load(x + i, count);
-    sum_y += load(y + i, count);
-  });
-  const W mean_x = W(sum<W>(sum_x) / D), mean_y = W(sum<W>(sum_y) / D);
-  Carried<W, kParts> rest_x, rest_y, squares_x, squares_y;
-  each<W>(D, [&](int64_t i, int64_t count) {
-    const Vector<W> a = keep<W>(load(x + i, count) - mean_x, count);
-    const Vector<W> b = keep<W>(load(y + i, count) - mean_y, count);
-    rest_x += a, rest_y += b;
-    squares_x += a * a, squares_y += b * b;
-  });
-  // What rounding left of the means.
-  const double left_x = sum<W>(rest_x) / D, left_y = sum<W>(rest_y) / D;
-  const double var_x = sum<W>(squares_x) / D - left_x * left_x;
-  const double var_y = sum<W>(squares_y) / D - left_y * left_y;
-  if (sizeof(W) == sizeof(float)) {
-    const auto fits = [=](double var) { return var > 1e-25 && var + eps < 1e24; };
-    if (!fits(var_x) || !fits(var_y)) return false;
-  }
-  const double rstd_x = reciprocal_deviation(var_x + eps);
-  const double rstd_y = reciprocal_deviation(var_y + eps);
-  const Normal<W> norm_x(mean_x + left_x, rstd_x), norm_y(mean_y + left_y, rstd_y);
-  Carried<W, kParts> total, products;
-  squares_x = squares_y = total;
-  each<W>(D, [&](int64_t i, int64_t count) {
-    const Vector<W> a = norm_x.of(x + i, count), b = norm_y.of(y + i, count);
-    total += (a - b) * (a - b);
-    products += a * b, squares_x += a * a, squares_y += b * b;
-    fetch(x + D + i), fetch(y + D + i);  // while it computes, the next rows, which mostly are there
-  });
-  *loss = sum<W>(total) / 2;
-  if (!dx && !dy) return true;
-  // The gradient is the difference without its part along the row itself, but for that part's
-  // share of eps. The part is divided by norm·norm and not by D, which is larger by eps.
-  const double along = sum<W>(products);
-  const auto factor = [=](double squares, double rstd) {
-    const double part = along / (squares == 0 ? 1 : squares);
-    return W((part - 1) * (eps * rstd * rstd) - part);
-  };
-  const W factor_x = factor(sum<W>(squares_x), rstd_x);
-  const W factor_y = factor(sum<W>(squares_y), rstd_y);
-  const W scale_x = W(-scale * rstd_x), scale_y = W(-scale * rstd_y);
-  each<W>(D, [&](int64_t i, int64_t count) {
-    const Vector<W> a = norm_x.of(x + i, count), b = norm_y.of(y + i, count);
-    if (dx) store<W>(dx + i, (b + a * factor_x) * scale_x, count);
-    if (dy) store<W>(dy + i, (a + b * factor_y) * scale_y, count);
-  });
-  return true;
-}
-
-FASTKD_CLONES bool visit(const float* x, const float* y, int64_t D, double eps, double scale,
-                         double* loss, float* dx, float* dy) {
-  return with_parts(
-      [&](auto parts) { return visit_row<parts()>(x, y, D, eps, scale, loss, dx, dy); });
-}
-
-FASTKD_CLONES bool visit(const double* x, const double* y, int64_t D, double eps, double scale,
-                         double* loss, double* dx, double* dy) {
-  return with_parts(
-      [&](auto parts) { return visit_row<parts()>(x, y, D, eps, scale, loss, dx, dy); });
-}
 
 }  // namespace
 
@@ -112,7 +25,7 @@ void LayerNormMSE::rows(int64_t begin, int64_t end, double* losses) const {
   const auto row = [&](int64_t i, auto& copies) {
     const auto *a = x.read(i, 0, x.n, copies[0]), *b = y.read(i, 0, x.n, copies[1]);
     auto *da = dx.write(i, 0, copies[2]), *db = dy.write(i, 0, copies[3]);
-    const bool done = visit(a, b, x.n, eps, scale, losses + i, da, db);
+    const bool done = FASTKD_CALL(visit, a, b, x.n, eps, scale, losses + i, da, db);
     if (done) dx.written(i, 0, x.n, da), dy.written(i, 0, x.n, db);
     return done;
   };

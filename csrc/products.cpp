@@ -10,268 +10,42 @@
 #include <cstring>
 #include <utility>
 
-#include "vectors.h"
-
-#define FASTKD_TARGET(what) __attribute__((target(what), flatten))
-
 namespace fastkd {
 namespace {
 
 // So many bytes of a row, and rows of a few columns, at a time, that they stay in that cache.
 constexpr int64_t kDepth = 4352, kStrip = 64;
 
-template <typename Part, typename W>
-inline Part part_of(const W* p) {
-  Part x;
-  std::memcpy(&x, p, sizeof(x));
-  return x;
-}
-
-// body(0), body(1), ...: constants, so that arrays they index stay in registers.
-template <typename Body, int... i>
-inline void unrolled(const Body& body, std::integer_sequence<int, i...>) {
-  (body(std::integral_constant<int, i>()), ...);
-}
-template <int kCount, typename Body>
-inline void unrolled(const Body& body) {
-  unrolled(body, std::make_integer_sequence<int, kCount>());
-}
-
-// Of x and then of y the sums of both halves of each part of kPart lanes, N of them together.
-template <int kPart, typename Vector, int... lane>
-inline Vector halves_of(const Vector& x, const Vector& y, std::integer_sequence<int, lane...>) {
-  constexpr int N = sizeof...(lane), kHalf = kPart / 2;
-  const auto at = [&](int i) { return i < N ? x[i] : y[i - N]; };
-  return Vector{at(lane / kHalf * kPart + lane % kHalf)...} +
-         Vector{at(lane / kHalf * kPart + lane % kHalf + kHalf)...};
-}
-
-// The sums of kCount vectors of N lanes side by side, in the first of them. Each step makes one vector
-// of two.
-template <int N, int kCount, int kPart = N, typename Vector>
-inline void add_lanes(Vector* x) {
-  if constexpr (kPart > 1) {
-    constexpr int kPairs = (kCount + 1) / 2;
-    unrolled<kPairs>([&](auto i) {
-      const Vector second = 2 * i + 1 < kCount ? x[2 * i + 1] : Vector{};
-      x[i] = halves_of<kPart>(x[2 * i], second, std::make_integer_sequence<int, N>());
-    });
-    add_lanes<N, kPairs, kPart / 2>(x);
-  }
-}
-
-// sums (kLeft, kRight) of term(x, y), vectors of rows a and b; meanwhile(k) is called on the way.
-template <typename W, int kBytes, int kLeft, int kRight, typename Term, typename Meanwhile>
-inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const Term& term,
-                      const Meanwhile& meanwhile, W* sums) {
-  constexpr int kNumbers = kBytes / sizeof(W);
-  using Part = VectorN<W, kNumbers>;
-  Part totals[kLeft * kRight];
-  unrolled<kLeft * kRight>([&](auto i) { totals[i] = Part{}; });
-  for (int64_t k = 0; k < count; k += kNumbers) {
-    meanwhile(k);
-    Part right[kRight];
-    unrolled<kRight>([&](auto j) { right[j] = part_of<Part>(b[j] + k); });
-    unrolled<kLeft>([&](auto i) {
-      const Part left = part_of<Part>(a[i] + k);
-      unrolled<kRight>([&](auto j) { totals[i * kRight + j] += term(left, right[j]); });
-    });
-  }
-  Part added[kLeft * kRight];  // a copy, or gcc loads rows again in the loop
-  unrolled<kLeft * kRight>([&](auto i) { added[i] = totals[i]; });
-  add_lanes<kNumbers, kLeft * kRight>(added);
-  std::memcpy(sums, added, kLeft * kRight * sizeof(W));
-}
-
-template <typename W, int kBytes, int kRows>
-inline void multiply_block(const W* rows, int64_t N, int64_t D, int64_t block, W* R) {
-  const int64_t room = room_of<W>(D), first = block * kBlock, end = std::min(N, first + kBlock);
-  const int64_t parts = D * int64_t(sizeof(W)) / kDepth + 1;
-  const int64_t depth = (D / parts / kBytes + 1) * kBytes;
-  const auto find = [&](int64_t i, int64_t start, const W** found) {
-    for (int64_t k = 0; k < kRows; ++k) found[k] = rows + std::min(i + k, N - 1) * room + start;
-  };
-  const auto tile = [&](int64_t i, int64_t j, int64_t start) {
-    const W *left[kRows], *right[kRows];
-    find(i, start, left);
-    find(j, start, right);
-    W sums[kRows * kRows];
-    const auto product = [](const auto& x, const auto& y) { return x * y; };
-    const int64_t count = std::min(depth, D - start);
-    sum_terms<W, kBytes, kRows, kRows>(left, right, count, product, [](int64_t) {}, sums);
-    const int64_t columns = std::min<int64_t>(kRows, N - j);
-    for (int64_t k = 0; k < std::min<int64_t>(kRows, end - i); ++k) {
-      W *row = R + (i + k) * N + j, *sum = sums + k * kRows;
-      for (int64_t c = 0; start && c < columns; ++c) sum[c] += row[c];
-      if (columns == kRows) {
-        std::memcpy(row, sum, kRows * sizeof(W));
-      } else {
-        std::copy_n(sum, columns, row);
-      }
-    }
-  };
-  for (int64_t start = 0; start == 0 || start < D; start += depth) {
-    for (int64_t j = first; j < N; j += 2 * kRows) {
-      for (int64_t i = first; i < std::min(end, j + 2 * kRows); i += kRows) {
-        if (i <= j) tile(i, j, start);
-        if (j + kRows < N) tile(i, j + kRows, start);
-      }
-    }
-  }
-}
-
-// ``count`` rows from the i-th on, the last in place of those beyond it.
-template <int kCount, typename W>
-inline void pick(const W* const* rows, int64_t i, int64_t count, const W** picked) {
-  for (int64_t k = 0; k < kCount; ++k) picked[k] = rows[std::min(i + k, count - 1)];
-}
-
-template <typename W, int kBytes>
-inline void compare_all(const W* const* a, int64_t A, const W* const* b, int64_t B, int64_t n,
-                        const Ahead& ahead, W* sums) {
-  constexpr int64_t kNumbers = kBytes / sizeof(W);
-  constexpr int kLeft = kBytes == 64 ? 8 : 4, kRight = 2, kMostAhead = 3;
-  const auto square = [](const auto& x, const auto& y) { return (x - y) * (x - y); };
-  const int64_t whole = n / kNumbers * kNumbers;
-  const int64_t tiles = ((A + kLeft - 1) / kLeft) * ((B + kRight - 1) / kRight);
-  const int64_t share = (ahead.count + tiles - 1) / tiles;
-  int64_t at = 0;
-  for (int64_t i = 0; i < A; i += kLeft) {
-    for (int64_t j = 0; j < B; j += kRight, at += share) {
-      const W *left[kLeft], *right[kRight];
-      pick<kLeft>(a, i, A, left), pick<kRight>(b, j, B, right);
-      const char* next[kMostAhead];
-      for (int64_t k = 0; k < kMostAhead; ++k) {
-        const int64_t row = std::min(at + std::min(k, share - 1), ahead.count - 1);
-        next[k] = ahead.count ? ahead.rows[row] : reinterpret_cast<const char*>(left[0]);
-      }
-      W tile[kLeft * kRight], more[kLeft * kRight]{};
-      const auto fetch = [&](int64_t k) {
-        for (int row = 0; row < kMostAhead; ++row) fetch_near(next[row] + k * ahead.stride);
-      };
-      sum_terms<W, kBytes, kLeft, kRight>(left, right, whole, square, fetch, tile);
-      if (whole < n) {
-        W rests[kLeft + kRight][kNumbers]{};
-        const auto move = [&](const W*& row, W* rest) {
-          std::memcpy(rest, row + whole, (n - whole) * sizeof(W)), row = rest;
-        };
-        for (int64_t k = 0; k < kLeft; ++k) move(left[k], rests[k]);
-        for (int64_t k = 0; k < kRight; ++k) move(right[k], rests[kLeft + k]);
-        sum_terms<W, kBytes, kLeft, kRight>(left, right, kNumbers, square, [](int64_t) {}, more);
-      }
-      for (int64_t k = 0; k < std::min<int64_t>(kLeft, A - i); ++k) {
-        for (int64_t c = 0; c < std::min<int64_t>(kRight, B - j); ++c) {
-          sums[(i + k) * B + j + c] = tile[k * kRight + c] + more[k * kRight + c];
-        }
-      }
-    }
-  }
-}
-
-template <typename W, int kBytes, int kRows>
-inline void combine_block(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, W* h) {
-  constexpr int kNumbers = kBytes / sizeof(W);
-  using Part = VectorN<W, kNumbers>;
-  const int64_t room = room_of<W>(D), first = block * kBlock, end = std::min(N, first + kBlock);
-  for (int64_t top = 0; top < N; top += kStrip) {
-    const int64_t bottom = std::min(N, top + kStrip);
-    for (int64_t start = 0; start < D; start += 2 * kNumbers) {
-      for (int64_t i = first; i < end; i += kRows) {
-        const W* factors[kRows];
-        Part totals[kRows][2];
-        unrolled<kRows>([&](auto k) {
-          factors[k] = A + std::min(i + k, end - 1) * N;
-          totals[k][0] = totals[k][1] = Part{};
-          const W* sums = h + (i - first + k) * room + start;
-          if (top) std::memcpy(totals[k], sums, sizeof(totals[k]));
-        });
-        for (int64_t j = top; j < bottom; ++j) {
-          const W* row = rows + j * room + start;
-          const Part low = part_of<Part>(row), high = part_of<Part>(row + kNumbers);
-          unrolled<kRows>([&](auto k) {
-            const W factor = factors[k][j];
-            totals[k][0] += low * factor;
-            totals[k][1] += high * factor;
-          });
-        }
-        unrolled<kRows>([&](auto k) {
-          std::memcpy(h + (i - first + k) * room + start, totals[k], sizeof(totals[k]));
-        });
-      }
-    }
-  }
-}
-
-template <typename W>
-struct Kernels {
-  void (*multiply)(const W* rows, int64_t N, int64_t D, int64_t block, W* R);
-  void (*combine)(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, W* h);
-  void (*compare)(const W* const* a, int64_t A, const W* const* b, int64_t B, int64_t n,
-                  const Ahead& ahead, W* sums);
-};
-
-// All, compiled for one kind of processor.
-#define FASTKD_KERNELS(name, target, kBytes, kRows)                                          \
-  template <typename W>                                                                      \
-  target void multiply_##name(const W* rows, int64_t N, int64_t D, int64_t block, W* R) {    \
-    multiply_block<W, kBytes, kRows>(rows, N, D, block, R);                                  \
-  }                                                                                          \
-  template <typename W>                                                                      \
-  target void combine_##name(const W* A, const W* rows, int64_t N, int64_t D, int64_t block, \
-                             W* h) {                                                         \
-    combine_block<W, kBytes, kRows == 4 ? 8 : 4>(A, rows, N, D, block, h);                   \
-  }                                                                                          \
-  template <typename W>                                                                      \
-  target void compare_##name(const W* const* a, int64_t A, const W* const* b, int64_t B,     \
-                             int64_t n, const Ahead& ahead, W* sums) {                       \
-    compare_all<W, kBytes>(a, A, b, B, n, ahead, sums);                                      \
-  }                                                                                          \
-  template <typename W>                                                                      \
-  constexpr Kernels<W> k_##name{multiply_##name<W>, combine_##name<W>, compare_##name<W>};
-
-FASTKD_KERNELS(usual, , 16, 4)
-#if defined(__x86_64__)
-FASTKD_KERNELS(avx2, FASTKD_TARGET("avx2,fma"), 32, 3)
-FASTKD_KERNELS(avx512, FASTKD_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma"), 64, 4)
-#endif
-
-template <typename W>
-const Kernels<W>& kernels() {
-  static const Kernels<W>& found = []() -> const Kernels<W>& {
-#if defined(__x86_64__)
-    const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512vl")) return k_avx512<W>;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return k_avx2<W>;
-#endif
-    return k_usual<W>;
-  }();
-  return found;
-}
-
 }  // namespace
+}  // namespace fastkd
+
+#define FASTKD_KERNELS "products_kernels.h"
+#include "each_processor.h"
+
+namespace fastkd {
 
 void multiply_rows(const float* rows, int64_t N, int64_t D, int64_t block, float* R) {
-  kernels<float>().multiply(rows, N, D, block, R);
+  FASTKD_CALL(multiply_block, rows, N, D, block, R);
 }
 void multiply_rows(const double* rows, int64_t N, int64_t D, int64_t block, double* R) {
-  kernels<double>().multiply(rows, N, D, block, R);
+  FASTKD_CALL(multiply_block, rows, N, D, block, R);
 }
 void combine_rows(const float* A, const float* rows, int64_t N, int64_t D, int64_t block,
                   float* h) {
-  kernels<float>().combine(A, rows, N, D, block, h);
+  FASTKD_CALL(combine_block, A, rows, N, D, block, h);
 }
 void combine_rows(const double* A, const double* rows, int64_t N, int64_t D, int64_t block,
                   double* h) {
-  kernels<double>().combine(A, rows, N, D, block, h);
+  FASTKD_CALL(combine_block, A, rows, N, D, block, h);
 }
 
 void compare_rows(const float* const* a, int64_t A, const float* const* b, int64_t B, int64_t n,
                   const Ahead& ahead, float* sums) {
-  kernels<float>().compare(a, A, b, B, n, ahead, sums);
+  FASTKD_CALL(compare_all, a, A, b, B, n, ahead, sums);
 }
 void compare_rows(const double* const* a, int64_t A, const double* const* b, int64_t B, int64_t n,
                   const Ahead& ahead, double* sums) {
-  kernels<double>().compare(a, A, b, B, n, ahead, sums);
+  FASTKD_CALL(compare_all, a, A, b, B, n, ahead, sums);
 }
 
 }  // namespace fastkd

@@ -4,21 +4,13 @@
 
 #include <vector>
 
-#include "clones.h"
 #include "roots.h"
 #include "thread_lanes.h"
 
+#define FASTKD_KERNELS "roots_kernels.h"
+#include "each_processor.h"
+
 namespace fastkd {
-
-FASTKD_CLONES void roots_of(const float* in, Options options, float* root, float* values,
-                            float* vectors, const EigenScratch& scratch) {
-  decompose(in, options, root, values, vectors, scratch, OneLane());
-}
-
-FASTKD_CLONES void roots_of(const double* in, Options options, double* root, double* values,
-                            double* vectors, const EigenScratch& scratch) {
-  decompose(in, options, root, values, vectors, scratch, OneLane());
-}
 
 // One matrix after the other on each thread; ``root`` may be null.
 template <typename T>
@@ -29,8 +21,8 @@ void each_matrix(const T* in, Sizes sizes, Options options, T* root, T* values, 
     std::vector<char> memory(EigenScratch::matrices_size(n) + EigenScratch::vectors_size(n));
     const EigenScratch scratch(n, memory.data(), memory.data() + EigenScratch::matrices_size(n));
     for (int64_t i = begin; i < end; ++i) {
-      roots_of(in + i * n * n, options, root ? root + i * n * n : nullptr, values + i * n,
-               vectors + i * n * n, scratch);
+      FASTKD_CALL(roots_of, in + i * n * n, options, root ? root + i * n * n : nullptr,
+                  values + i * n, vectors + i * n * n, scratch);
     }
   });
 }

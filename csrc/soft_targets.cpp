@@ -12,8 +12,6 @@
 #include <memory>
 #include <type_traits>
 
-#include "vectors.h"
-
 namespace fastkd {
 namespace {
 
@@ -29,47 +27,9 @@ inline double base_of(double top) { return top == -kInfinity ? 0 : top; }
 // p·x where a probability of 0 counts nothing even against ∞.
 inline double times(double p, double x) { return p == 0 ? 0 : p * x; }
 
-template <typename W>
-inline Vector<W> times(Vector<W> p, Vector<W> x) {
-  return by_lane<W>([](W p, W px) { return p == 0 ? 0 : px; }, p, p * x);
-}
-
-// sum + p·x likewise, by one product that adds where the processor has it.
-template <typename W>
-inline Vector<W> plus(Vector<W> sum, Vector<W> p, Vector<W> x) {
-  return by_lane<W>([](W p, W with, W without) { return p != 0 ? with : without; }, p,
-                    sum + p * x, sum);
-}
-
-// Without its sign.
-template <typename W>
-inline Vector<W> absolute(Vector<W> x) {
-  using B = typename FloatFormat<W>::Bits;
-  return (Vector<W>)((Bits<W>)x & std::numeric_limits<B>::max());
-}
-
 struct Tops {
   double s = -kInfinity, t = -kInfinity;
 };
-
-// By several vectors, since each waits for its last maximum.
-template <int kParts, typename W>
-inline double top_of(const W* z, int64_t n, double top) {
-  constexpr int kApart = 4;
-  Carried<W, kParts> found[kApart];
-  for (auto& x : found) x = splat(W(top));
-  int64_t i = 0;
-  for (; i + kApart * kLanes<W> <= n; i += kApart * kLanes<W>) {
-    for (int j = 0; j < kApart; ++j) {
-      found[j] = largest<W>(load(z + i + j * kLanes<W>), found[j]);
-    }
-  }
-  each<W>(n - i, [&](int64_t k, int64_t count) {
-    found[0] = largest<W>(load(z + i + k, count, W(-kInfinity)), found[0]);
-  });
-  found[0] = largest<W>(largest<W>(found[0], found[1]), largest<W>(found[2], found[3]));
-  return double(largest<W>(found[0]));
-}
 
 // What a block adds up to, with x = (z − base)/τ; then how its numbers become those of the row.
 struct Part {
@@ -89,50 +49,6 @@ struct Kept {
   Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
 };
 
-template <Divergence divergence, typename W>
-inline void weigh(const W* z_s, const W* z_t, int64_t n, W slope, Part& part, Kept<W> kept) {
-  constexpr bool js = divergence == Divergence::kJs;
-  constexpr bool adaptive = divergence == Divergence::kAdaptiveKl;
-  constexpr bool reverse = divergence == Divergence::kReverseKl || adaptive;
-  constexpr bool forward = divergence == Divergence::kForwardKl || adaptive;
-  const W base_s = W(part.base_s), base_t = W(part.base_t);
-  Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{};
-  each<W>(n, [&](int64_t i, int64_t count) {
-    fetch(z_s + n + i), fetch(z_t + n + i);  // while it computes, the next block
-    const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - base_s) * slope;
-    const Vector<W> x_t = (load(z_t + i, count, W(-kInfinity)) - base_t) * slope;
-    const Vector<W> w_s = exp<W>(x_s), w_t = exp<W>(x_t), gap = x_s - x_t;
-    sum_s += w_s, sum_t += w_t;
-    if constexpr (reverse) cross_s = plus<W>(cross_s, w_s, gap);
-    if constexpr (forward) cross_t = plus<W>(cross_t, w_t, -gap);
-    store<W>(kept.weights_s + i, w_s, count);
-    if constexpr (forward || js) store<W>(kept.weights_t + i, w_t, count);
-    if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
-  });
-  part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
-  part.cross_s = sum<W>(cross_s), part.cross_t = sum<W>(cross_t);
-}
-
-// KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``. Where the larger is p and the smaller
-// p·e^−g, log p − log m = log 2/(1 + e^−g).
-template <typename W>
-inline void add_js(int64_t n, const Part& part, Kept<W> kept, double* sums) {
-  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
-  Vector<W> to_student{}, to_teacher{};
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
-    const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
-    const Vector<W> ratio = load(kept.gaps + i, count) + to_ratio, below = -absolute<W>(ratio);
-    const Vector<W> of_larger = log_of_mean<W>(exp<W>(below)), of_smaller = of_larger + below;
-    const auto where = [](W x, W above, W other) { return x > 0 ? above : other; };
-    const Vector<W> of_s = by_lane<W>(where, ratio, of_larger, of_smaller);
-    to_student = plus<W>(to_student, p_s, of_s);
-    to_teacher = plus<W>(to_teacher, p_t, by_lane<W>(where, ratio, of_smaller, of_larger));
-    store<W>(kept.weights_t + i, of_s, count);
-  });
-  sums[0] += sum<W>(to_student), sums[1] += sum<W>(to_teacher);
-}
-
 // What a row's gradient needs beside what is kept.
 struct Slope {
   Divergence divergence;
@@ -141,144 +57,16 @@ struct Slope {
   double share = 0;        // of forward KL
 };
 
-template <Divergence divergence, typename W>
-inline void gradient(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
-  const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
-  const W more = W(part.to_ratio - of.expectation), mean = W(of.expectation);
-  const W forward = W(of.share), reverse = W(1 - of.share);
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> p_s = load(kept.weights_s + i, count) * to_s;
-    Vector<W> result;
-    if constexpr (divergence == Divergence::kForwardKl) {
-      result = p_s - load(kept.weights_t + i, count) * to_t;
-    } else if constexpr (divergence == Divergence::kReverseKl) {
-      result = times<W>(p_s, load(kept.gaps + i, count) + more);
-    } else if constexpr (divergence == Divergence::kJs) {
-      result = times<W>(p_s * W(0.5), load(kept.weights_t + i, count) - mean);
-    } else {
-      const Vector<W> plain = p_s - load(kept.weights_t + i, count) * to_t;
-      const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) + more);
-      result = times<W>(splat(forward), plain) + times<W>(splat(reverse), other);
-    }
-    store<W>(out + i, result, count);
-  });
-}
+constexpr int kSteps = 4;  // by which the head's edge is narrowed down at a time
 
-constexpr int kSteps = 4;
+}  // namespace
+}  // namespace fastkd
 
-// Mass of all weights that are no less than each of ``least``.
-template <int kParts, typename W>
-inline void add_up(const W* weights, int64_t n, const W* least, double* masses) {
-  Carried<W, kParts> sums[kSteps];
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> x = load(weights + i, count);
-    for (int j = 0; j < kSteps; ++j) {
-      const auto some = [from = least[j]](W x) { return x >= from ? x : 0; };
-      sums[j] += by_lane<W>(some, x);
-    }
-  });
-  for (int j = 0; j < kSteps; ++j) masses[j] += sum<W>(sums[j]);
-}
+#define FASTKD_KERNELS "soft_targets_kernels.h"
+#include "each_processor.h"
 
-// |p_t − p_s| of a block, of the entries whose weight is at least ``high`` and of all, added to
-// ``sums``.
-template <int kParts, typename W>
-inline void add_gaps(int64_t n, const Part& part, Kept<W> kept, W high, double* sums) {
-  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
-  Carried<W, kParts> all, head;
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> weight = load(kept.weights_t + i, count);
-    const Vector<W> gap = absolute<W>(weight * to_pt - load(kept.weights_s + i, count) * to_ps);
-    all += gap;
-    head += by_lane<W>([=](W weight, W gap) { return weight >= high ? gap : 0; }, weight, gap);
-  });
-  sums[0] += sum<W>(head), sums[1] += sum<W>(all);
-}
-
-// Where n weights are from ``low`` on below ``high``: in few places, so none is asked alone.
-template <typename W>
-inline void add_places(const W* weights, int64_t n, W low, W high, std::vector<int64_t>& places) {
-  constexpr int64_t kSome = 2 * kLanes<W>;
-  for (int64_t start = 0; start < n; start += kSome) {
-    const int64_t count = std::min(kSome, n - start);
-    Vector<W> found{};
-    each<W>(count, [&](int64_t i, int64_t lanes) {
-      const Vector<W> x = load(weights + start + i, lanes);
-      found = largest<W>(by_lane<W>([=](W x) { return x < high ? x : 0; }, x), found);
-    });
-    if (!(largest<W>(found) >= low)) continue;
-    for (int64_t i = start; i < start + count; ++i) {
-      if (weights[i] >= low && weights[i] < high) places.push_back(i);
-    }
-  }
-}
-
-// body of the divergence, as a constant
-template <typename Body>
-inline void with(Divergence divergence, const Body& body) {
-  switch (divergence) {
-    case Divergence::kForwardKl:
-      return body(std::integral_constant<Divergence, Divergence::kForwardKl>());
-    case Divergence::kReverseKl:
-      return body(std::integral_constant<Divergence, Divergence::kReverseKl>());
-    case Divergence::kJs: return body(std::integral_constant<Divergence, Divergence::kJs>());
-    case Divergence::kAdaptiveKl:
-      return body(std::integral_constant<Divergence, Divergence::kAdaptiveKl>());
-  }
-}
-
-FASTKD_CLONES Tops tops_of(const float* z_s, const float* z_t, int64_t n, Tops tops) {
-  return with_parts([&](auto parts) {
-    return Tops{top_of<parts()>(z_s, n, tops.s), top_of<parts()>(z_t, n, tops.t)};
-  });
-}
-FASTKD_CLONES Tops tops_of(const double* z_s, const double* z_t, int64_t n, Tops tops) {
-  return with_parts([&](auto parts) {
-    return Tops{top_of<parts()>(z_s, n, tops.s), top_of<parts()>(z_t, n, tops.t)};
-  });
-}
-FASTKD_CLONES void weigh(Divergence divergence, const float* z_s, const float* z_t, int64_t n,
-                         float slope, Part& part, Kept<float> kept) {
-  with(divergence, [&](auto kind) { weigh<kind()>(z_s, z_t, n, slope, part, kept); });
-}
-FASTKD_CLONES void weigh(Divergence divergence, const double* z_s, const double* z_t, int64_t n,
-                         double slope, Part& part, Kept<double> kept) {
-  with(divergence, [&](auto kind) { weigh<kind()>(z_s, z_t, n, slope, part, kept); });
-}
-FASTKD_CLONES void js_of(int64_t n, const Part& part, Kept<float> kept, double* sums) {
-  add_js(n, part, kept, sums);
-}
-FASTKD_CLONES void js_of(int64_t n, const Part& part, Kept<double> kept, double* sums) {
-  add_js(n, part, kept, sums);
-}
-FASTKD_CLONES void masses_of(const float* weights, int64_t n, const float* least, double* masses) {
-  with_parts([&](auto parts) { add_up<parts()>(weights, n, least, masses); });
-}
-FASTKD_CLONES void masses_of(const double* weights, int64_t n, const double* least, double* masses) {
-  with_parts([&](auto parts) { add_up<parts()>(weights, n, least, masses); });
-}
-FASTKD_CLONES void gaps_of(int64_t n, const Part& part, Kept<float> kept, float high, double* sums) {
-  with_parts([&](auto parts) { add_gaps<parts()>(n, part, kept, high, sums); });
-}
-FASTKD_CLONES void gaps_of(int64_t n, const Part& part, Kept<double> kept, double high, double* sums) {
-  with_parts([&](auto parts) { add_gaps<parts()>(n, part, kept, high, sums); });
-}
-FASTKD_CLONES void places_between(const float* weights, int64_t n, float low, float high,
-                                  std::vector<int64_t>& places) {
-  add_places(weights, n, low, high, places);
-}
-FASTKD_CLONES void places_between(const double* weights, int64_t n, double low, double high,
-                                  std::vector<int64_t>& places) {
-  add_places(weights, n, low, high, places);
-}
-FASTKD_CLONES void gradient_of(const Slope& of, int64_t n, const Part& part, Kept<float> kept,
-                               float* out) {
-  with(of.divergence, [&](auto kind) { gradient<kind()>(of, n, part, kept, out); });
-}
-FASTKD_CLONES void gradient_of(const Slope& of, int64_t n, const Part& part, Kept<double> kept,
-                               double* out) {
-  with(of.divergence, [&](auto kind) { gradient<kind()>(of, n, part, kept, out); });
-}
+namespace fastkd {
+namespace {
 
 // The rows of a thread.
 template <typename W>
@@ -297,13 +85,13 @@ class Work {
     // Else weights in different blocks could not be compared.
     if (of_.divergence == Divergence::kAdaptiveKl && n > kBlock) {
       each_block(row, [&](const W* z_s, const W* z_t, int64_t, int64_t count) {
-        tops = tops_of(z_s, z_t, count, tops);
+        tops = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
       });
     }
     each_block(row, [&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
-      const Tops here = tops_of(z_s, z_t, count, tops);
+      const Tops here = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
       Part& part = parts_[start / kBlock] = {base_of(here.s), base_of(here.t)};
-      weigh(of_.divergence, z_s, z_t, count, W(of_.slope), part, kept_.at(start));
+      FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, W(of_.slope), part, kept_.at(start));
     });
     const Part whole = join();
     Slope slope{of_.divergence, weight};
@@ -311,7 +99,7 @@ class Work {
     if (of_.gradient.data == nullptr) return loss;
     each_part([&](int64_t start, int64_t count, const Part& part) {
       W* out = of_.gradient.write(row, start, copies_[0]);
-      gradient_of(slope, count, part, kept_.at(start), out);
+      FASTKD_CALL(gradient_of, slope, count, part, kept_.at(start), out);
       of_.gradient.written(row, start, count, out);
     });
     return loss;
@@ -373,7 +161,7 @@ class Work {
     }
     double sums[2] = {};
     each_part([&](int64_t start, int64_t count, const Part& part) {
-      js_of(count, part, kept_.at(start), sums);
+      FASTKD_CALL(js_of, count, part, kept_.at(start), sums);
     });
     slope.expectation = sums[0];
     return (sums[0] + sums[1]) / 2;
@@ -394,7 +182,7 @@ class Work {
       double masses[kSteps] = {};
       for (int j = 0; j < kSteps; ++j) least[j] = between(low, high, j);
       each_part([&](int64_t start, int64_t count, const Part&) {
-        masses_of(weights + start, count, least, masses);
+        FASTKD_CALL(masses_of, weights + start, count, least, masses);
       });
       int j = 0;
       for (; j < kSteps && masses[j] <= half; ++j) high = least[j], from_high = masses[j];
@@ -402,10 +190,10 @@ class Work {
     }
     double sums[2] = {};
     each_part([&](int64_t start, int64_t count, const Part& part) {
-      gaps_of(count, part, kept_.at(start), high, sums);
+      FASTKD_CALL(gaps_of, count, part, kept_.at(start), high, sums);
     });
     std::vector<int64_t> places;
-    places_between(weights, n, low, high, places);
+    FASTKD_CALL(places_between, weights, n, low, high, places);
     std::stable_sort(places.begin(), places.end(),
                      [&](int64_t a, int64_t b) { return weights[a] > weights[b]; });
     for (const int64_t i : places) {

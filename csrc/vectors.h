@@ -1,51 +1,11 @@
-// Vectors of one width for every processor: parts of rows, exp and log, sums.
-//
-// A vector has 64 bytes; a processor with shorter registers takes several for one. Only what is
-// inlined into a function of FASTKD_CLONES is compiled for each processor.
-#pragma once
-
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
-
-#include "clones.h"
-
-namespace fastkd {
-
-template <typename T, int N>
-struct VectorOf {
-  typedef T Type __attribute__((vector_size(N * sizeof(T))));
-};
-template <typename T, int N>
-using VectorN = typename VectorOf<T, N>::Type;
+// Vectors of one kind of processor, of kBytes: parts of rows, exp and log, sums. Included by
+// each_processor.h.
 
 template <typename W>
-constexpr int kLanes = 64 / int(sizeof(W));
+constexpr int kLanes = kBytes / int(sizeof(W));
 template <typename W>
 using Vector = VectorN<W, kLanes<W>>;
 
-template <typename W>
-struct FloatFormat;
-template <>
-struct FloatFormat<float> {
-  using Bits = int32_t;
-  using Unsigned = uint32_t;  // in which nothing overflows
-  static constexpr int kMantissa = 23, kBias = 127;
-  // Of 1/k! and of 1/(2k+1): what they leave out lies below half a rounding.
-  static constexpr int kExpTerms = 8, kAtanhTerms = 7;
-  static constexpr float kLeastExp = -104;  // below e^x is 0
-  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
-};
-template <>
-struct FloatFormat<double> {
-  using Bits = int64_t;
-  using Unsigned = uint64_t;
-  static constexpr int kMantissa = 52, kBias = 1023;
-  static constexpr int kExpTerms = 14, kAtanhTerms = 16;
-  static constexpr double kLeastExp = -746;
-  static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770e-10;
-};
 template <typename W>
 using Bits = VectorN<typename FloatFormat<W>::Bits, kLanes<W>>;
 
@@ -57,15 +17,6 @@ inline Vector<W> splat(W x) {
   return x - Vector<W>{};
 }
 
-// A line that is read soon, from memory that may end before it.
-inline void fetch(const void* p) { __builtin_prefetch(p); }
-
-// Near, but not into the nearest cache, where what is computed with stays.
-inline void fetch_near(const char* p) { __builtin_prefetch(p, 0, 2); }
-inline void fetch_all(const char* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) fetch_near(from + at);
-}
-
 // body(start, count) along a row of n: whole vectors, and a rest of fewer. In the loop the count is
 // a constant, so nothing there asks for it.
 template <typename W, typename Body>
@@ -75,38 +26,13 @@ inline void each(int64_t n, const Body& body) {
   if (i < n) body(i, n - i);
 }
 
-template <typename W>
-struct alignas(Vector<W>) Lanes {
-  W at[kLanes<W>];
-  explicit Lanes(const Vector<W>& x) { std::memcpy(at, &x, sizeof(x)); }
-  operator Vector<W>() const {
-    Vector<W> x;
-    std::memcpy(&x, at, sizeof(x));
-    return x;
-  }
-};
-
-// f of each lane's numbers. Comparisons stand in such loops, which become vectors of any width: those
-// of whole vectors gcc makes number by number where registers are shorter.
-template <typename W, typename F, typename... V>
-inline Vector<W> by_lane(const F& f, const V&... x) {
-  const auto of = [&](const auto&... lanes) {
-    Lanes<W> result{Vector<W>{}};
-#pragma omp simd
-    for (int i = 0; i < kLanes<W>; ++i) result.at[i] = f(lanes.at[i]...);
-    return Vector<W>(result);
-  };
-  return of(Lanes<W>(x)...);
-}
-
 // The first ``count`` numbers, and ``other`` beyond.
 template <typename W>
 inline Vector<W> keep(Vector<W> x, int64_t count, W other = 0) {
   if (count == kLanes<W>) return x;
-  Lanes<W> lanes(x);
-#pragma omp simd
-  for (int i = 0; i < kLanes<W>; ++i) lanes.at[i] = i < count ? lanes.at[i] : other;
-  return lanes;
+  Bits<W> lane;
+  for (int i = 0; i < kLanes<W>; ++i) lane[i] = i;
+  return lane < typename FloatFormat<W>::Bits(count) ? x : splat(other);
 }
 
 template <typename W>
@@ -132,40 +58,7 @@ inline void store(W* p, Vector<W> x, int64_t count = kLanes<W>) {
 
 template <typename W>
 inline Vector<W> largest(Vector<W> a, Vector<W> b) {
-  return by_lane<W>([](W x, W y) { return x > y ? x : y; }, a, b);
-}
-
-// A vector that a loop carries along, such as a sum. gcc keeps what is wider than a register in
-// memory, so there it has parts; the numbers are the same.
-template <typename W, int kParts>
-struct Carried {
-  VectorN<W, kLanes<W> / kParts> parts[kParts] = {};
-
-  Carried& operator=(const Vector<W>& x) {
-    std::memcpy(parts, &x, sizeof(x));
-    return *this;
-  }
-  void operator+=(const Vector<W>& x) {
-    Carried other;
-    other = x;
-    for (int i = 0; i < kParts; ++i) parts[i] += other.parts[i];
-  }
-  operator Vector<W>() const {
-    Vector<W> x;
-    std::memcpy(&x, parts, sizeof(x));
-    return x;
-  }
-};
-
-// body(parts): of how many registers a vector is made.
-template <typename Body>
-inline auto with_parts(const Body& body) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return body(std::integral_constant<int, 1>());
-  return body(std::integral_constant<int, 2>());
-#else
-  return body(std::integral_constant<int, 4>());
-#endif
+  return a > b ? a : b;
 }
 
 // In halves, so in the same order whatever the registers.
@@ -182,6 +75,17 @@ inline double sum_of(const VectorN<double, N>& x) {
 template <typename W>
 inline double sum(Vector<W> x) {
   return sum_of<kLanes<W>>(__builtin_convertvector(x, VectorN<double, kLanes<W>>));
+}
+
+// A vector's numbers in float64 are so many vectors.
+template <typename W>
+constexpr int kWide = int(sizeof(double) / sizeof(W));
+
+template <typename W>
+inline Vector<double> widened(const Vector<W>& x, int part) {
+  VectorN<W, kLanes<double>> parts[kWide<W>];
+  std::memcpy(parts, &x, sizeof(x));
+  return __builtin_convertvector(parts[part], Vector<double>);
 }
 
 template <typename W, int N>
@@ -239,7 +143,7 @@ inline Vector<W> exp(Vector<W> x) {
   constexpr int kUp = 64;
   // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and the bias.
   constexpr W kRound = W(3ll << (F::kMantissa - 1)) + F::kBias + kUp;
-  x = by_lane<W>([](W at) { return at < F::kLeastExp ? F::kLeastExp : at; }, x);
+  x = x < F::kLeastExp ? splat<W>(F::kLeastExp) : x;
   const Vector<W> shifted = x * W(1.44269504088896340736) + kRound, turns = shifted - kRound;
   const Vector<W> r = (x - turns * F::kLn2High) - turns * F::kLn2Low;
   const Vector<W> power = (Vector<W>)((Unsigned<W>)shifted << F::kMantissa);
@@ -252,5 +156,3 @@ inline Vector<W> log_of_mean(Vector<W> x) {
   const Vector<W> t = (W(1) - x) / (x + W(3));
   return t * series<W, InverseOdd<FloatFormat<W>::kAtanhTerms>>(t * t);
 }
-
-}  // namespace fastkd

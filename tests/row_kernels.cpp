@@ -17,9 +17,15 @@
 #include "../csrc/products.h"
 #include "../csrc/relation.h"
 #include "../csrc/soft_targets.h"
+#include "../csrc/processors.h"
+
+namespace fastkd::usual {
+constexpr int kBytes = FASTKD_BYTES;
 #include "../csrc/vectors.h"
+}  // namespace fastkd::usual
 
 using namespace fastkd;
+using namespace fastkd::usual;
 
 constexpr Type kTypes[] = {Type::kBFloat16, Type::kHalf, Type::kFloat, Type::kDouble};
 constexpr int64_t kRows = 7;

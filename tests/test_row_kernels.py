@@ -6,6 +6,7 @@ Values and gradients are tested with those of the other backends, in each loss's
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,27 @@ def test_the_same_bits_on_any_number_of_threads(name, threads):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
 
 
+RANDOM_CALLS = """
+from tests import fuzz
+for name in sorted(fuzz.CPP):
+    for seed in range(3):
+        if failure := fuzz.checked(name, "cpp", seed):
+            print(name, seed, failure)
+"""
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", ["default", "avx2"])
+def test_kernels_of_older_processors(kind):
+    """Each kind has its own; this one's are taken wherever else they are tested."""
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": kind, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", RANDOM_CALLS],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0 and not run.stdout, run.stdout + run.stderr
+
+
 @needs_extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_parts_of_long_rows_on_any_number_of_threads(dtype, threads):
@@ -115,11 +137,12 @@ def test_says_why_they_can_not_run(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_sanitizers_find_nothing(sanitizer, tmp_path):
+@pytest.mark.parametrize(("sanitizer", "width"), [("address,undefined", 64), ("thread", 32)])
+def test_sanitizers_find_nothing(sanitizer, width, tmp_path):
     """Bounds, undefined behaviour and races; other bits on threads; roundings of exp and log.
 
-    As many rounds as SANITIZE_ROUNDS says; `make sanitize` makes more.
+    Of kernels with vectors of so many bytes. As many rounds as SANITIZE_ROUNDS says; more in
+    `make sanitize`.
     """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -131,9 +154,9 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
         if path.name != "roots.cpp" and "tensors.h" not in path.read_text()
     ]
     sources.append("tests/row_kernels.cpp")
-    # Without clones: what picks them runs before a sanitizer is ready.
-    command = [compiler, "-std=c++17", "-O0", "-g1", "-Wno-psabi", "-DFASTKD_CLONES=", "-pthread"]
-    command += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined"]
+    command = [compiler, "-std=c++17", "-O0", "-g1", "-Wno-psabi", "-pthread"]
+    command += [f"-DFASTKD_BYTES={width}", f"-fsanitize={sanitizer}"]
+    command += ["-fno-sanitize-recover=undefined"]
     program = str(tmp_path / "row_kernels")
     command += [*sources, "-o", program]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = Path(__file__).parent / "files"
+# How C++ is compiled for each kind of processor.
+PROCESSORS = ("each_processor.h", "processors.cpp", "processors.h", "vectors.h")
 # What kernels import of the package beside each other, and the module that takes its place.
 MOVED = {"fastkd._core.operator": "operator", "fastkd._core.dispatch": "interpreter"}
 
@@ -66,7 +68,7 @@ def write_roots(project: Path) -> Path:
     package = _start(project, "fastkd_roots")
     sources = project / "roots"
     sources.mkdir()
-    for name in ("roots.h", "eigen_lanes.h", "thread_lanes.h", "clones.h"):
+    for name in ("roots.h", "roots_kernels.h", "eigen_lanes.h", "thread_lanes.h", *PROCESSORS):
         shutil.copy(ROOT / "csrc" / name, sources)
     for name in ("roots.cpp", "roots.cu"):
         text = (ROOT / "csrc" / name).read_text().replace("#include <Python.h>\n", "")

@@ -1,0 +1,30 @@
+// Kernels of attention.cpp; see each_processor.h.
+
+// student − teacher of one query where a key is real (all are without ``real``), 0 elsewhere.
+template <typename W>
+inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, int64_t count) {
+  const Vector<W> d = load(s + i, count) - load(t + i, count);
+  return real == nullptr ? d : load(real + i, count) != 0 ? d : Vector<W>{};
+}
+
+// Σ d², and d·factor where ``dx`` is not null.
+template <typename W>
+FASTKD_KERNEL double compare_rows(const W* s, const W* t, const W* real, int64_t n, W factor,
+                                  W* dx) {
+  Vector<W> total{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> d = difference(s, t, real, i, count);
+    total += d * d;
+    if (dx) store<W>(dx + i, d * factor, count);
+  });
+  return sum<W>(total);
+}
+
+// total ← total + x, or x where it is the first
+template <typename W>
+FASTKD_KERNEL void add_to(const W* x, int64_t n, bool first, W factor, W* total) {
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> part = load(x + i, count) * factor;
+    store<W>(total + i, first ? part : load(total + i, count) + part, count);
+  });
+}

@@ -1,0 +1,52 @@
+// Kernels of cross_entropy.cpp; see each_processor.h.
+
+// The loss of a row, and weight times its gradient in ``dz``, which may be the row, or null.
+template <typename W>
+FASTKD_KERNEL double loss_of(const W* z, int64_t n, int64_t label, CrossEntropy of, double weight,
+                             W* dz) {
+  constexpr W kLeast = -std::numeric_limits<W>::infinity();
+  const double smoothing = of.label_smoothing, at_label = double(z[label]);
+  Vector<W> found = splat(kLeast);
+  double mean = 0, total = 0;
+  each_block(n, [&](int64_t start, int64_t count) {
+    Vector<W> part{};
+    each<W>(count, [&](int64_t i, int64_t lanes) {
+      found = largest<W>(load(z + start + i, lanes, kLeast), found);
+      part += load(z + start + i, lanes);
+    });
+    mean += sum<W>(part) / double(n);
+  });
+  const W top = largest<W>(found);
+  each_block(n, [&](int64_t start, int64_t count) {
+    Vector<W> part{};
+    each<W>(count, [&](int64_t i, int64_t lanes) {
+      const Vector<W> e = exp<W>(load(z + start + i, lanes, kLeast) - top);
+      part += e;
+      if (dz) store<W>(dz + start + i, e, lanes);
+    });
+    total += sum<W>(part);
+  });
+  const double log_total = std::log(total), log_z = double(top) + log_total;
+  double loss = double(top) - at_label;
+  if (smoothing != 0) loss = (1 - smoothing) * loss + smoothing * (double(top) - mean);
+  loss += log_total;
+  if (of.z_loss != 0) loss += of.z_loss * log_z * log_z;
+  if (dz) {
+    const double slope = of.z_loss != 0 ? 1 + 2 * of.z_loss * log_z : 1;
+    const W factor = W(weight * slope / total), other = W(weight * smoothing / double(n));
+    each<W>(n, [&](int64_t i, int64_t lanes) {
+      store<W>(dz + i, load(dz + i, lanes) * factor - other, lanes);
+    });
+    dz[label] -= W(weight * (1 - smoothing));
+  }
+  return loss;
+}
+
+// (z + bias)·scale in its place
+template <typename W>
+FASTKD_KERNEL void finish(W* z, const W* bias, int64_t n, double scale) {
+  each<W>(n, [&](int64_t i, int64_t lanes) {
+    const Vector<W> sum = bias ? load(z + i, lanes) + load(bias + i, lanes) : load(z + i, lanes);
+    store<W>(z + i, sum * W(scale), lanes);
+  });
+}

@@ -1,0 +1,70 @@
+// What kernels for every kind of processor share, and which of them is called.
+//
+// A file of kernels, such as attention_kernels.h, is compiled once for each kind, in a namespace of
+// its own and with vectors as wide as the kind's registers: see each_processor.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace fastkd {
+
+template <typename T, int N>
+struct VectorOf {
+  typedef T Type __attribute__((vector_size(N * sizeof(T))));
+};
+template <typename T, int N>
+using VectorN = typename VectorOf<T, N>::Type;
+
+template <typename W>
+struct FloatFormat;
+template <>
+struct FloatFormat<float> {
+  using Bits = int32_t;
+  using Unsigned = uint32_t;  // in which nothing overflows
+  static constexpr int kMantissa = 23, kBias = 127;
+  // Of 1/k! and of 1/(2k+1): what they leave out lies below half a rounding.
+  static constexpr int kExpTerms = 8, kAtanhTerms = 7;
+  static constexpr float kLeastExp = -104;  // below e^x is 0
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
+};
+template <>
+struct FloatFormat<double> {
+  using Bits = int64_t;
+  using Unsigned = uint64_t;
+  static constexpr int kMantissa = 52, kBias = 1023;
+  static constexpr int kExpTerms = 14, kAtanhTerms = 16;
+  static constexpr double kLeastExp = -746;
+  static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770e-10;
+};
+
+// A line that is read soon, from memory that may end before it.
+inline void fetch(const void* p) { __builtin_prefetch(p); }
+
+// Near, but not into the nearest cache, where what is computed with stays.
+inline void fetch_near(const char* p) { __builtin_prefetch(p, 0, 2); }
+inline void fetch_all(const char* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) fetch_near(from + at);
+}
+
+// Instructions of x86-64-v4 and v3, and what every processor has.
+enum class Processor { kUsual, kAvx2, kAvx512 };
+
+// This one; less of it where PyTorch is told so, by ATEN_CPU_CAPABILITY=avx2 or default.
+extern const Processor processor;
+
+// Other compilers don't bring the helpers of a kernel to its instructions, and sanitizers, which
+// define FASTKD_BYTES, look at one kind.
+#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(FASTKD_BYTES)
+#define FASTKD_KINDS
+#define FASTKD_CALL(f, ...)                                      \
+  (processor == Processor::kAvx512 ? avx512::f(__VA_ARGS__) \
+   : processor == Processor::kAvx2 ? avx2::f(__VA_ARGS__)   \
+                                             : usual::f(__VA_ARGS__))
+#else
+#define FASTKD_CALL(f, ...) usual::f(__VA_ARGS__)
+#endif
+
+}  // namespace fastkd

@@ -1,0 +1,129 @@
+// Kernels of relation.cpp; see each_processor.h.
+
+template <typename W>
+FASTKD_KERNEL void times(const W* x, W factor, int64_t D, W* y) {
+  each<W>(D, [&](int64_t i, int64_t count) {
+    store<W>(y + i, load(x + i, count) * factor, count);
+  });
+}
+
+// sums += Σ (row − first)
+template <typename W>
+FASTKD_KERNEL void add_up(const W* const* rows, int64_t n, const W* first, int64_t D,
+                          double* sums) {
+  each<W>(D, [&](int64_t i, int64_t count) {
+    const Vector<W> base = load(first + i, count);
+    Vector<W> total{};
+    for (int64_t k = 0; k < n; ++k) total += load(rows[k] + i, count) - base;
+    // Whole vectors, since behind the end there is room and the total is 0.
+    for (int part = 0; part < kWide<W>; ++part) {
+      double* to = sums + i + part * kLanes<double>;
+      store(to, load(to) + widened<W>(total, part));
+    }
+  });
+}
+
+// first + sums/count, and its square
+template <typename W>
+FASTKD_KERNEL double find_mean(const W* first, const double* sums, double share, int64_t room,
+                               W* mean) {
+  constexpr int kSome = kLanes<double>;
+  Vector<double> total{};
+  for (int64_t i = 0; i < room; i += kSome) {
+    VectorN<W, kSome> rounded;
+    std::memcpy(&rounded, first + i, sizeof(rounded));
+    Vector<double> wide = __builtin_convertvector(rounded, Vector<double>);
+    wide += load(sums + i) * share;
+    rounded = __builtin_convertvector(wide, decltype(rounded));
+    std::memcpy(mean + i, &rounded, sizeof(rounded));
+    wide = __builtin_convertvector(rounded, Vector<double>);
+    total += wide * wide;
+  }
+  return sum<double>(total);
+}
+
+// row −= mean; what is left, times the mean
+template <typename W>
+FASTKD_KERNEL double subtract(W* row, const W* mean, int64_t D) {
+  Vector<W> total{};
+  each<W>(D, [&](int64_t i, int64_t count) {
+    const Vector<W> of_mean = load(mean + i, count), rest = load(row + i, count) - of_mean;
+    store<W>(row + i, rest, count);
+    total += rest * of_mean;
+  });
+  return sum<W>(total);
+}
+
+// dx (+)= factor·(h + y·along) of y = row + mean, where along takes out what of h lies along y
+template <typename W>
+FASTKD_KERNEL void project_out(const W* h, const W* row, const W* mean, int64_t D, double factor,
+                               double along, bool removes, bool add, W* dx) {
+  if (removes) {
+    Vector<W> total{};
+    each<W>(D, [&](int64_t i, int64_t count) {
+      total += load(h + i, count) * (load(row + i, count) + load(mean + i, count));
+    });
+    along -= sum<W>(total);
+  }
+  const W of_h = W(factor), of_y = W(along);
+  each<W>(D, [&](int64_t i, int64_t count) {
+    const Vector<W> y = load(row + i, count) + load(mean + i, count);
+    Vector<W> x = (load(h + i, count) + y * of_y) * of_h;
+    if (add) x += load(dx + i, count);
+    store<W>(dx + i, x, count);
+  });
+}
+
+// totals += x²
+template <typename W>
+inline void add_squares(const Vector<W>& x, Vector<double>* totals) {
+  for (int part = 0; part < kWide<W>; ++part) {
+    const Vector<double> wide = widened<W>(x, part);
+    totals[part] += wide * wide;
+  }
+}
+
+template <typename W>
+inline double sum_of_parts(const Vector<double>* totals) {
+  Vector<double> total = totals[0];
+  for (int part = 1; part < kWide<W>; ++part) total += totals[part];
+  return sum<double>(total);
+}
+
+// A row of both relations at j.
+template <typename W>
+inline Vector<W> at(const RelationRow<W>& row, int64_t j, int64_t count) {
+  return (load(row.products + j, count) + (load(row.u + j, count) + row.own)) *
+         load(row.real + j, count);
+}
+
+template <typename W>
+FASTKD_KERNEL double squares(const RelationRow<W>& row, int64_t N) {
+  Vector<double> totals[kWide<W>]{};
+  each<W>(N, [&](int64_t j, int64_t count) { add_squares<W>(at(row, j, count), totals); });
+  return sum_of_parts<W>(totals);
+}
+
+template <typename W>
+FASTKD_KERNEL double differences(const RelationRow<W>& s, const RelationRow<W>& t, W to_a, W to_b,
+                                 int64_t N) {
+  Vector<double> totals[kWide<W>]{};
+  each<W>(N, [&](int64_t j, int64_t count) {
+    add_squares<W>(at(t, j, count) * to_b - at(s, j, count) * to_a, totals);
+  });
+  return sum_of_parts<W>(totals);
+}
+
+// A = b − ρa, and its sum
+template <typename W>
+FASTKD_KERNEL double derivatives(const RelationRow<W>& s, const RelationRow<W>& t, W to_a, W to_b,
+                                 W loss, int64_t N, W* A) {
+  Vector<W> total{};
+  each<W>(N, [&](int64_t j, int64_t count) {
+    const Vector<W> a = at(s, j, count) * to_a, d = at(t, j, count) * to_b - a;
+    const Vector<W> of = d + a * loss;
+    total += of;
+    store<W>(A + j, of, count);
+  });
+  return sum<W>(total);
+}

@@ -1,0 +1,180 @@
+// Kernels of soft_targets.cpp; see each_processor.h.
+
+template <typename W>
+inline Vector<W> times(Vector<W> p, Vector<W> x) {
+  return p == 0 ? Vector<W>{} : p * x;
+}
+
+// sum + p·x likewise, by one product that adds where the processor has it.
+template <typename W>
+inline Vector<W> plus(Vector<W> sum, Vector<W> p, Vector<W> x) {
+  return p != 0 ? sum + p * x : sum;
+}
+
+// Without its sign.
+template <typename W>
+inline Vector<W> absolute(Vector<W> x) {
+  using B = typename FloatFormat<W>::Bits;
+  return (Vector<W>)((Bits<W>)x & std::numeric_limits<B>::max());
+}
+
+// By several vectors, since each waits for its last maximum.
+template <typename W>
+inline double top_of(const W* z, int64_t n, double top) {
+  constexpr int kApart = 4;
+  Vector<W> found[kApart];
+  for (auto& x : found) x = splat(W(top));
+  int64_t i = 0;
+  for (; i + kApart * kLanes<W> <= n; i += kApart * kLanes<W>) {
+    for (int j = 0; j < kApart; ++j) {
+      found[j] = largest<W>(load(z + i + j * kLanes<W>), found[j]);
+    }
+  }
+  each<W>(n - i, [&](int64_t k, int64_t count) {
+    found[0] = largest<W>(load(z + i + k, count, W(-kInfinity)), found[0]);
+  });
+  found[0] = largest<W>(largest<W>(found[0], found[1]), largest<W>(found[2], found[3]));
+  return double(largest<W>(found[0]));
+}
+
+template <Divergence divergence, typename W>
+inline void weigh_as(const W* z_s, const W* z_t, int64_t n, W slope, Part& part, Kept<W> kept) {
+  constexpr bool js = divergence == Divergence::kJs;
+  constexpr bool adaptive = divergence == Divergence::kAdaptiveKl;
+  constexpr bool reverse = divergence == Divergence::kReverseKl || adaptive;
+  constexpr bool forward = divergence == Divergence::kForwardKl || adaptive;
+  const W base_s = W(part.base_s), base_t = W(part.base_t);
+  Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    fetch(z_s + n + i), fetch(z_t + n + i);  // while it computes, the next block
+    const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - base_s) * slope;
+    const Vector<W> x_t = (load(z_t + i, count, W(-kInfinity)) - base_t) * slope;
+    const Vector<W> w_s = exp<W>(x_s), w_t = exp<W>(x_t), gap = x_s - x_t;
+    sum_s += w_s, sum_t += w_t;
+    if constexpr (reverse) cross_s = plus<W>(cross_s, w_s, gap);
+    if constexpr (forward) cross_t = plus<W>(cross_t, w_t, -gap);
+    store<W>(kept.weights_s + i, w_s, count);
+    if constexpr (forward || js) store<W>(kept.weights_t + i, w_t, count);
+    if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
+  });
+  part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
+  part.cross_s = sum<W>(cross_s), part.cross_t = sum<W>(cross_t);
+}
+
+// KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``. Where the larger is p and the smaller
+// p·e^−g, log p − log m = log 2/(1 + e^−g).
+template <typename W>
+FASTKD_KERNEL void js_of(int64_t n, const Part& part, Kept<W> kept, double* sums) {
+  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
+  Vector<W> to_student{}, to_teacher{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
+    const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
+    const Vector<W> ratio = load(kept.gaps + i, count) + to_ratio, below = -absolute<W>(ratio);
+    const Vector<W> of_larger = log_of_mean<W>(exp<W>(below)), of_smaller = of_larger + below;
+    const auto is_s = ratio > 0;
+    const Vector<W> of_s = is_s ? of_larger : of_smaller;
+    to_student = plus<W>(to_student, p_s, of_s);
+    to_teacher = plus<W>(to_teacher, p_t, is_s ? of_smaller : of_larger);
+    store<W>(kept.weights_t + i, of_s, count);
+  });
+  sums[0] += sum<W>(to_student), sums[1] += sum<W>(to_teacher);
+}
+
+template <Divergence divergence, typename W>
+inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
+  const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
+  const W more = W(part.to_ratio - of.expectation), mean = W(of.expectation);
+  const W forward = W(of.share), reverse = W(1 - of.share);
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> p_s = load(kept.weights_s + i, count) * to_s;
+    Vector<W> result;
+    if constexpr (divergence == Divergence::kForwardKl) {
+      result = p_s - load(kept.weights_t + i, count) * to_t;
+    } else if constexpr (divergence == Divergence::kReverseKl) {
+      result = times<W>(p_s, load(kept.gaps + i, count) + more);
+    } else if constexpr (divergence == Divergence::kJs) {
+      result = times<W>(p_s * W(0.5), load(kept.weights_t + i, count) - mean);
+    } else {
+      const Vector<W> plain = p_s - load(kept.weights_t + i, count) * to_t;
+      const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) + more);
+      result = times<W>(splat(forward), plain) + times<W>(splat(reverse), other);
+    }
+    store<W>(out + i, result, count);
+  });
+}
+
+// Mass of all weights that are no less than each of ``least``.
+template <typename W>
+FASTKD_KERNEL void masses_of(const W* weights, int64_t n, const W* least, double* masses) {
+  Vector<W> sums[kSteps]{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> x = load(weights + i, count);
+    for (int j = 0; j < kSteps; ++j) sums[j] = x >= least[j] ? sums[j] + x : sums[j];
+  });
+  for (int j = 0; j < kSteps; ++j) masses[j] += sum<W>(sums[j]);
+}
+
+// |p_t − p_s| of a block, of the entries whose weight is at least ``high`` and of all, added to
+// ``sums``.
+template <typename W>
+FASTKD_KERNEL void gaps_of(int64_t n, const Part& part, Kept<W> kept, W high, double* sums) {
+  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
+  Vector<W> all{}, head{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> weight = load(kept.weights_t + i, count);
+    const Vector<W> gap = absolute<W>(weight * to_pt - load(kept.weights_s + i, count) * to_ps);
+    all += gap;
+    head = weight >= high ? head + gap : head;
+  });
+  sums[0] += sum<W>(head), sums[1] += sum<W>(all);
+}
+
+// Where n weights are from ``low`` on below ``high``: in few places, so none is asked alone.
+template <typename W>
+FASTKD_KERNEL void places_between(const W* weights, int64_t n, W low, W high,
+                                  std::vector<int64_t>& places) {
+  constexpr int64_t kSome = 2 * kLanes<W>;
+  for (int64_t start = 0; start < n; start += kSome) {
+    const int64_t count = std::min(kSome, n - start);
+    Vector<W> found{};
+    each<W>(count, [&](int64_t i, int64_t lanes) {
+      const Vector<W> x = load(weights + start + i, lanes);
+      found = largest<W>(x < high ? x : Vector<W>{}, found);
+    });
+    if (!(largest<W>(found) >= low)) continue;
+    for (int64_t i = start; i < start + count; ++i) {
+      if (weights[i] >= low && weights[i] < high) places.push_back(i);
+    }
+  }
+}
+
+// body of the divergence, as a constant
+template <typename Body>
+inline void with(Divergence divergence, const Body& body) {
+  switch (divergence) {
+    case Divergence::kForwardKl:
+      return body(std::integral_constant<Divergence, Divergence::kForwardKl>());
+    case Divergence::kReverseKl:
+      return body(std::integral_constant<Divergence, Divergence::kReverseKl>());
+    case Divergence::kJs: return body(std::integral_constant<Divergence, Divergence::kJs>());
+    case Divergence::kAdaptiveKl:
+      return body(std::integral_constant<Divergence, Divergence::kAdaptiveKl>());
+  }
+}
+
+template <typename W>
+FASTKD_KERNEL Tops tops_of(const W* z_s, const W* z_t, int64_t n, Tops tops) {
+  return {top_of(z_s, n, tops.s), top_of(z_t, n, tops.t)};
+}
+
+template <typename W>
+FASTKD_KERNEL void weigh(Divergence divergence, const W* z_s, const W* z_t, int64_t n, W slope,
+                         Part& part, Kept<W> kept) {
+  with(divergence, [&](auto kind) { weigh_as<kind()>(z_s, z_t, n, slope, part, kept); });
+}
+
+template <typename W>
+FASTKD_KERNEL void gradient_of(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
+  with(of.divergence, [&](auto kind) { gradient_as<kind()>(of, n, part, kept, out); });
+}
