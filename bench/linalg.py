@@ -36,6 +36,10 @@ ROOTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
     """``title`` is "root" or "inverse root"; 10n³ is the least that a tridiagonal solver needs."""
     reference, fast = (functools.partial(weighted, root) for root in ROOTS[title])
+
+    def wide(matrix: Tensor, weight: Tensor) -> Tensor:
+        return reference(matrix.double(), weight.double())
+
     return Case(
         loss=LOSS,
         title=title,
@@ -47,6 +51,8 @@ def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
             Provider(REFERENCE, call(reference)),
             *([compiled(reference)] if set == "cpu" else []),
             Provider("fastkd", call(fast)),
+            # The digits that fastkd gives float32 matrices.
+            *([Provider("reference in float64", call(wide))] if set == "cpu" else []),
         ),
         bytes_moved=4 * batch * n * n * 4,
         operations=batch * 10 * n**3,

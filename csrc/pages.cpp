@@ -57,7 +57,7 @@ void fetch_all(uintptr_t start, uintptr_t end) {
 }  // namespace
 #endif
 
-void take_pages(const Tensor& x) {
+void take_pages([[maybe_unused]] const Tensor& x) {
 #ifdef MADV_HUGEPAGE
   const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
   const uintptr_t bytes = uintptr_t(x.numel()) * x.element_size();
