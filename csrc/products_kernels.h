@@ -7,6 +7,14 @@ inline Part part_of(const W* p) {
   return x;
 }
 
+// x in a register. gcc would load it from memory for each use.
+template <typename Part>
+inline void hold([[maybe_unused]] Part& x) {
+#if defined(FASTKD_KINDS) && defined(__OPTIMIZE__)
+  asm("" : "+v"(x));
+#endif
+}
+
 // body(0), body(1), ...: constants, so that arrays they index stay in registers.
 template <typename Body, int... i>
 inline void unrolled(const Body& body, std::integer_sequence<int, i...>) {
@@ -53,7 +61,8 @@ inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const
     Part right[kRight];
     unrolled<kRight>([&](auto j) { right[j] = part_of<Part>(b[j] + k); });
     unrolled<kLeft>([&](auto i) {
-      const Part left = part_of<Part>(a[i] + k);
+      Part left = part_of<Part>(a[i] + k);
+      hold(left);
       unrolled<kRight>([&](auto j) { totals[i * kRight + j] += term(left, right[j]); });
     });
   }
