@@ -110,8 +110,6 @@ class Backbone(Model):
     section, depth_name = "", "num_hidden_layers"
     #: Whether the head's outputs are aligned with labels in the loss alone (CTC).
     aligns = False
-    #: Whether the logits are known to be those of the head as it is read, or of another.
-    head_tried = other_head = False
     #: The teacher's problem, where logits are compared and the student doesn't say its own.
     taught_problem: str | None = None
 
@@ -145,6 +143,8 @@ class Backbone(Model):
         self.compiled = (
             hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
         )
+        #: Whether the logits are known to be those of the head as it is read, or of another.
+        self.head_tried = self.other_head = False
         self._hooks_reach = not self.compiled
         self._last_is_state = False
         self._replaced: list[Tensor] = []  # embeddings of the run that goes on

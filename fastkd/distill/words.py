@@ -147,7 +147,8 @@ def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:
 
     A model of a family that is not known may do more behind its output layer.
     """
-    if backbone.head_tried or torch.compiler.is_compiling() or is_fake(logits):
+    # Compiled code doesn't read what is found out: it would be compiled again.
+    if torch.compiler.is_compiling() or backbone.head_tried or is_fake(logits):
         return True
     if any(part.dropout is not None for part in words.head.low_rank):
         return True

@@ -16,6 +16,7 @@ from fastkd.distill import (
 from fastkd.distill.capture import Backbone, Wanted
 from tests.distill.models import batch, classifier, eager, pair, recipe
 from tests.distill.support import data_of, method_of, model_of
+from tests.support.compare import counted
 
 
 def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
@@ -148,15 +149,18 @@ def test_a_teacher_with_adapters_has_to_be_merged_first():
     [("llama", "next word", "fcd"), ("albert", "tokens", "lrkd")],
 )
 def test_a_compiled_distiller_is_the_plain_one_in_one_graph(family, head, name):
-    """Hooks and closures of one call must not serve the next."""
+    """Hooks and closures of one call must not serve the next, and an eager step changes nothing."""
     data = data_of(family, head)
     teacher = student_from_teacher(model_of(family, head), [1, 3])  # each layer takes a second
     distiller = Distiller(teacher, student_from_teacher(teacher, [2]), recipe(name)).eval()
-    compiled = torch.compile(distiller, backend="eager", fullgraph=True)
+    compiled, graphs = counted(distiller)
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in distiller.modules()]
     left = {key: x if x.dim() == 1 else x.flip(1) for key, x in data.items()}
     for rows in (data, left, {key: x[:3] for key, x in data.items()}):
+        for x in rows.values():
+            torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(**rows).loss, distiller(**rows).loss)
+    assert len(graphs) == 1
     for module, (before, after) in zip(distiller.modules(), hooks, strict=True):
         assert module._forward_pre_hooks is before and module._forward_hooks is after
         assert not before and not after
