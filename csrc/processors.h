@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <type_traits>
 
 namespace fastkd {
@@ -49,20 +51,36 @@ inline void fetch_all(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) fetch_near(from + at);
 }
 
-// Instructions of x86-64-v4 and v3, and what every processor has.
-enum class Processor { kUsual, kAvx2, kAvx512 };
-
-// This one; less of it where PyTorch is told so, by ATEN_CPU_CAPABILITY=avx2 or default.
-extern const Processor processor;
-
 // Other compilers don't bring the helpers of a kernel to its instructions, and sanitizers, which
 // define FASTKD_BYTES, look at one kind.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(FASTKD_BYTES)
 #define FASTKD_KINDS
-#define FASTKD_CALL(f, ...)                                      \
-  (processor == Processor::kAvx512 ? avx512::f(__VA_ARGS__) \
-   : processor == Processor::kAvx2 ? avx2::f(__VA_ARGS__)   \
-                                             : usual::f(__VA_ARGS__))
+#endif
+
+// Instructions of x86-64-v4 and v3, and what every processor has.
+enum class Processor { kUsual, kAvx2, kAvx512 };
+
+// This one; less of it where PyTorch is told so, by ATEN_CPU_CAPABILITY=avx2 or default.
+inline Processor find_processor() {
+#if defined(FASTKD_KINDS)
+  const char* const most = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string allowed = most ? most : "";
+  __builtin_cpu_init();
+  if (allowed == "default" || !__builtin_cpu_supports("x86-64-v3")) return Processor::kUsual;
+  if (allowed == "avx2" || !__builtin_cpu_supports("x86-64-v4")) return Processor::kAvx2;
+  return Processor::kAvx512;
+#else
+  return Processor::kUsual;
+#endif
+}
+inline const Processor processor = find_processor();
+
+// What a kernel is called by.
+#if defined(FASTKD_KINDS)
+#define FASTKD_CALL(f, ...)                                   \
+  (processor == Processor::kAvx512 ? avx512::f(__VA_ARGS__)   \
+   : processor == Processor::kAvx2 ? avx2::f(__VA_ARGS__)     \
+                                   : usual::f(__VA_ARGS__))
 #else
 #define FASTKD_CALL(f, ...) usual::f(__VA_ARGS__)
 #endif

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILES = Path(__file__).parent / "files"
 # How C++ is compiled for each kind of processor.
-PROCESSORS = ("each_processor.h", "processors.cpp", "processors.h", "vectors.h")
+PROCESSORS = ("each_processor.h", "processors.h", "vectors.h")
 # What kernels import of the package beside each other, and the module that takes its place.
 MOVED = {"fastkd._core.operator": "operator", "fastkd._core.dispatch": "interpreter"}
 
