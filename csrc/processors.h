@@ -73,13 +73,13 @@ inline Processor find_processor() {
   return Processor::kUsual;
 #endif
 }
-inline const Processor processor = find_processor();
+const Processor processor = find_processor();  // each file's own: libraries may differ
 
 // What a kernel is called by.
 #if defined(FASTKD_KINDS)
-#define FASTKD_CALL(f, ...)                                   \
-  (processor == Processor::kAvx512 ? avx512::f(__VA_ARGS__)   \
-   : processor == Processor::kAvx2 ? avx2::f(__VA_ARGS__)     \
+#define FASTKD_CALL(f, ...)                                 \
+  (processor == Processor::kAvx512 ? avx512::f(__VA_ARGS__) \
+   : processor == Processor::kAvx2 ? avx2::f(__VA_ARGS__)   \
                                    : usual::f(__VA_ARGS__))
 #else
 #define FASTKD_CALL(f, ...) usual::f(__VA_ARGS__)

@@ -1,12 +1,5 @@
 // Kernels of products.cpp; see each_processor.h.
 
-template <typename Part, typename W>
-inline Part part_of(const W* p) {
-  Part x;
-  std::memcpy(&x, p, sizeof(x));
-  return x;
-}
-
 // x in a register. gcc would load it from memory for each use.
 template <typename Part>
 inline void hold([[maybe_unused]] Part& x) {
@@ -26,22 +19,22 @@ inline void unrolled(const Body& body) {
 }
 
 // Of x and then of y the sums of both halves of each part of kPart lanes, N of them together.
-template <int kPart, typename Vector, int... lane>
-inline Vector halves_of(const Vector& x, const Vector& y, std::integer_sequence<int, lane...>) {
+template <int kPart, typename Part, int... lane>
+inline Part halves_of(const Part& x, const Part& y, std::integer_sequence<int, lane...>) {
   constexpr int N = sizeof...(lane), kHalf = kPart / 2;
   const auto at = [&](int i) { return i < N ? x[i] : y[i - N]; };
-  return Vector{at(lane / kHalf * kPart + lane % kHalf)...} +
-         Vector{at(lane / kHalf * kPart + lane % kHalf + kHalf)...};
+  return Part{at(lane / kHalf * kPart + lane % kHalf)...} +
+         Part{at(lane / kHalf * kPart + lane % kHalf + kHalf)...};
 }
 
 // The sums of kCount vectors of N lanes side by side, in the first of them. Each step makes one
 // vector of two.
-template <int N, int kCount, int kPart = N, typename Vector>
-inline void add_lanes(Vector* x) {
+template <int N, int kCount, int kPart = N, typename Part>
+inline void add_lanes(Part* x) {
   if constexpr (kPart > 1) {
     constexpr int kPairs = (kCount + 1) / 2;
     unrolled<kPairs>([&](auto i) {
-      const Vector second = 2 * i + 1 < kCount ? x[2 * i + 1] : Vector{};
+      const Part second = 2 * i + 1 < kCount ? x[2 * i + 1] : Part{};
       x[i] = halves_of<kPart>(x[2 * i], second, std::make_integer_sequence<int, N>());
     });
     add_lanes<N, kPairs, kPart / 2>(x);
@@ -53,15 +46,15 @@ template <typename W, int kLeft, int kRight, typename Term, typename Meanwhile>
 inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const Term& term,
                       const Meanwhile& meanwhile, W* sums) {
   constexpr int kNumbers = kLanes<W>;
-  using Part = VectorN<W, kNumbers>;
+  using Part = Vector<W>;
   Part totals[kLeft * kRight];
   unrolled<kLeft * kRight>([&](auto i) { totals[i] = Part{}; });
   for (int64_t k = 0; k < count; k += kNumbers) {
     meanwhile(k);
     Part right[kRight];
-    unrolled<kRight>([&](auto j) { right[j] = part_of<Part>(b[j] + k); });
+    unrolled<kRight>([&](auto j) { right[j] = load(b[j] + k); });
     unrolled<kLeft>([&](auto i) {
-      Part left = part_of<Part>(a[i] + k);
+      Part left = load(a[i] + k);
       hold(left);
       unrolled<kRight>([&](auto j) { totals[i * kRight + j] += term(left, right[j]); });
     });
@@ -163,7 +156,7 @@ FASTKD_KERNEL void combine_block(const W* A, const W* rows, int64_t N, int64_t D
                                  W* h) {
   constexpr int kRows = kBytes == 32 ? 4 : 8;
   constexpr int kNumbers = kLanes<W>;
-  using Part = VectorN<W, kNumbers>;
+  using Part = Vector<W>;
   const int64_t room = room_of<W>(D), first = block * kBlock, end = std::min(N, first + kBlock);
   for (int64_t top = 0; top < N; top += kStrip) {
     const int64_t bottom = std::min(N, top + kStrip);
@@ -179,7 +172,7 @@ FASTKD_KERNEL void combine_block(const W* A, const W* rows, int64_t N, int64_t D
         });
         for (int64_t j = top; j < bottom; ++j) {
           const W* row = rows + j * room + start;
-          const Part low = part_of<Part>(row), high = part_of<Part>(row + kNumbers);
+          const Part low = load(row), high = load(row + kNumbers);
           unrolled<kRows>([&](auto k) {
             const W factor = factors[k][j];
             totals[k][0] += low * factor;

@@ -83,13 +83,6 @@ inline void add_squares(const Vector<W>& x, Vector<double>* totals) {
   }
 }
 
-template <typename W>
-inline double sum_of_parts(const Vector<double>* totals) {
-  Vector<double> total = totals[0];
-  for (int part = 1; part < kWide<W>; ++part) total += totals[part];
-  return sum<double>(total);
-}
-
 // A row of both relations at j.
 template <typename W>
 inline Vector<W> at(const RelationRow<W>& row, int64_t j, int64_t count) {

@@ -1,5 +1,6 @@
 // Kernels of soft_targets.cpp; see each_processor.h.
 
+// p·x where a probability of 0 counts nothing even against ∞.
 template <typename W>
 inline Vector<W> times(Vector<W> p, Vector<W> x) {
   return p == 0 ? Vector<W>{} : p * x;

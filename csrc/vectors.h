@@ -88,6 +88,13 @@ inline Vector<double> widened(const Vector<W>& x, int part) {
   return __builtin_convertvector(parts[part], Vector<double>);
 }
 
+template <typename W>
+inline double sum_of_parts(const Vector<double>* totals) {
+  Vector<double> total = totals[0];
+  for (int part = 1; part < kWide<W>; ++part) total += totals[part];
+  return sum<double>(total);
+}
+
 template <typename W, int N>
 inline W largest_of(const VectorN<W, N>& x) {
   if constexpr (N == 1) {

@@ -14,10 +14,10 @@
 #include "../csrc/cos_nce.h"
 #include "../csrc/knn.h"
 #include "../csrc/layer_norm_mse.h"
+#include "../csrc/processors.h"
 #include "../csrc/products.h"
 #include "../csrc/relation.h"
 #include "../csrc/soft_targets.h"
-#include "../csrc/processors.h"
 
 namespace fastkd::usual {
 constexpr int kBytes = FASTKD_BYTES;
