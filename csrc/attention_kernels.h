@@ -11,13 +11,11 @@ inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, in
 template <typename W>
 FASTKD_KERNEL double compare_rows(const W* s, const W* t, const W* real, int64_t n, W factor,
                                   W* dx) {
-  Vector<W> total{};
-  each<W>(n, [&](int64_t i, int64_t count) {
+  return sums_of<W, 1>(n, [&](int64_t i, int64_t count, Vector<W>* sums) {
     const Vector<W> d = difference(s, t, real, i, count);
-    total += d * d;
+    sums[0] += d * d;
     if (dx) store<W>(dx + i, d * factor, count);
-  });
-  return sum<W>(total);
+  })[0];
 }
 
 // total ← total + x, or x where it is the first

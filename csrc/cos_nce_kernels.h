@@ -2,12 +2,10 @@
 
 template <typename W>
 FASTKD_KERNEL double squares_of(const W* x, int64_t n) {
-  Vector<W> total{};
-  each<W>(n, [&](int64_t i, int64_t count) {
+  return sums_of<W, 1>(n, [&](int64_t i, int64_t count, Vector<W>* sums) {
     const Vector<W> part = load(x + i, count);
-    total += part * part;
-  });
-  return sum<W>(total);
+    sums[0] += part * part;
+  })[0];
 }
 
 template <typename W>
@@ -17,12 +15,11 @@ FASTKD_KERNEL void add_to(const W* x, int64_t n, double factor, double* sums) {
 
 template <typename W>
 FASTKD_KERNEL Products products_of(const W* z, const W* t, const W* s, int64_t n) {
-  Vector<W> z_z{}, t_t{}, z_t{}, z_s{};
-  each<W>(n, [&](int64_t i, int64_t count) {
+  const auto found = sums_of<W, 4>(n, [&](int64_t i, int64_t count, Vector<W>* sums) {
     const Vector<W> a = load(z + i, count), b = load(t + i, count);
-    z_z += a * a, t_t += b * b, z_t += a * b, z_s += a * load(s + i, count);
+    sums[0] += a * a, sums[1] += b * b, sums[2] += a * b, sums[3] += a * load(s + i, count);
   });
-  return {sum<W>(z_z), sum<W>(t_t), sum<W>(z_t), sum<W>(z_s)};
+  return {found[0], found[1], found[2], found[3]};
 }
 
 template <typename W>

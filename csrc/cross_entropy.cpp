@@ -11,18 +11,10 @@
 namespace fastkd {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // of which sums are of the row's own type
-
 struct CrossEntropy {
   double label_smoothing, z_loss;
   double factor = 1;  // of weights
 };
-
-// body(block, count) along a row
-template <typename Body>
-inline void each_block(int64_t n, const Body& body) {
-  for (int64_t start = 0; start < n; start += kBlock) body(start, std::min(kBlock, n - start));
-}
 
 }  // namespace
 }  // namespace fastkd
@@ -98,7 +90,8 @@ template <typename W>
 void add_rows(const Tensor& rows, const Tensor& total) {
   const int64_t R = rows.size(0), V = rows.size(1);
   const Rows out{data<char>(total), 0, V, type_of(total)};
-  torch::stable::parallel_for(0, V, kBlock, [&](int64_t begin, int64_t end) {
+  constexpr int64_t kLeast = 1024;  // columns, of which a thread takes no fewer
+  torch::stable::parallel_for(0, V, kLeast, [&](int64_t begin, int64_t end) {
     std::vector<double> sums(end - begin);
     for (int64_t i = 0; i < R; ++i) {
       const W* row = data<W>(rows) + i * rows.stride(0) + begin;

@@ -7,28 +7,19 @@ FASTKD_KERNEL double loss_of(const W* z, int64_t n, int64_t label, CrossEntropy 
   constexpr W kLeast = -std::numeric_limits<W>::infinity();
   const double smoothing = of.label_smoothing, at_label = double(z[label]);
   Vector<W> found = splat(kLeast);
-  double mean = 0, total = 0;
-  each_block(n, [&](int64_t start, int64_t count) {
-    Vector<W> part{};
-    each<W>(count, [&](int64_t i, int64_t lanes) {
-      found = largest<W>(load(z + start + i, lanes, kLeast), found);
-      part += load(z + start + i, lanes);
-    });
-    mean += sum<W>(part) / double(n);
-  });
+  const double sum = sums_of<W, 1>(n, [&](int64_t i, int64_t lanes, Vector<W>* sums) {
+    found = largest<W>(load(z + i, lanes, kLeast), found);
+    sums[0] += load(z + i, lanes);
+  })[0];
   const W top = largest<W>(found);
-  each_block(n, [&](int64_t start, int64_t count) {
-    Vector<W> part{};
-    each<W>(count, [&](int64_t i, int64_t lanes) {
-      const Vector<W> e = exp<W>(load(z + start + i, lanes, kLeast) - top);
-      part += e;
-      if (dz) store<W>(dz + start + i, e, lanes);
-    });
-    total += sum<W>(part);
-  });
+  const double total = sums_of<W, 1>(n, [&](int64_t i, int64_t lanes, Vector<W>* sums) {
+    const Vector<W> e = exp<W>(load(z + i, lanes, kLeast) - top);
+    sums[0] += e;
+    if (dz) store<W>(dz + i, e, lanes);
+  })[0];
   const double log_total = std::log(total), log_z = double(top) + log_total;
   double loss = double(top) - at_label;
-  if (smoothing != 0) loss = (1 - smoothing) * loss + smoothing * (double(top) - mean);
+  if (smoothing != 0) loss = (1 - smoothing) * loss + smoothing * (double(top) - sum / double(n));
   loss += log_total;
   if (of.z_loss != 0) loss += of.z_loss * log_z * log_z;
   if (dz) {

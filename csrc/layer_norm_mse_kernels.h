@@ -24,23 +24,21 @@ struct Normal {
 template <typename W>
 FASTKD_KERNEL bool visit(const W* x, const W* y, int64_t D, double eps, double scale, double* loss,
                          W* dx, W* dy) {
-  Vector<W> sum_x{}, sum_y{};
-  each<W>(D, [&](int64_t i, int64_t count) {
-    sum_x += load(x + i, count);
-    sum_y += load(y + i, count);
+  const auto totals = sums_of<W, 2>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
+    sums[0] += load(x + i, count);
+    sums[1] += load(y + i, count);
   });
-  const W mean_x = W(sum<W>(sum_x) / D), mean_y = W(sum<W>(sum_y) / D);
-  Vector<W> rest_x{}, rest_y{}, squares_x{}, squares_y{};
-  each<W>(D, [&](int64_t i, int64_t count) {
+  const W mean_x = W(totals[0] / D), mean_y = W(totals[1] / D);
+  const auto around = sums_of<W, 4>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
     const Vector<W> a = keep<W>(load(x + i, count) - mean_x, count);
     const Vector<W> b = keep<W>(load(y + i, count) - mean_y, count);
-    rest_x += a, rest_y += b;
-    squares_x += a * a, squares_y += b * b;
+    sums[0] += a, sums[1] += b;
+    sums[2] += a * a, sums[3] += b * b;
   });
   // What rounding left of the means.
-  const double left_x = sum<W>(rest_x) / D, left_y = sum<W>(rest_y) / D;
-  const double var_x = sum<W>(squares_x) / D - left_x * left_x;
-  const double var_y = sum<W>(squares_y) / D - left_y * left_y;
+  const double left_x = around[0] / D, left_y = around[1] / D;
+  const double var_x = around[2] / D - left_x * left_x;
+  const double var_y = around[3] / D - left_y * left_y;
   if (sizeof(W) == sizeof(float)) {
     const auto fits = [=](double var) { return var > 1e-25 && var + eps < 1e24; };
     if (!fits(var_x) || !fits(var_y)) return false;
@@ -48,25 +46,22 @@ FASTKD_KERNEL bool visit(const W* x, const W* y, int64_t D, double eps, double s
   const double rstd_x = reciprocal_deviation(var_x + eps);
   const double rstd_y = reciprocal_deviation(var_y + eps);
   const Normal<W> norm_x(mean_x + left_x, rstd_x), norm_y(mean_y + left_y, rstd_y);
-  Vector<W> total{}, products{};
-  squares_x = squares_y = total;
-  each<W>(D, [&](int64_t i, int64_t count) {
+  const auto found = sums_of<W, 4>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
     const Vector<W> a = norm_x.of(x + i, count), b = norm_y.of(y + i, count);
-    total += (a - b) * (a - b);
-    products += a * b, squares_x += a * a, squares_y += b * b;
+    sums[0] += (a - b) * (a - b);
+    sums[1] += a * b, sums[2] += a * a, sums[3] += b * b;
     fetch(x + D + i), fetch(y + D + i);  // while it computes, the next rows, which mostly are there
   });
-  *loss = sum<W>(total) / 2;
+  *loss = found[0] / 2;
   if (!dx && !dy) return true;
   // The gradient is the difference without its part along the row itself, but for that part's
   // share of eps. The part is divided by norm·norm and not by D, which is larger by eps.
-  const double along = sum<W>(products);
+  const double along = found[1];
   const auto factor = [=](double squares, double rstd) {
     const double part = along / (squares == 0 ? 1 : squares);
     return W((part - 1) * (eps * rstd * rstd) - part);
   };
-  const W factor_x = factor(sum<W>(squares_x), rstd_x);
-  const W factor_y = factor(sum<W>(squares_y), rstd_y);
+  const W factor_x = factor(found[2], rstd_x), factor_y = factor(found[3], rstd_y);
   const W scale_x = W(-scale * rstd_x), scale_y = W(-scale * rstd_y);
   each<W>(D, [&](int64_t i, int64_t count) {
     const Vector<W> a = norm_x.of(x + i, count), b = norm_y.of(y + i, count);

@@ -4,6 +4,8 @@
 // its own and with vectors as wide as the kind's registers: see each_processor.h.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>

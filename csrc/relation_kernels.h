@@ -45,13 +45,11 @@ FASTKD_KERNEL double find_mean(const W* first, const double* sums, double share,
 // row −= mean; what is left, times the mean
 template <typename W>
 FASTKD_KERNEL double subtract(W* row, const W* mean, int64_t D) {
-  Vector<W> total{};
-  each<W>(D, [&](int64_t i, int64_t count) {
+  return sums_of<W, 1>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
     const Vector<W> of_mean = load(mean + i, count), rest = load(row + i, count) - of_mean;
     store<W>(row + i, rest, count);
-    total += rest * of_mean;
-  });
-  return sum<W>(total);
+    sums[0] += rest * of_mean;
+  })[0];
 }
 
 // dx (+)= factor·(h + y·along) of y = row + mean, where along takes out what of h lies along y
@@ -59,11 +57,9 @@ template <typename W>
 FASTKD_KERNEL void project_out(const W* h, const W* row, const W* mean, int64_t D, double factor,
                                double along, bool removes, bool add, W* dx) {
   if (removes) {
-    Vector<W> total{};
-    each<W>(D, [&](int64_t i, int64_t count) {
-      total += load(h + i, count) * (load(row + i, count) + load(mean + i, count));
-    });
-    along -= sum<W>(total);
+    along -= sums_of<W, 1>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
+      sums[0] += load(h + i, count) * (load(row + i, count) + load(mean + i, count));
+    })[0];
   }
   const W of_h = W(factor), of_y = W(along);
   each<W>(D, [&](int64_t i, int64_t count) {
@@ -111,12 +107,10 @@ FASTKD_KERNEL double differences(const RelationRow<W>& s, const RelationRow<W>& 
 template <typename W>
 FASTKD_KERNEL double derivatives(const RelationRow<W>& s, const RelationRow<W>& t, W to_a, W to_b,
                                  W loss, int64_t N, W* A) {
-  Vector<W> total{};
-  each<W>(N, [&](int64_t j, int64_t count) {
+  return sums_of<W, 1>(N, [&](int64_t j, int64_t count, Vector<W>* sums) {
     const Vector<W> a = at(s, j, count) * to_a, d = at(t, j, count) * to_b - a;
     const Vector<W> of = d + a * loss;
-    total += of;
+    sums[0] += of;
     store<W>(A + j, of, count);
-  });
-  return sum<W>(total);
+  })[0];
 }

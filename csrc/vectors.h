@@ -95,6 +95,22 @@ inline double sum_of_parts(const Vector<double>* totals) {
   return sum<double>(total);
 }
 
+// The sums of kSums vectors, to which body(start, count, vectors) adds along a row of n. After so many
+// numbers they go on in float64, so no sum of W is longer.
+template <typename W, int kSums, typename Body>
+inline std::array<double, kSums> sums_of(int64_t n, const Body& body) {
+  constexpr int64_t kLongest = 1024;
+  std::array<double, kSums> found{};
+  for (int64_t start = 0; start < n; start += kLongest) {
+    Vector<W> vectors[kSums]{};
+    each<W>(std::min(kLongest, n - start), [&](int64_t i, int64_t count) {
+      body(start + i, count, vectors);
+    });
+    for (int k = 0; k < kSums; ++k) found[k] += sum<W>(vectors[k]);
+  }
+  return found;
+}
+
 template <typename W, int N>
 inline W largest_of(const VectorN<W, N>& x) {
   if constexpr (N == 1) {

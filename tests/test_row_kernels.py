@@ -17,7 +17,7 @@ import fastkd
 from fastkd._core import dispatch, extension
 from fastkd._core.numerics import times_upstream
 from tests.losses import subjects
-from tests.support.compare import assert_accurate, value_and_grad
+from tests.support.compare import assert_accurate, relative_error, value_and_grad
 from tests.support.subject import D_S, D_T
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,6 +87,17 @@ def test_kernels_of_older_processors(kind):
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0 and not run.stdout, run.stdout + run.stderr
+
+
+@needs_extension
+@pytest.mark.parametrize("name", ["layer_norm_mse", "cos_nce_loss"])
+def test_sums_of_long_rows_are_no_less_exact(name):
+    """Whatever the width of a vector, of which each lane would add up thousands of numbers."""
+    student, teacher = torch.randn(2, 6, 98_304) + 0.5
+    found = value_and_grad(getattr(fastkd, name), student, teacher, backend="cpp")
+    wanted = value_and_grad(getattr(fastkd, name), student.double(), teacher.double())
+    for actual, expected in zip(found, wanted, strict=True):
+        assert relative_error(actual, expected) <= 1.2e-7
 
 
 @needs_extension
