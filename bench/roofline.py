@@ -19,6 +19,11 @@ def roofline(
     limits = {"copy_bytes_per_s": _copy_bandwidth(device)}
     for dtype in dtypes:
         limits[f"{str(dtype).removeprefix('torch.')}_ops_per_s"] = _matrix_rate(device, dtype)
+    halves = [name for name in limits if name.startswith(("bfloat16", "float16"))]
+    if device.type == "cpu" and halves:
+        # Widened they are multiplied as fast as float32, and many processors have no more.
+        widened = limits.get("float32_ops_per_s") or _matrix_rate(device, torch.float32)
+        limits.update({name: max(limits[name], widened) for name in halves})
     if device.type == "cuda" and torch.float32 in dtypes:
         # Three bfloat16 products give nearly float32 accuracy on tensor cores.
         bfloat16 = _matrix_rate(device, torch.bfloat16)
@@ -39,11 +44,15 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    n = 8192 if device.type == "cuda" else 2048
+    largest = 8192 if device.type == "cuda" else 2048
     if dtype in (torch.float32, torch.float64):
-        n //= 2
-    a = torch.randn(n, n, device=device, dtype=torch.float32).to(dtype)
-    return 2 * n**3 / _best_seconds(lambda: a @ a, device)
+        largest //= 2
+    rate, seconds, n = 0.0, 0.0, largest if device.type == "cuda" else 256
+    while n <= largest and seconds < 0.05:  # a processor without the type may take minutes
+        a = torch.randn(n, n, device=device, dtype=torch.float32).to(dtype)
+        seconds = _best_seconds(functools.partial(torch.mm, a, a), device)
+        rate, n = max(rate, 2 * n**3 / seconds), 2 * n
+    return rate
 
 
 def _best_seconds(work: Callable[[], Any], device: torch.device) -> float:

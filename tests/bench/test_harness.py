@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fastkd.bench import harness, passes, runner, suite, table
+from fastkd.bench import harness, passes, roofline, runner, suite, table
 from fastkd.bench.harness import Bound, Case, Provider, call
 from tests.bench import case, reference
 
@@ -210,6 +210,23 @@ def test_later_passes_run_in_processes_of_their_own_and_are_resumed(tmp_path, ca
     assert "passes" not in row
     assert row["floor_ms"] == interrupted["floor_ms"] / 2 == 1e3 * row["bytes_moved"] / 2e9
     assert "pass 2/2 ." in capfd.readouterr().out
+
+
+def test_half_types_are_no_slower_than_float32_on_a_cpu(monkeypatch):
+    """Nor are large matrices multiplied in a type that a processor has no products of."""
+    monkeypatch.setattr(roofline, "_copy_bandwidth", lambda device: 1e9)
+    sizes = []
+
+    def seconds(work, device):
+        a, _ = work.args
+        sizes.append((a.dtype, len(a)))
+        return 2 * len(a) ** 3 / (1e9 if a.dtype == torch.bfloat16 else 1e11)
+
+    monkeypatch.setattr(roofline, "_best_seconds", seconds)
+    limits = roofline.roofline.__wrapped__(CPU, (torch.bfloat16,))
+    assert limits["bfloat16_ops_per_s"] == pytest.approx(1e11)
+    assert max(n for dtype, n in sizes if dtype == torch.bfloat16) <= 512
+    assert (torch.float32, 1024) in sizes
 
 
 def test_passes_of_different_code_are_never_mixed(tmp_path, capfd, monkeypatch):
