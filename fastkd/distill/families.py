@@ -148,7 +148,9 @@ def predicts_next_token(model: Any) -> bool:
         *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
     }
-    return is_a(model, "ForCausalLM", "LMHeadModel", *decoders)
+    # The last two read sounds, or have a second head, and are in no list.
+    names = "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "DoubleHeadsModel"
+    return is_a(model, *names, *decoders)
 
 
 def reads_whole_rows(config: Any) -> bool:

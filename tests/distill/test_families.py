@@ -179,3 +179,18 @@ def test_ctc_is_not_supported():
         Distiller(teacher, student, SoftTargets())
     features = Distiller(teacher, student, FCD(task_weight=0))(input_values=torch.randn(2, 2000))
     assert features.loss.isfinite()
+
+
+def test_a_decoder_that_hears_predicts_the_next_word():
+    text = {**SAID, "model_type": "qwen2"}
+    sound = {
+        "model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_ffn_dim": 32,
+        "encoder_layers": 1, "encoder_attention_heads": 2, "max_source_positions": 8,
+    }  # fmt: skip
+    config = t.Qwen2AudioConfig(audio_config=sound, text_config=text, audio_token_index=59)
+    torch.manual_seed(0)
+    teacher, student = (t.Qwen2AudioForConditionalGeneration(config) for _ in range(2))
+    ids = torch.randint(0, 50, (2, 7))
+    data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    out = Distiller(teacher, student, SoftTargets()).eval()(**data)
+    torch.testing.assert_close(out.terms["task"], student(**data).loss.detach())
