@@ -3,6 +3,7 @@
 Every teacher is asked the same, whichever of these it is.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +76,7 @@ class CachedTeacher(Teacher):
 
     def __init__(self, cache: TeacherCache) -> None:
         self.module: Any = cache
-        self.model: Any = cache.model
+        self.model: Any = copy.copy(cache.model)  # another Distiller has words of its own
         self.live = []
 
     def serve(self, method: Method, device: torch.device) -> None:

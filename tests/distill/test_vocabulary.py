@@ -157,3 +157,20 @@ def test_a_cached_teacher(tmp_path):
     with pytest.warns(UserWarning, match="their first 60"):
         cached = Distiller(cache, student, SoftTargets(), tokenizers=tokenizer(60)).eval()
     torch.testing.assert_close(cached(**data_of()).terms, distiller(**data_of()).terms)
+
+
+@pytest.mark.filterwarnings("ignore:the student's head has")
+def test_a_cache_serves_distillers_of_other_words(tmp_path):
+    """What tokenizers say in one is not known in the next, nor changed by it."""
+    (teacher, student), data = pair(60, 60), data_of()
+    Distiller(teacher, student, SoftTargets()).cache_teacher([data], tmp_path)
+
+    def distilled(cache, **options):
+        return Distiller(cache, student, SoftTargets(), **options).eval()
+
+    fresh = distilled(TeacherCache(tmp_path))(**data).loss
+    cache = TeacherCache(tmp_path)
+    fewer = distilled(cache, tokenizers=tokenizer(50))
+    before = fewer(**data).loss
+    assert torch.equal(distilled(cache)(**data).loss, fresh) and not torch.equal(before, fresh)
+    assert torch.equal(fewer(**data).loss, before)
