@@ -59,10 +59,12 @@ class PKD(SoftTargets):
         """L_PT, eq. 7."""
         pairs = zip(*step.layers(self.student_layers, self.teacher_layers), strict=True)
         total = []
+        there = step.real.any(1)  # (B,), samples that have any token
         for student, teacher in pairs:
             (s, t), _ = step.pooled("cls", student, teacher)
             difference = F.normalize(upcast(s), dim=-1) - F.normalize(upcast(t), dim=-1)
-            total.append(difference.square().sum(-1).mean())
+            squares = torch.where(there, difference.square().sum(-1), 0)
+            total.append(step.mean(squares.sum(), there.sum()))
         return torch.stack(total).sum()
 
 
@@ -93,7 +95,8 @@ class DistilBERT(SoftTargets):
 
     def cosine(self, step: Step) -> Tensor:
         student, teacher = (upcast(x[step.real]) for x in step.last())
-        return 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
+        distances = 1 - F.cosine_similarity(student, teacher, dim=-1)
+        return step.mean(distances.sum(), step.real.sum())
 
 
 class Embeddings(Method):

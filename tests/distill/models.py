@@ -13,6 +13,7 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
+from fastkd.distill.baselines import BASELINES
 from fastkd.distill.verify import gradients_of
 
 VOCAB, PAD = 60, 0
@@ -92,7 +93,9 @@ def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, T
 
 
 def recipe(name: str, **options) -> Method:
-    """A method with its paper's values, whose layers need no choice from data."""
+    """A method, of a paper here with its values, whose layers need no choice from data."""
+    if name in BASELINES:
+        return BASELINES[name](**options)
     if name == "mc3kd":
         options.setdefault("layers", "uniform")
     return method_by_name(name, preset="paper", **options)
