@@ -33,7 +33,25 @@ class AdaptersOff(nn.Module):
         return output
 
 
-def as_teacher(teacher: Any, student: nn.Module) -> Any:
-    """The teacher; `AdaptersOff` where it is the model that the student's adapters are in."""
+def as_teacher(teacher: Any, student: Any) -> Any:
+    """The teacher; `AdaptersOff` where it is the model that the student's adapters are in.
+
+    Raises:
+        ValueError: the student trains parameters of that model.
+    """
     own = hasattr(student, "disable_adapter") and hasattr(student, "get_base_model")
-    return AdaptersOff(student) if own and student.get_base_model() is teacher else teacher  # type: ignore[operator]
+    if not own or student.get_base_model() is not teacher:
+        return teacher
+    # PEFT puts the name of an adapter into that of each of its parameters.
+    learns = [
+        name
+        for name, parameter in student.named_parameters()
+        if parameter.requires_grad and student.peft_config.keys().isdisjoint(name.split("."))
+    ]
+    if learns:
+        raise ValueError(
+            f"the student trains parameters of its base, {learns[0]} for one, and its base is the "
+            "teacher, which would change with it; freeze them, name them in modules_to_save, or "
+            "let a copy of the base teach"
+        )
+    return AdaptersOff(student)

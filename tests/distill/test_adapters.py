@@ -104,3 +104,14 @@ def test_every_split_is_the_same_step():
     distiller = Distiller(base, student, LRKD())
     for check in verify(distiller, data, ranks=0, compile_backend=None):
         assert check.verdict in ("equal", "rounding", "not here"), check
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": "all"}])
+def test_a_base_that_learns_teaches_nothing(options):
+    base = classifier("bert")
+    student = adapted(base, **options)
+    if not options:
+        base.bert.embeddings.word_embeddings.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="trains parameters of its base"):
+        Distiller(base, student, SoftTargets())
+    Distiller(classifier("bert"), student, SoftTargets())
