@@ -15,7 +15,7 @@ from fastkd._torch.linear_soft_targets import HeadForm
 # Attributes of transformers' configurations by which models change the products of their head:
 # a cap, a factor, a divisor.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-FACTORS = ("logit_scale", "lm_head_multiplier")
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling",)
 MULTIPLIED_BY_DIVISOR = ("hyperclovax",)
 # Whose output layer is a part of what multiplies.

@@ -306,3 +306,14 @@ def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
             Head(weight)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_factor_before_the_cap():
+    muse = pytest.importorskip("transformers.models.muse_glimmer")
+    small = GQA | {"output_multiplier": 0.3, "final_logit_softcapping": 0.5, "pad_token_id": 0}
+    sees = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    config = muse.MuseGlimmerConfig(text_config=small, vision_config=sees)
+    model = muse.MuseGlimmerForConditionalGeneration(config).eval()
+    head, states, logits = head_states_and_logits(model)
+    assert (head.scale, head.softcap) == (0.3, 0.5)
+    assert relative_error(head.logits(states), logits) < 1e-5
