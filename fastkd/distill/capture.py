@@ -312,6 +312,10 @@ class Backbone(Model):
         setattr(output, self._shown("attentions"), None)
         return output, Kept(hidden, attentions, {layer: QKV(*qkv[layer]) for layer in wanted.qkv})
 
+    def forget_run(self) -> None:
+        """Of a run that counts for nothing: one more follows on the same batch."""
+        self._replaced.clear()
+
     def _shown(self, what: str) -> str:
         """The name that the model's output has for its hidden states or attention maps."""
         return f"decoder_{what}" if self.encoder_decoder else what
@@ -331,7 +335,7 @@ class Backbone(Model):
                     f"{missing} as modules"
                 )
             self._hooks_reach = False
-            self._replaced.clear()
+            self.forget_run()
         if not wanted:
             return self.run(inputs), {}
         self._check_checkpointing()

@@ -58,6 +58,7 @@ class Documents:
         return totals.sqrt()[self.owner][..., None]
 
 
+@torch.compiler.disable  # `find_documents` has broken the graph before
 def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: Documents) -> None:
     """Raise unless the model reads each document of packed rows as if it stood alone.
 
@@ -68,7 +69,7 @@ def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: D
     if model.mixes_documents:
         raise _mixed(model, name, inputs)
     kind = (*sorted(inputs), len(documents.owner) == 1)
-    if kind in model.known_apart or torch.compiler.is_compiling():
+    if kind in model.known_apart:
         return
     # Sharded models run in all processes or none, and another's batch may hold nothing packed.
     if any(hasattr(p, "device_mesh") for p in model.inner.parameters()):

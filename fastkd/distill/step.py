@@ -118,6 +118,7 @@ def observed(backbone: Backbone, inputs: dict[str, Any], wanted: Wanted, by_head
         return outputs
     words = gathered(backbone, found[-1], outputs.logits)
     if not is_head(backbone, words, outputs.logits):
+        backbone.forget_run()
         return observed(backbone, inputs, wanted, by_head=False)
     return dataclasses.replace(outputs, logits=None, words=words)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -67,7 +67,8 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
     """
     found: list[Words] = []
     hooks = Hooks()
-    layer = backbone.inner.get_output_embeddings() if _can_stop(backbone) else None
+    layer = backbone.inner.get_output_embeddings() if backbone.predicts_words else None
+    layer = layer if _can_stop(backbone, layer) else None
 
     def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Read here, where adapters are on or off as the model runs with them.
@@ -85,10 +86,22 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
         hooks.remove()
 
 
-def _can_stop(backbone: Backbone) -> bool:
+def _can_stop(backbone: Backbone, layer: Any) -> bool:
     # What a model does behind its head is known of transformers alone.
-    known = backbone.shows_states and not backbone.compiled
+    known = layer is not None and backbone.shows_states and not backbone.compiled
+    # A graph can't try the head out, and is made anew where it reads what an eager step has found.
+    if known and torch.compiler.is_compiling():
+        known = _ends_with_head(backbone.inner, layer) or backbone.head_tried
     return known and not backbone.other_head and not _sharded(backbone)
+
+
+def _ends_with_head(inner: nn.Module, layer: nn.Module) -> bool:
+    """Whether a model is one of those whose code behind the output layer `Head.of` knows."""
+    own = type(inner).__module__.startswith("transformers.")
+    hooks = [*inner._forward_hooks.values(), *layer._forward_hooks.values()]
+    # Those of FSDP change no values. BART's bias behind the head is not zero in Marian's models.
+    strange = any(not getattr(x, "__module__", "").startswith("torch.") for x in hooks)
+    return own and not strange and not hasattr(inner, "final_logits_bias")
 
 
 def _sharded(backbone: Backbone) -> bool:
@@ -147,14 +160,18 @@ def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:
 
     A model of a family that is not known may do more behind its output layer.
     """
-    # Compiled code doesn't read what is found out: it would be compiled again.
+    # Inkling leaves out what fills its vocabulary up.
+    if logits.shape[-1] != words.head.weight.shape[0]:
+        backbone.other_head = True
+        return False
+    # Of compiled code `_can_stop` has asked.
     if torch.compiler.is_compiling() or backbone.head_tried or is_fake(logits):
         return True
     if any(part.dropout is not None for part in words.head.low_rank):
         return True
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         made = Words(first_tokens(words.states), words.head).logits().double()
-        error = (made - logits.double()).abs().max() if made.shape == logits.shape else torch.inf
+        error = (made - logits.double()).abs().max()
         half = torch.float16 in (logits.dtype, words.states.dtype) or torch.bfloat16 in (
             logits.dtype,
             words.states.dtype,

@@ -711,7 +711,9 @@ def opt(layers):
     return t.OPTForCausalLM(config).double()
 
 
-@pytest.mark.parametrize("how", ["encoder", "embeddings", "decoder", "teacher", "no positions"])
+@pytest.mark.parametrize(
+    "how", ["encoder", "embeddings", "decoder", "teacher", "no positions", "compiled"]
+)
 def test_models_that_read_a_packed_row_as_one_document_are_named(how):
     teacher, student = decoders()
     data, side, hint = packed(documents(), "segments"), "student", "give each document"
@@ -721,12 +723,14 @@ def test_models_that_read_a_packed_row_as_one_document_are_named(how):
         student = opt(2)
     elif how == "teacher":
         teacher, side = opt(4), how
-    else:
+    else:  # no positions
         hint = "pass position_ids that start again, give"
         del data["position_ids"]
     if how == "embeddings":
         data["inputs_embeds"] = torch.randn(*data.pop("input_ids").shape, 16)
     distiller = Distiller(teacher, student, FCD())
+    if how == "compiled":
+        distiller = torch.compile(distiller, backend="eager")
     with pytest.raises(ValueError, match=rf"which the {side} \(\w+\) reads as one; {hint}"):
         distiller(**data)
     assert student.training and not teacher.training

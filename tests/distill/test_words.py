@@ -102,14 +102,46 @@ def test_several_methods_of_which_one_has_other_terms():
         assert_same((out.terms, gradients), (expected.terms, wanted))
 
 
-def test_a_model_that_does_more_behind_its_output_layer_keeps_its_logits():
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("where", ["output layer", "model", "class"])
+def test_a_model_that_does_more_behind_its_output_layer_keeps_its_logits(where, compiled):
+    class Unknown(t.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return halved(self, args, super().forward(*args, **kwargs))
+
+    def halved(module, args, out):
+        if torch.is_tensor(out):
+            return out / 2
+        out.logits = out.logits / 2
+        return out
+
     by_head, by_logits = both("llama", "next word", SoftTargets())
-    for distiller in (by_head, by_logits):
-        distiller.student.lm_head.register_forward_hook(lambda module, args, out: out / 2)
+    for model in (x for d in (by_head, by_logits) for x in (d.student, d.teacher)):
+        if where == "class":
+            model.__class__ = Unknown
+        else:
+            hooked = model.lm_head if where == "output layer" else model
+            hooked._forward_hooks.clear()  # both distillers have one teacher
+            hooked.register_forward_hook(halved)
     data = support.data_of("llama", "next word")
+    if compiled:
+        torch.compiler.reset()
+        graph = torch.compile(by_head, backend="eager", fullgraph=True)
+        assert_same(graph(**data).terms, by_logits(**data).terms)
+        return
     (out, gradients), (expected, wanted) = (step(x, data) for x in (by_head, by_logits))
     assert_same((out.terms, gradients), (expected.terms, wanted))
     assert out.logits is not None and by_head.engine.student.other_head
+
+
+def test_a_method_that_perturbs_takes_the_second_run_of_such_a_model():
+    found = []
+    for distiller in both("llama", "next word", "lrc_bert"):
+        distiller.train().method.perturb = True
+        distiller.student.lm_head.register_forward_hook(lambda module, args, out: out / 2)
+        torch.manual_seed(3)
+        found.append(taken(distiller, [support.data_of("llama", "next word")]))
+    assert_same(*found)
 
 
 def test_weights_of_zero_and_no_gradient():
