@@ -323,7 +323,9 @@ class Backbone(Model):
     def _observe_layers(
         self, inputs: dict[str, Any], wanted: set[int]
     ) -> tuple[Any, dict[int, Tensor]]:
-        if self._hooks_reach:
+        # What was compiled by itself is a part of the graph while one is made of the Distiller.
+        opaque = self.compiled and not torch.compiler.is_compiling()
+        if self._hooks_reach or (self.compiled and not opaque):
             with capture(self, wanted) as kept:
                 output = self.run(inputs)
             if kept.keys() >= wanted:
@@ -339,10 +341,10 @@ class Backbone(Model):
         if not wanted:
             return self.run(inputs), {}
         self._check_checkpointing()
-        if self.compiled:
+        if opaque:
             self._check_last_state(inputs)
         # Keeps every layer, and works wherever transformers itself can give them.
-        last: set[int] = set() if self.compiled else {self.num_layers}
+        last: set[int] = set() if opaque else {self.num_layers}
         with capture(self, last) as kept:
             output = self.run({**inputs, "output_hidden_states": True})
         states = getattr(output, self._shown("hidden_states"), None)
@@ -358,7 +360,7 @@ class Backbone(Model):
 
     def _check_last_state(self, inputs: dict[str, Any]) -> None:
         """Raise unless the last of the hidden states is what the head reads; tried out once."""
-        if self._last_is_state or torch.compiler.is_compiling():
+        if self._last_is_state:
             return
         with torch.no_grad(), in_eval_mode(self.inner), capture(self, {self.num_layers}) as kept:
             given = self._given({**inputs, "output_hidden_states": True})

@@ -135,6 +135,10 @@ def test_the_last_layer_is_what_the_head_reads():
     student = student_from_teacher(teacher, [1, 3])
     with pytest.raises(ValueError, match=r"teacher \(ViTFor\w+\) is compiled.* its head reads"):
         Distiller(compiled, student, FCD())(**data)
+    right = Distiller(teacher, student, FCD()).eval()(**data)
+    teacher.compile(backend="eager")
+    graph = torch.compile(Distiller(teacher, student, FCD()).eval(), backend="eager")
+    torch.testing.assert_close(graph(**data).terms, right.terms)
 
 
 def test_a_teacher_with_adapters_has_to_be_merged_first():
