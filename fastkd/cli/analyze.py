@@ -37,6 +37,7 @@ from fastkd.train.plan import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
 from fastkd.train.score import accepted
+from fastkd.train.tasks.task import on_own_side
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
 SAID = {"model": "model", "before": "student before", "student": "student"}
@@ -156,14 +157,15 @@ def batches_of(
     for start in starts[processes.rank() :: world_size()]:
         chosen = order[start : start + batch_size]
         second = [pairs[i] for i in chosen] if pairs is not None else None
-        batch = tokenizer(
-            [texts[i] for i in chosen],
-            second,
-            truncation=True,
-            max_length=max_length,
-            padding=True,
-            return_tensors="pt",
-        )
+        with on_own_side(tokenizer):
+            batch = tokenizer(
+                [texts[i] for i in chosen],
+                second,
+                truncation=True,
+                max_length=max_length,
+                padding=True,
+                return_tensors="pt",
+            )
         if labels is not None:
             batch["labels"] = torch.tensor([labels[i] for i in chosen])
         yield batch

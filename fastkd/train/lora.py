@@ -24,6 +24,13 @@ HEADS = {
     "AutoModelForTokenClassification": "TOKEN_CLS",
     "AutoModelForQuestionAnswering": "QUESTION_ANS",
 }
+# Of these all that is not in the body learns as a whole: PEFT knows some of them by their names.
+TRAINED = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForMultipleChoice",
+)
 
 
 def read(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,10 +65,15 @@ def adapted(
     Its ``name`` is that under which it can be loaded, None if it was made here.
     """
     peft: Any = require("peft", "lora")
-    config = peft.LoraConfig(task_type=HEADS.get(head), **read(given))
+    body = student.base_model_prefix
+    parts = dict(student.named_children()) if head in TRAINED else {}
+    whole = [part for part, x in parts.items() if part != body and [*x.parameters()]]
+    config = peft.LoraConfig(
+        task_type=HEADS.get(head), modules_to_save=whole or None, **read(given)
+    )
     try:
         model = peft.get_peft_model(student, config)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise InputError(f"{OPTION}: {str(error).splitlines()[0]}") from error
     # A student of teacher layers has the teacher's name, which is another model.
     config.base_model_name_or_path = name or ""

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, set_seed
 from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.layers import Batches, reads_last_token
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone
@@ -23,6 +23,7 @@ from fastkd.distill.layers import SCHEMES, layer_map, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import student_from_teacher
 from fastkd.train import tasks
+from fastkd.train.classes import by_names
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
@@ -108,8 +109,7 @@ def load_finished(
     model, fresh = _load_weights("--model", name, remote_code, kind)
     if fresh:
         raise InputError(f"--model {name}: it has no {kind.head_name} ({fresh[0]} would be random)")
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
+    fit_padding(model.config, tokenizer)
     return model, tokenizer, kind.of(model.config, report)
 
 
@@ -190,7 +190,19 @@ def check_depth(option: str, wanted: int, depth: int) -> None:
 def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
     """Make ``config`` one for this task, whatever it was trained on before."""
     task.fit_config(config)
-    if config.pad_token_id is None:
+    fit_padding(config, tokenizer)
+
+
+def fit_padding(config: Any, tokenizer: Any) -> None:
+    """Say which token pads: classifiers of decoders find the last one before it.
+
+    Of other families a number that is set stays, from which RoBERTa for one counts positions.
+    """
+    if config.pad_token_id is None or (
+        tokenizer.pad_token_id is not None
+        and reads_last_token(config)
+        and not config.is_encoder_decoder
+    ):
         config.pad_token_id = tokenizer.pad_token_id
 
 
@@ -337,6 +349,13 @@ def _student_from_path(
         raise InputError(
             f"--student {name}: its vocabulary has {known} tokens, the teacher's "
             f"{teacher.vocab_size}; both must read the same tokens"
+        )
+    theirs = task.names or []
+    ours = (type(task).of(config).names if theirs and task.fits(config) else None) or []
+    if ours != theirs and by_names(theirs, ours) not in (None, theirs):
+        raise InputError(
+            f"--student {name}: its head's classes are {', '.join(ours)} and the teacher's "
+            f"{', '.join(theirs)}; both heads need one order"
         )
     fit_config(config, task, tokenizer)
     options = attention_for(settings.method, settings.attention)

@@ -14,6 +14,10 @@ from tokenizers.processors import RobertaProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -26,7 +30,7 @@ from typer.testing import CliRunner
 from fastkd.cli import display
 from fastkd.cli.main import app
 from fastkd.train import saving
-from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import WORDS, make_teacher, run, sentences, write_tsv
 
 CLASSES = ("neg", "pos")
 
@@ -471,3 +475,47 @@ def test_a_model_without_a_longest_text(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
     tokenizer.save_pretrained(model)
     assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+
+
+@pytest.mark.parametrize("how", ["another padding token", "padding on the left"])
+def test_a_text_is_read_as_it_is_alone(how, tmp_path):
+    """Whatever a configuration or a tokenizer's files say of padding."""
+    vocab = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", *WORDS))}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    torch.manual_seed(3)
+    sizes = {"vocab_size": len(vocab), "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"hidden_size": 32, "max_position_embeddings": 32, "initializer_range": 0.5}
+    if how == "padding on the left":
+        side, model = "left", GPT2ForSequenceClassification(GPT2Config(**sizes, pad_token_id=2))
+    else:
+        config = LlamaConfig(**sizes, intermediate_size=64, pad_token_id=0)
+        side, model = "right", LlamaForSequenceClassification(config)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", padding_side=side, model_max_length=32
+    )
+    for part in (model.eval(), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    write_tsv(tmp_path / "a.tsv", 30)
+    out = tmp_path / "out.json"
+    run("predict", model=tmp_path / "model", data=tmp_path / "a.tsv", text_column="sentence",
+        out=out)  # fmt: skip
+    found = [[x for name, x in row.items() if "P(" in name] for row in json.loads(out.read_text())]
+    with torch.no_grad():
+        alone = [
+            model(tokenizer(text, return_tensors="pt")["input_ids"]).logits[0].softmax(-1).tolist()
+            for text, _ in sentences(30, 0)
+        ]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), atol=2e-6, rtol=0)
+
+
+def test_a_student_whose_classes_have_another_order(folder, tmp_path):
+    teacher = folder / "out/student"
+    student = AutoModelForSequenceClassification.from_pretrained(teacher)
+    student.config.id2label = {0: "pos", 1: "neg"}
+    student.save_pretrained(tmp_path / "student")
+    files = {"train": folder / "train.tsv", "eval": folder / "dev.tsv"}
+    error = run("distill", **files, teacher=teacher, student=tmp_path / "student",
+                text_column="sentence", label_column="label", max_length=16, out=tmp_path / "out",
+                expect=2)  # fmt: skip
+    assert "its head's classes are pos, neg and the teacher's neg, pos" in error

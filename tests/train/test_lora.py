@@ -2,9 +2,16 @@
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DistilBertConfig,
+    RobertaConfig,
+    XLNetConfig,
+)
 
 from fastkd.distill import verify
 from fastkd.train import lora
@@ -61,6 +68,36 @@ def test_a_classifier_trains_its_head_too(tmp_path):
         out=tmp_path / "out")  # fmt: skip
     kept = load_file(tmp_path / "out/student/adapter/adapter_model.safetensors")
     assert any("classifier" in name for name in kept) and any("query" in name for name in kept)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "query+value"])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("MultipleChoice", BertConfig(**SMALL, intermediate_size=32)),
+        ("SequenceClassification", RobertaConfig(**SMALL, intermediate_size=32)),
+        ("SequenceClassification", XLNetConfig(**SMALL, d_head=8, d_inner=32)),
+        ("SequenceClassification", DistilBertConfig(**SMALL, hidden_dim=32)),
+    ],
+)  # fmt: skip
+def test_all_of_a_classifiers_head_learns(kind, config, targets):
+    """Whatever its modules are called; in the body adapters alone do."""
+    name = f"AutoModelFor{kind}"
+    student = getattr(transformers, name).from_config(config)
+    if targets != "all-linear":
+        by_kind = {"xlnet": "layer_1+layer_2", "distilbert": "q_lin+v_lin"}
+        targets = by_kind.get(config.model_type, targets)
+    body = f"{student.base_model_prefix}."
+    heads = {x.data_ptr() for n, x in student.named_parameters() if not n.startswith(body)}
+    model = lora.adapted(student, {"targets": targets}, name, None)
+    learns = {n for n, x in model.named_parameters() if x.requires_grad}
+    parts = [n for n in learns if "lora_" not in n]
+    assert len(parts) == len(heads) and all("modules_to_save" in n for n in parts)
+    assert all(f".{body}" in n for n in learns.difference(parts))
+    assert learns != set(parts)
 
 
 @pytest.mark.parametrize(

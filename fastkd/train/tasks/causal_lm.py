@@ -18,7 +18,7 @@ from fastkd.train.columns import Columns
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import Collate, Task, Tokens, logits, sums_of_losses
+from fastkd.train.tasks.task import Collate, OnOwnSide, Task, Tokens, logits, sums_of_losses
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,13 @@ class Pad:
         transformers: Any = require("transformers", "train")
         positions = [row["position_ids"] for row in rows if "position_ids" in row]
         rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
-        batch = dict(transformers.DataCollatorForTokenClassification(self.tokenizer)(rest))
+        collate = transformers.DataCollatorForTokenClassification(self.tokenizer)
+        batch = dict(OnOwnSide(collate, self.tokenizer)(rest))
         if positions:
             batch["position_ids"] = torch.nn.utils.rnn.pad_sequence(
                 [torch.tensor(row) for row in positions],
                 batch_first=True,
-                padding_side=self.tokenizer.padding_side,
+                padding_side=type(self.tokenizer).padding_side,
             )
         return batch
 

@@ -470,8 +470,12 @@ def _of_folder(name: str) -> Embedding:
         raise InputError(
             f"{name}: {LENGTH} says do_lower_case, which is for the tokenizer to do; set it there"
         )
-    if (_json_of(name, "config_sentence_transformers.json") or {}).get("default_prompt_name"):
-        raise InputError(f"{name}: it puts a prompt before each text, which fastkd does not")
+    prompts = (_json_of(name, "config_sentence_transformers.json") or {}).get("prompts") or {}
+    used = [role for role, prompt in prompts.items() if prompt]
+    if used:
+        raise InputError(
+            f"{name}: it puts prompts before texts ({', '.join(used)}), which fastkd does not"
+        )
     library: Any = require("sentence_transformers.sentence_transformer.modules", EXTRA)
     try:
         modes = library.Pooling.load(name, subfolder=modules[1]["path"]).pooling_mode

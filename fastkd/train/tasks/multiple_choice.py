@@ -15,7 +15,16 @@ from fastkd.train.errors import InputError
 from fastkd.train.labels import as_number
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import doubt
-from fastkd.train.tasks.task import LABEL, Collate, Fitted, Given, Task, Tokens, probabilities
+from fastkd.train.tasks.task import (
+    LABEL,
+    Collate,
+    Fitted,
+    Given,
+    OnOwnSide,
+    Task,
+    Tokens,
+    probabilities,
+)
 
 QUESTION, CHOICES = "question", "choices"
 # SWAG: what was said, how the next sentence begins, and its ends.
@@ -134,7 +143,7 @@ class MultipleChoice(Task):
 
     def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
-        return transformers.DataCollatorForMultipleChoice(tokenizer)
+        return OnOwnSide(transformers.DataCollatorForMultipleChoice(tokenizer), tokenizer)
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
         found = super().samples(tokenizer, longest)

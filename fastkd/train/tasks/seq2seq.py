@@ -13,7 +13,7 @@ from fastkd.train.columns import Columns, holds_text, text_of
 from fastkd.train.errors import InputError
 from fastkd.train.rows import Encoded, Rows
 from fastkd.train.score import rouge_l
-from fastkd.train.tasks.task import LABEL, Collate, Task, Tokens, sums_of_losses
+from fastkd.train.tasks.task import LABEL, Collate, OnOwnSide, Task, Tokens, sums_of_losses
 
 SOURCE, TARGET = "source", "target"
 # New tokens of a generated text at most.
@@ -80,7 +80,7 @@ class Seq2Seq(Task):
 
     def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
-        collate = transformers.DataCollatorForSeq2Seq(tokenizer)
+        collate = OnOwnSide(transformers.DataCollatorForSeq2Seq(tokenizer), tokenizer)
 
         def batch(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             return {name: x for name, x in collate(rows).items() if x is not None}

@@ -1,5 +1,6 @@
 """What a task is to the commands: rows, tokens, head, scores and predictions."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -302,7 +303,7 @@ class Task:
         (seed, epoch). What it makes of a row is not to depend on the rows beside it.
         """
         transformers: Any = require("transformers", "train")
-        return transformers.DataCollatorWithPadding(tokenizer)
+        return OnOwnSide(transformers.DataCollatorWithPadding(tokenizer), tokenizer)
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
         """Two batches of other sizes, by which an export is made and compared."""
@@ -447,7 +448,10 @@ class ClassTask(Task):
         order = by_names(names, head.names)
         if order is not None or fresh:
             return self.in_order_of(order, corpus)
-        if not self.numbered:
+        elsewhere = any(
+            name in head.names and head.names.index(name) != i for i, name in enumerate(names)
+        )
+        if not self.numbered or (elsewhere and not whole_numbers(names)):
             raise InputError(
                 f"{who}: its head names its classes {', '.join(head.names)}, the data "
                 f"{', '.join(names)}; pass --label-order with the data's classes in the head's "
@@ -490,7 +494,7 @@ class ListedTask(ClassTask):
 
     @classmethod
     def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
-        return [declared[i] for i in label]
+        return [super(ListedTask, cls).spelled(i, declared, where) for i in label]
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
@@ -522,6 +526,33 @@ class ListedTask(ClassTask):
     def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
         self.check_known(rows, "is none of the model's")
         return super().read_labels(rows, asked)
+
+
+@dataclass(frozen=True)
+class OnOwnSide:
+    """``collate`` with padding where the tokenizer's family has it, whatever its files say.
+
+    They may say "left" for generating, by which a model whose positions are counted from the first
+    column would read a short text as one that begins late.
+    """
+
+    collate: Collate
+    tokenizer: Any
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
+        with on_own_side(self.tokenizer):
+            return self.collate(rows)
+
+
+@contextlib.contextmanager
+def on_own_side(tokenizer: Any) -> Iterator[None]:
+    """Padding where the tokenizer's family has it."""
+    given = tokenizer.padding_side
+    tokenizer.padding_side = type(tokenizer).padding_side
+    try:
+        yield
+    finally:
+        tokenizer.padding_side = given
 
 
 def example_of(report: Mapping[str, Any]) -> str:

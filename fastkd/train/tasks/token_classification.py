@@ -1,6 +1,7 @@
 """A tag for every word: names, parts of speech."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import LABELS, Collate, ListedTask, Tokens, logits
+from fastkd.train.tasks.task import LABELS, Collate, ListedTask, OnOwnSide, Tokens, logits
 
 CONLL = ".conll"
 TOKENS = "tokens"
@@ -97,6 +98,14 @@ class TokenClassification(ListedTask):
                 f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
                 "none: it doesn't say which word a piece belongs to"
             )
+        # RoBERTa's kin read a word that stands behind no blank as the end of the one before.
+        apart = tokenizer(["a", "a"], is_split_into_words=True)["input_ids"]
+        blind = getattr(tokenizer, "add_prefix_space", None) is False
+        if blind and apart != tokenizer("a a")["input_ids"]:
+            raise InputError(
+                f"--task {self.name()}: the tokenizer reads words without the blank before them; "
+                "load it with add_prefix_space=True, save it, and pass --tokenizer its folder"
+            )
         found = tokenizer(
             batch[TOKENS], is_split_into_words=True, truncation=True, max_length=max_length
         )
@@ -115,7 +124,7 @@ class TokenClassification(ListedTask):
 
     def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
-        return transformers.DataCollatorForTokenClassification(tokenizer)
+        return OnOwnSide(transformers.DataCollatorForTokenClassification(tokenizer), tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The tag of each token of a row, -1 where its outputs are not finite."""
@@ -142,8 +151,8 @@ class TokenClassification(ListedTask):
         if not self.finite(answers):
             return dict.fromkeys(metrics, float("nan"))
         seqeval: Any = require("seqeval.metrics", "tasks")
-        found = [[tag or OUTSIDE for tag in tags] for tags in self._tags(answers, examples)]
-        true = [tags for (tags,) in examples.rows.columns(LABELS)]
+        found = [_as_seqeval(tags) for tags in self._tags(answers, examples)]
+        true = [_as_seqeval(tags) for (tags,) in examples.rows.columns(LABELS)]
         compute = {
             "f1": lambda: seqeval.f1_score(true, found, zero_division=0),
             "precision": lambda: seqeval.precision_score(true, found, zero_division=0),
@@ -163,6 +172,13 @@ class TokenClassification(ListedTask):
         return ({TOKENS: words} for (words,) in rows.columns(TOKENS))
 
 
+def _as_seqeval(tags: Iterable[str | None]) -> list[str]:
+    """BILOU's tags by the names that seqeval knows: U is S, L is E."""
+    names = {"U-": "S-", "L-": "E-"}
+    known = (tag or OUTSIDE for tag in tags)
+    return [names.get(tag[:2], tag[:2]) + tag[2:] for tag in known]
+
+
 def _checked(tag: str, where: str) -> str:
     if not tag:
         raise InputError(f"{where}: a tag is empty")
@@ -174,7 +190,7 @@ def _conll(path: Path, option: str) -> files.Records:
     sentence: list[list[str]] = []
     began = number = 0
     for number, line in files.text_lines(path, option):
-        parts = line.split()
+        parts = re.findall(r"[^ \t\r\n]+", line)  # a no-break space is a part of its word
         if parts and parts[0] != "-DOCSTART-":
             began = began if sentence else number
             if sentence and (len(parts) > 1) != (len(sentence[0]) > 1):

@@ -379,7 +379,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):
         ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "1"}],
          "its modules are Transformer, Dense"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
-        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "puts a prompt"),
+        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "puts prompts"),
         ("modules.json", None, "its modules.json is damaged"),
         ("1_Pooling/config.json", {"pooling_mode": "best"}, "its pooling can't be loaded"),
     ],

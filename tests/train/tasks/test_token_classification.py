@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 from seqeval.metrics import f1_score
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
@@ -71,6 +72,51 @@ def test_the_first_piece_of_a_word_has_its_label(tmp_path):
     # [CLS] good - film is [SEP]
     assert encoded[0]["labels"] == [-100, 0, -100, -100, 1, -100]
     assert encoded.beside[0]["words"] == [-1, 0, -1, -1, 1, -1]
+
+
+def test_a_no_break_space_parts_no_word(tmp_path):
+    path = tmp_path / "a.conll"
+    path.write_text("1\u00a0000 B-NUM\n\u00a0\tSP\tO\n", encoding="utf-8")
+    with pytest.raises(InputError, match="row 1: word 2 is empty"):
+        read_file(path, TASK.columns, "--train", task=TASK)
+    path.write_text("1\u00a0000 B-NUM\nfilm\tSP\tO\n", encoding="utf-8")
+    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels")
+    assert row == (["1\u00a0000", "film"], ["B-NUM", "O"])
+
+
+def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
+    path = tmp_path / "a.conll"
+    path.write_text("good B-GOOD\nfilm O\n")
+    rows = read_file(path, TASK.columns, "--train", task=TASK)
+    encode = {}
+    for blank in (False, True):
+        made = Tokenizer(models.BPE(byte_letters(), []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=blank)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, add_prefix_space=blank)
+        encode[blank] = Encoder(tokenizer, 16, TASK(("B-GOOD", "O")))
+    with pytest.raises(InputError, match="load it with add_prefix_space=True"):
+        encode[False](rows)
+    assert encode[True](rows)[0]["labels"] == [0, *[-100] * 4, 1, *[-100] * 4]
+
+
+def byte_letters():
+    return {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def test_words_tagged_by_bilou(tmp_path):
+    path = tmp_path / "a.conll"
+    path.write_text("good U-FILM\nfilm U-FILM\nis O\n")
+    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
+    rows = read_file(path, TASK.columns, "--train", task=TASK)
+    task = TASK(("O", "U-FILM"))
+    encoded = Encoder(tokenizer, 8, task)(rows)
+    found = task.scores(("precision", "recall"), [[0, 1, 0, 0, 0]], encoded)
+    assert found == {"precision": 1.0, "recall": 0.5}
+
+
+def test_hidden_labels_of_a_hub_are_no_class():
+    with pytest.raises(InputError, match="row 1: no label"):
+        TASK.spelled([-1, 0], ["O", "B-GOOD"], "row 1")
 
 
 def test_words_that_are_cut_off_are_outside(tmp_path):
