@@ -1,14 +1,14 @@
-// Products of bfloat16 matrices with float32 sums, on x86 processors with a unit for tiles (AMX).
+// Products of bfloat16 matrices with float32 sums, on x86 processors that multiply bfloat16: by a
+// unit for tiles (AMX), or by vectors of pairs (avx512_bf16).
 //
 // Both factors are copied as tiles of 16 x 16 words, a word being two numbers that are neighbours
 // along the sum: 16 rows of pairs on the left, pairs of 16 columns on the right. Where the sum's
 // dimension is dense the source has the rows of a left tile, else those of a right one, and a
-// transpose of words makes the other. Float32 numbers on the left become two: the nearest bfloat16,
-// and what that left over, rounded. Two products then have an error of 2^-18 of each term.
+// transpose of words makes the other. Float32 numbers on the left are rounded, as they are on a GPU.
 //
-// The sum goes in steps of kDepth, whose tiles stay in the second cache. The same by vectors of
-// avx512_bf16 was slower than float32 products of BLAS, so processors without tiles have those. The
-// last bits depend on sizes alone, not on threads.
+// The sum goes in steps of kDepth, whose tiles stay in the second cache. By vectors that takes half
+// of the time of float32 products on AMD's processors; on Intel's it was slower than those, so there
+// only tiles count. The last bits depend on sizes alone, not on threads.
 #include "tensors.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -57,7 +57,6 @@ struct Factor {
     dense = x.stride(left) == 1 || size == 1;
     stride = dense ? x.stride(!left) : x.stride(left);
   }
-  int parts() const { return type == Type::kFloat ? 2 : 1; }
 };
 
 FASTKD_VECTORS inline __mmask16 first(int64_t count) {
@@ -66,13 +65,6 @@ FASTKD_VECTORS inline __mmask16 first(int64_t count) {
 
 FASTKD_VECTORS inline __m512i lanes() {
   return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-
-// x without near, the bfloat16 number next to it; nothing is left over where that isn't finite.
-FASTKD_VECTORS inline __m512 rest(__m512 x, __m512i near) {
-  constexpr int kNotFinite = 0x99;
-  const __mmask16 finite = ~_mm512_fpclass_ps_mask((__m512)near, kNotFinite);
-  return _mm512_maskz_sub_ps(finite, x, (__m512)near);
 }
 
 FASTKD_VECTORS inline void transpose(__m512i* rows) {
@@ -92,13 +84,13 @@ FASTKD_VECTORS inline void transpose(__m512i* rows) {
   }
 }
 
-// Tiles, one a part, of 16 lines and 32 numbers of the sum, zeros from ``end`` on.
-FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end, Tile* tiles) {
+// A tile of 16 lines and 32 numbers of the sum, zeros from ``end`` on.
+FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end, Tile& tile) {
   // Halves 0, 16, 1, 17, ...: two runs as pairs.
   const __m512i step = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(1 << 16 | 1));
   const __m512i pairs = _mm512_add_epi32(step, _mm512_set1_epi32(16 << 16));
   const int64_t size = size_of(of.type);
-  __m512i rows[2][16];
+  __m512i rows[16];
   for (int r = 0; r < 16; ++r) {
     // Two runs of 16: of one line, or of a pair of the sum's numbers.
     const int64_t row = of.dense ? line + r : k + 2 * r, column = of.dense ? k : line;
@@ -110,51 +102,90 @@ FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end,
     const char* y = x + (of.dense ? 16 : of.stride) * size;
     if (of.type == Type::kBFloat16) {
       const __m512i run = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(some, x));
-      const __m512i runs = _mm512_inserti64x4(run, _mm256_maskz_loadu_epi16(more, y), 1);
-      rows[0][r] = of.dense ? runs : _mm512_permutexvar_epi16(pairs, runs);
-      continue;
+      rows[r] = _mm512_inserti64x4(run, _mm256_maskz_loadu_epi16(more, y), 1);
+    } else {
+      if (of.dense) {  // of so many rows at once no processor foresees what the next step reads
+        _mm_prefetch(x + kDepth * size, _MM_HINT_T1);
+        _mm_prefetch(y + kDepth * size, _MM_HINT_T1);
+      }
+      const __m512 a = _mm512_maskz_loadu_ps(some, x), b = _mm512_maskz_loadu_ps(more, y);
+      rows[r] = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     }
-    if (of.dense) {  // of so many rows at once no processor foresees what the next step reads
-      _mm_prefetch(x + kDepth * size, _MM_HINT_T1);
-      _mm_prefetch(y + kDepth * size, _MM_HINT_T1);
-    }
-    const __m512 a = _mm512_maskz_loadu_ps(some, x), b = _mm512_maskz_loadu_ps(more, y);
-    const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-    const __m512i words = _mm512_permutexvar_epi16(pairs, high);
-    const __m512 rest_a = rest(a, _mm512_slli_epi32(words, 16));
-    const __m512 rest_b = rest(b, _mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000))));
-    const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a);
-    rows[0][r] = of.dense ? high : words;
-    rows[1][r] = of.dense ? low : _mm512_permutexvar_epi16(pairs, low);
+    if (!of.dense) rows[r] = _mm512_permutexvar_epi16(pairs, rows[r]);
   }
-  for (int part = 0; part < of.parts(); ++part) {
-    if (of.dense != of.left) transpose(rows[part]);
-    for (int r = 0; r < 16; ++r) _mm512_store_si512(tiles[part].words[r], rows[part][r]);
-  }
+  if (of.dense != of.left) transpose(rows);
+  for (int r = 0; r < 16; ++r) _mm512_store_si512(tile.words[r], rows[r]);
 }
 
 // Two tiles' rows times two tiles' columns, summed over ``depth`` tiles.
-FASTKD_TILES void multiply(const Tile* a, const Tile* b, int64_t depth, int parts, Tile* sums) {
+FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Tile* sums) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t k = 0; k < depth; ++k) {
+    _tile_loadd(4, a + k, 64);
+    _tile_loadd(5, a + depth + k, 64);
     _tile_loadd(6, b + k, 64);
     _tile_loadd(7, b + depth + k, 64);
-    for (int part = 0; part < parts; ++part) {
-      _tile_loadd(4, a + k * parts + part, 64);
-      _tile_loadd(5, a + (depth + k) * parts + part, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 1, 64);
   _tile_stored(2, sums + 2, 64);
   _tile_stored(3, sums + 3, 64);
+}
+
+// The same by vectors, of eight rows at a time: their sums, two vectors each, stay in registers.
+FASTKD_VECTORS void multiply_vectors(const Tile* a, const Tile* b, int64_t depth, Tile* sums) {
+  constexpr int kRows = 8;
+  for (int side = 0; side < 2; ++side) {
+    for (int top = 0; top < 16; top += kRows) {
+      __m512 found[kRows][2] = {};
+      for (int64_t k = 0; k < depth; ++k) {
+        const auto *left = &a[side * depth + k].words[top], *right = b[k].words;
+        const auto* const more = b[depth + k].words;
+        for (int word = 0; word < 16; ++word) {
+          const __m512bh x = (__m512bh)_mm512_load_si512(right[word]);
+          const __m512bh y = (__m512bh)_mm512_load_si512(more[word]);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(left[r][word]));
+            found[r][0] = _mm512_dpbf16_ps(found[r][0], pair, x);
+            found[r][1] = _mm512_dpbf16_ps(found[r][1], pair, y);
+          }
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int half = 0; half < 2; ++half) {
+          _mm512_store_ps(sums[2 * side + half].words[top + r], found[r][half]);
+        }
+      }
+    }
+  }
+}
+
+enum class Unit { kNone, kVectors, kTiles };
+
+Unit find_unit() {
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512dq")) {
+    return Unit::kNone;
+  }
+  constexpr unsigned kBits = 1 << 22 | 1 << 24;  // of bfloat16 in tiles, and of tiles
+  constexpr long kAskForState = 0x1023, kTileData = 18;
+  unsigned a, b, c, d = 0;
+  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBits) == kBits;
+  // The system keeps tiles only for processes that have asked.
+  if (has && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0) return Unit::kTiles;
+  return __builtin_cpu_is("amd") ? Unit::kVectors : Unit::kNone;
+}
+
+Unit unit() {
+  static const Unit found = find_unit();
+  return found;
 }
 
 struct Product {
@@ -163,6 +194,7 @@ struct Product {
   int64_t stride, slice_stride, slices, slice;
   bool add;
   uint16_t* halves = nullptr;  // bfloat16, in the place of ``out``
+  const bool by_tiles = unit() == Unit::kTiles;
   int64_t block = kMostBlock, most = kDepth;
 
   int64_t tasks() const { return blocks(a) * blocks(b) * slices; }
@@ -170,7 +202,7 @@ struct Product {
 
   int64_t room(const Factor& of) const {
     const int64_t depth = (std::min(most, of.size) + 31) / 32;
-    return (std::min(block, of.lines) + 31) / 32 * 2 * depth * of.parts();
+    return (std::min(block, of.lines) + 31) / 32 * 2 * depth;
   }
 
   // The tiles of a block, line after line, read as they lie. How many lines: a multiple of 32.
@@ -181,7 +213,7 @@ struct Product {
     for (int64_t n = 0; n < lines * depth; ++n) {
       const int64_t inner = lines * depth / outer, i = of.dense ? n / inner : n % inner;
       const int64_t j = of.dense ? n % inner : n / inner;
-      pack(of, line + 16 * i, k + 32 * j, end, tiles + (i * depth + j) * of.parts());
+      pack(of, line + 16 * i, k + 32 * j, end, tiles[i * depth + j]);
     }
     return 16 * lines;
   }
@@ -218,8 +250,8 @@ struct Product {
       for (int64_t i = 0; i < rows; i += 32) {
         for (int64_t j = 0; j < columns; j += 32) {
           Tile sums[4];
-          const Tile* left = tiles + i / 16 * depth * a.parts();
-          multiply(left, right + j / 16 * depth, depth, a.parts(), sums);
+          const auto multiply = by_tiles ? multiply_tiles : multiply_vectors;
+          multiply(tiles + i / 16 * depth, right + j / 16 * depth, depth, sums);
           const int64_t place = (row + i) * stride + column + j;
           const bool begins = k == part * slice, ends = last == end;
           if (halves) {
@@ -241,9 +273,9 @@ struct Product {
   void run(int64_t begin, int64_t end) const {
     const std::unique_ptr<Tile[]> tiles(new Tile[room(a) + room(b)]);
     const std::unique_ptr<float[]> sums(new float[halves && slice > most ? block * block : 0]);
-    configure();
+    if (by_tiles) configure();
     for (int64_t task = begin; task < end; ++task) run(task, tiles.get(), sums.get());
-    release();
+    if (by_tiles) release();
   }
 };
 
@@ -286,32 +318,24 @@ void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool a
   });
 }
 
-bool found_tiles() {
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512dq")) return false;
-  constexpr unsigned kBits = 1 << 22 | 1 << 24;  // of bfloat16 in tiles, and of tiles
-  constexpr long kAskForState = 0x1023, kTileData = 18;
-  unsigned a, b, c, d = 0;
-  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBits) == kBits;
-  // The system keeps tiles only for processes that have asked.
-  return has && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
-}
-
 #else
 
 void multiply(const Tensor&, const Tensor&, const Tensor&, bool) {}
-bool found_tiles() { return false; }
 
 #endif
 
-bool has_tiles() {
-  static const bool found = found_tiles();
-  return found;
+bool has_half_product() {
+#ifdef FASTKD_VECTORS
+  return unit() != Unit::kNone;
+#else
+  return false;
+#endif
 }
 
 }  // namespace
 
 void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
-  STD_TORCH_CHECK(has_tiles(), "this processor has no tiles of bfloat16");
+  STD_TORCH_CHECK(has_half_product(), "this processor does not multiply bfloat16");
   STD_TORCH_CHECK(!add || type_of(out) == Type::kFloat, "sums are of float32");
   if (a.size(1) > 0) {
     multiply(out, a, b, add);
@@ -324,12 +348,12 @@ void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add)
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def("has_tiles() -> bool");
+  m.def("has_half_product() -> bool");
   m.def("half_product(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CompositeExplicitAutograd, m) {
-  m.impl("has_tiles", TORCH_BOX(&fastkd::has_tiles));
+  m.impl("has_half_product", TORCH_BOX(&fastkd::has_half_product));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

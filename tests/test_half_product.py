@@ -1,13 +1,13 @@
-"""Products of bfloat16 with float32 sums by a CPU's matrix unit, and without one."""
+"""Products of bfloat16 with float32 sums by a CPU that multiplies bfloat16, and by others."""
 
 import pytest
 import torch
 
 from fastkd._core import extension, products
 
-needs_tiles = pytest.mark.skipif(
-    not (extension.CPU and torch.ops.fastkd_cpp.has_tiles()),
-    reason="needs a processor with a matrix unit",
+needs_unit = pytest.mark.skipif(
+    not (extension.CPU and torch.ops.fastkd_cpp.has_half_product()),
+    reason="needs a processor that multiplies bfloat16",
 )
 # (M, K, N): one number, parts of tiles, more than a block, a sum in slices.
 SIZES = [(1, 1, 1), (1, 7, 300), (16, 32, 16), (33, 65, 47), (600, 40, 530), (70, 3000, 40)]
@@ -24,13 +24,13 @@ def matrix(rows, columns, dtype, dense=True, seed=0):
 
 
 def assert_product(out, a, b, start=0.0):
-    a, b = a.double(), b.double()
-    # What a term's second bfloat16 part leaves out; sums of bfloat16 products have float32's error.
-    rounding = 2.0**-17
+    """Sums of products of a, rounded to bfloat16, with b have float32's error."""
+    a, b = a.bfloat16().double(), b.double()
+    rounding = 2.0**-20
     assert ((out - (start + a @ b)).abs() <= rounding * (abs(start) + a.abs() @ b.abs())).all()
 
 
-@needs_tiles
+@needs_unit
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_product(size, dtype):
@@ -46,7 +46,7 @@ def test_product(size, dtype):
         assert (around == 3).all()
 
 
-@needs_tiles
+@needs_unit
 @pytest.mark.parametrize("size", [*SIZES, (300, 400, 70)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_product_that_is_rounded_once(size, dtype):
@@ -56,16 +56,16 @@ def test_product_that_is_rounded_once(size, dtype):
         around = torch.full((M + 2, N + 7), 3.0).bfloat16()
         out = around[1:-1, 3:-4]
         torch.ops.fastkd_cpp.half_product(out, a, b, False)
-        exact = a.double() @ b.double()
-        rounding = 2.0**-8 * exact.abs() + 2.0**-17 * (a.double().abs() @ b.double().abs())
-        assert ((out - exact).abs() <= 1.01 * rounding).all()
+        wide, b = a.bfloat16().double(), b.double()
+        rounding = 2.0**-8 * (wide @ b).abs() + 2.0**-20 * (wide.abs() @ b.abs())
+        assert ((out - wide @ b).abs() <= 1.01 * rounding).all()
         out.fill_(3)
         assert (around == 3).all()
     with pytest.raises(RuntimeError, match="sums are of float32"):
         torch.ops.fastkd_cpp.half_product(out, a, b, True)
 
 
-@needs_tiles
+@needs_unit
 def test_product_of_strided_and_empty_matrices():
     a, b = torch.randn(5, 18)[:, ::2], torch.randn(9, 14).bfloat16()[:, ::2]
     out = torch.empty(5, 7)
@@ -78,7 +78,7 @@ def test_product_of_strided_and_empty_matrices():
     torch.ops.fastkd_cpp.half_product(out[:0], a[:0], b, False)
 
 
-@needs_tiles
+@needs_unit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_not_finite_stays_in_its_row(dtype):
     a, b = matrix(40, 70, dtype).clone(), matrix(70, 40, torch.bfloat16, seed=1)
@@ -86,11 +86,11 @@ def test_what_is_not_finite_stays_in_its_row(dtype):
     out = torch.empty(40, 40)
     torch.ops.fastkd_cpp.half_product(out, a, b, False)
     torch.testing.assert_close(
-        out, (a.double() @ b.double()).float(), equal_nan=True, rtol=1e-3, atol=1e-3
+        out, (a.bfloat16().double() @ b.double()).float(), equal_nan=True, rtol=1e-5, atol=1e-5
     )
 
 
-@needs_tiles
+@needs_unit
 @pytest.mark.parametrize("size", [(600, 40, 530), (70, 3000, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_threads(size, dtype):
@@ -107,13 +107,13 @@ def test_bits_do_not_depend_on_threads(size, dtype):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("tiles", [pytest.param(True, marks=needs_tiles), False])
-def test_products_with_and_without_the_unit(tiles, monkeypatch):
-    monkeypatch.setattr(products, "_has_tiles", lambda: tiles)
+@pytest.mark.parametrize("has_unit", [pytest.param(True, marks=needs_unit), False])
+def test_products_with_and_without_the_unit(has_unit, monkeypatch):
+    monkeypatch.setattr(products, "_has_half_product", lambda: has_unit)
     monkeypatch.setattr(products, "TILES", (200, 200))
     x, weight = matrix(20, 33, torch.bfloat16), matrix(50, 33, torch.bfloat16, seed=1)
-    grad = matrix(20, 50, torch.float32, seed=2)
-    assert products.multiplied_as_is(x) == tiles
+    grad = matrix(20, 50, torch.bfloat16, seed=2).float()
+    assert products.multiplied_as_is(x) == has_unit
     assert products.ready(grad, x.dtype) == (grad, None)
     assert_product(products.product(x, weight), x, weight.T)
     assert_product(products.product_back(grad, weight), grad, weight)
@@ -127,7 +127,7 @@ def test_products_with_and_without_the_unit(tiles, monkeypatch):
     torch.testing.assert_close(narrow, (total / 2).bfloat16(), rtol=2.0**-7, atol=1e-4)
 
 
-@needs_tiles
+@needs_unit
 def test_products_have_a_fake():
     args = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
     tests = "test_schema", "test_faketensor"

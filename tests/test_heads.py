@@ -309,7 +309,7 @@ def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
 
     monkeypatch.setattr(linear_soft_targets, "_Pass", None)
     if dtype == torch.bfloat16 and not products.multiplied_as_is(h):
-        pytest.skip("this processor has no tiles of bfloat16")
+        pytest.skip("needs a processor that multiplies bfloat16")
     every = (0, 1, 2) if with_bias else (0, 1)
     wide = [x.double() for x in given]
     for count in range(len(every) + 1):
@@ -461,13 +461,13 @@ def test_half_types(dtype):
         assert relative_error(found, right) <= 2 * relative_error(right.to(dtype), right)
 
 
-@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("has_unit", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [None, 6 * 4000 * 8])
-def test_the_gradient_of_a_head_in_bf16_needs_no_wider_one(chunk_bytes, tiles, monkeypatch):
+def test_the_gradient_of_a_head_in_bf16_needs_no_wider_one(chunk_bytes, has_unit, monkeypatch):
     """Where no other chunk adds to it; also times what is no power of two."""
-    if tiles and not products._has_tiles():
-        pytest.skip("needs a processor with a matrix unit")
-    monkeypatch.setattr(products, "_has_tiles", lambda: tiles)
+    if has_unit and not products._has_half_product():
+        pytest.skip("needs a processor that multiplies bfloat16")
+    monkeypatch.setattr(products, "_has_half_product", lambda: has_unit)
     generator = torch.Generator().manual_seed(0)
     shapes = (24, 64), (4000, 64), (24, 32), (4000, 32)
     h, w, h_t, w_t = (torch.randn(s, generator=generator).bfloat16() for s in shapes)

@@ -1,8 +1,8 @@
 """Matrix products: of half types that leave in float32, as sums in the losses do, and symmetric.
 
 A product in a half type rounds every logit to 8 or 11 bits, and gradients of logits with it. GPUs
-multiply half types into float32 as they are. Of CPUs only those with a matrix unit can, by the
-extension, and bfloat16 alone; on others the matrices are widened a part at a time.
+multiply half types into float32 as they are; so do some CPUs, by the extension, and bfloat16 alone.
+On others the matrices are widened a part at a time.
 """
 
 import functools
@@ -32,7 +32,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     out = empty((len(x), len(weight)), working_dtype(x), x.device)
     if x.dtype not in HALF:
         return torch.mm(x, weight.T, out=out)
-    if _by_tiles(x):
+    if _as_they_are(x):
         torch.ops.fastkd_cpp.half_product(out, x, weight.T, False)
         return out
     wide = x.float()
@@ -47,7 +47,7 @@ def product_back(grad: Tensor, weight: Tensor) -> Tensor:
         return grad @ weight
     if _on_gpu(weight):
         return torch.mm(grad, weight, out_dtype=torch.float32)
-    if _by_tiles(weight):
+    if _as_they_are(weight):
         out = grad.new_empty(len(grad), weight.shape[1])
         torch.ops.fastkd_cpp.half_product(out, grad, weight, False)
         return out
@@ -64,7 +64,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
     of bfloat16 on the CPU. ``grad`` and ``factor`` are `ready` for ``x``. No second matrix of the
     size of ``total``.
     """
-    if _by_tiles(x):
+    if _as_they_are(x):
         torch.ops.fastkd_cpp.half_product(total, grad.T, x, not first)
         return
     if x.dtype not in HALF or not _on_gpu(x):
@@ -88,8 +88,9 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
 def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """A gradient in the working dtype for products with tensors of ``dtype``, and their factor.
 
-    Float16 has no room for small probabilities: there the gradient is multiplied by a power of 2
-    that takes its largest entry near the largest number, and the products are divided by it.
+    On a CPU that multiplies bfloat16 its products round it, as is done here for a GPU. Float16 has
+    no room for small probabilities: there the gradient is multiplied by a power of 2 that takes its
+    largest entry near the largest number, and the products are divided by it.
     """
     if dtype not in HALF or not _on_gpu(grad):
         return grad, None
@@ -115,17 +116,17 @@ def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
 
 def multiplied_as_is(x: Tensor) -> bool:
     """Whether ``x`` is of a half type and enters products as such."""
-    return x.dtype in HALF and (_on_gpu(x) or _by_tiles(x))
+    return x.dtype in HALF and (_on_gpu(x) or _as_they_are(x))
 
 
-def _by_tiles(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_tiles()
+def _as_they_are(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_half_product()
 
 
 @functools.cache
-def _has_tiles() -> bool:
+def _has_half_product() -> bool:
     older = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")  # or is told to be
-    return extension.CPU and not older and bool(torch.ops.fastkd_cpp.has_tiles())
+    return extension.CPU and not older and bool(torch.ops.fastkd_cpp.has_half_product())
 
 
 def _on_gpu(x: Tensor) -> bool:
