@@ -31,7 +31,9 @@ struct FloatFormat<float> {
   static constexpr int kMantissa = 23, kBias = 127;
   // Of 1/k! and of 1/(2k+1): what they leave out lies below half a rounding.
   static constexpr int kExpTerms = 8, kAtanhTerms = 7;
-  static constexpr float kLeastExp = -104;  // below e^x is 0
+  static constexpr float kLeastExp = -103.9721f;  // below e^x is 0
+  static constexpr int kUp = 32;                  // e^kLeastExp·2^kUp is a normal number
+  static constexpr float kDown = 0x1p-32f;
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
 };
 template <>
@@ -40,7 +42,9 @@ struct FloatFormat<double> {
   using Unsigned = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr int kExpTerms = 14, kAtanhTerms = 16;
-  static constexpr double kLeastExp = -746;
+  static constexpr double kLeastExp = -745.1332;
+  static constexpr int kUp = 64;
+  static constexpr double kDown = 0x1p-64;
   static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770e-10;
 };
 

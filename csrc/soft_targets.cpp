@@ -175,7 +175,7 @@ class Work {
     const double half = whole.total_t / 2;
     // Weights from ``high`` on are in the head, and those below ``low`` are not. The largest is 1;
     // at most n entries hold the other half, and the largest of them no less than half/n.
-    W low = W(0.999 * half / double(n)), high = W(1.5);
+    W low = W(0.999 * half / double(n)), high = W(1.5 / FloatFormat<W>::kDown);
     double from_low = whole.total_t, from_high = 0;
     while (from_low - from_high > kFew * double(low) && bits_of(high) - bits_of(low) > 1) {
       W least[kSteps];

@@ -24,7 +24,7 @@ template <typename W>
 inline double top_of(const W* z, int64_t n, double top) {
   constexpr int kApart = 4;
   Vector<W> found[kApart];
-  for (auto& x : found) x = splat(W(top));
+  for (auto& x : found) x = splat(W(-kInfinity));
   int64_t i = 0;
   for (; i + kApart * kLanes<W> <= n; i += kApart * kLanes<W>) {
     for (int j = 0; j < kApart; ++j) {
@@ -35,7 +35,7 @@ inline double top_of(const W* z, int64_t n, double top) {
     found[0] = largest<W>(load(z + i + k, count, W(-kInfinity)), found[0]);
   });
   found[0] = largest<W>(largest<W>(found[0], found[1]), largest<W>(found[2], found[3]));
-  return double(largest<W>(found[0]));
+  return std::max(double(largest<W>(found[0])), top);
 }
 
 template <Divergence divergence, typename W>
@@ -50,7 +50,7 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, W slope, Part& part,
     fetch(z_s + n + i), fetch(z_t + n + i);  // while it computes, the next block
     const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - base_s) * slope;
     const Vector<W> x_t = (load(z_t + i, count, W(-kInfinity)) - base_t) * slope;
-    const Vector<W> w_s = exp<W>(x_s), w_t = exp<W>(x_t), gap = x_s - x_t;
+    const Vector<W> w_s = raised_exp<W>(x_s), w_t = raised_exp<W>(x_t), gap = x_s - x_t;
     sum_s += w_s, sum_t += w_t;
     if constexpr (reverse) cross_s = plus<W>(cross_s, w_s, gap);
     if constexpr (forward) cross_t = plus<W>(cross_t, w_t, -gap);

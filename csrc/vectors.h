@@ -158,19 +158,48 @@ struct InverseOdd {
   }
 };
 
-// e^x to about one rounding, of numbers up to 0.
+// 2^(i/16), of which one instruction looks up a vector's; other compilers lack its name.
+constexpr float kRoots[] = {1.f,         1.04427378f, 1.09050773f, 1.13878863f,
+                            1.18920712f, 1.24185781f, 1.29683955f, 1.35425555f,
+                            1.41421356f, 1.47682615f, 1.54221083f, 1.61049033f,
+                            1.68179283f, 1.75625216f, 1.83400809f, 1.91520656f};
+#if defined(__clang__)
+constexpr bool kLooksUp = false;
+#else
+constexpr bool kLooksUp = kBytes == sizeof(kRoots);
+#endif
+
+// e^x·2^kUp to about one rounding, of numbers up to 0; 0 where e^x is.
+template <typename W>
+inline Vector<W> raised_exp(Vector<W> x) {
+  using F = FloatFormat<W>;
+  constexpr bool looks_up = kLooksUp && std::is_same_v<W, float>;
+  // e^x = 2^(turns/kSteps)·e^r. Looked up is what the last bits of turns stand for.
+  constexpr int kSteps = looks_up ? 16 : 1;
+  // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and what is added.
+  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + kSteps * F::kUp + (looks_up ? 0 : F::kBias);
+  const Vector<W> shifted = x * W(kSteps * 1.44269504088896340736) + kRound;
+  const Vector<W> turns = shifted - kRound;
+  const Vector<W> r = (x - turns * (F::kLn2High / kSteps)) - turns * (F::kLn2Low / kSteps);
+  const Unsigned<W> bits = (Unsigned<W>)shifted;
+  Vector<W> result;
+  if constexpr (looks_up) {
+    Vector<W> roots;
+    std::memcpy(&roots, kRoots, sizeof(roots));
+    const Unsigned<W> root = (Unsigned<W>)__builtin_shuffle(roots, (Bits<W>)bits);
+    const Vector<W> power = (Vector<W>)(root + ((bits & ~15u) << (F::kMantissa - 4)));
+    result = power + power * (((r * W(1.0 / 6) + W(0.5)) * r + W(1)) * r);
+  } else {
+    const Vector<W> power = (Vector<W>)(bits << F::kMantissa);
+    result = series<W, InverseFactorials<F::kExpTerms>>(r) * power;
+  }
+  return x < F::kLeastExp ? Vector<W>{} : result;
+}
+
+// e^x likewise.
 template <typename W>
 inline Vector<W> exp(Vector<W> x) {
-  using F = FloatFormat<W>;
-  // The exponent goes up, above those of numbers that aren't normal, and the result down again.
-  constexpr int kUp = 64;
-  // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and the bias.
-  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + F::kBias + kUp;
-  x = x < F::kLeastExp ? splat<W>(F::kLeastExp) : x;
-  const Vector<W> shifted = x * W(1.44269504088896340736) + kRound, turns = shifted - kRound;
-  const Vector<W> r = (x - turns * F::kLn2High) - turns * F::kLn2Low;
-  const Vector<W> power = (Vector<W>)((Unsigned<W>)shifted << F::kMantissa);
-  return series<W, InverseFactorials<F::kExpTerms>>(r) * power * W(0x1p-64);
+  return raised_exp<W>(x) * FloatFormat<W>::kDown;
 }
 
 // log(2/(1 + x)) to less than three roundings of itself, of numbers from 0 to 1.
