@@ -35,6 +35,7 @@ class _Prepare(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        trainer._logged = {}
         if not trainer.distiller.method.prepared:
             # The loader draws random numbers that training would otherwise have drawn.
             with torch.random.fork_rng():
@@ -142,7 +143,8 @@ class DistillationTrainer(Trainer):
 
     def _take(self, distiller: Distiller) -> None:
         self.distiller = distiller
-        self._logged: dict[str, tuple[Tensor, int]] = {}  # sum and count since the last log
+        # Sum and number of steps since the last log.
+        self._logged: dict[str, tuple[Tensor, float]] = {}
 
     def call_model_init(self, trial: Any = None) -> Distiller:
         """See ``transformers.Trainer.call_model_init``."""
@@ -176,10 +178,11 @@ class DistillationTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def _note(self, terms: dict[str, Tensor]) -> None:
-        """Keep a batch's terms for the next log."""
+        """Keep a batch's terms for the next log, as the part of its step that Trainer takes."""
+        share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         for name, value in terms.items():
             total, count = self._logged.get(name, (0, 0))
-            self._logged[name] = total + value, count + 1
+            self._logged[name] = total + value * share, count + share
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
