@@ -95,7 +95,8 @@ class BlocksBackbone(Backbone):
 
     def __init__(self, model: Blocks, name: str) -> None:
         inner: Any = model.model
-        self.model, self.inner, self.base = model, inner, inner
+        self._model = self._traced = model
+        self.inner, self.base = inner, inner
         self.config: Any = getattr(inner, "config", None)
         self.has_head, self.output_size = model.output_size is not None, model.output_size
         self.class_name, self._name = type(inner).__name__, name

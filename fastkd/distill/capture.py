@@ -122,7 +122,8 @@ class Backbone(Model):
                 f"{name} must be a transformers model, got {type(model).__name__}; describe any "
                 "other with fastkd.distill.Blocks"
             )
-        self.model, self.inner, self.base, self.config = model, inner, base, config
+        self._model, self.inner, self.base, self.config = model, inner, base, config
+        self._traced = getattr(model, "_orig_mod", model)
         self.class_name, self._name = type(inner).__name__, name
         #: Whether the hidden states, attention and predictions that count are a decoder's.
         self.encoder_decoder = is_encoder_decoder(inner)
@@ -264,6 +265,11 @@ class Backbone(Model):
         shifted = labels.roll(1, -1)  # Whisper
         shifted[:, 0] = self.stack_config.decoder_start_token_id
         return shifted.masked_fill(shifted == -100, self.stack_config.pad_token_id)
+
+    @property
+    def model(self) -> nn.Module:
+        """What was given; in a graph what that was compiled of, as Dynamo can't take it twice."""
+        return self._traced if torch.compiler.is_compiling() else self._model
 
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches; raises for inputs that it doesn't know."""

@@ -27,9 +27,14 @@ class Teacher:
     """A model that runs, and what a step asks of it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.model = module, backbone_of(module, "teacher")
+        self.model = backbone_of(module, "teacher")
         #: The model that runs, if one does.
         self.live = [self.model]
+
+    @property
+    def module(self) -> Any:
+        """What was given as the teacher."""
+        return self.model.model
 
     def serve(self, method: Method, device: torch.device) -> None:
         """Raise unless a built method gets all that it wants."""
@@ -75,9 +80,13 @@ class CachedTeacher(Teacher):
     """What a teacher said before: nothing runs."""
 
     def __init__(self, cache: TeacherCache) -> None:
-        self.module: Any = cache
+        self.cache = cache
         self.model: Any = copy.copy(cache.model)  # another Distiller has words of its own
         self.live = []
+
+    @property
+    def module(self) -> Any:
+        return self.cache
 
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.to(device).serve(method)
