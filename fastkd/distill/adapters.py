@@ -26,11 +26,12 @@ class AdaptersOff(nn.Module):
         """The base model's own result."""
         student = self.__dict__["student"]
         learns = [(p, p.requires_grad) for p in student.parameters()]
-        with in_eval_mode(student), student.disable_adapter():
-            output = student.get_base_model()(**inputs)
-        for parameter, flag in learns:  # PEFT lets every active adapter learn again
-            parameter.requires_grad_(flag)
-        return output
+        try:
+            with in_eval_mode(student), student.disable_adapter():
+                return student.get_base_model()(**inputs)
+        finally:
+            for parameter, flag in learns:  # PEFT lets every active adapter learn again
+                parameter.requires_grad_(flag)
 
 
 def as_teacher(teacher: Any, student: Any) -> Any:

@@ -115,3 +115,16 @@ def test_a_base_that_learns_teaches_nothing(options):
     with pytest.raises(ValueError, match="trains parameters of its base"):
         Distiller(base, student, SoftTargets())
     Distiller(classifier("bert"), student, SoftTargets())
+
+
+def test_what_learns_is_the_same_after_a_teacher_that_fails():
+    base = classifier("bert")
+    student = adapted(base)
+    base.bert.encoder.layer[0].requires_grad_(False)  # adapters of a layer that stays as it is
+    before = [p.requires_grad for p in student.parameters()]
+    distiller = Distiller(base, student, SoftTargets())
+    hook = base.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        distiller(**batch())
+    hook.remove()
+    assert [p.requires_grad for p in student.parameters()] == before
