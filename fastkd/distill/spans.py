@@ -26,8 +26,8 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
         teacher_offsets: (B, M, 2), of the same texts.
 
     Returns:
-        (B, N) and (B, M) numbers of spans from 0 on, −1 for tokens without text and behind the
-        last end that both sides share.
+        (B, N) and (B, M) numbers of spans from 0 on, −1 for tokens without text, behind the last
+        end that both sides share, and before the text of which both sides have read.
 
     Example:
         >>> ours = torch.tensor([[[0, 0], [0, 4], [4, 7], [8, 12]]])  # [CLS] play ##ing well
@@ -40,14 +40,26 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
         check_shape(name, x, (len(sides[0]), x.shape[1], 2), "(B, tokens, 2) of the same texts")
     spans = [torch.full(x.shape[:2], -1, device=x.device) for x in sides]
     for row in range(len(sides[0])):
-        ends = [x[row, :, 1] for x in sides]
-        text = [x[row, :, 1] > x[row, :, 0] for x in sides]
-        ours, theirs = (e[t].unique() for e, t in zip(ends, text, strict=True))
+        said = [x[row][x[row, :, 1] > x[row, :, 0]] for x in sides]  # (tokens with text, 2)
+        if not all(map(len, said)):
+            continue
+        begin = max(x[:, 0].min() for x in said)
+        ours, theirs = (x[x[:, 1] > begin, 1].unique() for x in said)
         shared = ours[torch.isin(ours, theirs)]  # ascending
-        for numbers, end, real in zip(spans, ends, text, strict=True):
-            found = torch.searchsorted(shared, end.contiguous())
-            numbers[row] = torch.where(real & (found < len(shared)), found, -1)
+        if len(shared) and any(_cut_within(x, begin) for x in said):
+            begin, shared = shared[0], shared[1:]
+        for numbers, x in zip(spans, sides, strict=True):
+            start, end = x[row].T.contiguous()
+            found = torch.searchsorted(shared, end)
+            real = (end > start) & (end > begin) & (found < len(shared))
+            numbers[row] = torch.where(real, found, -1)
     return spans[0].to(student_offsets.device), spans[1].to(teacher_offsets.device)
+
+
+def _cut_within(tokens: Tensor, begin: Tensor) -> bool:
+    """Whether text that was cut off in front of ``begin`` goes on in a token."""
+    start, end = tokens.T
+    return bool((end <= begin).any() and ((start < begin) & (end > begin)).any())
 
 
 class TwoTokenizers:

@@ -92,6 +92,12 @@ def test_what_only_one_side_has_read_is_left_out():
     short = torch.tensor([[[0, 2], [2, 4], [5, 7]]])  # cut off within a word
     ours, theirs = align_spans(long, short)
     assert ours.tolist() == [[0, -1, -1, -1]] and theirs.tolist() == [[0, 0, -1]]
+    long = torch.tensor([[[0, 0], [0, 4], [5, 9], [10, 14]]])
+    short = torch.tensor([[[5, 9], [10, 12], [12, 14]]])  # cut off in front
+    ours, theirs = align_spans(long, short)
+    assert ours.tolist() == [[-1, -1, 0, 1]] and theirs.tolist() == [[0, 1, 1]]
+    ours, theirs = align_spans(long, torch.tensor([[[7, 9], [10, 14]]]))  # within a word
+    assert ours.tolist() == [[-1, -1, -1, 0]] and theirs.tolist() == [[-1, 0]]
     bytes_of_one_character = torch.tensor([[[0, 1], [0, 1], [0, 1], [1, 4]]])
     ours, theirs = align_spans(bytes_of_one_character, torch.tensor([[[0, 1], [1, 4]]]))
     assert ours.tolist() == [[0, 0, 0, 1]] and theirs.tolist() == [[0, 1]]
