@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fastkd import relation
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd._core.numerics import working_dtype
+from fastkd._core.numerics import project, working_dtype
 from fastkd.cca import CCALoss, Ridge
 from fastkd.contrastive import cos_nce_loss
 from fastkd.distill.capture import Backbone
@@ -335,7 +335,8 @@ class CosNCEDistillLoss(_EmbeddingLoss):
             )
         name = str(student.shape[-1])
         if name in self.projections:
-            student = self.projections[name](student).to(student.dtype)
+            linear: Any = self.projections[name]
+            student = project(linear, student, None).to(student.dtype)
         return cos_nce_loss(student, teacher, gather=self.gather)
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -441,9 +442,9 @@ class LayerDistillLoss(_Alike):
             embedded.append(self._inside.output)
         total = torch.stack(layers).mean()
         if self.loss is None:
-            # DistributedDataParallel waits for all that the pass has used.
-            unread = torch.stack([x["sentence_embedding"].sum() for x in embedded])
-            return total + 0 * unread.sum()
+            # DistributedDataParallel waits for all that the pass has used. Zeros are added: in
+            # float16 the sum of embeddings may be infinite, and its product with 0 no number.
+            return total + sum((0 * x["sentence_embedding"]).sum() for x in embedded)
         value = self._other_loss(columns, embedded, labels)
         found = value if isinstance(value, dict) else {"embeddings": value}
         return {**found, "layers": total}

@@ -144,6 +144,26 @@ def test_a_rounded_students_teacher_is_not_rounded(folder):
     assert not torch.equal(found, relation_loss(student, teacher.bfloat16(), over="samples"))
 
 
+def test_a_projection_under_autocast_is_the_one_outside(folder):
+    loss = CosNCEDistillLoss(student_of(folder), teacher_dim=32)
+    student, teacher = torch.randn(8, 16), torch.randn(8, 32)
+    torch.nn.init.normal_(loss.projections["16"].weight)
+    expected = loss.loss_of_embeddings([student], teacher)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss.loss_of_embeddings([student], teacher), expected)
+
+
+def test_large_embeddings_that_no_loss_reads(folder):
+    """Their sum is beyond float16."""
+    model = student_of(folder).half()
+    with torch.no_grad():
+        model[0].auto_model.encoder.layer[-1].output.LayerNorm.bias += 300.0
+    layers = LayerDistillLoss(model, teacher_of(folder), FCD(task_weight=0.0))
+    value = layers(features_of(model, TEXTS))
+    value.backward()
+    assert value.isfinite()
+
+
 METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
 
 
