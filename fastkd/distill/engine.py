@@ -96,6 +96,10 @@ class Engine:
         unmasks = all(side.shows_states for side in (self.student, *self.teachers.live))
         return Part.of(batch, *targets, student=self.student, unmasks=unmasks)
 
+    def alone(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What a student reads without a teacher: of packed rows, too, each document by itself."""
+        return self._part(batch).batch
+
     def read_by_teacher(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A batch's inputs for the teacher, which may be its own."""
         student, own, _ = split_inputs(batch)

@@ -217,7 +217,9 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
         own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
-        own = self.distiller.engine.student.readable(own)
+        engine, labels = self.distiller.engine, own.pop("labels", None)
+        own = engine.alone(engine.student.readable(own))
+        own = own if labels is None else {**own, "labels": labels}
         return super().prediction_step(self.distiller.student, own, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

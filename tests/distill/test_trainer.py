@@ -340,6 +340,23 @@ def test_documents_that_trl_packed_stay_apart(tmp_path):
     assert run.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_packed_rows_are_evaluated_as_they_are_learned_from(tmp_path):
+    """With a mask transformers would take each for one document."""
+    torch.manual_seed(0)
+    teacher, student = pair("llama", head=t.LlamaForCausalLM)
+    ids, positions = torch.randint(5, 60, (4, 6)), torch.tensor([0, 1, 2, 0, 1, 2])
+    data = {
+        "input_ids": ids, "position_ids": positions.expand(4, 6),
+        "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(positions == 0, -100),
+    }  # fmt: skip
+    packed = [{name: x[i] for name, x in data.items()} for i in range(4)]
+    run = DistillationTrainer(
+        teacher, student, SoftTargets(), args=arguments(tmp_path), eval_dataset=packed
+    )
+    expected = run.distiller(**data).terms["task"].item()
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["other student", "adapters", "several", "segments"])
 def test_columns_that_the_loss_reads_are_kept(kind, tmp_path):
     """The first step's loss is the Distiller's on the whole data, and the student is evaluated."""
