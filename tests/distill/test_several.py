@@ -51,6 +51,8 @@ def test_the_loss_is_the_sum(own):
     torch.testing.assert_close(out.loss, total)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient)
+    distiller.method.left_out = frozenset({"task"})  # as of text that the student wrote
+    assert distiller(**data).terms.keys() == out.terms.keys() - {"0.task", "1.task"}
     assert not any(p.requires_grad for p in distiller.teacher.parameters())
     assert not any(name.startswith("teacher") for name in distiller.state_dict())
 
