@@ -453,9 +453,18 @@ class LayerDistillLoss(_Alike):
         """Of the pass that has been taken: the student doesn't run again."""
         known = {id(features): output for features, output in zip(columns, embedded, strict=True)}
         assert self.loss is not None
-        before = self.model.forward
+        before, name = self.model.forward, type(self.loss).__name__
+
+        def embed(features: dict[str, Any], **options: Any) -> dict[str, Any]:
+            if id(features) not in known:
+                raise ValueError(
+                    f"loss ({name}) gives the student other inputs than the batch's columns; let "
+                    "it run by itself, several methods of layers by Several"
+                )
+            return dict(known[id(features)])
+
         # As sentence-transformers' MatryoshkaLoss does it.
-        self.model.forward = lambda features, **kwargs: dict(known[id(features)])
+        self.model.forward = embed
         try:
             with _merged_forward.column_merging_disabled():
                 return self.loss(columns, labels)

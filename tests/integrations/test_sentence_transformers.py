@@ -352,6 +352,8 @@ def test_wrong_calls_are_one_sentence(folder, tmp_path):
         cached = RelationDistillLoss(model, mini_batch_size=4)
         LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=cached)
     layers = LayerDistillLoss(model, teacher, FCD(task_weight=0.0))
+    with pytest.raises(ValueError, match=r"loss \(LayerDistillLoss\) gives .* other inputs"):
+        LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=layers)(features)
     layers.model = torch.nn.DataParallel(model)
     with pytest.raises(ValueError, match="DataParallel runs copies"):
         layers(features)
