@@ -864,9 +864,11 @@ class _Centred:
 
     def centred_offsets(self, squares: Tensor) -> Tensor:
         """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
-        h = self.offsets(squares, centred=True)  # (G, N)
-        u = h - h.sum(1, keepdim=True) / self.count
-        return u if self.mask is None else u.masked_fill(~self.mask, 0)
+        u = self.offsets(squares, centred=True)  # (G, N)
+        for _ in range(2):  # of rows that are alike nothing must be left, not a mean's rounding
+            u = u - u.sum(1, keepdim=True) / self.count
+            u = u if self.mask is None else u.masked_fill(~self.mask, 0)
+        return u
 
     def relations(self, centred: bool) -> Tensor:
         """(G, N, N) relations less a constant: their mean, or ``size``; 0 at padding."""

@@ -366,6 +366,17 @@ def test_degenerate_features(backend, device, dtype, over, members):
         assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
+def test_a_teacher_of_equal_rows_teaches_nothing(normalize):
+    """As a layer of embeddings at [CLS]; what rounding left of a mean is no relation."""
+    student, teacher = torch.randn(31, 16, 768), torch.randn(31, 16, 768)
+    usual, nothing = (
+        value_and_grad(relation_loss, student, x, over="samples", normalize=normalize)[1].norm()
+        for x in (teacher, teacher[:1].expand_as(teacher))
+    )
+    assert nothing < 1e-3 * usual
+
+
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", SIZES)
 def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members):
