@@ -474,7 +474,7 @@ def linear_soft_target_loss_ref(
         mask = torch.ones(student.shape[:-1], device=student.device)
     mask = mask.bool()
     if task is not None:
-        mask = mask & (task.labels != task.ignore_index)
+        mask = mask & (task.labels.long() != task.ignore_index)
     soft = soft_target_loss_ref(student, teacher, mask=mask, **options)
     reduction, denominator = options.get("reduction", "batchmean"), options.get("denominator")
     V = options.get("vocabulary")

@@ -17,7 +17,7 @@ from fastkd._core.checks import (
     check_number,
     check_shape,
 )
-from fastkd._core.numerics import values_readable
+from fastkd._core.numerics import as_rows, values_readable
 
 Tail = Literal["bucket", "renormalise"]
 
@@ -66,7 +66,7 @@ class CrossEntropy:
     def counted(self, shape: torch.Size, device: torch.device, mask: Tensor | None) -> Tensor:
         """Positions (...) that count: those that the mask keeps and that have a label."""
         check_labels("labels", self.labels, tuple(shape), device)
-        labelled = self.labels != self.ignore_index
+        labelled = self.labels.long() != self.ignore_index  # a narrow type would wrap the number
         return labelled if mask is None else labelled & mask
 
     def labels_below(self, V: int, counted: Tensor | None) -> Tensor:
@@ -145,18 +145,19 @@ class TopK:
         largest = self.log_probs.masked_fill(~kept, 0).max().item()
         if largest > SLACK:
             raise ValueError(f"log_probs must be logarithms of probabilities, got {largest:.4g}")
-        inside = (self.ids >= 0) & (self.ids < V)
+        ids = self.ids.long()  # of a narrow type, V would wrap
+        inside = (ids >= 0) & (ids < V)
         if not bool((inside | ~kept).all()):
-            wrong = self.ids[~inside & kept][0].item()
+            wrong = ids[~inside & kept][0].item()
             raise ValueError(f"ids must be words 0 to {V - 1}, got {wrong}")
-        places = -1 - torch.arange(self.ids.shape[-1]).expand(shape)
-        ranked = torch.where(kept, self.ids.long(), places).sort(-1)[0]
+        places = -1 - torch.arange(ids.shape[-1], device="cpu").expand(shape)
+        ranked = torch.where(kept, ids, places).sort(-1)[0]
         if bool((ranked[..., 1:] == ranked[..., :-1]).any()):
             raise ValueError("ids must not have a word twice in a row")
 
     def rows(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ids (R, K) as int64 and log-probabilities (R, K), finite where masked."""
-        ids, log_probs = self.ids.long().flatten(0, -2), self.log_probs.flatten(0, -2)
+        ids, log_probs = as_rows(self.ids.long()), as_rows(self.log_probs)
         ids = ids.masked_fill(log_probs == -torch.inf, 0)
         if mask is not None:  # elsewhere the first words, of half the mass
             K, real = ids.shape[-1], mask.reshape(-1, 1)

@@ -614,6 +614,29 @@ def test_a_likely_tail_the_student_excludes_costs_infinity():
     assert value.isfinite() and grad.isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "words"), [(torch.uint8, 300), (torch.int16, 40000)])
+def test_words_in_a_narrow_type(dtype, words):
+    """Neither the ignored label nor the vocabulary's size wraps: of uint8, -100 would be 156."""
+    hidden, *heads = torch.randn(2, 4), torch.randn(words, 4), torch.randn(words, 4)
+    labels, log_probs = torch.tensor([156, 3]), torch.tensor([[0.6, 0.3]]).log()
+
+    def losses(kind: torch.dtype) -> list[float]:
+        task, top = CrossEntropy(labels.to(kind)), TopK(labels[None].to(kind), log_probs)
+        of_labels = linear_soft_target_loss(hidden, heads[0], hidden, heads[1], task=task)
+        return [of_labels.item(), linear_soft_target_loss(hidden[:1], heads[0], top).item()]
+
+    assert losses(dtype) == losses(torch.int64)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+def test_top_k_of_one_position_without_leading_dimensions(tail):
+    student, (top, _) = torch.randn(1, V), top_k(1, k=3, tail=tail, dtype=torch.float32)
+    value, grad = value_and_grad(soft_target_loss, student, top)
+    one = TopK(top.ids[0], top.log_probs[0], tail)
+    value_of_one, grad_of_one = value_and_grad(soft_target_loss, student[0], one)
+    assert value == value_of_one and torch.equal(grad[0], grad_of_one)
+
+
 # Mistakes
 
 
