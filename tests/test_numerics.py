@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import functional
 
 import fastkd
 from fastkd._core import extension, memory
@@ -69,14 +70,19 @@ def test_a_gradient_in_a_half_type_is_multiplied_by_the_whole_upstream():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_gradient_penalty_raises(name):
-    """Also when the upstream gradient is a constant, and the loss itself is in the sum."""
+def test_second_derivatives_raise(name):
+    """Also where nothing but inputs is asked for, and PyTorch would leave the second ones out."""
     function, inputs = FUNCTIONS[name]
     (x, *learning), given, options = inputs(torch.Generator().manual_seed(0))
-    loss = function(x.requires_grad_(), *learning, *given, **options).sum()
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        (loss + gradient.square().sum()).backward()
+
+    def loss(x):
+        return function(x, *learning, *given, **options).sum()
+
+    for derivative, *more in ((functional.hessian,), (functional.jvp, x)):
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            derivative(loss, x, *more)
+    gradient = torch.autograd.grad(loss(x.requires_grad_()), x)[0]
+    assert torch.equal(functional.jacobian(loss, x), gradient)
 
 
 def normal(*shape, seed=0):

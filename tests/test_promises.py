@@ -399,9 +399,8 @@ def test_second_derivatives(loss):
     """Only first derivatives"""
     student, teacher = features()
     value = loss(student, teacher, padding())
-    (gradient,) = torch.autograd.grad(value, student, create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
-        (value + gradient.square().sum()).backward()
+        torch.autograd.grad(value, student, create_graph=True)
 
 
 def test_ddp(tmp_path):

@@ -154,37 +154,22 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
     return product
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gradient):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("fastkd's losses have first derivatives only")
-
-
 def once_differentiable(backward):
-    """Decorate the ``backward`` of a Function: a second derivative raises.
+    """Decorate the ``backward`` of a Function: ``create_graph=True`` raises.
 
-    PyTorch's decorator of this name does nothing when the upstream gradient is a constant, and a
-    gradient penalty would silently lose its gradient.
+    A gradient that raised only once it is differentiated would hang on nothing, and PyTorch runs
+    no more than leads to the inputs that are asked for: a Hessian would be zeros, as it is by
+    PyTorch's decorator of this name.
     """
 
     @functools.wraps(backward)
     def once(ctx, *grads):
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            gradients = backward(ctx, *grads)
         if torch.compiler.is_compiling():
-            return gradients
-        single = isinstance(gradients, Tensor)
-        guarded = tuple(
-            None if g is None else _NoSecondDerivative.apply(g.detach().requires_grad_())
-            for g in ((gradients,) if single else gradients)
-        )
-        return guarded[0] if single else guarded
+            with torch.no_grad():
+                return backward(ctx, *grads)
+        if torch.is_grad_enabled():
+            raise RuntimeError("fastkd's losses have first derivatives only, no create_graph=True")
+        return backward(ctx, *grads)
 
     return once
 
