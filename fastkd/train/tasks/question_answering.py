@@ -59,7 +59,7 @@ class QuestionAnswering(Task):
     outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
     pipeline: ClassVar[str] = "question-answering"
     columns: ClassVar[Columns] = Columns(QUESTION, CONTEXT, ANSWERS)
-    beside: ClassVar[tuple[str, ...]] = ("starts", "ends", "none")
+    beside: ClassVar[tuple[str, ...]] = ("starts", "ends", "none", "begins")
 
     #: Whether a question may have no answer; None: as the rows that are scored have it.
     empty: bool | None = None
@@ -168,7 +168,8 @@ class QuestionAnswering(Task):
             none = _nowhere(found["input_ids"][i], tokenizer)
             answers = batch[ANSWERS][row] if ANSWERS in batch else None
             at = (UNLABELLED,) * 2 if answers is None else _tokens(answers, starts, ends, none)
-            for name, value in zip(columns, (starts, ends, none, *at), strict=True):
+            begins = i == 0 or row != rows[i - 1]
+            for name, value in zip(columns, (starts, ends, none, begins, *at), strict=True):
                 columns[name].append(value)
         return {**found, **columns, "number": [batch["number"][row] for row in rows]}
 
@@ -197,18 +198,18 @@ class QuestionAnswering(Task):
 
     def _readings(self, answers: Any, examples: Encoded) -> list[Reading]:
         """That of each row, in their order, from all of its windows."""
-        windows: dict[int, list[Reading]] = {}
-        names = ("number", *self.beside)
+        windows: list[list[Reading]] = []
         beside = (
             row
             for batch in examples.beside.iter(BATCH)
-            for row in zip(*(batch[name] for name in names), strict=True)
+            for row in zip(*(batch[name] for name in self.beside), strict=True)
         )
-        for logits, (number, *places) in zip(answers, beside, strict=True):
-            windows.setdefault(number, []).append(_read(logits, *places))
+        for logits, (*places, begins) in zip(answers, beside, strict=True):
+            if begins:  # rows of a file may stand on one line, and have its number
+                windows.append([])
+            windows[-1].append(_read(logits, *places))
         readings = []
-        for (number,) in examples.rows.columns("number"):
-            parts = windows[number]
+        for parts in windows:
             best: dict[tuple[int, int], Span] = {}
             for span in sorted((span for part in parts for span in part.best), reverse=True):
                 best.setdefault((span.start, span.end), span)

@@ -220,3 +220,13 @@ def test_rows_line_by_line(tmp_path):
     array = tmp_path / "a.json"
     array.write_text(json.dumps([row, row]))
     assert len(read_file(array, TASK.columns, "--train", task=TASK)) == 2
+
+
+def test_each_question_has_its_own_windows_though_all_stand_on_one_line(tmp_path, tokenizer):
+    texts = ("good bad the poor nice film is so dull", "the film")
+    found = {"text": [], "answer_start": []}
+    rows = [{"id": i, "question": "a", "context": x, "answers": found} for i, x in enumerate(texts)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows))
+    examples = encoded(path, tokenizer, 10)
+    assert TASK(False).marks(list(answers_for(examples, 4, 8)), examples) == ["bad", "film"]
