@@ -27,6 +27,7 @@ from fastkd.train.tasks.task import LABEL, Fitted, Given, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
+USED = "config_sentence_transformers.json"
 PARTS = ("Transformer", "Pooling", "Normalize")
 SCORED = ("spearman", "pearson")
 RANKED = ("ndcg@10", "recall@10")
@@ -66,7 +67,7 @@ class Embedding(Task):
     - ``sentence1``, ``sentence2`` and ``score``: how alike they are.
     - ``query`` or ``anchor``, ``positive`` or ``passage``: the second answers the first, which may
       stand in several rows. Others that don't in ``negative``, ``negative_1``, ..., or a list
-      ``negatives``; with one of them in the first row the rows are triples.
+      ``negatives``; with one of them in the first row the rows are scored as triples.
 
     Each text is a row of tokens. Models are folders of sentence-transformers, and so are students:
     the teacher's pooling and normalisation make embeddings of their last hidden states.
@@ -94,6 +95,8 @@ class Embedding(Task):
     normalized: bool = False
     #: Tokens that sentence-transformers reads of a text.
     max_seq_length: int | None = None
+    #: How it compares embeddings where somebody uses the folder; scores are of cosines.
+    similarity: str | None = None
     #: The scores that the rows to evaluate on have an answer for; none: they are texts alone.
     answered: tuple[str, ...] = SCORED
 
@@ -107,9 +110,7 @@ class Embedding(Task):
                 f"{source}: column {columns.label!r} scores how alike two texts are; "
                 "--text-pair-column says where the second is"
             )
-        negatives: tuple[str, ...] = ()
-        if columns.pair is not None and columns.label is None:
-            negatives = tuple(name for name in record if NEGATIVE.fullmatch(name))
+        negatives = _negatives(columns, record)
         return TextColumns(columns.text, columns.pair, columns.label, columns.header, negatives)
 
     @classmethod
@@ -119,13 +120,12 @@ class Embedding(Task):
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        assert isinstance(columns, TextColumns)
         text = text_of(record, columns.text, where)
         pair = None if columns.pair is None else text_of(record, columns.pair, where)
         negatives = [
             text
-            for name in columns.negatives
-            if record.get(name) is not None  # rows of .jsonl may have unlike many
+            for name in _negatives(columns, record)  # rows of .jsonl may have unlike many
+            if record[name] is not None
             for text in _texts_in(record, name, where)
         ]
         score = None
@@ -146,7 +146,7 @@ class Embedding(Task):
             return columns.text
         if not holds_text(row["pair"] or ""):
             return columns.pair
-        return " or ".join(columns.negatives) if isinstance(columns, TextColumns) else None
+        return " or ".join(getattr(columns, "negatives", ())) or NEGATIVES
 
     @classmethod
     def wanted(cls, columns: Columns) -> list[str]:
@@ -326,7 +326,8 @@ class Embedding(Task):
         if longest and limit and longest > limit:  # a student of another body has its own
             longest = None
         length = {"max_seq_length": longest, "do_lower_case": False}
-        for name, content in ((MODULES, modules), (LENGTH, length)):
+        used = {"similarity_fn_name": self.similarity}
+        for name, content in ((MODULES, modules), (LENGTH, length), (USED, used)):
             (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def report(self) -> dict[str, Any]:
@@ -376,6 +377,12 @@ def _usual_columns(record: Mapping[str, Any], source: str) -> Columns:
         f"{' or '.join(ASKING)} with {' or '.join(ANSWERING)}, and perhaps negative; others by "
         f"--text-column and --text-pair-column; {nearest('', record)}"
     )
+
+
+def _negatives(columns: Columns, record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns of texts that don't answer the first."""
+    asks = columns.pair is not None and columns.label is None
+    return tuple(name for name in record if asks and NEGATIVE.fullmatch(name))
 
 
 def _texts_in(record: dict[str, Any], name: str, where: str) -> list[str]:
@@ -470,11 +477,16 @@ def _of_folder(name: str) -> Embedding:
         raise InputError(
             f"{name}: {LENGTH} says do_lower_case, which is for the tokenizer to do; set it there"
         )
-    prompts = (_json_of(name, "config_sentence_transformers.json") or {}).get("prompts") or {}
-    used = [role for role, prompt in prompts.items() if prompt]
+    using = _json_of(name, USED) or {}
+    used = [role for role, prompt in (using.get("prompts") or {}).items() if prompt]
     if used:
         raise InputError(
             f"{name}: it puts prompts before texts ({', '.join(used)}), which fastkd does not"
+        )
+    if using.get("truncate_dim") is not None:
+        raise InputError(
+            f"{name}: {USED} cuts embeddings to truncate_dim {using['truncate_dim']}, which fastkd "
+            "does not; take it out there"
         )
     library: Any = require("sentence_transformers.sentence_transformer.modules", EXTRA)
     try:
@@ -483,7 +495,8 @@ def _of_folder(name: str) -> Embedding:
         reason = str(error).splitlines()[0]
         raise InputError(f"{name}: its pooling can't be loaded ({reason})") from error
     pooling = (modes,) if isinstance(modes, str) else tuple(modes)
-    return Embedding(pooling, PARTS[2] in kinds, about.get("max_seq_length"))
+    longest, similarity = about.get("max_seq_length"), using.get("similarity_fn_name")
+    return Embedding(pooling, PARTS[2] in kinds, longest, similarity)
 
 
 def _json_of(name: str, file: str) -> Any:

@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer.evaluation import (
     TripletEvaluator,
 )
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizer
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 from fastkd.train import tasks
 from fastkd.train.data import load, read_file
@@ -267,6 +267,19 @@ def test_other_tokens_are_compared_by_texts_alone(other_body, tmp_path):
         )
 
 
+def test_a_student_compares_as_its_teacher_does(tmp_path):
+    """A folder that says dot products gave one that says cosines."""
+    teacher, body = make_embedder(tmp_path / "a", normalize=False), tmp_path / "a-body"
+    using = teacher / "config_sentence_transformers.json"
+    using.write_text(json.dumps({**read_json(using), "similarity_fn_name": "dot"}))
+    config = AutoConfig.from_pretrained(teacher)
+    TASK.of(config).save(body, config)
+    both = [SentenceTransformer(str(path)) for path in (teacher, body)]
+    assert [model.similarity_fn_name for model in both] == ["dot", "dot"]
+    found, expected = (model.encode(["good film", "a"]) for model in both)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
     rng = np.random.default_rng(0)
     teacher = rng.normal(size=(300, 6)) + 3
@@ -314,6 +327,10 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
     (tmp_path / "b.jsonl").write_text(lines)
     rows = read_file(tmp_path / "b.jsonl", TASK.columns, "--train", task=TASK)
     assert list(rows.columns("pair", "negatives")) == [("b", ["c"]), ("d", [])]
+    first, second = lines.splitlines()
+    (tmp_path / "c.jsonl").write_text(f"{second}\n{first}\n")
+    rows = read_file(tmp_path / "c.jsonl", TASK.columns, "--train", task=TASK)
+    assert list(rows.columns("pair", "negatives")) == [("d", []), ("b", ["c"])]
     write_texts(tmp_path / "b.txt", 2)
     rows = read_file(tmp_path / "b.txt", TASK.columns, "--train", task=TASK)
     assert {(pair, label) for pair, label in rows.columns("pair", "label")} == {(None, None)}
@@ -380,6 +397,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):
          "its modules are Transformer, Dense"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "puts prompts"),
+        ("config_sentence_transformers.json", {"truncate_dim": 8}, "to truncate_dim 8, which"),
         ("modules.json", None, "its modules.json is damaged"),
         ("1_Pooling/config.json", {"pooling_mode": "best"}, "its pooling can't be loaded"),
     ],
