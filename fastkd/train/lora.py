@@ -24,7 +24,8 @@ HEADS = {
     "AutoModelForTokenClassification": "TOKEN_CLS",
     "AutoModelForQuestionAnswering": "QUESTION_ANS",
 }
-# Of these all that is not in the body learns as a whole: PEFT knows some of them by their names.
+# Of these all that is not in the body learns as a whole: PEFT knows some of them by their names. So
+# does an encoder's pooler, without which many are published.
 TRAINED = (
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
@@ -66,8 +67,10 @@ def adapted(
     """
     peft: Any = require("peft", "lora")
     body = student.base_model_prefix
-    parts = dict(student.named_children()) if head in TRAINED else {}
-    whole = [part for part, x in parts.items() if part != body and [*x.parameters()]]
+    parts = dict(student.named_modules()) if head in TRAINED else {}
+    heads = [name for name in parts if "." not in name and name not in ("", body)]
+    heads += [name for name in parts if name == f"{body}.pooler"]
+    whole = [name for name in heads if [*parts[name].parameters()]]
     config = peft.LoraConfig(
         task_type=HEADS.get(head), modules_to_save=whole or None, **read(given)
     )

@@ -27,6 +27,7 @@ from fastkd.train.classes import by_names
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
+from fastkd.train.lora import TRAINED
 from fastkd.train.saving import damage, read_marker
 from fastkd.train.settings import SELECT, Pairing
 from fastkd.train.tasks.task import Task
@@ -360,7 +361,13 @@ def _student_from_path(
     fit_config(config, task, tokenizer)
     options = attention_for(settings.method, settings.attention)
     remote = settings.trust_remote_code
-    return _load_weights("--student", name, remote, type(task), config=config, **options)[0]
+    student, fresh = _load_weights("--student", name, remote, type(task), config=config, **options)
+    if fresh and settings.lora and task.head not in TRAINED:
+        raise InputError(
+            f"--student {name}: it has no {task.head_name} ({fresh[0]} would be random), and with "
+            f"--lora adapters alone learn"
+        )
+    return student
 
 
 def method_class(name: str) -> type[Method]:

@@ -109,7 +109,7 @@ class Source(ColumnOptions):
         "Score that picks the best: accuracy, mcc, f1, pearson, spearman, mse, or a task's own.",
     )
     max_train_rows: int | None = data_option(
-        None, "Train on so many rows, drawn at random.", least=2
+        None, "Train on so many rows that have labels, drawn at random.", least=2
     )
     max_eval_rows: int | None = data_option(
         None, "Evaluate on so many rows, drawn at random.", least=1
@@ -221,6 +221,10 @@ class Pairing(Source):
             raise InputError("--student-config num_hidden_layers: give --student-layers")
         if self.lora:
             lora.read(self.lora)
+            if self.student_weights == "random":
+                raise InputError(
+                    "--lora and --student-weights random exclude each other: adapters alone learn"
+                )
         if self.unlabelled is not None and self.method == "labels":
             raise InputError("--unlabelled and --method labels exclude each other")
 

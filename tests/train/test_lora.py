@@ -91,7 +91,12 @@ def test_all_of_a_classifiers_head_learns(kind, config, targets):
         by_kind = {"xlnet": "layer_1+layer_2", "distilbert": "q_lin+v_lin"}
         targets = by_kind.get(config.model_type, targets)
     body = f"{student.base_model_prefix}."
-    heads = {x.data_ptr() for n, x in student.named_parameters() if not n.startswith(body)}
+    pooler = f"{body}pooler"  # without which many are published
+    heads = {
+        x.data_ptr()
+        for n, x in student.named_parameters()
+        if not n.startswith(body) or n.startswith(pooler)
+    }
     model = lora.adapted(student, {"targets": targets}, name, None)
     learns = {n for n, x in model.named_parameters() if x.requires_grad}
     parts = [n for n in learns if "lora_" not in n]
@@ -112,6 +117,21 @@ def test_all_of_a_classifiers_head_learns(kind, config, targets):
 def test_a_mistake_is_one_sentence(given, words):
     with pytest.raises(InputError, match=words):
         lora.read(given)
+
+
+def test_what_no_adapter_could_make_of_a_random_model_is_refused(chat, tmp_path):
+    teacher, student = (make_teacher(tmp_path / name, head=False) for name in ("a", "b"))
+    config = BertConfig.from_pretrained(teacher)
+    transformers.BertForMaskedLM(config).save_pretrained(teacher)
+    few = {**chat, "task": "masked-lm", "teacher": teacher, "student": student}
+    few["out"] = tmp_path / "out"
+    for name in ("train", "eval"):
+        few[name] = tmp_path / f"{name}.txt"
+        few[name].write_text("good film\n\nbad film\n")
+    error = run("distill", **few, expect=2)
+    assert "it has no language model head (cls." in error and "adapters alone learn" in error
+    random = {**chat, "student_weights": "random", "out": tmp_path / "out"}
+    assert "--lora and --student-weights random" in run("distill", **random, expect=2)
 
 
 def test_layers_that_are_not_there(chat, tmp_path):
