@@ -29,7 +29,7 @@ from fastkd.train import data
 from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.models import check_depth, count, fit_config, load, tokenizer_of
+from fastkd.train.models import check_depth, check_words, count, fit_config, load, tokenizer_of
 from fastkd.train.output import corpus_fingerprints
 from fastkd.train.packaged import teacher_path
 from fastkd.train.plan import Plan, choose_device
@@ -200,6 +200,8 @@ class TaskWork:
         task = self.corpus.task
         whose = "--teacher" if name == self.name else "student"
         model = _from(name, attention, task, task.num_labels, whose).to(self.device).float()
+        if name != self.name:
+            check_words(whose, name, self.tokenizer, False)
         fit_config(model.config, task, self.tokenizer)
         return model
 
@@ -453,9 +455,11 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
         for label in sorted(groups):
             if groups[label] and len(kept) < labelled:
                 kept.add(groups[label].pop())
-    rest = [i for i in range(len(train)) if i not in kept]
-    unlabelled = corpus.task.unlabelled(train.select(rest)) if rest else None
-    return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=unlabelled)
+    rest, bare = [i for i in range(len(train)) if i not in kept], corpus.unlabelled
+    if rest:
+        others = train.select(rest)
+        bare = corpus.task.unlabelled(others if bare is None else others.followed_by(bare))
+    return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=bare)
 
 
 def _plain(value: Any) -> Any:

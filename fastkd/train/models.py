@@ -34,6 +34,8 @@ from fastkd.train.tasks.task import Task
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
 STUDENT = "student"
+# One of them is there where a model has a tokenizer.
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -> Any:
@@ -80,11 +82,25 @@ def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
     teachers, name = load_tokenizer(settings), settings.student
     if name is None or settings.tokenizer is not None or not task.two_tokenizers:
         return teachers, None
-    files = ("tokenizer_config.json", "tokenizer.json")
-    if all(file_of(name, file) is None for file in files):
+    if all(file_of(name, file) is None for file in TOKENIZER_FILES):
         return teachers, None
     own = tokenizer_of("--student", name, settings.trust_remote_code)
     return (teachers, None) if own.get_vocab() == teachers.get_vocab() else (own, teachers)
+
+
+def check_words(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
+    """Raise if the model ``name`` has a tokenizer that gives a word of this one another number."""
+    if all(file_of(name, file) is None for file in TOKENIZER_FILES):
+        return
+    own = load(option, name, AutoTokenizer, remote_code).get_vocab()
+    theirs = tokenizer.get_vocab()
+    others = [word for word, i in own.items() if theirs.get(word, i) != i]
+    if others:
+        word = min(others, key=own.__getitem__)
+        raise InputError(
+            f"{option} {name}: {word!r} is token {own[word]} of its tokenizer and {theirs[word]} "
+            "of the teacher's; both must read the same tokens"
+        )
 
 
 def tokenizer_of(option: str, name: str, remote_code: bool) -> Any:
@@ -351,6 +367,8 @@ def _student_from_path(
             f"--student {name}: its vocabulary has {known} tokens, the teacher's "
             f"{teacher.vocab_size}; both must read the same tokens"
         )
+    if not own_tokens and settings.tokenizer is None:
+        check_words("--student", name, tokenizer, settings.trust_remote_code)
     theirs = task.names or []
     ours = (type(task).of(config).names if theirs and task.fits(config) else None) or []
     if ours != theirs and by_names(theirs, ours) not in (None, theirs):

@@ -43,7 +43,7 @@ from fastkd.train.saving import (
     replace_directory,
 )
 from fastkd.train.settings import Settings
-from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import make_teacher, read_otherwise, run, sentences, write_tsv
 
 
 @pytest.fixture(scope="module")
@@ -374,6 +374,9 @@ def test_student_from_a_path(distill, tmp_path):
     assert "--student" in error and "exclude each other" in error
     other = make_teacher(tmp_path / "other", vocab_size=99)
     assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
+    read_otherwise(small)
+    words = "--student .*: 'so' is token 5 of its tokenizer and 16 of the teacher's"
+    assert re.search(words, distill(student=small, expect=2, out=tmp_path / "z"))
 
 
 def test_a_decoder_without_padding_token(distill, teacher, tmp_path):

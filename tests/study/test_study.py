@@ -30,7 +30,7 @@ from fastkd.train.run import Run
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import stop_at, terminate
 from tests.distill.processes import CONTEXT
-from tests.support.tiny import make_teacher, write_tsv
+from tests.support.tiny import make_teacher, read_otherwise, write_tsv
 
 SHARED = """
 title = "Tiny"
@@ -228,6 +228,10 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     model.save_pretrained(mine)
     now = [job.path for job in work.Runs(found, root / "out").jobs]
     assert [a == b for a, b in zip(kept, now, strict=True)] == [True, False] * (len(now) // 2)
+    shutil.copy(tiny / "vocab.txt", mine)
+    read_otherwise(mine)
+    with pytest.raises(InputError, match=r"student .*mine: 'so' is token 5 of its tokenizer"):
+        task._distiller(found.variants[1], cached=False)
     methods = methods.replace(str(mine), "./none")
     none = spec.read(StudySettings(spec=write(root, methods)))
     with pytest.raises(InputError, match=r"student .*none"):
@@ -581,6 +585,9 @@ def test_few_labels_are_even_and_the_seeds_own(root):
         assert sorted(corpus.train.labels) == [0] * 5 + [1] * 5
         assert set(corpus.unlabelled.labels) == {UNLABELLED} and len(corpus.unlabelled) == 30
         assert not numbers & set(corpus.unlabelled.columns("number"))
+    more = few_labels(corpora[0], 4, 0)  # what has no label from the start stays
+    assert (len(more.train), len(more.unlabelled)) == (4, 36)
+    assert set(more.unlabelled.labels) == {UNLABELLED}
 
 
 def test_the_papers_order_is_judged_row_by_row(root, finished):

@@ -37,6 +37,15 @@ def make_teacher(path: Path, labels: int = 2, layers: int = 4, head: bool = True
     return path
 
 
+def read_otherwise(path: Path) -> None:
+    """Give a model of `make_teacher` a tokenizer with the words in another order."""
+    words = (path / "vocab.txt").read_text().split()
+    for old in path.glob("tokenizer*"):
+        old.unlink()
+    (path / "vocab.txt").write_text("\n".join(words[:5] + words[:4:-1]))
+    BertTokenizer(str(path / "vocab.txt"), model_max_length=32).save_pretrained(path)
+
+
 def words_of(command: str, *flags: object, **options: object) -> list[str]:
     """A command line; an option that is None is left out, one that is True is a flag."""
     words = [command, *map(str, flags)]
