@@ -32,7 +32,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.finished import columns_of, training_of
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.models import be_quiet, check_length, load, tokenizer_of
+from fastkd.train.models import be_quiet, check_length, check_words, load, tokenizer_of
 from fastkd.train.plan import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
@@ -112,6 +112,7 @@ def load_models(
             if path is not None:
                 remote = settings.trust_remote_code
                 models[name] = load(f"--{name}", path, AutoModel, remote).to(device)
+                check_words(f"--{name}", path, tokenizer, remote)
             elif (began := _began(settings.student)) is not None:
                 try:
                     models[name] = student_from_teacher(model, began[0], config=began[1])

@@ -268,8 +268,8 @@ def _against(theirs: str, row: Row) -> str:
 
 
 def _scale(row: Row | Summary) -> int:
-    """Shares are told by the hundred; a score where less is better is none."""
-    return 1 if row.smaller_is_better else 100
+    """Shares are told by the hundred, as some scores are; one where less is better is none."""
+    return 1 if row.smaller_is_better or row.percent else 100
 
 
 def _of_hundred(row: Row, value: float, sign: str = "") -> str:

@@ -154,6 +154,7 @@ class Row:
     failed: int = 0
     constant: int = 0  # seeds whose student gives every row the same answer
     smaller_is_better: bool = False
+    percent: bool = False
 
     @property
     def worth(self) -> str:
@@ -187,6 +188,10 @@ class Summary:
     def smaller_is_better(self) -> bool:
         return self.metric in self.teacher.get("smaller", ())
 
+    @property
+    def percent(self) -> bool:
+        return self.metric in self.teacher.get("percent", ())
+
 
 Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
@@ -215,7 +220,7 @@ def _table(
     study: Study, task: str, runs: dict[str, dict[int, Any]], teacher: Mapping[str, Any]
 ) -> Summary:
     metric = teacher["metrics"][0]
-    smaller = metric in teacher.get("smaller", ())
+    smaller, percent = (metric in teacher.get(what, ()) for what in ("smaller", "percent"))
     classes = classes_of(teacher)
     sound = {
         name: {seed: run for seed, run in by_seed.items() if "failed" not in run}
@@ -257,8 +262,9 @@ def _table(
                 p_holm=p,
                 rows_interval=interval,
                 verdict="" if difference is None else verdict(difference, p, interval),
-                recovered=recovered(pairs, teacher["scores"][metric], smaller),
+                recovered=recovered(pairs, teacher["scores"][metric], smaller, percent),
                 smaller_is_better=smaller,
+                percent=percent,
                 failed=len(by_seed) - len(sound[name]),
                 **_means(list(sound[name].values()), metric),
             )
@@ -338,12 +344,17 @@ def verdict(difference: Difference, p: float, interval: tuple[float, float] | No
 
 
 def recovered(
-    pairs: Sequence[tuple[float, float]], teacher: float, smaller_is_better: bool = False
+    pairs: Sequence[tuple[float, float]],
+    teacher: float,
+    smaller_is_better: bool = False,
+    percent: bool = False,
 ) -> Difference | None:
     """(student − baseline) / (teacher − baseline) of each seed; None without a gap to speak of."""
     sign = -1 if smaller_is_better else 1
     gaps = [sign * (teacher - base) for _, base in pairs]
-    scale = float(np.mean([base for _, base in pairs])) if pairs and smaller_is_better else 1.0
+    scale = 100.0 if percent else 1.0
+    if pairs and smaller_is_better:
+        scale = float(np.mean([base for _, base in pairs]))
     if not gaps or min(gaps) <= 0 or float(np.mean(gaps)) < SMALLEST_GAP * scale:
         return None
     return paired([sign * (s - b) / gap for (s, b), gap in zip(pairs, gaps, strict=True)])

@@ -237,7 +237,10 @@ class TaskWork:
             "seconds": history[-1]["seconds"],
             "parameters": count(model),
             "metrics": list(self.corpus.metrics),
-            "smaller": sorted(kind.smaller.intersection(self.corpus.metrics)),
+            **{
+                what: sorted(getattr(kind, what).intersection(self.corpus.metrics))
+                for what in ("smaller", "percent")
+            },
         }
         save_model(self.folder, model, tokenizer, report)
 

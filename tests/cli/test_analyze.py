@@ -53,6 +53,7 @@ def folder(tmp_path_factory):
     broken = save(path, num_hidden_layers=3, **SIZES)
     save(path / "student", num_hidden_layers=2, **{**SIZES, "hidden_size": 12})
     save(path / "other", words=WORDS[:-1], num_hidden_layers=2, **SIZES)
+    save(path / "turned", words=WORDS[:5] + WORDS[:4:-1], num_hidden_layers=2, **SIZES)
     save(path / "narrow", num_hidden_layers=2, **{**SIZES, "intermediate_size": 8})
     began = {"teacher_layers": [1, 3], "settings": {"student_config": {"intermediate_size": 8}}}
     (path / "narrow" / MARKER).write_text(json.dumps(began))
@@ -230,6 +231,7 @@ MISTAKES = [
     ({"text": "x", "measures": "svcca,ckaa"}, "'ckaa': known: svcca"),
     ({"text": "x", "pool": "max"}, "--pool 'max' is not an option"),
     ({"text": "text.txt", "student": "./other"}, "./other: its vocabulary has 9 tokens, the"),
+    ({"text": "text.txt", "student": "./turned"}, "./turned: 'words' is token 5 of its tokenizer"),
     ({"text": "text.txt", "student": "./wrong"}, "made of another --model: layers must be"),
     ({"text": "text.txt", "model": "./nan"}, "--model ./nan: layer 1 of the model gave values"),
     ({"text": "text.txt", "rows": 1, "measures": "unbiased_cka"}, "at least four real tokens"),

@@ -145,6 +145,18 @@ def test_less_perplexity_is_better(table):
     assert recovered([(20.0, 20.0)], 25.0, True) is None
 
 
+def test_a_score_in_percent_is_told_as_it_is(table, monkeypatch):
+    made, results, _ = table
+    percent = {**TEACHER, "smaller": [], "percent": ["perplexity"]}
+    (summary,) = summarize(made, results, {"t": percent})
+    monkeypatch.setattr(report, "_png", lambda figure: figure)
+    (ax,) = report._forest(made, [summary], results).axes
+    dots = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
+    assert dots[0] == pytest.approx(-4.8)
+    assert report.beside_paper(made, [summary])["rows"][1] == ["lower", "23.7", "23.8"]
+    assert recovered([(60.0, 60.5)], 61.0, percent=True) is None
+
+
 def test_pictures_and_papers_of_perplexity(table, monkeypatch):
     made, results, summaries = table
     monkeypatch.setattr(report, "_png", lambda figure: figure)

@@ -54,6 +54,7 @@ class QuestionAnswering(Task):
 
     metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match", "best_f1", "best_exact_match")
     usual: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
+    percent: ClassVar[frozenset[str]] = frozenset(metrics)
     head: ClassVar[str] = "AutoModelForQuestionAnswering"
     head_name: ClassVar[str] = "question answering head"
     outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")

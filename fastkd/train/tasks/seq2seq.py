@@ -31,6 +31,7 @@ class Seq2Seq(Task):
     metrics: ClassVar[tuple[str, ...]] = ("rouge_l", "chrf", "loss")
     usual: ClassVar[tuple[str, ...]] = metrics
     smaller: ClassVar[frozenset[str]] = frozenset({"loss"})
+    percent: ClassVar[frozenset[str]] = frozenset({"chrf"})
     head: ClassVar[str] = "AutoModelForSeq2SeqLM"
     head_name: ClassVar[str] = "language model head"
     pipeline: ClassVar[str] = "text2text-generation"

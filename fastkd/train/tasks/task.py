@@ -63,10 +63,11 @@ class Task:
     """
 
     #: Scores that it knows; those that are told unless asked, of which the first picks the best
-    #: model; and those of which less is better.
+    #: model; those of which less is better; and those that are told in percent.
     metrics: ClassVar[tuple[str, ...]]
     usual: ClassVar[tuple[str, ...]]
     smaller: ClassVar[frozenset[str]] = frozenset()
+    percent: ClassVar[frozenset[str]] = frozenset()
     #: The class of transformers that loads such models, what its head is called in messages, and
     #: the pipeline that uses it.
     head: ClassVar[str] = "AutoModelForSequenceClassification"
