@@ -70,7 +70,8 @@ class Embedding(Task):
       ``negatives``; with one of them in the first row the rows are scored as triples.
 
     Each text is a row of tokens. Models are folders of sentence-transformers, and so are students:
-    the teacher's pooling and normalisation make embeddings of their last hidden states.
+    the teacher's pooling and normalisation make embeddings of their last hidden states, of no more
+    tokens than the folder says (``max_seq_length``).
 
     Scores follow the rows to evaluate on: the correlations of cosines with scores; how high a
     query's answers rank among all documents of the file, by sentence-transformers' evaluator; the
@@ -207,6 +208,7 @@ class Embedding(Task):
             (row[0], text) for row in rows for text in _texts_of(dict(zip(names, row, strict=True)))
         ]
         numbers, texts = ([part[i] for part in each] for i in range(2))
+        max_length = min(max_length, self.max_seq_length or max_length)
         return {**tokenizer(texts, truncation=True, max_length=max_length), "number": numbers}
 
     def compared(self, teacher: Any, student: Any) -> dict[str, Any]:

@@ -267,17 +267,25 @@ def test_other_tokens_are_compared_by_texts_alone(other_body, tmp_path):
         )
 
 
-def test_a_student_compares_as_its_teacher_does(tmp_path):
-    """A folder that says dot products gave one that says cosines."""
+def test_a_student_reads_and_compares_as_its_teacher_does(tmp_path):
+    """A folder that says dot products gave one that says cosines; long texts were read whole."""
     teacher, body = make_embedder(tmp_path / "a", normalize=False), tmp_path / "a-body"
     using = teacher / "config_sentence_transformers.json"
     using.write_text(json.dumps({**read_json(using), "similarity_fn_name": "dot"}))
     config = AutoConfig.from_pretrained(teacher)
+    (teacher / "sentence_bert_config.json").write_text('{"max_seq_length": 6}')
     TASK.of(config).save(body, config)
     both = [SentenceTransformer(str(path)) for path in (teacher, body)]
     assert [model.similarity_fn_name for model in both] == ["dot", "dot"]
-    found, expected = (model.encode(["good film", "a"]) for model in both)
+    texts = ["good film", "a", "the film is very very very very bad"]
+    found, expected = (model.encode(texts) for model in both)
     np.testing.assert_array_equal(found, expected)
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    run(
+        "predict", model=teacher, data=tmp_path / "a.txt", task="embedding", out=tmp_path / "a.json"
+    )
+    told = [row["embedding"] for row in read_json(tmp_path / "a.json")]
+    np.testing.assert_allclose(told, expected, atol=1e-6)
 
 
 def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
