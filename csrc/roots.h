@@ -25,11 +25,13 @@ struct Options {
 };
 
 // √λ or 1/√λ of an eigenvalue that holds its ridge already. Without a ridge, values of the inverse
-// up to eight roundings (of the matrix's type T) of the largest count as zero; so in linalg.py.
+// up to so many roundings (of the matrix's type T) of the largest count as zero; so in linalg.py.
 template <typename T>
 FASTKD_HOST_DEVICE double root_of(double value, double largest, Options options) {
   if (!options.inverse) return sqrt(value);
-  const double zero = options.ridge > 0 ? 0 : 8 * std::numeric_limits<T>::epsilon() * largest;
+  constexpr double kRoundings = sizeof(T) == sizeof(double) ? 64 : 8;
+  const double least = kRoundings * std::numeric_limits<T>::epsilon();
+  const double zero = options.ridge > 0 ? 0 : least * largest;
   return value > zero ? 1 / sqrt(value) : 0;
 }
 

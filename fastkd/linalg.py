@@ -64,8 +64,9 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
 
     The gradient is −Q [(QᵀGQ) / (√λ_i √λ_j (√λ_i + √λ_j))] Qᵀ with λ the eigenvalues of
     A + ridge·I: right for repeated eigenvalues. With ``ridge=0`` zero eigenvalues (below 8
-    roundings of the largest) are left out, as in a pseudo-inverse, and the gradient is the one
-    along matrices of the same rank. A matrix that holds NaN or inf gives NaN for that matrix alone.
+    roundings of the largest, 64 in float64) are left out, as in a pseudo-inverse, and the gradient
+    is the one along matrices of the same rank. A matrix that holds NaN or inf gives NaN for that
+    matrix alone.
 
     Args:
         a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used.
@@ -137,9 +138,11 @@ def _nonzero(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Which ascending eigenvalues (*, n) stand above the rounding of a matrix in ``dtype``.
 
     Below eight roundings of the largest one counts as zero: float32 covariances of low rank have
-    up to four, and a condition number of 1e6 is still regular.
+    up to four, and a condition number of 1e6 is still regular. In float64, where the solver rounds
+    too, zeros have up to twenty.
     """
-    return ~(values <= 8 * torch.finfo(dtype).eps * values[..., -1:])
+    roundings = 64 if dtype == torch.float64 else 8
+    return ~(values <= roundings * torch.finfo(dtype).eps * values[..., -1:])
 
 
 class _MatrixRoot(torch.autograd.Function):
