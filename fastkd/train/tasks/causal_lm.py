@@ -38,8 +38,9 @@ class Decoder(Task):
         model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         arguments = set() if model is None else {*inspect.signature(model.forward).parameters}
         # What doesn't cache keys has masks of its own, and what is stateful remembers all it read.
-        fits = {"position_ids", "past_key_values"} <= arguments and not model._is_stateful
-        return cls(segments=fits and not reads_whole_rows(config))
+        caches = arguments & {"past_key_values", "cache"}  # until transformers 5.23, and from 5.24
+        fits = "position_ids" in arguments and caches and not model._is_stateful
+        return cls(segments=bool(fits) and not reads_whole_rows(config))
 
     def match(
         self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
