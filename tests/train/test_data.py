@@ -183,7 +183,9 @@ def test_rows_that_are_marked_as_without_label(tmp_path):
     more = write(tmp_path / "more.txt", "d\n")
     assert load(Source(**given, unlabelled=more)).unlabelled.texts == ["c", "c", "c", "d"]
     assert load(Source(**given, labels="classes")).names == ["-100", "0", "1"]
-    assert load(Source(**given, labels="numbers")).train.labels.min() == -100
+    numbers = load(Source(**given, labels="numbers"))
+    assert numbers.train.labels.min() == -100
+    assert "warning: 3 training labels are -100, a number here" in "".join(describe(numbers))
     bare = files(tmp_path, text, "text\tlabel\na\t-100\n")
     with pytest.raises(InputError, match="no row has a label, all are -100"):
         load(Source(**bare))

@@ -1,16 +1,17 @@
 """A number for a text, or for two."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.labels import LARGEST, as_name, as_number
-from fastkd.train.rows import Encoded, Rows
+from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import doubt, evaluate
 from fastkd.train.tasks.task import Fitted, Given, Task
 
@@ -36,6 +37,14 @@ class Regression(Task):
 
     def bare(self, rows: Rows) -> Rows:
         return self.unlabelled(rows)
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        marked = np.count_nonzero(np.asarray(corpus.train.labels) == UNLABELLED)
+        if marked:
+            yield (
+                f"warning: {marked} training labels are {UNLABELLED}, a number here, which is "
+                "learned; rows without one belong into --unlabelled"
+            )
 
     def fit_config(self, config: Any) -> None:
         config.num_labels, config.problem_type = 1, "regression"
