@@ -106,6 +106,8 @@ class Method(nn.Module):
     scheduled: bool = False
     #: Terms that don't count for now: of text that the student wrote, its loss on the labels.
     left_out: frozenset[str] = frozenset()
+    #: By what the mean over a process's labels is multiplied, where others have more or fewer.
+    label_share: Any = None
     #: Hyper-parameters that leave out the terms on logits: what the commands take for models
     #: without a head.
     headless: Mapping[str, Any] = {}
@@ -221,10 +223,10 @@ class Method(nn.Module):
             and name not in self.left_out
         }
         made = self.together(step, weights)
-        return [
-            Term(name, weight, made[name] if name in made else getattr(self, name)(step))
-            for name, weight in weights.items()
-        ]
+        made.update({name: getattr(self, name)(step) for name in weights if name not in made})
+        if "task" in made and self.label_share is not None:
+            made["task"] = made["task"] * self.label_share
+        return [Term(name, weight, made[name]) for name, weight in weights.items()]
 
     def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
         """Those of the terms that one pass gives, by name; each other has its own method."""

@@ -307,6 +307,18 @@ class StudentTrainer(Feed, DistillationTrainer):
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _share(self, inputs: dict[str, Any], share: Any) -> Any:
+        """By default; the term on labels is the mean over the step's labels all the same."""
+        ranks, counted = self.args.world_size, self.gather or self.model_accepts_loss_kwargs
+        if ranks == 1 or counted or self.steps.order.labelled.all():
+            return share
+        labels = inputs["labels"] if "labels" in inputs else inputs["start_positions"]
+        real = labels.is_floating_point() and labels.dim() == 1
+        own = (~labels.isnan() if real else labels != UNLABELLED).sum() * (share > 0)
+        part = own * ranks / self.accelerator.gather(own).sum().clamp(min=1)
+        self.distiller.method.label_share = part / (share or 1)
+        return share
+
     def _items(self, batch: dict[str, Any]) -> Tensor:
         return super()._items(batch) * (batch.get(SHARE, 1.0) > 0)
 

@@ -33,8 +33,8 @@ ROWS, BATCH = 45, 8
 # Chats and embeddings have theirs in tests/train/tasks.
 RUNS: dict[str, dict] = {
     "soft_targets": {},
-    # A quarter of each batch has labels: as many in each process.
-    "few": {"max_train_rows": 9, "unlabelled": "more.txt"},
+    # Three rows of each batch have labels: one or two in each process.
+    "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3},
     # Which compares samples with each other; tests/distill/test_one_curve.py has every method.
     "mc3kd": {"method": "mc3kd", "gather": True},
     "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
