@@ -117,6 +117,10 @@ void Angles::gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of,
   }
 }
 
+void fetch_row(const Rows& x) {
+  if (x.data) fetch_all(x.data, x.n * size_of(x.type));
+}
+
 std::vector<int64_t> Negatives::counts() const {
   const int64_t P = rows.positions;
   std::vector<int64_t> found(classes * P);
@@ -133,6 +137,7 @@ void Negatives::add_directions(int64_t position, const Rows& sums) const {
   Angles angles(D);
   std::vector<double> added(classes * D);
   for (int64_t k = 0; k < rows.samples; ++k) {
+    if (k + 1 < rows.samples) fetch_row(rows.row(k + 1, position));
     if (mask && !mask[k * rows.positions + position]) continue;
     angles.add_direction(rows.row(k, position), added.data() + (segments ? segments[k] : 0) * D);
   }

@@ -26,6 +26,9 @@ struct Positions {
   }
 };
 
+// The rows of a position lie far apart, where no processor foresees the next.
+void fetch_row(const Rows& x);
+
 // What a thread needs to look at one position after the other.
 class Angles {
  public:

@@ -174,6 +174,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
     Angles angles(D);
     for (int64_t b = begin; b < end; ++b) {
       const int64_t n = count(b, p);
+      if (b + 1 < end) fetch_row(z.row(b + 1, p)), fetch_row(gradient ? dz.row(b + 1, p) : Rows{});
       const Rows to = gradient ? dz.row(b, p) : Rows{};
       if (n > 0) {
         const double w = 0.5 / double(n), v = own_too ? w + 1.5 : 1.5;
