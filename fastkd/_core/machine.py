@@ -60,13 +60,16 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
+    """With its instructions, as PyTorch uses them: in the cloud a name may stand for many kinds."""
+    name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+                name = line.partition(":")[2].strip()
+                break
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _versions() -> dict[str, str]:
