@@ -136,8 +136,8 @@ Tensor new_gradient(const Tensor& like, int64_t V, ScalarType type) {
 // Losses (R,) of the logits scale·(hidden (R, D) · weight (V, D)ᵀ + bias (V)), of their first
 // ``vocabulary`` words, and gradients of the sum of weights (R,) times ``factor`` times them: of
 // hidden, weight and bias, those in need. All are of one type, but for the bias: float32, float64,
-// or bfloat16 where `has_half_product`. Gradients are of the working type; ``narrow``: of a weight in
-// bfloat16 in its own.
+// or bfloat16 where `has_half_product`. Gradients are of the working type; ``narrow``: of a weight
+// in bfloat16 in its own.
 std::vector<Tensor> cross_entropy_of_states(const Tensor& hidden, const Tensor& weight,
                                             const std::optional<Tensor>& bias,
                                             const Tensor& labels,

@@ -4,11 +4,11 @@
 // Both factors are copied as tiles of 16 x 16 words, a word being two numbers that are neighbours
 // along the sum: 16 rows of pairs on the left, pairs of 16 columns on the right. Where the sum's
 // dimension is dense the source has the rows of a left tile, else those of a right one, and a
-// transpose of words makes the other. Float32 numbers on the left are rounded, as they are on a GPU.
+// transpose of words makes the other. Float32 numbers on the left are rounded, as on a GPU.
 //
 // The sum goes in steps of kDepth, whose tiles stay in the second cache. By vectors that takes half
-// of the time of float32 products on AMD's processors; on Intel's it was slower than those, so there
-// only tiles count. The last bits depend on sizes alone, not on threads.
+// of the time of float32 products on AMD's processors; on Intel's it was slower than those, so
+// there only tiles count. The last bits depend on sizes alone, not on threads.
 #include "tensors.h"
 
 #if defined(__x86_64__) && defined(__linux__)

@@ -50,9 +50,9 @@ inline Rows rows_of(const Tensor& x) {
 // others stay as they are.
 void take_pages(const Tensor& x);
 
-// out (M, N) = a (M, K) of bfloat16, or of float32 rounded to it, times b (K, N) of bfloat16, or that
-// is added to it; only where `has_half_product`. Nothing is added to an ``out`` of bfloat16, which
-// takes the sums rounded once.
+// out (M, N) = a (M, K) of bfloat16, or of float32 rounded to it, times b (K, N) of bfloat16, or
+// that is added to it; only where `has_half_product`. Nothing is added to an ``out`` of bfloat16,
+// which takes the sums rounded once.
 void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add);
 
 // For a gradient as large as what it is of.

@@ -32,7 +32,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     out = empty((len(x), len(weight)), working_dtype(x), x.device)
     if x.dtype not in HALF:
         return torch.mm(x, weight.T, out=out)
-    if _as_they_are(x):
+    if _by_half_product(x):
         torch.ops.fastkd_cpp.half_product(out, x, weight.T, False)
         return out
     wide = x.float()
@@ -47,7 +47,7 @@ def product_back(grad: Tensor, weight: Tensor) -> Tensor:
         return grad @ weight
     if _on_gpu(weight):
         return torch.mm(grad, weight, out_dtype=torch.float32)
-    if _as_they_are(weight):
+    if _by_half_product(weight):
         out = grad.new_empty(len(grad), weight.shape[1])
         torch.ops.fastkd_cpp.half_product(out, grad, weight, False)
         return out
@@ -64,7 +64,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
     of bfloat16 on the CPU. ``grad`` and ``factor`` are `ready` for ``x``. No second matrix of the
     size of ``total``.
     """
-    if _as_they_are(x):
+    if _by_half_product(x):
         torch.ops.fastkd_cpp.half_product(total, grad.T, x, not first)
         return
     if x.dtype not in HALF or not _on_gpu(x):
@@ -116,10 +116,10 @@ def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
 
 def multiplied_as_is(x: Tensor) -> bool:
     """Whether ``x`` is of a half type and enters products as such."""
-    return x.dtype in HALF and (_on_gpu(x) or _as_they_are(x))
+    return x.dtype in HALF and (_on_gpu(x) or _by_half_product(x))
 
 
-def _as_they_are(x: Tensor) -> bool:
+def _by_half_product(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_half_product()
 
 

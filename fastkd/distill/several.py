@@ -108,7 +108,7 @@ class Several(Method):
         """The terms of all."""
         terms = []
         for i, method in enumerate(self.each):
-            method.left_out = self.left_out
+            method.left_out, method.label_share = self.left_out, self.label_share
             for term in method(step.of_teacher(i), progress, on_logits):
                 terms.append(term._replace(name=f"{i}.{term.name}"))
         return terms

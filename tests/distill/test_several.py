@@ -51,6 +51,10 @@ def test_the_loss_is_the_sum(own):
     torch.testing.assert_close(out.loss, total)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient)
+    distiller.method.label_share = 0.5  # as of a process that has fewer labels than others
+    halved = distiller(**data).terms
+    for name in ("0.task", "1.task"):
+        torch.testing.assert_close(halved[name], out.terms[name] / 2)
     distiller.method.left_out = frozenset({"task"})  # as of text that the student wrote
     assert distiller(**data).terms.keys() == out.terms.keys() - {"0.task", "1.task"}
     assert not any(p.requires_grad for p in distiller.teacher.parameters())
