@@ -84,41 +84,104 @@ FASTKD_VECTORS inline void transpose(__m512i* rows) {
   }
 }
 
-// A tile of 16 lines and 32 numbers of the sum, zeros from ``end`` on.
-FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end, Tile& tile) {
-  // Halves 0, 16, 1, 17, ...: two runs as pairs.
+// Halves 0, 16, 1, 17, ...: two runs as pairs.
+FASTKD_VECTORS inline __m512i in_pairs(__m512i runs) {
   const __m512i step = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(1 << 16 | 1));
-  const __m512i pairs = _mm512_add_epi32(step, _mm512_set1_epi32(16 << 16));
-  const int64_t size = size_of(of.type);
-  __m512i rows[16];
-  for (int r = 0; r < 16; ++r) {
-    // Two runs of 16: of one line, or of a pair of the sum's numbers.
-    const int64_t row = of.dense ? line + r : k + 2 * r, column = of.dense ? k : line;
-    const int64_t height = of.dense ? of.lines : end, width = of.dense ? end : of.lines;
-    const __mmask16 some = first(row < height ? width - column : 0);
-    const __mmask16 more = of.dense ? first(row < height ? width - column - 16 : 0)
-                                    : first(row + 1 < height ? width - column : 0);
-    const char* x = of.data + (row * of.stride + column) * size;
-    const char* y = x + (of.dense ? 16 : of.stride) * size;
-    if (of.type == Type::kBFloat16) {
-      const __m512i run = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(some, x));
-      rows[r] = _mm512_inserti64x4(run, _mm256_maskz_loadu_epi16(more, y), 1);
-    } else {
-      if (of.dense) {  // of so many rows at once no processor foresees what the next step reads
-        _mm_prefetch(x + kDepth * size, _MM_HINT_T1);
-        _mm_prefetch(y + kDepth * size, _MM_HINT_T1);
-      }
-      const __m512 a = _mm512_maskz_loadu_ps(some, x), b = _mm512_maskz_loadu_ps(more, y);
-      rows[r] = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-    }
-    if (!of.dense) rows[r] = _mm512_permutexvar_epi16(pairs, rows[r]);
+  return _mm512_permutexvar_epi16(_mm512_add_epi32(step, _mm512_set1_epi32(16 << 16)), runs);
+}
+
+// Two runs of 16, of one line or of a pair of the sum's numbers, as far as masks reach.
+template <bool kWide>
+FASTKD_VECTORS inline __m512i load(const char* x, const char* y, __mmask16 some, __mmask16 more) {
+  if constexpr (kWide) {
+    const __m512 a = _mm512_maskz_loadu_ps(some, x), b = _mm512_maskz_loadu_ps(more, y);
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+  } else {
+    const __m512i run = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(some, x));
+    return _mm512_inserti64x4(run, _mm256_maskz_loadu_epi16(more, y), 1);
   }
-  if (of.dense != of.left) transpose(rows);
+}
+
+// A tile of 16 lines and 32 numbers of the sum, zeros from ``end`` on; a whole one has none. What is
+// the same for all tiles of a factor is known to the compiler: it takes half of the time.
+template <bool kWide, bool kDense, bool kTurned, bool kWhole>
+FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end, Tile& tile) {
+  constexpr int64_t kSize = kWide ? 4 : 2;
+  const int64_t row = kDense ? line : k, column = kDense ? k : line;
+  const int64_t height = (kDense ? of.lines : end) - row;
+  const int64_t width = (kDense ? end : of.lines) - column;
+  const char* x = of.data + (row * of.stride + column) * kSize;
+  const int64_t other = kSize * (kDense ? 16 : of.stride);
+  const int64_t next = kSize * of.stride * (kDense ? 1 : 2);
+  __m512i rows[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r, x += next) {
+    __mmask16 some = 0xffff, more = 0xffff;
+    if constexpr (!kWhole) {
+      some = first((kDense ? r : 2 * r) < height ? width : 0);
+      more = kDense ? first(r < height ? width - 16 : 0) : first(2 * r + 1 < height ? width : 0);
+    }
+    rows[r] = load<kWide>(x, x + other, some, more);
+    if constexpr (!kDense) rows[r] = in_pairs(rows[r]);
+  }
+  if constexpr (kTurned) transpose(rows);
+#pragma GCC unroll 16
   for (int r = 0; r < 16; ++r) _mm512_store_si512(tile.words[r], rows[r]);
 }
 
+using Pack = void (*)(const Factor&, int64_t line, int64_t k, int64_t end, Tile&);
+
+template <bool kWide, bool kDense>
+Pack pack_of(bool turned, bool whole) {
+  if (turned) return whole ? pack<kWide, kDense, true, true> : pack<kWide, kDense, true, false>;
+  return whole ? pack<kWide, kDense, false, true> : pack<kWide, kDense, false, false>;
+}
+Pack pack_of(const Factor& of, bool whole) {
+  const bool turned = of.dense != of.left;
+  if (of.type == Type::kFloat) {
+    return of.dense ? pack_of<true, true>(turned, whole) : pack_of<true, false>(turned, whole);
+  }
+  return of.dense ? pack_of<false, true>(turned, whole) : pack_of<false, false>(turned, whole);
+}
+
+// Rows of memory, each of so many lines of a cache, ``stride`` bytes apart.
+struct Lines {
+  const char* row = nullptr;
+  int64_t rows = 0, lines = 0, stride = 0, line = 0;
+
+  int64_t share(int64_t shares) const { return (rows * lines + shares - 1) / shares; }
+  template <bool kToWrite>
+  void fetch(int64_t most) {
+    for (; most > 0 && rows > 0; --most) {
+      __builtin_prefetch(row + 64 * line, kToWrite, 2);
+      if (++line == lines) line = 0, row += stride, --rows;
+    }
+  }
+};
+
+// What goes into the second cache while tiles are multiplied: what the next step packs of both
+// factors, and where this product is written. Of so many rows at once no processor foresees what is
+// next. A few lines at a time, or loads would wait.
+struct Ahead {
+  Lines left, right, sums;
+  int64_t of_left, of_right, of_sums = 0;
+
+  Ahead(const Lines& left, const Lines& right, int64_t calls)
+      : left(left), right(right), of_left(left.share(calls)), of_right(right.share(calls)) {}
+  void write(const Lines& to, int64_t calls) { sums = to, of_sums = to.share(calls); }
+  void fetch() {
+    left.fetch<false>(of_left);
+    right.fetch<false>(of_right);
+    sums.fetch<true>(of_sums);
+  }
+};
+
+// Times that a product of so many tiles of the sum calls for more.
+constexpr int64_t calls(int64_t depth) { return 4 * depth; }
+
 // Two tiles' rows times two tiles' columns, summed over ``depth`` tiles.
-FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Tile* sums) {
+FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Ahead& ahead,
+                                 Tile* sums) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -132,6 +195,7 @@ FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Ti
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    for (int64_t n = 0; n < calls(1); ++n) ahead.fetch();
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 1, 64);
@@ -139,16 +203,20 @@ FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Ti
   _tile_stored(3, sums + 3, 64);
 }
 
-// The same by vectors, of eight rows at a time: their sums, two vectors each, stay in registers.
-FASTKD_VECTORS void multiply_vectors(const Tile* a, const Tile* b, int64_t depth, Tile* sums) {
+// The same by vectors, of eight rows at a time: their sums, two vectors each, stay in registers. Of
+// as many rows and words of the sum as there are.
+FASTKD_VECTORS void multiply_vectors(const Tile* a, const Tile* b, int64_t depth, int64_t rows,
+                                     int64_t words, Ahead& ahead, Tile* sums) {
   constexpr int kRows = 8;
   for (int side = 0; side < 2; ++side) {
-    for (int top = 0; top < 16; top += kRows) {
+    for (int top = 0; top < 16 && 16 * side + top < rows; top += kRows) {
       __m512 found[kRows][2] = {};
       for (int64_t k = 0; k < depth; ++k) {
         const auto *left = &a[side * depth + k].words[top], *right = b[k].words;
         const auto* const more = b[depth + k].words;
-        for (int word = 0; word < 16; ++word) {
+        const int64_t here = std::min<int64_t>(16, words - 16 * k);
+        ahead.fetch();
+        for (int64_t word = 0; word < here; ++word) {
           const __m512bh x = (__m512bh)_mm512_load_si512(right[word]);
           const __m512bh y = (__m512bh)_mm512_load_si512(more[word]);
 #pragma GCC unroll 8
@@ -188,6 +256,11 @@ Unit unit() {
   return found;
 }
 
+// Of a task: the numbers from k to ``last`` of a part of the sum, to be added to a block's sums.
+struct Step {
+  int64_t task, row, column, part, k, last, end;
+};
+
 struct Product {
   Factor a, b;
   float* out;  // of every slice of the sum
@@ -210,10 +283,13 @@ struct Product {
                                     Tile* tiles) const {
     const int64_t lines = (std::min(block, of.lines - line) + 31) / 32 * 2;
     const int64_t depth = (end - k + 31) / 32, outer = of.dense ? lines : depth;
+    const Pack packs[] = {pack_of(of, false), pack_of(of, true)};
     for (int64_t n = 0; n < lines * depth; ++n) {
       const int64_t inner = lines * depth / outer, i = of.dense ? n / inner : n % inner;
       const int64_t j = of.dense ? n % inner : n / inner;
-      pack(of, line + 16 * i, k + 32 * j, end, tiles[i * depth + j]);
+      const int64_t at = line + 16 * i, begin = k + 32 * j;
+      const bool whole = at + 16 <= of.lines && begin + 32 <= end;
+      packs[whole](of, at, begin, end, tiles[i * depth + j]);
     }
     return 16 * lines;
   }
@@ -236,34 +312,62 @@ struct Product {
     }
   }
 
-  void run(int64_t task, Tile* tiles, float* room_for_sums) const {
-    const int64_t place = task / slices, part = task % slices;
-    const int64_t row = place / blocks(b) * block, column = place % blocks(b) * block;
-    const int64_t end = std::min(a.size, (part + 1) * slice);
+  Step first_step(int64_t task) const {
+    const int64_t place = task / slices, part = task % slices, k = part * slice;
+    const int64_t end = std::min(a.size, k + slice);
+    return {task, place / blocks(b) * block, place % blocks(b) * block, part, k,
+            std::min(end, k + most), end};
+  }
+  Step after(const Step& step) const {
+    if (step.last == step.end) return first_step(step.task + 1);
+    Step next = step;
+    next.k = step.last;
+    next.last = std::min(step.end, next.k + most);
+    return next;
+  }
+
+  // What a step packs of a factor.
+  Lines packed(const Factor& of, int64_t line, const Step& step) const {
+    const int64_t lines = std::min(block, of.lines - line), numbers = step.last - step.k;
+    const int64_t size = size_of(of.type), rows = of.dense ? lines : numbers;
+    const int64_t start = of.dense ? line * of.stride + step.k : step.k * of.stride + line;
+    const int64_t bytes = (of.dense ? numbers : lines) * size;
+    return {of.data + start * size, rows, (bytes + 63) / 64, of.stride * size};
+  }
+
+  void run(const Step& step, const Step* next, Tile* tiles, float* room_for_sums) const {
     Tile* const right = tiles + room(a);
-    for (int64_t k = part * slice; k < end; k += most) {
-      const int64_t last = std::min(end, k + most), depth = (last - k + 31) / 32;
-      const int64_t rows = pack_block(a, row, k, last, tiles);
-      const int64_t columns = pack_block(b, column, k, last, right);
-      // Compilers don't know that loads of tiles read memory.
-      std::atomic_signal_fence(std::memory_order_seq_cst);
-      for (int64_t i = 0; i < rows; i += 32) {
-        for (int64_t j = 0; j < columns; j += 32) {
-          Tile sums[4];
-          const auto multiply = by_tiles ? multiply_tiles : multiply_vectors;
-          multiply(tiles + i / 16 * depth, right + j / 16 * depth, depth, sums);
-          const int64_t place = (row + i) * stride + column + j;
-          const bool begins = k == part * slice, ends = last == end;
-          if (halves) {
-            float* wide = room_for_sums + i * block + j;
-            write(sums, row + i, column + j, begins ? nullptr : wide, ends ? nullptr : wide, block,
-                  ends ? halves + place : nullptr);
-          } else {
-            float* to = out + part * slice_stride + place;
-            write(sums, row + i, column + j, add || !begins ? to : nullptr, to, stride, nullptr);
-          }
-        }
+    const int64_t row = step.row, column = step.column, depth = (step.last - step.k + 31) / 32;
+    const int64_t rows = pack_block(a, row, step.k, step.last, tiles);
+    const int64_t columns = pack_block(b, column, step.k, step.last, right);
+    const int64_t words = (step.last - step.k + 1) / 2, products = rows / 32 * (columns / 32);
+    Ahead ahead(next ? packed(a, next->row, *next) : Lines{},
+                next ? packed(b, next->column, *next) : Lines{}, products * calls(depth));
+    const bool begins = step.k == step.part * slice, ends = step.last == step.end;
+    // Compilers don't know that loads of tiles read memory.
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    for (int64_t n = 0; n < products; ++n) {
+      const int64_t i = n / (columns / 32) * 32, j = n % (columns / 32) * 32;
+      const int64_t place = step.part * slice_stride + (row + i) * stride + column + j;
+      uint16_t* const narrow = halves && ends ? halves + place : nullptr;
+      float* const wide = halves ? room_for_sums + i * block + j : out + place;
+      if (narrow || !halves) {
+        const int64_t size = narrow ? sizeof(*narrow) : sizeof(*wide);
+        const int64_t bytes = std::min<int64_t>(32, b.lines - column - j) * size;
+        ahead.write({narrow ? (char*)narrow : (char*)wide,
+                     std::min<int64_t>(32, a.lines - row - i), (bytes + 63) / 64, stride * size},
+                    calls(depth));
       }
+      Tile sums[4];
+      const Tile *of_rows = tiles + i / 16 * depth, *of_columns = right + j / 16 * depth;
+      if (by_tiles) {
+        multiply_tiles(of_rows, of_columns, depth, ahead, sums);
+      } else {
+        multiply_vectors(of_rows, of_columns, depth, a.lines - row - i, words, ahead, sums);
+      }
+      const float* const before = !begins || (add && !halves) ? wide : nullptr;
+      write(sums, row + i, column + j, before, narrow ? nullptr : wide, halves ? block : stride,
+            narrow);
     }
   }
 
@@ -274,7 +378,10 @@ struct Product {
     const std::unique_ptr<Tile[]> tiles(new Tile[room(a) + room(b)]);
     const std::unique_ptr<float[]> sums(new float[halves && slice > most ? block * block : 0]);
     if (by_tiles) configure();
-    for (int64_t task = begin; task < end; ++task) run(task, tiles.get(), sums.get());
+    for (Step step = first_step(begin), next; step.task < end; step = next) {
+      next = after(step);
+      run(step, next.task < end ? &next : nullptr, tiles.get(), sums.get());
+    }
     if (by_tiles) release();
   }
 };
