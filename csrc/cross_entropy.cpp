@@ -133,34 +133,51 @@ Tensor new_gradient(const Tensor& like, int64_t V, ScalarType type) {
   return x;
 }
 
-// Losses (R,) of the logits scale·(hidden (R, D) · weight (V, D)ᵀ + bias (V)), of their first
-// ``vocabulary`` words, and gradients of the sum of weights (R,) times ``factor`` times them: of
-// hidden, weight and bias, those in need. All are of one type, but for the bias: float32, float64,
-// or bfloat16 where `has_half_product`. Gradients are of the working type; ``narrow``: of a weight
-// in bfloat16 in its own.
-std::vector<Tensor> cross_entropy_of_states(const Tensor& hidden, const Tensor& weight,
-                                            const std::optional<Tensor>& bias,
-                                            const Tensor& labels,
-                                            const std::optional<Tensor>& weights,
-                                            bool needs_hidden, bool needs_weight, bool needs_bias,
-                                            int64_t vocabulary, double scale, double factor,
-                                            double label_smoothing, double z_loss, bool narrow) {
+// Cross-entropies of the logits scale·(hidden (R, D) · weight (V, D)ᵀ + bias (V)), of their first
+// ``vocabulary`` words: their sum by the denominator, or if it is None by ``count``, or those of rows
+// where that is 0. First times ``factor``, then as the task's terms among all (4) or (4, R), and last
+// the gradients of the first's sum, weighed by weights (R,) if these are rows: of hidden, weight and
+// bias, those in need. All are of one type, but for the bias: float32, float64, or bfloat16 where
+// `has_half_product`. Gradients are of the working type; ``narrow``: of a weight in bfloat16 in its
+// own.
+std::vector<Tensor> cross_entropy_of_states(
+    const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+    const Tensor& labels, const std::optional<Tensor>& weights,
+    const std::optional<Tensor>& denominator, double count, bool needs_hidden, bool needs_weight,
+    bool needs_bias, int64_t vocabulary, double scale, double factor, double label_smoothing,
+    double z_loss, bool narrow) {
+  constexpr int64_t kTerms = 4, kTask = 1;
   const int64_t R = hidden.size(0), V = vocabulary;
-  const bool wide = hidden.scalar_type() == ScalarType::Double;
+  const bool wide = hidden.scalar_type() == ScalarType::Double, of_rows = count == 0;
+  const bool learns = needs_hidden || needs_weight || needs_bias;
+  STD_TORCH_CHECK(!learns || weights || !of_rows, "gradients of rows need their weights");
   const ScalarType type = working_type(hidden);
+  const double divisor = denominator ? value_of(*denominator) : count;
   const Tensor words = first_rows(weight, V);
   const Tensor places = words_of(labels, V);
-  const Tensor loss = torch::stable::new_empty(hidden, {R}, type);
+  Tensor terms = torch::stable::new_empty(hidden, {kTerms, R}, type);
+  torch::stable::fill_(terms, 0);
+  const Rows losses = numbers_of(torch::stable::select(terms, 0, kTask));
   const Tensor z = new_logits(hidden, R, V, type);
   multiply(z, hidden, torch::stable::transpose(words, 0, 1));
   if (bias || scale != 1) (wide ? finish_rows<double> : finish_rows<float>)(z, bias, scale);
-  const Rows given = weights ? numbers_of(*weights) : Rows{};
+  const Tensor shared = scalar(1 / divisor, hidden);
+  const Rows given = numbers_of(of_rows && weights ? *weights : shared);
   const auto run = wide ? each_loss<double> : each_loss<float>;
   const CrossEntropy of{label_smoothing, z_loss, factor * scale};
-  run(z, data<int64_t>(places), given, weights ? std::optional(z) : std::nullopt, of,
-      numbers_of(loss));
-  std::vector<Tensor> made{loss};
-  if (!weights) return made;
+  run(z, data<int64_t>(places), given, learns ? std::optional(z) : std::nullopt, of, losses);
+  Tensor loss = torch::stable::new_empty(hidden, {R}, type);
+  if (of_rows) {
+    for (int64_t i = 0; i < R; ++i) numbers_of(loss).put(i, factor * losses.get(i));
+  } else {
+    double sum = 0;
+    for (int64_t i = 0; i < R; ++i) sum += losses.get(i);
+    loss = fastkd::scalar(factor * sum / divisor, hidden);
+    terms = torch::stable::new_empty(hidden, {kTerms}, type);
+    torch::stable::fill_(terms, 0);
+    numbers_of(terms).put(kTask, sum / divisor);
+  }
+  std::vector<Tensor> made{loss, terms};
   if (needs_hidden) {
     made.push_back(new_large(hidden, {R, hidden.size(1)}, type));
     multiply(made.back(), z, words);
@@ -186,8 +203,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
       " float label_smoothing, float z_loss) -> Tensor");
   m.def(
       "cross_entropy_of_states(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels,"
-      " Tensor? weights, bool needs_hidden, bool needs_weight, bool needs_bias, int vocabulary,"
-      " float scale, float factor, float label_smoothing, float z_loss, bool narrow) -> Tensor[]");
+      " Tensor? weights, Tensor? denominator, float count, bool needs_hidden, bool needs_weight,"
+      " bool needs_bias, int vocabulary, float scale, float factor, float label_smoothing,"
+      " float z_loss, bool narrow) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

@@ -294,20 +294,24 @@ struct Product {
     return 16 * lines;
   }
 
-  // Sums that begin at a row and column: those ``before`` are added, ``wide`` and ``to`` take them.
-  FASTKD_VECTORS void write(const Tile* sums, int64_t row, int64_t column, const float* before,
-                            float* wide, int64_t wide_stride, uint16_t* to) const {
-    for (int tile = 0; tile < 4; ++tile) {
-      const int64_t top = tile / 2 * 16, left = tile % 2 * 16;
-      const __mmask16 mask = first(b.lines - column - left);
-      for (int64_t r = 0; r < std::min<int64_t>(16, a.lines - row - top); ++r) {
-        __m512 sum = _mm512_load_ps(sums[tile].words[r]);
-        const int64_t place = (top + r) * wide_stride + left;
-        if (before) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, before + place), sum);
-        if (wide) _mm512_mask_storeu_ps(wide + place, mask, sum);
-        if (!to) continue;
-        const __m256i near = (__m256i)_mm512_cvtneps_pbh(sum);
-        _mm256_mask_storeu_epi16(to + (top + r) * stride + left, mask, near);
+  // Sums that begin at a row and column, with those before if there are, into float32 or rounded.
+  template <bool kAdds, bool kNarrow>
+  FASTKD_VECTORS void write(const Tile* sums, int64_t row, int64_t column, float* wide,
+                            int64_t wide_stride, uint16_t* narrow) const {
+    const __mmask16 left = first(b.lines - column), right = first(b.lines - column - 16);
+    for (int64_t r = 0; r < std::min<int64_t>(32, a.lines - row); ++r, wide += wide_stride) {
+      __m512 x = _mm512_load_ps(sums[r / 16 * 2].words[r % 16]);
+      __m512 y = _mm512_load_ps(sums[r / 16 * 2 + 1].words[r % 16]);
+      if constexpr (kAdds) {
+        x = _mm512_add_ps(_mm512_maskz_loadu_ps(left, wide), x);
+        y = _mm512_add_ps(_mm512_maskz_loadu_ps(right, wide + 16), y);
+      }
+      if constexpr (kNarrow) {
+        const __mmask32 both = __mmask32(right) << 16 | left;
+        _mm512_mask_storeu_epi16(narrow + r * stride, both, (__m512i)_mm512_cvtne2ps_pbh(y, x));
+      } else {
+        _mm512_mask_storeu_ps(wide, left, x);
+        _mm512_mask_storeu_ps(wide + 16, right, y);
       }
     }
   }
@@ -365,9 +369,10 @@ struct Product {
       } else {
         multiply_vectors(of_rows, of_columns, depth, a.lines - row - i, words, ahead, sums);
       }
-      const float* const before = !begins || (add && !halves) ? wide : nullptr;
-      write(sums, row + i, column + j, before, narrow ? nullptr : wide, halves ? block : stride,
-            narrow);
+      const bool adds = !begins || (add && !halves);
+      const auto put = narrow ? (adds ? &Product::write<true, true> : &Product::write<false, true>)
+                              : (adds ? &Product::write<true, false> : &Product::write<false, false>);
+      (this->*put)(sums, row + i, column + j, wide, halves ? block : stride, narrow);
     }
   }
 

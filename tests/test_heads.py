@@ -327,12 +327,14 @@ def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
 def test_shapes_of_labels_of_one_chunk():
     h, w, b = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
     call = torch.ops.fastkd_cpp.cross_entropy_of_states
-    rest = torch.arange(4), torch.rand(4)
-    for needs in itertools.product([False, True], repeat=3):
-        more = *needs, 7, 1.0, 1.0, 0.0, 0.0, True
+    rest = torch.arange(4), torch.rand(4), None
+    for count, *needs in itertools.product([0, 2], *[[False, True]] * 3):
+        more = count, *needs, 7, 1.0, 1.0, 0.0, 0.0, True
         torch.library.opcheck(call, (h, w, b, *rest, *more), test_utils="test_faketensor")
     with pytest.raises(RuntimeError, match="a label is no word"):
-        call(h, w, b, torch.full((4,), 7), None, *more)
+        call(h, w, b, torch.full((4,), 7), None, None, *more)
+    with pytest.raises(RuntimeError, match="gradients of rows need their weights"):
+        call(h, w, b, torch.arange(4), None, None, 0, *more[1:])
 
 
 def test_terms_by_name():

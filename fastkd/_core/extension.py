@@ -89,12 +89,15 @@ def _states_meta(
     bias: Tensor | None,
     labels: Tensor,
     weights: Tensor | None,
+    denominator: Tensor | None,
+    count: float,
     *options: object,
 ) -> list[Tensor]:
-    """Shapes of the losses, and with weights of the gradients needed."""
-    found = [_scalar(hidden).new_empty(hidden.shape[0])]
+    """Shapes of the loss, the terms, and the gradients needed."""
+    shape = () if count else (hidden.shape[0],)
+    found = [_scalar(hidden).new_empty(sizes) for sizes in (shape, (4, *shape))]
     for x, needed in zip((hidden, weight, bias), options, strict=False):
-        if x is not None and needed and weights is not None:
+        if x is not None and needed:
             narrow = x is weight and options[-1] and x.dtype == torch.bfloat16
             found.append(x.new_empty(x.shape, dtype=x.dtype if narrow else _scalar(x).dtype))
     return found

@@ -135,6 +135,15 @@ class LinearSoftTargets(torch.autograd.Function):
             no_needs = [False] * len(needs)
             (rows,) = _run(options, *given, None, no_needs)
             total = rows
+        elif options.runs_on == "cpp" and _at_once(student, teacher, labels, mask, recipe):
+            count = 1 if options.reduction == "sum" else max(student[0].shape[0], 1)
+            with autocast_off(student[0]):
+                loss, total, *grads = _labels_at_once(
+                    student, labels, None, denominator, count, recipe, needs
+                )
+            _save(ctx, *grads)
+            ctx.mark_non_differentiable(total)
+            return loss, total
         else:
             divisor = _divisor(student[0], mask, options.reduction, denominator)
             weights = None
@@ -257,8 +266,9 @@ def _in_chunks(
     elif mask is not None and weights is not None:
         weights = weights.masked_fill(~mask, 0)
     with autocast_off(hidden):
-        if mask is None and runs_on == "cpp" and _at_once(student, teacher, labels, recipe):
-            terms, grads = _labels_at_once(student, labels, weights, recipe, needs)
+        if runs_on == "cpp" and _at_once(student, teacher, labels, mask, recipe):
+            _, terms, *made = _labels_at_once(student, labels, weights, None, 0, recipe, needs)
+            grads = dict(zip((i for i in range(3) if needs[i]), made, strict=False))
         else:
             work = _Pass(student, teacher, recipe, needs, runs_on)
             for chunk in work.chunks:
@@ -278,11 +288,14 @@ def _at_once(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     labels: Tensor | None,
+    mask: Tensor | None,
     recipe: Recipe,
 ) -> bool:
     """Whether one operator makes all: of labels alone, in one chunk, by a head of one product."""
     hidden, weight = student[0], student[1]
     assert hidden is not None and weight is not None
+    if mask is not None or torch.compiler.is_compiling():
+        return False
     plain = labels is not None and len(student) == 3 and not recipe.student.softcap
     if not plain or teacher or recipe.terms or recipe.task_weight == 0:
         return False
@@ -296,16 +309,20 @@ def _labels_at_once(
     student: list[Tensor | None],
     labels: Tensor | None,
     weights: Tensor | None,
+    denominator: Tensor | None,
+    count: int,
     recipe: Recipe,
     needs: list[bool],
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Terms and gradients, as a `_Pass` has them."""
+) -> list[Tensor]:
+    """The loss, its terms, and the gradients needed; of rows where there is no count."""
     (_, weight, _), task = student, recipe.task
     assert weight is not None
-    losses, *made = torch.ops.fastkd_cpp.cross_entropy_of_states(
+    made: list[Tensor] = torch.ops.fastkd_cpp.cross_entropy_of_states(
         *student,
         labels,
         weights,
+        denominator,
+        count,
         *needs,
         recipe.vocabulary or weight.shape[0],
         recipe.student.scale,
@@ -314,9 +331,7 @@ def _labels_at_once(
         task.z_loss,
         recipe.narrow,
     )
-    terms = losses.new_zeros(len(TERMS), losses.shape[0])
-    terms[1] = losses
-    return terms, dict(zip((i for i in range(3) if needs[i]), made, strict=False))
+    return made
 
 
 def _chunk_rows(recipe: Recipe, hidden: Tensor, bytes_each: int, V: int) -> int:
