@@ -11,6 +11,9 @@
 namespace fastkd {
 namespace {
 
+// Rows of logits that are followed by others in bfloat16: fewer would read the head more often.
+constexpr int64_t kLogitRows = 128;
+
 struct CrossEntropy {
   double label_smoothing, z_loss;
   double factor = 1;  // of weights
@@ -27,9 +30,11 @@ namespace {
 
 int64_t bytes_of_row(const Tensor& x) { return 3 * x.size(1) * x.element_size(); }
 
+// The losses of rows, the gradient weighed by ``weights`` and, in another type, ``copy`` of it.
 template <typename W>
 void each_loss(const Tensor& student, const int64_t* labels, const Rows& weights,
-               const std::optional<Tensor>& gradient, CrossEntropy of, const Rows& losses) {
+               const std::optional<Tensor>& gradient, const Rows& copy, CrossEntropy of,
+               const Rows& losses) {
   const int64_t n = student.size(1);
   each_row(student.size(0), bytes_of_row(student), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -37,6 +42,7 @@ void each_loss(const Tensor& student, const int64_t* labels, const Rows& weights
       const double weight = gradient ? of.factor * weights.get(i) : 0;
       const W* z = data<W>(student) + i * student.stride(0);
       losses.put(i, FASTKD_CALL(loss_of, z, n, labels[i], of, weight, dz));
+      copy.written(i, 0, n, dz);
     }
   });
 }
@@ -62,7 +68,8 @@ Tensor cross_entropy(const Tensor& student, const Tensor& labels,
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   const bool wide = student.scalar_type() == ScalarType::Double;
   const auto run = wide ? each_loss<double> : each_loss<float>;
-  run(student, data<int64_t>(places), given, gradient, {label_smoothing, z_loss}, numbers_of(loss));
+  const CrossEntropy of{label_smoothing, z_loss};
+  run(student, data<int64_t>(places), given, gradient, {}, of, numbers_of(loss));
   return loss;
 }
 
@@ -85,19 +92,15 @@ void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double
   });
 }
 
-// The sum of rows (R, V), into the first V numbers of ``total``.
+// Adds rows (R, V) to ``sums`` (V).
 template <typename W>
-void add_rows(const Tensor& rows, const Tensor& total) {
-  const int64_t R = rows.size(0), V = rows.size(1);
-  const Rows out{data<char>(total), 0, V, type_of(total)};
+void add_rows(const Tensor& rows, double* sums) {
   constexpr int64_t kLeast = 1024;  // columns, of which a thread takes no fewer
-  torch::stable::parallel_for(0, V, kLeast, [&](int64_t begin, int64_t end) {
-    std::vector<double> sums(end - begin);
-    for (int64_t i = 0; i < R; ++i) {
-      const W* row = data<W>(rows) + i * rows.stride(0) + begin;
-      for (int64_t j = 0; j < end - begin; ++j) sums[j] += row[j];
+  torch::stable::parallel_for(0, rows.size(1), kLeast, [&](int64_t begin, int64_t end) {
+    for (int64_t i = 0; i < rows.size(0); ++i) {
+      const W* row = data<W>(rows) + i * rows.stride(0);
+      for (int64_t j = begin; j < end; ++j) sums[j] += row[j];
     }
-    Rows{out.place(0, begin), 0, end - begin, out.type}.fill(sums.data());
   });
 }
 
@@ -121,6 +124,11 @@ Tensor new_logits(const Tensor& like, int64_t R, int64_t V, ScalarType type) {
   if (V % kPage) return new_large(like, {R, V}, type);
   Tensor room = new_large(like, {R, V + kApart}, type);
   return torch::stable::narrow(room, 1, 0, V);
+}
+
+Rows after(Rows rows, int64_t start) {
+  rows.data = rows.place(start, 0);
+  return rows;
 }
 
 // Room for a gradient of ``like`` (V or more, ...), zeros from V on.
@@ -158,14 +166,28 @@ std::vector<Tensor> cross_entropy_of_states(
   Tensor terms = torch::stable::new_empty(hidden, {kTerms, R}, type);
   torch::stable::fill_(terms, 0);
   const Rows losses = numbers_of(torch::stable::select(terms, 0, kTask));
-  const Tensor z = new_logits(hidden, R, V, type);
-  multiply(z, hidden, torch::stable::transpose(words, 0, 1));
-  if (bias || scale != 1) (wide ? finish_rows<double> : finish_rows<float>)(z, bias, scale);
+  const bool half = type_of(weight) == Type::kBFloat16;
+  const int64_t most = half ? std::min(R, kLogitRows) : R;
+  Tensor z = new_logits(hidden, most, V, type);
+  const bool copies = half && (needs_hidden || needs_weight);
+  Tensor gradient = copies ? new_logits(hidden, R, V, weight.scalar_type()) : z;
   const Tensor shared = scalar(1 / divisor, hidden);
   const Rows given = numbers_of(of_rows && weights ? *weights : shared);
-  const auto run = wide ? each_loss<double> : each_loss<float>;
   const CrossEntropy of{label_smoothing, z_loss, factor * scale};
-  run(z, data<int64_t>(places), given, learns ? std::optional(z) : std::nullopt, of, losses);
+  std::vector<double> bias_sums(needs_bias ? V : 0);
+  for (int64_t start = 0; start < R; start += most) {
+    const int64_t rows = std::min(most, R - start);
+    Tensor states = hidden, some = first_rows(z, rows);
+    if (rows < R) states = torch::stable::narrow(states, 0, start, rows);
+    multiply(some, states, torch::stable::transpose(words, 0, 1));
+    if (bias || scale != 1) (wide ? finish_rows<double> : finish_rows<float>)(some, bias, scale);
+    const auto run = wide ? each_loss<double> : each_loss<float>;
+    run(some, data<int64_t>(places) + start, after(given, start),
+        learns ? std::optional(some) : std::nullopt,
+        copies ? after(rows_of(gradient), start) : Rows{}, of, after(losses, start));
+    if (needs_bias) (wide ? add_rows<double> : add_rows<float>)(some, bias_sums.data());
+  }
+  if (copies) z = gradient;  // its memory is free for what follows
   Tensor loss = torch::stable::new_empty(hidden, {R}, type);
   if (of_rows) {
     for (int64_t i = 0; i < R; ++i) numbers_of(loss).put(i, factor * losses.get(i));
@@ -180,16 +202,15 @@ std::vector<Tensor> cross_entropy_of_states(
   std::vector<Tensor> made{loss, terms};
   if (needs_hidden) {
     made.push_back(new_large(hidden, {R, hidden.size(1)}, type));
-    multiply(made.back(), z, words);
+    multiply(made.back(), gradient, words);
   }
   if (needs_weight) {
-    const bool half = narrow && type_of(weight) == Type::kBFloat16;
-    made.push_back(new_gradient(weight, V, half ? weight.scalar_type() : type));
-    multiply(first_rows(made.back(), V), torch::stable::transpose(z, 0, 1), hidden);
+    made.push_back(new_gradient(weight, V, narrow && half ? weight.scalar_type() : type));
+    multiply(first_rows(made.back(), V), torch::stable::transpose(gradient, 0, 1), hidden);
   }
   if (needs_bias) {
     made.push_back(new_gradient(*bias, V, working_type(*bias)));
-    (wide ? add_rows<double> : add_rows<float>)(z, made.back());
+    Rows{data<char>(made.back()), 0, V, type_of(made.back())}.fill(bias_sums.data());
   }
   return made;
 }

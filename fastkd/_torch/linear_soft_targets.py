@@ -38,6 +38,9 @@ from fastkd._torch.rows import Soft, Task, row_chunks, seen_rows, soft_rows, tas
 # products that are not bound by reading the head and by adding to its gradient.
 CHUNK_BYTES = (1 << 26, 1 << 31)
 
+# Rows of logits that csrc/cross_entropy.cpp has at a time in bfloat16.
+LOGIT_ROWS = 128
+
 # Rows of what the operator says of each position.
 TERMS = ("soft", "task", "entropy", "accuracy")
 
@@ -301,8 +304,10 @@ def _at_once(
         return False
     if hidden.dtype in HALF and not multiplied_as_is(hidden):
         return False
-    V = recipe.vocabulary or weight.shape[0]
-    return 0 < hidden.shape[0] <= _chunk_rows(recipe, hidden, working_dtype(hidden).itemsize, V)
+    V, R = recipe.vocabulary or weight.shape[0], hidden.shape[0]
+    if hidden.dtype in HALF and R > 1:  # of all rows it keeps the gradient, rounded
+        return V * (4 * min(R, LOGIT_ROWS) + 2 * R) <= recipe.chunk_bytes
+    return 0 < R <= _chunk_rows(recipe, hidden, working_dtype(hidden).itemsize, V)
 
 
 def _labels_at_once(
