@@ -30,6 +30,8 @@ bool is_usual(double squares, Type type) {
                                : squares > 1e-30 && squares < 1e30;
 }
 
+Next in_passing(const Rows& x) { return {x.data, size_of(x.type)}; }
+
 double inverse_root(double squares) { return squares == 0 ? 0 : 1 / std::sqrt(squares); }
 
 // x divided by its largest entry, which it returns.
@@ -60,23 +62,41 @@ const W* Angles::read(const Rows& x, int place) {
   return x.read(0, 0, D_, is_of(x.type, W()) ? nullptr : copy<W>(place));
 }
 
-void Angles::add_direction(const Rows& x, double* sums) {
+void Angles::add_direction(const Rows& x, double* sums, const Rows& next) {
+  if (waiting_.count == kTogether || waiting_.sums != sums) add_waiting();
+  const int place = int(waiting_.count);
   const auto as = [&](auto* row) {
-    const double found = FASTKD_CALL(squares_of, row, D_);
-    if (is_usual(found, x.type)) FASTKD_CALL(add_to, row, D_, 1 / std::sqrt(found), sums);
-    return is_usual(found, x.type);
+    const double found = FASTKD_CALL(squares_of, row, D_, in_passing(next));
+    if (!is_usual(found, x.type)) return false;
+    waiting_.rows[place] = row, waiting_.factors[place] = 1 / std::sqrt(found);
+    waiting_.sums = sums, waiting_.type = x.type, ++waiting_.count;
+    return true;
   };
-  if (x.type == Type::kDouble ? as(read<double>(x, 0)) : as(read<float>(x, 0))) return;
+  if (x.type == Type::kDouble ? as(read<double>(x, 0)) : as(read<float>(x, place))) return;
   double* shrunk = copy<double>(1);
   shrink(read<double>(x, 0), D_, shrunk);
-  FASTKD_CALL(add_to, shrunk, D_, inverse_root(FASTKD_CALL(squares_of, shrunk, D_)), sums);
+  const double factor = inverse_root(FASTKD_CALL(squares_of, shrunk, D_, {}));
+  const double* const rows[] = {shrunk};
+  FASTKD_CALL(add_to, rows, &factor, 1, D_, sums);
 }
 
-Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s) {
+void Angles::add_waiting() {
+  const auto add = [&](auto like) {
+    using W = decltype(like);
+    const W* rows[kTogether];
+    for (int64_t k = 0; k < waiting_.count; ++k) rows[k] = static_cast<const W*>(waiting_.rows[k]);
+    FASTKD_CALL(add_to, rows, waiting_.factors, waiting_.count, D_, waiting_.sums);
+  };
+  waiting_.type == Type::kDouble ? add(double()) : add(float());
+  waiting_.count = 0;
+}
+
+Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s, const Rows& next) {
   const bool wide = z.type == Type::kDouble;
   const auto as = [&](auto like) {
     using W = decltype(like);
-    return FASTKD_CALL(products_of, read<W>(z, 0), read<W>(t, 1), read<W>(s, 2), D_);
+    const W *of_z = read<W>(z, 0), *of_t = read<W>(t, 1), *of_s = read<W>(s, 2);
+    return FASTKD_CALL(products_of, of_z, of_t, of_s, D_, in_passing(next));
   };
   const Products found = wide ? as(double()) : as(float());
   const auto cosines = [](const Products& of) {
@@ -87,38 +107,34 @@ Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s) {
   double *shrunk_z = copy<double>(0), *shrunk_t = copy<double>(1);
   const double peak_z = shrink(read<double>(z, 0), D_, shrunk_z);
   const double peak_t = shrink(read<double>(t, 1), D_, shrunk_t);
-  Of shrunk = cosines(FASTKD_CALL(products_of, shrunk_z, shrunk_t, read<double>(s, 2), D_));
+  Of shrunk = cosines(FASTKD_CALL(products_of, shrunk_z, shrunk_t, read<double>(s, 2), D_, {}));
   shrunk.inverse_z /= peak_z, shrunk.inverse_t /= peak_t;
   return shrunk;
 }
 
 double Angles::pull(const Rows& z, const Rows& t, const Rows& s, double w, double v, double weight,
-                    const Rows& dz) {
-  const Of found = of(z, t, s);
+                    const Rows& dz, const Rows& next_z, const Rows& next_dz) {
+  const Of found = of(z, t, s, next_z);
   const double pull = w * found.with_sum - v * found.with_teacher;
-  if (dz.data) gradient(z, t, s, found, {w, v, pull, weight * found.inverse_z}, dz);
+  if (dz.data) gradient(z, t, s, found, {w, v, pull, weight * found.inverse_z}, dz, next_dz);
   return pull;
 }
 
 void Angles::gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of,
-                      const Weights& by, const Rows& dz) {
+                      const Weights& by, const Rows& dz, const Rows& next) {
   const auto fits = [](double inverse) { return inverse > 1e-15 && inverse < 1e15; };
   const double of_z = by.pull * of.inverse_z, of_t = by.v * of.inverse_t;
   if (z.type != Type::kDouble && fits(of.inverse_z) && fits(of.inverse_t)) {
     float* out = dz.write(0, 0, is_of(dz.type, float()) ? nullptr : copy<float>(3));
     FASTKD_CALL(combination_of, read<float>(z, 0), read<float>(t, 1), read<float>(s, 2), D_,
-                float(of_z), float(of_t), float(by.w), float(by.outer), out);
+                float(of_z), float(of_t), float(by.w), float(by.outer), out, in_passing(next));
     dz.written(0, 0, D_, out);
   } else {
     double* out = dz.write(0, 0, is_of(dz.type, double()) ? nullptr : copy<double>(3));
     FASTKD_CALL(combination_of, read<double>(z, 0), read<double>(t, 1), read<double>(s, 2), D_,
-                of_z, of_t, by.w, by.outer, out);
+                of_z, of_t, by.w, by.outer, out, in_passing(next));
     dz.written(0, 0, D_, out);
   }
-}
-
-void fetch_row(const Rows& x) {
-  if (x.data) fetch_all(x.data, x.n * size_of(x.type));
 }
 
 std::vector<int64_t> Negatives::counts() const {
@@ -137,10 +153,12 @@ void Negatives::add_directions(int64_t position, const Rows& sums) const {
   Angles angles(D);
   std::vector<double> added(classes * D);
   for (int64_t k = 0; k < rows.samples; ++k) {
-    if (k + 1 < rows.samples) fetch_row(rows.row(k + 1, position));
     if (mask && !mask[k * rows.positions + position]) continue;
-    angles.add_direction(rows.row(k, position), added.data() + (segments ? segments[k] : 0) * D);
+    double* const to = added.data() + (segments ? segments[k] : 0) * D;
+    const Rows next = k + 1 < rows.samples ? rows.row(k + 1, position) : Rows{};
+    angles.add_direction(rows.row(k, position), to, next);
   }
+  angles.add_waiting();
   if (others) leave_own_out(added.data(), D);
   for (int64_t c = 0; c < classes; ++c) sums.only(c).fill(added.data() + c * D);
 }

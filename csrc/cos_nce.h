@@ -26,42 +26,51 @@ struct Positions {
   }
 };
 
-// The rows of a position lie far apart, where no processor foresees the next.
-void fetch_row(const Rows& x);
-
-// What a thread needs to look at one position after the other.
+// What a thread needs to look at one position after the other. Its rows lie far apart, where no
+// processor foresees the next, so that is told.
 class Angles {
  public:
   explicit Angles(int64_t D) : D_(D) {}
 
-  // Adds x/‖x‖ to ``sums`` (D,); nothing of a zero vector.
-  void add_direction(const Rows& x, double* sums);
+  // Adds x/‖x‖ to ``sums`` (D,), nothing of a zero vector; at the latest in `add_waiting`.
+  void add_direction(const Rows& x, double* sums, const Rows& next);
+  void add_waiting();
 
   // ẑ·(w·s − v·t̂) for a sum of directions s; its gradient times ``weight`` goes to ``dz``, unless
   // that has no data.
   double pull(const Rows& z, const Rows& t, const Rows& s, double w, double v, double weight,
-              const Rows& dz);
+              const Rows& dz, const Rows& next_z, const Rows& next_dz);
 
  private:
   // 1/‖z‖ and 1/‖t‖, ẑ·s and ẑ·t̂
   struct Of {
     double inverse_z, inverse_t, with_sum, with_teacher;
   };
-  Of of(const Rows& z, const Rows& t, const Rows& s);
+  Of of(const Rows& z, const Rows& t, const Rows& s, const Rows& next);
 
   // dz = (w·s − v·t̂ − pull·ẑ)·outer
   struct Weights {
     double w, v, pull, outer;
   };
   void gradient(const Rows& z, const Rows& t, const Rows& s, const Of& of, const Weights& by,
-                const Rows& dz);
+                const Rows& dz, const Rows& next);
 
   template <typename W>
   const W* read(const Rows& x, int place);
   template <typename W>
   W* copy(int place);
 
+  // Rows that are added together.
+  static constexpr int kTogether = 4;
+  struct Waiting {
+    const void* rows[kTogether];
+    double factors[kTogether], *sums;
+    int64_t count = 0;
+    Type type;
+  };
+
   int64_t D_;
+  Waiting waiting_{};
   std::vector<float> narrow_;
   std::vector<double> wide_;
 };

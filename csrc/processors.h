@@ -53,9 +53,17 @@ inline void fetch(const void* p) { __builtin_prefetch(p); }
 
 // Near, but not into the nearest cache, where what is computed with stays.
 inline void fetch_near(const char* p) { __builtin_prefetch(p, 0, 2); }
-inline void fetch_all(const char* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) fetch_near(from + at);
-}
+
+// A row that is read or written soon, fetched while another is worked on, number by number: of more
+// lines at once than a few a processor would wait.
+struct Next {
+  const char* row = nullptr;
+  int64_t size = 0;  // of a number, in bytes
+
+  void fetch(int64_t i) const {
+    if (row) fetch_near(row + i * size);
+  }
+};
 
 // Other compilers don't bring the helpers of a kernel to its instructions, and sanitizers, which
 // define FASTKD_BYTES, look at one kind.

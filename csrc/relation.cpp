@@ -31,7 +31,7 @@ namespace fastkd {
 namespace {
 
 constexpr double kShortest = 1e-12;  // torch.nn.functional.normalize divides by max(‖x‖, this)
-constexpr int64_t kRowsAtATime = 8, kRowsAhead = 4;  // added up, fetched
+constexpr int64_t kRowsAtATime = 8, kRowsAhead = 1;  // added up, fetched
 
 // A row in float64, times a power of 2 by which its squares are far from the largest number.
 double power_of_row(const Rows& x, int64_t i, std::vector<double>& wide) {
@@ -69,9 +69,9 @@ UnitRow unit_of(const Rows& x, int64_t i, std::vector<double>& wide) {
 }
 
 template <typename W>
-void unit_row(const Rows& x, int64_t i, const UnitRow& of, W* y) {
+void unit_row(const Rows& x, int64_t i, const UnitRow& of, W* y, Next next) {
   if (of.power == 1) {
-    FASTKD_CALL(times, x.read(i, 0, x.n, y), W(of.scale), x.n, y);
+    FASTKD_CALL(times, x.read(i, 0, x.n, y), W(of.scale), x.n, y, next);
     return;
   }
   std::vector<double> wide;
@@ -134,10 +134,10 @@ void RelationSide<W>::centre(int64_t N) {
     std::fill(row + (real[i] ? D : 0), row + room, W(0));
     of[i] = {};
     if (!real[i]) continue;
-    // One at a time they would wait for memory: no processor looks beyond a page by itself.
-    if (i + kRowsAhead < N) fetch_all(x.place(i + kRowsAhead, 0), D * size_of(x.type));
+    // No processor looks beyond a page by itself.
+    const bool more = i + kRowsAhead < N;
     of[i] = unit_of<W>(x, i, wide);
-    unit_row(x, i, of[i], row);
+    unit_row(x, i, of[i], row, {more ? x.place(i + kRowsAhead, 0) : nullptr, size_of(x.type)});
     if (first == nullptr) first = row;
     some[waiting++] = row;
     if (waiting == kRowsAtATime) add();
@@ -197,7 +197,8 @@ RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* prod
 }
 
 template <typename W>
-void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W* dx) const {
+void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W* dx,
+                               const W* next) const {
   if (!real[i]) {
     if (!add) std::fill_n(dx, x.n, W(0));
     return;
@@ -205,7 +206,7 @@ void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W
   const UnitRow& unit = of[i];
   const double along = unit.short_ ? unit.row_sum : 0;
   FASTKD_CALL(project_out, h, rows + i * room_of<W>(x.n), mean, x.n, factor * unit.derivative,
-              along, !unit.short_, add, dx);
+              along, !unit.short_, add, dx, {reinterpret_cast<const char*>(next), sizeof(W)});
 }
 
 template struct RelationSide<float>;

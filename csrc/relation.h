@@ -28,8 +28,9 @@ struct RelationSide {
 
   void centre(int64_t N);
 
-  // dx (+)= factor·∂/∂x of row i, where h are the products of A with the rows.
-  void gradient(int64_t i, const W* h, double factor, bool add, W* dx) const;
+  // dx (+)= factor·∂/∂x of row i, where h are the products of A with the rows; ``next`` is where the
+  // next row's goes, or null.
+  void gradient(int64_t i, const W* h, double factor, bool add, W* dx, const W* next) const;
 };
 
 struct RelationLoss {

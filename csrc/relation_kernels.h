@@ -1,8 +1,9 @@
 // Kernels of relation.cpp; see each_processor.h.
 
 template <typename W>
-FASTKD_KERNEL void times(const W* x, W factor, int64_t D, W* y) {
+FASTKD_KERNEL void times(const W* x, W factor, int64_t D, W* y, Next next) {
   each<W>(D, [&](int64_t i, int64_t count) {
+    next.fetch(i);
     store<W>(y + i, load(x + i, count) * factor, count);
   });
 }
@@ -55,9 +56,10 @@ FASTKD_KERNEL double subtract(W* row, const W* mean, int64_t D) {
 // dx (+)= factor·(h + y·along) of y = row + mean, where along takes out what of h lies along y
 template <typename W>
 FASTKD_KERNEL void project_out(const W* h, const W* row, const W* mean, int64_t D, double factor,
-                               double along, bool removes, bool add, W* dx) {
+                               double along, bool removes, bool add, W* dx, Next next) {
   if (removes) {
     along -= sums_of<W, 1>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
+      next.fetch(i);
       sums[0] += load(h + i, count) * (load(row + i, count) + load(mean + i, count));
     })[0];
   }

@@ -174,12 +174,15 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
     Angles angles(D);
     for (int64_t b = begin; b < end; ++b) {
       const int64_t n = count(b, p);
-      if (b + 1 < end) fetch_row(z.row(b + 1, p)), fetch_row(gradient ? dz.row(b + 1, p) : Rows{});
-      const Rows to = gradient ? dz.row(b, p) : Rows{};
+      const auto row = [=](const Positions& of, int64_t sample) {
+        return of.data && sample < end ? of.row(sample, p) : Rows{};
+      };
+      const Rows to = row(dz, b);
       if (n > 0) {
         const double w = 0.5 / double(n), v = own_too ? w + 1.5 : 1.5;
         const Rows s = sums.only(place ? place[b] : 0);
-        const double pull = angles.pull(z.row(b, p), t.row(b, p), s, w, v, weight, to);
+        const double pull = angles.pull(z.row(b, p), t.row(b, p), s, w, v, weight, to,
+                                        row(z, b + 1), row(dz, b + 1));
         losses[b * P + p] = (2 + pull) * weight;
       } else if (gradient) {
         std::fill_n(to.data, D * size_of(to.type), 0);
@@ -373,9 +376,10 @@ class Relations {
       W* const h = reinterpret_cast<W*>(room.get());
       for (int64_t block = begin; block < end; ++block) {
         if (of_.counts[g] >= 2) combine_rows(A, side.rows, N_, D, block, h);
+        const auto place = [&](int64_t i) { return reinterpret_cast<W*>(dx_->row(g, i).data); };
         for (int64_t i = block * kBlock; i < std::min(N_, (block + 1) * kBlock); ++i) {
-          W* dx = reinterpret_cast<W*>(dx_->row(g, i).data);
-          side.gradient(i, h + i % kBlock * rows_[0], factor, add, dx);
+          const W* const next = i + 1 < N_ ? place(i + 1) : nullptr;
+          side.gradient(i, h + i % kBlock * rows_[0], factor, add, place(i), next);
         }
       }
     });

@@ -62,8 +62,8 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, W slope, Part& part,
   part.cross_s = sum<W>(cross_s), part.cross_t = sum<W>(cross_t);
 }
 
-// KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``. Where the larger is p and the smaller
-// p·e^−g, log p − log m = log 2/(1 + e^−g).
+// KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``: log p − log m of the larger p and of
+// the smaller, which is p·e^−g.
 template <typename W>
 FASTKD_KERNEL void js_of(int64_t n, const Part& part, Kept<W> kept, double* sums) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
@@ -72,8 +72,9 @@ FASTKD_KERNEL void js_of(int64_t n, const Part& part, Kept<W> kept, double* sums
     const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
     const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
     const Vector<W> ratio = load(kept.gaps + i, count) + to_ratio, below = -absolute<W>(ratio);
-    const Vector<W> of_larger = log_of_mean<W>(exp<W>(below)), of_smaller = of_larger + below;
     const auto is_s = ratio > 0;
+    const Vector<W> larger = is_s ? p_s : p_t, smaller = is_s ? p_t : p_s;
+    const Vector<W> of_larger = log_over_mean<W>(larger, smaller), of_smaller = of_larger + below;
     const Vector<W> of_s = is_s ? of_larger : of_smaller;
     to_student = plus<W>(to_student, p_s, of_s);
     to_teacher = plus<W>(to_teacher, p_t, is_s ? of_smaller : of_larger);

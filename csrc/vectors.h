@@ -95,18 +95,27 @@ inline double sum_of_parts(const Vector<double>* totals) {
   return sum<double>(total);
 }
 
-// The sums of kSums vectors, to which body(start, count, vectors) adds along a row of n. After so many
-// numbers they go on in float64, so no sum of W is longer.
+// The sums of kSums vectors, to which body(start, count, vectors) adds along a row of n: to several
+// of each in turn where they are few, since each waits for its last sum. After so many numbers they
+// go on in float64, so no sum of W is longer.
 template <typename W, int kSums, typename Body>
 inline std::array<double, kSums> sums_of(int64_t n, const Body& body) {
   constexpr int64_t kLongest = 1024;
+  constexpr int kApart = kSums == 1 ? 4 : kSums == 2 ? 2 : 1;
   std::array<double, kSums> found{};
   for (int64_t start = 0; start < n; start += kLongest) {
-    Vector<W> vectors[kSums]{};
-    each<W>(std::min(kLongest, n - start), [&](int64_t i, int64_t count) {
-      body(start + i, count, vectors);
-    });
-    for (int k = 0; k < kSums; ++k) found[k] += sum<W>(vectors[k]);
+    Vector<W> vectors[kApart][kSums]{};
+    const int64_t end = std::min(n, start + kLongest);
+    int64_t i = start;
+    for (; i + kApart * kLanes<W> <= end; i += kApart * kLanes<W>) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kApart; ++j) body(i + j * kLanes<W>, int64_t(kLanes<W>), vectors[j]);
+    }
+    each<W>(end - i, [&](int64_t k, int64_t count) { body(i + k, count, vectors[0]); });
+    for (int k = 0; k < kSums; ++k) {
+      for (int j = 1; j < kApart; ++j) vectors[0][k] += vectors[j][k];
+      found[k] += sum<W>(vectors[0][k]);
+    }
   }
   return found;
 }
@@ -202,9 +211,9 @@ inline Vector<W> exp(Vector<W> x) {
   return raised_exp<W>(x) * FloatFormat<W>::kDown;
 }
 
-// log(2/(1 + x)) to less than three roundings of itself, of numbers from 0 to 1.
+// log(2x/(x + y)) to less than three roundings of itself, of x > 0 and y from 0 to x.
 template <typename W>
-inline Vector<W> log_of_mean(Vector<W> x) {
-  const Vector<W> t = (W(1) - x) / (x + W(3));
+inline Vector<W> log_over_mean(Vector<W> x, Vector<W> y) {
+  const Vector<W> t = (x - y) / (y + x * W(3));
   return t * series<W, InverseOdd<FloatFormat<W>::kAtanhTerms>>(t * t);
 }

@@ -115,7 +115,7 @@ void cos_nce(int64_t n, Type type, std::mt19937& random) {
       Angles angles(n);
       for (int64_t i = begin; i < end; ++i) {
         angles.pull(z.rows.only(i), t.rows.only(i), sums.rows.only(segments[i]), 0.1, 1.5, 0.3,
-                    dz.only(i));
+                    dz.only(i), i + 1 < end ? z.rows.only(i + 1) : Rows{}, {});
       }
     });
   });
@@ -191,8 +191,8 @@ void relation(int64_t n, Type type, std::mt19937& random) {
     share(kRows, threads, [&, k = k](int64_t begin, int64_t end) {
       W* dx = reinterpret_cast<W*>(out);
       for (int64_t i = begin; i < end; ++i) {
-        sides[0].gradient(i, &h[i * room], k, false, dx + i * n);
-        if (i % 2) sides[0].gradient(i, &h[i * room], k, true, dx + i * n);
+        sides[0].gradient(i, &h[i * room], k, false, dx + i * n, nullptr);
+        if (i % 2) sides[0].gradient(i, &h[i * room], k, true, dx + i * n, dx);
       }
     });
   });
@@ -246,7 +246,7 @@ void exp_and_log(uint32_t step) {
       const uint32_t one = uint32_t(bits + i * uint64_t(step));
       std::memcpy(&x[i], &one, sizeof(one));
     }
-    const Vector<float> e = exp<float>(load(x)), l = log_of_mean<float>(load(x));
+    const Vector<float> e = exp<float>(load(x)), l = log_over_mean<float>(splat(1.f), load(x));
     for (int i = 0; i < kLanes<float>; ++i) {
       if (x[i] >= 0 && x[i] < 1) {
         const double exact = std::log(2 / (1 + double(x[i])));

@@ -464,10 +464,11 @@ def test_compiles_with_a_tensor_given_twice(backend):
     assert count_graphs(call, [(student, labels)]) == 1
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_many_blocks(monkeypatch, k):
-    # Blocks of 64 rows: chunks that begin and end within a label, banks in several parts.
+@pytest.mark.parametrize(("k", "own"), [(1, 256), (4, 70), (1, 20), (4, 1)])
+def test_many_blocks(monkeypatch, k, own):
+    # Blocks of 64 rows that begin and end within a label, or with it; banks in several parts.
     monkeypatch.setattr("fastkd._torch.neighbours.MAX_BLOCK_ROWS", 64)
+    monkeypatch.setattr("fastkd._torch.neighbours.ROWS_OF_OWN", own)
     monkeypatch.setattr("fastkd._torch.neighbours.PAIR_ELEMENTS", 100)
     student, teacher, *labels = batch(300, 700, 6, 4)
     labels[1][labels[1] == 2] = 1  # a label that the bank does not have

@@ -15,6 +15,7 @@ taken from the k-th score, that score's own error comes on top. Of equal distanc
 chosen.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +29,9 @@ from fastkd._core.operator import operator
 # the cache, and the working memory is small beside the (N, M) matrix that is never made.
 BLOCK_ELEMENTS = 2**20
 MAX_BLOCK_ROWS = 1024
+
+# Rows of one label that are worth a block of their own: beside others each meets their bank too.
+ROWS_OF_OWN = 256
 
 # The same for pairs of rows, of which there are several blocks at a time.
 PAIR_ELEMENTS = 2**18
@@ -164,16 +168,19 @@ class _Search:
     def chunks(self) -> Iterator[tuple[_Rows, _Rows]]:
         """Student rows, and the teacher rows among which their labels are."""
         size, bank_size = self.student.shape[0], self.teacher.shape[0]
-        if not self.may_look or size <= self.block_rows:
+        runs: list[int] = []
+        if self.may_look and size > min(self.block_rows, ROWS_OF_OWN - 1):
+            low, queries = self.low.sort(stable=True)
+            runs = torch.unique_consecutive(low, return_counts=True)[1].tolist()
+        if not runs or (size <= self.block_rows and max(runs) < ROWS_OF_OWN):
             yield from ((part, slice(0, bank_size)) for part in _parts(size, self.block_rows))
             return
         # Grouped by label, a chunk of rows meets only the part of the bank around its labels.
         high = self.low if self.high is None else self.high
-        low, queries = self.low.sort(stable=True)
         labels, bank = self.labels.sort(stable=True)
         if labels.is_floating_point():  # NaNs come last; a search among them would go astray
             labels = labels.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        for part in _parts(size, self.block_rows):
+        for part in _blocks(runs, self.block_rows):
             first = int(torch.searchsorted(labels, low[part][0]))
             last = int(torch.searchsorted(labels, high[queries[part]].max(), right=True))
             if first < last:
@@ -360,6 +367,20 @@ def _split(index: _Rows, step: int) -> Sequence[_Rows]:
     if isinstance(index, slice):
         return _parts(index.stop, step)
     return list(index.split(step))
+
+
+def _blocks(runs: list[int], most: int) -> Iterator[slice]:
+    """Rows in order, at most so many, cut where a label with many of them begins and ends."""
+    bounds, end = [0], 0
+    for run in runs:
+        if run >= ROWS_OF_OWN:
+            bounds.append(end)
+        end += run
+        if run >= ROWS_OF_OWN or end - bounds[-1] >= most:
+            bounds.append(end)
+    for start, stop in itertools.pairwise([*bounds, end]):
+        step = math.ceil((stop - start) / max(math.ceil((stop - start) / most), 1))
+        yield from (slice(i, min(i + step, stop)) for i in range(start, stop, max(step, 1)))
 
 
 def _parts(size: int, step: int) -> list[slice]:
