@@ -37,7 +37,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     ):
         if figure is not None:
             path = folder / f"{name}-{kind}.png"
-            figure.savefig(path, dpi=88)
+            figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
             written.append(path)
     return written
 
