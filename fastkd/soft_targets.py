@@ -663,10 +663,7 @@ def _counted(
         return mask, None
     if not isinstance(task, CrossEntropy):
         raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
-    counted = task.counted(leading, device, mask)
-    all_count = values_readable(counted) and bool(counted.all())
-    left = None if all_count else counted
-    return left, task.labels_below(V, left)
+    return task.places(V, leading, device, mask)
 
 
 def _teacher(

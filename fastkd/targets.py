@@ -63,17 +63,25 @@ class CrossEntropy:
         check_number("z_loss", self.z_loss, at_least=0)
         check_int("ignore_index", self.ignore_index)
 
-    def counted(self, shape: torch.Size, device: torch.device, mask: Tensor | None) -> Tensor:
-        """Positions (...) that count: those that the mask keeps and that have a label."""
-        check_labels("labels", self.labels, tuple(shape), device)
-        labelled = self.labels.long() != self.ignore_index  # a narrow type would wrap the number
-        return labelled if mask is None else labelled & mask
+    def places(
+        self, V: int, shape: torch.Size, device: torch.device, mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Positions (...) that count, None where all do, and labels as int64, 0 at the others.
 
-    def labels_below(self, V: int, counted: Tensor | None) -> Tensor:
-        """Labels (...) as int64, 0 where they don't count; all must be words."""
-        labels = self.labels.long()
-        if counted is not None:
-            labels = labels.masked_fill(~counted, 0)
+        Those count that the mask keeps and that have a label, and all of these must be words.
+        """
+        check_labels("labels", self.labels, tuple(shape), device)
+        labels = self.labels.long()  # a narrow type would wrap the number that is ignored
+        if mask is None and values_readable(labels) and labels.numel():
+            least, largest = (int(x) for x in labels.aminmax())
+            if least >= 0 and largest < V and not least <= self.ignore_index <= largest:
+                return None, labels
+        counted = labels != self.ignore_index
+        counted = counted if mask is None else counted & mask
+        if values_readable(counted) and bool(counted.all()):
+            left = None
+        else:
+            left, labels = counted, labels.masked_fill(~counted, 0)
         if values_readable(labels) and labels.numel():
             least, largest = (int(x) for x in labels.aminmax())
             if least < 0 or largest >= V:
@@ -82,7 +90,7 @@ class CrossEntropy:
                     f"labels must be words 0 to {V - 1} or ignore_index={self.ignore_index}, "
                     f"got {wrong}"
                 )
-        return labels
+        return left, labels
 
 
 @dataclass(frozen=True, eq=False)
