@@ -15,6 +15,7 @@
 #include <cpuid.h>
 #if defined(__GNUC__) && !defined(__clang__)  // gcc 12 warns of its own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #include <sys/syscall.h>
