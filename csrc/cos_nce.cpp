@@ -1,7 +1,7 @@
-// Data path. A position's teacher rows are read and their directions added, in float64; then each
-// student row and its teacher's, from the cache where samples are few, and the sum give two norms and
-// two products in one pass, and in another the gradient. With E = B·P·D elements of s bytes that is
-// 3Es bytes, and 4Es where a write reads its line first.
+// Data path. A position's teacher rows are read and their directions added, a few of them to what is
+// summed in float64; then each student row and its teacher's, from the cache where samples are few,
+// and the sum give two norms and two products in one pass, and in another the gradient. With
+// E = B·P·D elements of s bytes that is 3Es bytes, and 4Es where a write reads its line first.
 //
 // Rows whose squares leave the range of their type are divided by their largest entry, in float64.
 #include "cos_nce.h"

@@ -26,6 +26,9 @@ struct Positions {
   }
 };
 
+// Rows whose directions are added together.
+constexpr int kTogether = 4;
+
 // What a thread needs to look at one position after the other. Its rows lie far apart, where no
 // processor foresees the next, so that is told.
 class Angles {
@@ -60,8 +63,6 @@ class Angles {
   template <typename W>
   W* copy(int place);
 
-  // Rows that are added together.
-  static constexpr int kTogether = 4;
   struct Waiting {
     const void* rows[kTogether];
     double factors[kTogether], *sums;

@@ -29,7 +29,7 @@ template <typename W>
 FASTKD_KERNEL void add_to(const W* const* rows, const double* factors, int64_t count, int64_t n,
                           double* sums) {
   int64_t k = 0;
-  for (; k + 4 <= count; k += 4) add_some<4>(rows + k, factors + k, n, sums);
+  for (; k + kTogether <= count; k += kTogether) add_some<kTogether>(rows + k, factors + k, n, sums);
   for (; k < count; ++k) add_some<1>(rows + k, factors + k, n, sums);
 }
 
