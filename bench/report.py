@@ -41,7 +41,7 @@ whose figures the median stands here; torch.compile (the reference, in several g
 breaks, which then is said) and the peers in the first pass. *Floor* is the
 larger of bytes over the copy bandwidth and operations over the matrix rate, both measured on the
 machine in the same run; what fits into a cache can beat it. Operations are products and sums: the
-exponentials and logarithms of soft targets, three to eight for a pair of logits and each eighteen
+exponentials and logarithms of soft targets, two to eight for a pair of logits and each twelve
 vector instructions or more on a CPU, are not among them, and the product of a matrix with its own
 transpose, as relations need it, counts half. *Memory* is the peak of the operation
 itself, beyond its inputs, gradients included. *Error* is the distance of value and gradients from

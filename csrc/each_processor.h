@@ -12,6 +12,7 @@ namespace {
 #if defined(FASTKD_KINDS)
 namespace avx512 {
 constexpr int kBytes = 64;
+constexpr bool kFuses = true;  // sums of products
 #define FASTKD_KERNEL __attribute__((target("arch=x86-64-v4"), flatten))
 #include "vectors.h"
 #include FASTKD_KERNELS
@@ -20,6 +21,7 @@ constexpr int kBytes = 64;
 
 namespace avx2 {
 constexpr int kBytes = 32;
+constexpr bool kFuses = true;
 #define FASTKD_KERNEL __attribute__((target("arch=x86-64-v3"), flatten))
 #include "vectors.h"
 #include FASTKD_KERNELS
@@ -33,6 +35,7 @@ constexpr int kBytes = FASTKD_BYTES;
 #else
 constexpr int kBytes = 16;
 #endif
+constexpr bool kFuses = false;
 #define FASTKD_KERNEL __attribute__((flatten))
 #include "vectors.h"
 #include FASTKD_KERNELS

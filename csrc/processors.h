@@ -29,8 +29,7 @@ struct FloatFormat<float> {
   using Bits = int32_t;
   using Unsigned = uint32_t;  // in which nothing overflows
   static constexpr int kMantissa = 23, kBias = 127;
-  // Of 1/k! and of 1/(2k+1): what they leave out lies below half a rounding.
-  static constexpr int kExpTerms = 8, kAtanhTerms = 7;
+  static constexpr int kExpTerms = 8;  // what they leave out lies below half a rounding
   static constexpr float kLeastExp = -103.9721f;  // below e^x is 0
   static constexpr int kUp = 32;                  // e^kLeastExp·2^kUp is a normal number
   static constexpr float kDown = 0x1p-32f;
@@ -41,11 +40,22 @@ struct FloatFormat<double> {
   using Bits = int64_t;
   using Unsigned = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
-  static constexpr int kExpTerms = 14, kAtanhTerms = 16;
+  static constexpr int kExpTerms = 14;
   static constexpr double kLeastExp = -745.1332;
   static constexpr int kUp = 64;
   static constexpr double kDown = 0x1p-64;
   static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770e-10;
+};
+
+constexpr long double kLn2 = 0.693147180559945309417232121458176568L;
+
+// What makes exponents of numbers: a slope, that over log(2), and what is too low.
+template <typename W>
+struct Exponents {
+  W slope, turn, least;
+
+  explicit Exponents(double slope)
+      : slope(W(slope)), turn(W(slope / kLn2)), least(W(FloatFormat<W>::kLeastExp / slope)) {}
 };
 
 // A line that is read soon, from memory that may end before it.

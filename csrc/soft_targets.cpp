@@ -35,6 +35,7 @@ struct Tops {
 struct Part {
   double base_s, base_t, total_s = 0, total_t = 0;
   double cross_s = 0, cross_t = 0;  // Σ e^{x_s} (x_s − x_t) and Σ e^{x_t} (x_t − x_s)
+  double mean_t = 0;                // Σ e^{x_t} x_t, of adaptive KL
   double to_ps = 0, to_pt = 0;      // p = to_p·e^x
   double to_ratio = 0;              // log(p_s/p_t) = x_s − x_t + to_ratio
 };
@@ -44,7 +45,7 @@ template <typename W>
 struct Kept {
   W* weights_s;  // e^{x_s}
   W* weights_t;  // e^{x_t}; log(p_s/m) after Jensen-Shannon's second pass
-  W* gaps;       // x_s − x_t
+  W* gaps;       // τ·(x_s − x_t)
 
   Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
 };
@@ -52,12 +53,12 @@ struct Kept {
 // What a row's gradient needs beside what is kept.
 struct Slope {
   Divergence divergence;
-  double weight;
+  double per_gap, weight;  // 1/τ
   double expectation = 0;  // of the logarithm, under p_s
   double share = 0;        // of forward KL
 };
 
-constexpr int kSteps = 4;  // by which the head's edge is narrowed down at a time
+constexpr int kEdges = 4;  // that are tried for the head's at a time
 
 }  // namespace
 }  // namespace fastkd
@@ -73,8 +74,9 @@ template <typename W>
 class Work {
  public:
   explicit Work(const SoftTargets& of)
-      : of_(of), holds_(of.gradient.data != nullptr && is_of(of.gradient.type, W())),
-        own_(new W[3 * of.student.n]), parts_((of.student.n + kBlock - 1) / kBlock) {}
+      : of_(of), by_(of.slope), holds_(of.gradient.data != nullptr && is_of(of.gradient.type, W())),
+        own_(new W[3 * of.student.n]), parts_((of.student.n + kBlock - 1) / kBlock),
+        places_(new int64_t[of.divergence == Divergence::kAdaptiveKl ? of.student.n + 1 : 0]) {}
 
   // The divergence of a row, and its gradient times ``weight``.
   double fill(int64_t row, double weight) {
@@ -91,10 +93,10 @@ class Work {
     each_block(row, [&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
       const Tops here = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
       Part& part = parts_[start / kBlock] = {base_of(here.s), base_of(here.t)};
-      FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, W(of_.slope), part, kept_.at(start));
+      FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, by_, part, kept_.at(start));
     });
     const Part whole = join();
-    Slope slope{of_.divergence, weight};
+    Slope slope{of_.divergence, of_.slope, weight};
     const double loss = loss_of(whole, slope);
     if (of_.gradient.data == nullptr) return loss;
     each_part([&](int64_t start, int64_t count, const Part& part) {
@@ -141,6 +143,7 @@ class Work {
       whole.total_s += part.to_ps * part.total_s, whole.total_t += part.to_pt * part.total_t;
       whole.cross_s += times(part.to_ps, part.cross_s + times(part.total_s, part.to_ratio));
       whole.cross_t += times(part.to_pt, part.cross_t - times(part.total_t, part.to_ratio));
+      whole.mean_t += times(part.to_pt, part.mean_t + times(part.total_t, shift_t));
     }
     whole.to_ps = 1 / whole.total_s, whole.to_pt = 1 / whole.total_t;
     whole.to_ratio = std::log(whole.total_t / whole.total_s);
@@ -161,7 +164,7 @@ class Work {
     }
     double sums[2] = {};
     each_part([&](int64_t start, int64_t count, const Part& part) {
-      FASTKD_CALL(js_of, count, part, kept_.at(start), sums);
+      FASTKD_CALL(js_of, count, W(of_.slope), part, kept_.at(start), sums);
     });
     slope.expectation = sums[0];
     return (sums[0] + sums[1]) / 2;
@@ -176,32 +179,44 @@ class Work {
     // Weights from ``high`` on are in the head, and those below ``low`` are not. The largest is 1;
     // at most n entries hold the other half, and the largest of them no less than half/n.
     W low = W(0.999 * half / double(n)), high = W(1.5 / FloatFormat<W>::kDown);
+    if (!(low > 0)) return 0.5;  // of numbers that are none
     double from_low = whole.total_t, from_high = 0;
-    while (from_low - from_high > kFew * double(low) && bits_of(high) - bits_of(low) > 1) {
-      W least[kSteps];
-      double masses[kSteps] = {};
-      for (int j = 0; j < kSteps; ++j) least[j] = between(low, high, j);
+    // The edges to try: first around the mean logarithm, below which half of the mass is where
+    // logits are as normal ones; then as if the mass between two were spread evenly; then evenly.
+    const double mean = std::exp(whole.mean_t * whole.to_pt) / double(FloatFormat<W>::kDown);
+    for (int tries = 0; from_low - from_high > kFew * double(low); ++tries) {
+      const Bits most = bits_of(high), span = most - bits_of(low);
+      if (span == 1) break;
+      W least[kEdges];
+      double masses[kEdges] = {};
+      const double far = (half - from_high) / (from_low - from_high);
+      for (int j = 0; j < kEdges; ++j) {
+        const Bits edge = tries == 0  ? bits_of(W(mean * kAroundMean[j]))
+                          : tries % 2 ? most - Bits((far + kAround[j]) * double(span))
+                                      : most - (j + 1) * (span / (kEdges + 1));
+        least[j] = from_bits(std::clamp<Bits>(edge, most - span + 1, most - 1));
+      }
       each_part([&](int64_t start, int64_t count, const Part&) {
         FASTKD_CALL(masses_of, weights + start, count, least, masses);
       });
       int j = 0;
-      for (; j < kSteps && masses[j] <= half; ++j) high = least[j], from_high = masses[j];
-      if (j < kSteps) low = least[j], from_low = masses[j];
+      for (; j < kEdges && masses[j] <= half; ++j) high = least[j], from_high = masses[j];
+      if (j < kEdges) low = least[j], from_low = masses[j];
     }
     double sums[2] = {};
+    int64_t* end = places_.get();
     each_part([&](int64_t start, int64_t count, const Part& part) {
-      FASTKD_CALL(gaps_of, count, part, kept_.at(start), high, sums);
+      end = FASTKD_CALL(gaps_of, start, count, part, kept_.at(start), low, high, sums, end);
     });
-    std::vector<int64_t> places;
-    FASTKD_CALL(places_between, weights, n, low, high, places);
-    std::stable_sort(places.begin(), places.end(),
-                     [&](int64_t a, int64_t b) { return weights[a] > weights[b]; });
-    for (const int64_t i : places) {
+    std::sort(places_.get(), end, [&](int64_t a, int64_t b) {
+      return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+    });
+    for (const int64_t* i = places_.get(); i < end; ++i) {
       const bool is_first = from_high == 0;  // always in the head
-      from_high += double(weights[i]);
+      from_high += double(weights[*i]);
       if (!is_first && from_high > half) break;
-      sums[0] += std::abs(double(weights[i]) * whole.to_pt -
-                          double(kept_.weights_s[i]) * whole.to_ps);
+      sums[0] += std::abs(double(weights[*i]) * whole.to_pt -
+                          double(kept_.weights_s[*i]) * whole.to_ps);
     }
     return sums[1] > 0 ? std::min(sums[0] / sums[1], 1.0) : 0.5;
   }
@@ -215,22 +230,22 @@ class Work {
     return bits;
   }
 
-  // One of kSteps numbers from below ``high`` down to ``low`` or above.
-  static W between(W low, W high, int j) {
-    const Bits least = bits_of(low), most = bits_of(high);
-    const Bits step = std::max<Bits>((most - least) / (kSteps + 1), 1);
-    const Bits bits = std::min<Bits>(least + step * (kSteps - j), most - 1);
+  static W from_bits(Bits bits) {
     W x;
     std::memcpy(&x, &bits, sizeof(x));
     return x;
   }
 
-  static constexpr int kFew = 8;  // entries that are looked at one by one
+  static constexpr double kAroundMean[kEdges] = {1.25, 1.06, 0.94, 0.8};
+  static constexpr double kAround[kEdges] = {-0.125, -0.03125, 0.03125, 0.125};
+  static constexpr int kFew = 12;  // entries that are looked at one by one
 
   const SoftTargets& of_;
+  const Exponents<W> by_;
   const bool holds_;  // the gradient's rows can hold weights
   const std::unique_ptr<W[]> own_;
   std::vector<Part> parts_;
+  const std::unique_ptr<int64_t[]> places_;  // near the head's edge
   Kept<W> kept_{};
   W copies_[2][kBlock];
 };

@@ -39,39 +39,46 @@ inline double top_of(const W* z, int64_t n, double top) {
 }
 
 template <Divergence divergence, typename W>
-inline void weigh_as(const W* z_s, const W* z_t, int64_t n, W slope, Part& part, Kept<W> kept) {
+inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Part& part,
+                     Kept<W> kept) {
   constexpr bool js = divergence == Divergence::kJs;
   constexpr bool adaptive = divergence == Divergence::kAdaptiveKl;
   constexpr bool reverse = divergence == Divergence::kReverseKl || adaptive;
   constexpr bool forward = divergence == Divergence::kForwardKl || adaptive;
   const W base_s = W(part.base_s), base_t = W(part.base_t);
-  Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{};
+  Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{}, mean_t{};
   each<W>(n, [&](int64_t i, int64_t count) {
     fetch(z_s + n + i), fetch(z_t + n + i);  // while it computes, the next block
-    const Vector<W> x_s = (load(z_s + i, count, W(-kInfinity)) - base_s) * slope;
-    const Vector<W> x_t = (load(z_t + i, count, W(-kInfinity)) - base_t) * slope;
-    const Vector<W> w_s = raised_exp<W>(x_s), w_t = raised_exp<W>(x_t), gap = x_s - x_t;
+    const Vector<W> x_s = load(z_s + i, count, W(-kInfinity)) - base_s;
+    const Vector<W> x_t = load(z_t + i, count, W(-kInfinity)) - base_t, gap = x_s - x_t;
+    Bits<W> none_s, none_t;
+    const Vector<W> w_s = raised_exp<W>(x_s, by, none_s);
+    const Vector<W> w_t = raised_exp<W>(x_t, by, none_t);
     sum_s += w_s, sum_t += w_t;
-    if constexpr (reverse) cross_s = plus<W>(cross_s, w_s, gap);
-    if constexpr (forward) cross_t = plus<W>(cross_t, w_t, -gap);
+    // What weighs nothing counts nothing even against ∞.
+    if constexpr (reverse) cross_s = none_s ? cross_s : cross_s + w_s * gap;
+    if constexpr (forward) cross_t = none_t ? cross_t : cross_t - w_t * gap;
+    if constexpr (adaptive) mean_t = none_t ? mean_t : mean_t + w_t * x_t;
     store<W>(kept.weights_s + i, w_s, count);
     if constexpr (forward || js) store<W>(kept.weights_t + i, w_t, count);
     if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
   });
   part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
-  part.cross_s = sum<W>(cross_s), part.cross_t = sum<W>(cross_t);
+  part.cross_s = sum<W>(cross_s) * by.slope, part.cross_t = sum<W>(cross_t) * by.slope;
+  if constexpr (adaptive) part.mean_t = sum<W>(mean_t) * by.slope;
 }
 
 // KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``: log p − log m of the larger p and of
 // the smaller, which is p·e^−g.
 template <typename W>
-FASTKD_KERNEL void js_of(int64_t n, const Part& part, Kept<W> kept, double* sums) {
+FASTKD_KERNEL void js_of(int64_t n, W slope, const Part& part, Kept<W> kept, double* sums) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
   Vector<W> to_student{}, to_teacher{};
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
     const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
-    const Vector<W> ratio = load(kept.gaps + i, count) + to_ratio, below = -absolute<W>(ratio);
+    const Vector<W> ratio = load(kept.gaps + i, count) * slope + to_ratio;
+    const Vector<W> below = -absolute<W>(ratio);
     const auto is_s = ratio > 0;
     const Vector<W> larger = is_s ? p_s : p_t, smaller = is_s ? p_t : p_s;
     const Vector<W> of_larger = log_over_mean<W>(larger, smaller), of_smaller = of_larger + below;
@@ -87,19 +94,19 @@ template <Divergence divergence, typename W>
 inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
   const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
   const W more = W(part.to_ratio - of.expectation), mean = W(of.expectation);
-  const W forward = W(of.share), reverse = W(1 - of.share);
+  const W slope = W(of.per_gap), forward = W(of.share), reverse = W(1 - of.share);
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> p_s = load(kept.weights_s + i, count) * to_s;
     Vector<W> result;
     if constexpr (divergence == Divergence::kForwardKl) {
       result = p_s - load(kept.weights_t + i, count) * to_t;
     } else if constexpr (divergence == Divergence::kReverseKl) {
-      result = times<W>(p_s, load(kept.gaps + i, count) + more);
+      result = times<W>(p_s, load(kept.gaps + i, count) * slope + more);
     } else if constexpr (divergence == Divergence::kJs) {
       result = times<W>(p_s * W(0.5), load(kept.weights_t + i, count) - mean);
     } else {
       const Vector<W> plain = p_s - load(kept.weights_t + i, count) * to_t;
-      const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) + more);
+      const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) * slope + more);
       result = times<W>(splat(forward), plain) + times<W>(splat(reverse), other);
     }
     store<W>(out + i, result, count);
@@ -109,46 +116,42 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
 // Mass of all weights that are no less than each of ``least``.
 template <typename W>
 FASTKD_KERNEL void masses_of(const W* weights, int64_t n, const W* least, double* masses) {
-  Vector<W> sums[kSteps]{};
+  Vector<W> sums[kEdges]{};
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> x = load(weights + i, count);
-    for (int j = 0; j < kSteps; ++j) sums[j] = x >= least[j] ? sums[j] + x : sums[j];
+    for (int j = 0; j < kEdges; ++j) sums[j] = x >= least[j] ? sums[j] + x : sums[j];
   });
-  for (int j = 0; j < kSteps; ++j) masses[j] += sum<W>(sums[j]);
+  for (int j = 0; j < kEdges; ++j) masses[j] += sum<W>(sums[j]);
 }
 
 // |p_t − p_s| of a block, of the entries whose weight is at least ``high`` and of all, added to
-// ``sums``.
+// ``sums``; where weights are from ``low`` on below ``high`` is written to ``places``, whose end is
+// returned. A vector has seldom more than two of them, so no branch asks for one.
 template <typename W>
-FASTKD_KERNEL void gaps_of(int64_t n, const Part& part, Kept<W> kept, W high, double* sums) {
+FASTKD_KERNEL int64_t* gaps_of(int64_t start, int64_t n, const Part& part, Kept<W> kept, W low,
+                               W high, double* sums, int64_t* places) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
   Vector<W> all{}, head{};
+  Vector<W> lane;  // a bit for each
+  for (int i = 0; i < kLanes<W>; ++i) lane[i] = 1 << i;
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> weight = load(kept.weights_t + i, count);
     const Vector<W> gap = absolute<W>(weight * to_pt - load(kept.weights_s + i, count) * to_ps);
     all += gap;
     head = weight >= high ? head + gap : head;
+    const Vector<W> below_high = weight < high ? lane : Vector<W>{};
+    const Vector<W> below_low = weight < low ? lane : Vector<W>{};
+    uint32_t between = uint32_t(sum_of_few<W, kLanes<W>>(below_high - below_low));
+    const auto put = [&] {
+      *places = start + i + __builtin_ctz(between | 1u << 31);
+      places += between != 0;
+      between &= between - 1;
+    };
+    put(), put();
+    while (between) put();
   });
   sums[0] += sum<W>(head), sums[1] += sum<W>(all);
-}
-
-// Where n weights are from ``low`` on below ``high``: in few places, so none is asked alone.
-template <typename W>
-FASTKD_KERNEL void places_between(const W* weights, int64_t n, W low, W high,
-                                  std::vector<int64_t>& places) {
-  constexpr int64_t kSome = 2 * kLanes<W>;
-  for (int64_t start = 0; start < n; start += kSome) {
-    const int64_t count = std::min(kSome, n - start);
-    Vector<W> found{};
-    each<W>(count, [&](int64_t i, int64_t lanes) {
-      const Vector<W> x = load(weights + start + i, lanes);
-      found = largest<W>(x < high ? x : Vector<W>{}, found);
-    });
-    if (!(largest<W>(found) >= low)) continue;
-    for (int64_t i = start; i < start + count; ++i) {
-      if (weights[i] >= low && weights[i] < high) places.push_back(i);
-    }
-  }
+  return places;
 }
 
 // body of the divergence, as a constant
@@ -171,9 +174,9 @@ FASTKD_KERNEL Tops tops_of(const W* z_s, const W* z_t, int64_t n, Tops tops) {
 }
 
 template <typename W>
-FASTKD_KERNEL void weigh(Divergence divergence, const W* z_s, const W* z_t, int64_t n, W slope,
-                         Part& part, Kept<W> kept) {
-  with(divergence, [&](auto kind) { weigh_as<kind()>(z_s, z_t, n, slope, part, kept); });
+FASTKD_KERNEL void weigh(Divergence divergence, const W* z_s, const W* z_t, int64_t n,
+                         Exponents<W> by, Part& part, Kept<W> kept) {
+  with(divergence, [&](auto kind) { weigh_as<kind()>(z_s, z_t, n, by, part, kept); });
 }
 
 template <typename W>

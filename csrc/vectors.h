@@ -135,6 +135,18 @@ inline W largest(Vector<W> x) {
   return largest_of<W, kLanes<W>>(x);
 }
 
+// In W, for few numbers.
+template <typename W, int N>
+inline W sum_of_few(const VectorN<W, N>& x) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    VectorN<W, N / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return sum_of_few<W, N / 2>(halves[0] + halves[1]);
+  }
+}
+
 // Σ c(k)·x^k; c is a type, so that the compiler knows each number before it makes vectors.
 template <typename W, typename Series, int k = 0>
 inline Vector<W> series(Vector<W> x) {
@@ -145,75 +157,90 @@ inline Vector<W> series(Vector<W> x) {
   }
 }
 
-// 1/k!
-template <int terms>
-struct InverseFactorials {
+// The series of e^x, or that of 2^(x/parts).
+template <int terms, int parts>
+struct ExpSeries {
   static constexpr int kTerms = terms;
   template <typename W>
   static constexpr W at(int k) {
-    W factorial = 1;
-    for (int i = 2; i <= k; ++i) factorial *= W(i);
-    return 1 / factorial;
+    long double factor = 1;
+    for (int i = 1; i <= k; ++i) factor *= (parts ? kLn2 / parts : 1) / i;
+    return W(factor);
   }
 };
 
-// 2/(2k + 1)
-template <int terms>
-struct InverseOdd {
-  static constexpr int kTerms = terms;
+// That of 2·atanh(√x)/√x from 0 to 1/9; of float the polynomial that errs least, by 4e-9 of it.
+template <typename Of>
+struct AtanhSeries {
+  static constexpr bool kFitted = std::is_same_v<Of, float>;
+  static constexpr int kTerms = kFitted ? 5 : 16;
   template <typename W>
   static constexpr W at(int k) {
-    return W(2) / W(2 * k + 1);
+    constexpr double fitted[] = {2, 0.6666631468, 0.4002491027, 0.2796060289, 0.2817833425};
+    return W(kFitted ? fitted[k] : 2.0 / (2 * k + 1));
   }
 };
 
-// 2^(i/16), of which one instruction looks up a vector's; other compilers lack its name.
-constexpr float kRoots[] = {1.f,         1.04427378f, 1.09050773f, 1.13878863f,
-                            1.18920712f, 1.24185781f, 1.29683955f, 1.35425555f,
-                            1.41421356f, 1.47682615f, 1.54221083f, 1.61049033f,
-                            1.68179283f, 1.75625216f, 1.83400809f, 1.91520656f};
+// The bits of 2^(i/16) less those of i, which raised_exp adds with the other powers of two. One
+// instruction looks up a vector's; other compilers lack its name.
+constexpr uint32_t kRoots[] = {
+    0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
+    0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d,
+};
 #if defined(__clang__)
 constexpr bool kLooksUp = false;
 #else
 constexpr bool kLooksUp = kBytes == sizeof(kRoots);
 #endif
 
-// e^x·2^kUp to about one rounding, of numbers up to 0; 0 where e^x is.
-template <typename W>
-inline Vector<W> raised_exp(Vector<W> x) {
+// e^(slope·x)·2^kUp of x up to 0; 0 where it is ``below`` all that W holds. To about one rounding, and
+// that of slope/log(2), no more than half of x's own, but where the slope is known to be 1.
+template <typename W, bool is_one = false>
+inline Vector<W> raised_exp(Vector<W> x, Exponents<W> by, Bits<W>& below) {
   using F = FloatFormat<W>;
   constexpr bool looks_up = kLooksUp && std::is_same_v<W, float>;
-  // e^x = 2^(turns/kSteps)·e^r. Looked up is what the last bits of turns stand for.
-  constexpr int kSteps = looks_up ? 16 : 1;
+  // e^(slope·x) = 2^(turns/kParts)·e^r. Looked up is what the last bits of turns stand for.
+  constexpr int kParts = looks_up ? 16 : 1;
   // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and what is added.
-  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + kSteps * F::kUp + (looks_up ? 0 : F::kBias);
-  const Vector<W> shifted = x * W(kSteps * 1.44269504088896340736) + kRound;
-  const Vector<W> turns = shifted - kRound;
-  const Vector<W> r = (x - turns * (F::kLn2High / kSteps)) - turns * (F::kLn2Low / kSteps);
+  constexpr W kRound = W(3ll << (F::kMantissa - 1)) + kParts * F::kUp + (looks_up ? 0 : F::kBias);
+  below = x < by.least;
+  Vector<W> shifted, r;
+  if constexpr (kFuses) {
+    const W turn = by.turn * kParts;
+    shifted = x * turn + kRound;
+    r = x * turn - (shifted - kRound);  // in turns
+    if constexpr (is_one) r += x * W(kParts * (1 / kLn2 - W(1 / kLn2)));
+  } else {
+    x *= by.slope;
+    shifted = x * W(kParts / kLn2) + kRound;
+    const Vector<W> turns = shifted - kRound;
+    r = (x - turns * (F::kLn2High / kParts)) - turns * (F::kLn2Low / kParts);
+  }
+  using Series = ExpSeries<looks_up ? 4 : F::kExpTerms, kFuses ? kParts : 0>;
   const Unsigned<W> bits = (Unsigned<W>)shifted;
   Vector<W> result;
   if constexpr (looks_up) {
-    Vector<W> roots;
+    Unsigned<W> roots;
     std::memcpy(&roots, kRoots, sizeof(roots));
-    const Unsigned<W> root = (Unsigned<W>)__builtin_shuffle(roots, (Bits<W>)bits);
-    const Vector<W> power = (Vector<W>)(root + ((bits & ~15u) << (F::kMantissa - 4)));
-    result = power + power * (((r * W(1.0 / 6) + W(0.5)) * r + W(1)) * r);
+    const Unsigned<W> root = __builtin_shuffle(roots, bits);
+    const Vector<W> power = (Vector<W>)(root + (bits << (F::kMantissa - 4)));
+    result = power + power * (series<W, Series, 1>(r) * r);
   } else {
-    const Vector<W> power = (Vector<W>)(bits << F::kMantissa);
-    result = series<W, InverseFactorials<F::kExpTerms>>(r) * power;
+    result = series<W, Series>(r) * (Vector<W>)(bits << F::kMantissa);
   }
-  return x < F::kLeastExp ? Vector<W>{} : result;
+  return below ? Vector<W>{} : result;
 }
 
-// e^x likewise.
+// e^x of x up to 0, to about one rounding.
 template <typename W>
 inline Vector<W> exp(Vector<W> x) {
-  return raised_exp<W>(x) * FloatFormat<W>::kDown;
+  Bits<W> below;
+  return raised_exp<W, true>(x, Exponents<W>(1), below) * FloatFormat<W>::kDown;
 }
 
 // log(2x/(x + y)) to less than three roundings of itself, of x > 0 and y from 0 to x.
 template <typename W>
 inline Vector<W> log_over_mean(Vector<W> x, Vector<W> y) {
   const Vector<W> t = (x - y) / (y + x * W(3));
-  return t * series<W, InverseOdd<FloatFormat<W>::kAtanhTerms>>(t * t);
+  return t * series<W, AtanhSeries<W>>(t * t);
 }

@@ -21,6 +21,7 @@
 
 namespace fastkd::usual {
 constexpr int kBytes = FASTKD_BYTES;
+constexpr bool kFuses = false;
 #include "../csrc/vectors.h"
 }  // namespace fastkd::usual
 
