@@ -31,7 +31,7 @@ namespace fastkd {
 namespace {
 
 constexpr double kShortest = 1e-12;  // torch.nn.functional.normalize divides by max(‖x‖, this)
-constexpr int64_t kRowsAtATime = 8, kRowsAhead = 1;  // added up, fetched
+constexpr int64_t kRowsAtATime = 8, kRowsAhead = 3;  // added up, fetched
 
 // A row in float64, times a power of 2 by which its squares are far from the largest number.
 double power_of_row(const Rows& x, int64_t i, std::vector<double>& wide) {
