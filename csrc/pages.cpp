@@ -4,7 +4,7 @@
 // But a hypervisor takes whole free ones back within seconds, and gives one again for seven times
 // what it costs otherwise, while small pages lie between those in use and stay. Which of both are
 // dear can't be seen but by fetching some. So what surely comes from the system is fetched here, by
-// all threads, in parts of the kind that was cheaper last.
+// all threads, in parts of the kind that was cheaper last; the dearer one is tried again seldom.
 #include "tensors.h"
 
 #ifdef __linux__
@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <mutex>
 #endif
 
 namespace fastkd {
@@ -22,6 +23,7 @@ namespace {
 // From here on glibc keeps nothing for the next step.
 constexpr uintptr_t kTakenAnew = 32 << 20;
 constexpr uintptr_t kLargePage = 2 << 20, kFirstPart = 4 << 20;
+constexpr int kMostPatience = 63;
 constexpr int kPopulateWrite = 23;  // of Linux 5.14, which older headers don't know
 
 bool advise(uintptr_t start, uintptr_t end, int advice) {
@@ -40,10 +42,22 @@ double fetch(uintptr_t start, uintptr_t end, bool large) {
   return seconds.count() / double(end - start);
 }
 
+// What small and large pages cost when last fetched, and after how many times both are tried again:
+// the longer the same is the cheaper one.
+struct Seen {
+  std::mutex mutex;
+  double cost[2] = {};
+  int left = 0, patience = 0;
+} seen;
+
 void fetch_all(uintptr_t start, uintptr_t end) {
+  const std::unique_lock<std::mutex> lock(seen.mutex, std::try_to_lock);
+  if (!lock) return;  // another fetches; or did when this process was forked off
   const uintptr_t whole = (start + kLargePage - 1) / kLargePage * kLargePage;
   advise(start, whole, kPopulateWrite);
-  double cost[2] = {};  // of small and of large pages; what is untried is free
+  double* const cost = seen.cost;
+  const bool was_large = cost[1] <= cost[0], tries = seen.left-- <= 0;
+  if (tries) cost[0] = cost[1] = 0;  // what is untried is free
   for (uintptr_t at = whole; at < end;) {
     const bool large = cost[1] <= cost[0];
     // Parts grow, so that half of all goes by what was seen in the other half.
@@ -52,6 +66,9 @@ void fetch_all(uintptr_t start, uintptr_t end) {
     cost[large] = fetch(at, next, large);
     at = next;
   }
+  if (!tries) return;
+  const bool is_as_before = (cost[1] <= cost[0]) == was_large;
+  seen.left = seen.patience = is_as_before ? std::min(2 * seen.patience + 1, kMostPatience) : 0;
 }
 
 }  // namespace
