@@ -323,10 +323,12 @@ def _weighted_relations(
     mask = check_mask(mask, rows, first.device)
     if segments is not None:
         _check_segments(segments, first)
-        # Rows of other processes are of other lengths: their documents can't be compared by pairs.
-        if ranks is not None or values_readable(segments):
-            unpacked, mask = _unpacked(layers.features, mask, segments)
-            layers, segments = _Layers.of(unpacked), None
+    if not any(options.weights.values()):  # a zero that hangs on the students, as every loss does
+        segments = ranks = None
+    # Rows of other processes are of other lengths: their documents can't be compared by pairs.
+    if segments is not None and (ranks is not None or values_readable(segments)):
+        unpacked, mask = _unpacked(layers.features, mask, segments)
+        layers, segments = _Layers.of(unpacked), None
     if ranks is None:
         return _relations_of(layers, mask, segments, options, backend)
     return _across_ranks(layers, mask, options, backend, ranks)

@@ -729,6 +729,7 @@ class TestFCDLoss:
             assert not terms[over].requires_grad
             torch.testing.assert_close(terms[over], results(*weights)[0].detach())
         assert list(results(0, 2.0, return_terms=True)[2]) == ["samples"]
+        assert not any(map(torch.any, results(0, 0)[1]))  # and there are gradients
 
     @pytest.mark.parametrize(("alpha", "beta"), [(0, 1), (1, 0), (0, 0)])
     def test_zero_weight(self, backend, device, alpha, beta):
