@@ -103,22 +103,24 @@ class Whole:
         self._compare(concatenate(steps, Items(ranks)))
 
     def _compare(self, step: Step) -> None:
-        """The terms that compare features, and their gradients."""
+        """The terms that compare features, and their gradients where there are any."""
+        learning = torch.is_grad_enabled()
         leaves: list[Tensor] = []
 
         def leaf(x: Tensor, tokens: int) -> Tensor:
-            leaves.append(x.to(step.student_model.dtype).requires_grad_())
+            leaves.append(x.to(step.student_model.dtype).requires_grad_(learning))
             return leaves[-1]
 
-        with torch.enable_grad():
-            step.student = step.student.features(leaf)
-            terms = self.engine.terms(step.among_ranks(), on_logits=False)
-            if not terms:
-                return
+        step.student = step.student.features(leaf)
+        terms = self.engine.terms(step.among_ranks(), on_logits=False)
+        if not terms:
+            return
+        if learning:
             found = torch.autograd.grad(
                 weighted(terms), [*leaves, *self._parameters()], allow_unused=True
             )
-        self.gradients, self.of_parameters = list(found[: len(leaves)]), list(found[len(leaves) :])
+            self.gradients = list(found[: len(leaves)])
+            self.of_parameters = list(found[len(leaves) :])
         values = torch.stack([term.value.detach() for term in terms])
         if step.ranks is not None:
             values = step.ranks.sum(values) / step.ranks.size
@@ -140,10 +142,10 @@ class Whole:
         linear = [_inner(p, g) * whole for p, g in pairs if g is not None]
         linear += self._linear(step, index)
         value = sum(weight * value for weight, value in self.compared.values()) / count
-        loss = weighted(terms) if terms else torch.zeros_like(torch.as_tensor(value))
+        loss = weighted(terms) + value if terms else torch.as_tensor(value)
         if linear:
             inner = torch.stack(linear).sum()
-            loss = loss + value + (inner - inner.detach())
+            loss = loss + (inner - inner.detach())
         return loss, {**shown, "total": loss.detach()}, step
 
     def _linear(self, step: Step, index: int) -> list[Tensor]:

@@ -70,6 +70,15 @@ def test_accumulation_is_the_whole_batch_for_a_frozen_student_and_under_autocast
             assert (found[name] - gradient).abs().max() < accuracy * size, name
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_losses_without_gradient_add_up(mode):
+    for name in METHODS:
+        distiller, data = exact(name).eval(), data_of()
+        with mode():
+            loss = sum(out.loss for out in distiller.accumulate(cut(data, *ENDS)))
+            assert_equal(loss, distiller(**data).loss)
+
+
 def test_what_a_method_learns_is_not_summed_in_half_precision():
     """One part or nine: the gradient of its parameters is rounded once."""
     torch.manual_seed(0)
