@@ -81,7 +81,10 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
     ) -> None:
         super().__init__()
         self.model = model
-        self.dims = _checked_dims(dims, model.get_embedding_dimension())
+        width = model.get_embedding_dimension()
+        if dims is None and model.truncate_dim is not None:  # encode cuts them, a pass doesn't
+            dims = [width]
+        self.dims = _checked_dims(dims, width)
         self.gather = gather
         if mini_batch_size is not None:
             check_positive_int("mini_batch_size", mini_batch_size)
@@ -187,7 +190,8 @@ class RelationDistillLoss(_EmbeddingLoss):
         model: the student, a SentenceTransformer.
         normalize, distance, temperature: as in `fastkd.relation_loss`.
         dims: prefixes of the student's embeddings (Matryoshka), each compared with the whole
-            teacher's; the losses are averaged. By default the whole embeddings.
+            teacher's; the losses are averaged. By default the embeddings as ``encode`` gives them:
+            whole, or the first ``truncate_dim`` numbers.
         gather: compare the texts of all processes.
         mini_batch_size: texts that the student reads at a time; see the module's text.
 

@@ -136,6 +136,17 @@ def test_prefixes_are_compared_with_the_whole_teacher(folder):
         )
 
 
+@pytest.mark.filterwarnings("ignore:CCALoss")
+def test_truncated_embeddings_are_compared_as_they_are_used(folder):
+    model = student_of(folder)
+    model.truncate_dim = 8
+    (student,), (labels,) = embedded(model, TEXTS), taught(teacher_of(folder), TEXTS)
+    for cls, options, function in LOSSES.values():
+        value = cls(model, **options)(features_of(model, TEXTS), labels[:, :8])
+        expected = function(student[:, :8], labels[:, :8])
+        torch.testing.assert_close(value.detach(), expected.detach(), **CLOSE)
+
+
 def test_a_rounded_students_teacher_is_not_rounded(folder):
     model = student_of(folder)
     student, teacher = torch.randn(8, 16).bfloat16(), torch.randn(8, 16)
