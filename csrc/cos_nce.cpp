@@ -148,15 +148,19 @@ std::vector<int64_t> Negatives::counts() const {
   return found;
 }
 
-void Negatives::add_directions(int64_t position, const Rows& sums) const {
+void Negatives::add_directions(int64_t position, const Rows& sums, const Positions& next) const {
   const int64_t D = rows.D;
   Angles angles(D);
   std::vector<double> added(classes * D);
   for (int64_t k = 0; k < rows.samples; ++k) {
     if (mask && !mask[k * rows.positions + position]) continue;
     double* const to = added.data() + (segments ? segments[k] : 0) * D;
-    const Rows next = k + 1 < rows.samples ? rows.row(k + 1, position) : Rows{};
-    angles.add_direction(rows.row(k, position), to, next);
+    const int64_t ahead = k + rows.ahead(), beyond = ahead - rows.samples;
+    const auto ahead_row = [&] {
+      if (beyond < 0) return rows.row(ahead, position);
+      return next.has(beyond, position) ? next.row(beyond, position) : Rows{};
+    };
+    angles.add_direction(rows.row(k, position), to, ahead_row());
   }
   angles.add_waiting();
   if (others) leave_own_out(added.data(), D);

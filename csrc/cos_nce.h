@@ -11,6 +11,14 @@ struct Positions {
   int64_t samples, positions, D, stride_sample, stride_position;
   Type type;
 
+  bool has(int64_t sample, int64_t position) const {
+    return data != nullptr && sample < samples && position < positions;
+  }
+
+  // How many rows before it is visited a row is fetched: a row takes less time than memory to answer,
+  // and where they lie apart no processor foresees the next.
+  int64_t ahead() const { return positions > 1 ? 2 : 1; }
+
   Rows row(int64_t sample, int64_t position) const {
     const int64_t offset = sample * stride_sample + position * stride_position;
     return {data + offset * size_of(type), 0, D, type};
@@ -29,8 +37,7 @@ struct Positions {
 // Rows whose directions are added together.
 constexpr int kTogether = 4;
 
-// What a thread needs to look at one position after the other. Its rows lie far apart, where no
-// processor foresees the next, so that is told.
+// What a thread needs to look at one position after the other.
 class Angles {
  public:
   explicit Angles(int64_t D) : D_(D) {}
@@ -86,8 +93,8 @@ struct Negatives {
 
   std::vector<int64_t> counts() const;  // (classes, P)
 
-  // Σ x/‖x‖ at a position: (classes, D)
-  void add_directions(int64_t position, const Rows& sums) const;
+  // Σ x/‖x‖ at a position: (classes, D). Then rows of ``next`` are visited there.
+  void add_directions(int64_t position, const Rows& sums, const Positions& next) const;
 
  private:
   template <typename T>

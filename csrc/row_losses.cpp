@@ -172,17 +172,19 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
   }
   const auto visit = [&](int64_t p, const Rows& sums, int64_t begin, int64_t end) {
     Angles angles(D);
+    const auto row = [](const Positions& of, int64_t sample, int64_t position) {
+      return of.has(sample, position) ? of.row(sample, position) : Rows{};
+    };
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t n = count(b, p);
-      const auto row = [=](const Positions& of, int64_t sample) {
-        return of.data && sample < end ? of.row(sample, p) : Rows{};
-      };
-      const Rows to = row(dz, b);
+      const int64_t n = count(b, p), ahead = b + z.ahead();
+      const Rows to = row(dz, b, p);
       if (n > 0) {
         const double w = 0.5 / double(n), v = own_too ? w + 1.5 : 1.5;
         const Rows s = sums.only(place ? place[b] : 0);
         const double pull = angles.pull(z.row(b, p), t.row(b, p), s, w, v, weight, to,
-                                        row(z, b + 1), row(dz, b + 1));
+                                        ahead < end ? row(z, ahead, p)
+                                                    : row(negatives.rows, ahead - end, p + 1),
+                                        ahead < end ? row(dz, ahead, p) : Rows{});
         losses[b * P + p] = (2 + pull) * weight;
       } else if (gradient) {
         std::fill_n(to.data, D * size_of(to.type), 0);
@@ -195,7 +197,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
     std::vector<char> memory(classes * D * size_of(type));
     const Rows sums{memory.data(), D, D, type};
     for (int64_t p = begin; p < end; ++p) {
-      negatives.add_directions(p, sums);
+      negatives.add_directions(p, sums, z);
       if (P > 1) {
         visit(p, sums, 0, B);
       } else {  // the threads share the samples

@@ -108,7 +108,7 @@ void cos_nce(int64_t n, Type type, std::mt19937& random) {
   for (int64_t i = 0; i < kRows; ++i) mask[i] = i != 3;
   const Positions rows{t.rows.data, kRows, 1, n, t.rows.stride, n, type};
   const Negatives negatives{rows, mask.get(), segments, 2, true};
-  negatives.add_directions(0, sums.rows);
+  negatives.add_directions(0, sums.rows, rows);
   if (negatives.counts() != std::vector<int64_t>{3, 3}) std::printf("other negatives\n");
   compare("cos_nce", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
     const Rows dz{out, n, n, type};
