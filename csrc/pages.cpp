@@ -11,8 +11,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
-#include <mutex>
 #endif
 
 namespace fastkd {
@@ -45,14 +45,13 @@ double fetch(uintptr_t start, uintptr_t end, bool large) {
 // What small and large pages cost when last fetched, and after how many times both are tried again:
 // the longer the same is the cheaper one.
 struct Seen {
-  std::mutex mutex;
+  std::atomic_flag taken = ATOMIC_FLAG_INIT;
   double cost[2] = {};
   int left = 0, patience = 0;
 } seen;
 
 void fetch_all(uintptr_t start, uintptr_t end) {
-  const std::unique_lock<std::mutex> lock(seen.mutex, std::try_to_lock);
-  if (!lock) return;  // another fetches; or did when this process was forked off
+  if (seen.taken.test_and_set()) return;  // another fetches, or did when this process was forked off
   const uintptr_t whole = (start + kLargePage - 1) / kLargePage * kLargePage;
   advise(start, whole, kPopulateWrite);
   double* const cost = seen.cost;
@@ -66,9 +65,11 @@ void fetch_all(uintptr_t start, uintptr_t end) {
     cost[large] = fetch(at, next, large);
     at = next;
   }
-  if (!tries) return;
-  const bool is_as_before = (cost[1] <= cost[0]) == was_large;
-  seen.left = seen.patience = is_as_before ? std::min(2 * seen.patience + 1, kMostPatience) : 0;
+  if (tries) {
+    const bool is_as_before = (cost[1] <= cost[0]) == was_large;
+    seen.left = seen.patience = is_as_before ? std::min(2 * seen.patience + 1, kMostPatience) : 0;
+  }
+  seen.taken.clear();
 }
 
 }  // namespace
