@@ -377,6 +377,16 @@ def test_a_teacher_of_equal_rows_teaches_nothing(normalize):
     assert nothing < 1e-3 * usual
 
 
+@pytest.mark.parametrize("members", [20, 127])
+def test_equal_teacher_rows_teach_nothing_in_registers(backend, device, members):
+    student, teacher = (features(2, members, D, device=device).float() for D in (7, 64))
+    usual, nothing = (
+        value_and_grad(relation_loss, student, x, backend=backend)[1].norm()
+        for x in (teacher, teacher[:1, :1].expand_as(teacher))
+    )
+    assert nothing <= 1e-6 * usual
+
+
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", SIZES)
 def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members):
