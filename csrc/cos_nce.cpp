@@ -156,11 +156,9 @@ void Negatives::add_directions(int64_t position, const Rows& sums, const Positio
     if (mask && !mask[k * rows.positions + position]) continue;
     double* const to = added.data() + (segments ? segments[k] : 0) * D;
     const int64_t ahead = k + rows.ahead(), beyond = ahead - rows.samples;
-    const auto ahead_row = [&] {
-      if (beyond < 0) return rows.row(ahead, position);
-      return next.has(beyond, position) ? next.row(beyond, position) : Rows{};
-    };
-    angles.add_direction(rows.row(k, position), to, ahead_row());
+    angles.add_direction(
+        rows.row(k, position), to,
+        beyond < 0 ? rows.row(ahead, position) : next.row_if_any(beyond, position));
   }
   angles.add_waiting();
   if (others) leave_own_out(added.data(), D);

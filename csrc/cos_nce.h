@@ -11,10 +11,6 @@ struct Positions {
   int64_t samples, positions, D, stride_sample, stride_position;
   Type type;
 
-  bool has(int64_t sample, int64_t position) const {
-    return data != nullptr && sample < samples && position < positions;
-  }
-
   // How many rows before it is visited a row is fetched: a row takes less time than memory to answer,
   // and where they lie apart no processor foresees the next.
   int64_t ahead() const { return positions > 1 ? 2 : 1; }
@@ -22,6 +18,12 @@ struct Positions {
   Rows row(int64_t sample, int64_t position) const {
     const int64_t offset = sample * stride_sample + position * stride_position;
     return {data + offset * size_of(type), 0, D, type};
+  }
+
+  // No data where there is no such row.
+  Rows row_if_any(int64_t sample, int64_t position) const {
+    const bool is_there = data != nullptr && sample < samples && position < positions;
+    return is_there ? row(sample, position) : Rows{};
   }
 
   // The positions (positions, D) of a sample.

@@ -172,19 +172,16 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
   }
   const auto visit = [&](int64_t p, const Rows& sums, int64_t begin, int64_t end) {
     Angles angles(D);
-    const auto row = [](const Positions& of, int64_t sample, int64_t position) {
-      return of.has(sample, position) ? of.row(sample, position) : Rows{};
-    };
     for (int64_t b = begin; b < end; ++b) {
       const int64_t n = count(b, p), ahead = b + z.ahead();
-      const Rows to = row(dz, b, p);
+      const Rows to = dz.row_if_any(b, p);
       if (n > 0) {
         const double w = 0.5 / double(n), v = own_too ? w + 1.5 : 1.5;
         const Rows s = sums.only(place ? place[b] : 0);
+        const Rows next = ahead < end ? z.row(ahead, p)
+                                      : negatives.rows.row_if_any(ahead - end, p + 1);
         const double pull = angles.pull(z.row(b, p), t.row(b, p), s, w, v, weight, to,
-                                        ahead < end ? row(z, ahead, p)
-                                                    : row(negatives.rows, ahead - end, p + 1),
-                                        ahead < end ? row(dz, ahead, p) : Rows{});
+                                        next, ahead < end ? dz.row_if_any(ahead, p) : Rows{});
         losses[b * P + p] = (2 + pull) * weight;
       } else if (gradient) {
         std::fill_n(to.data, D * size_of(to.type), 0);

@@ -141,7 +141,7 @@ FASTKD_KERNEL int64_t* gaps_of(int64_t start, int64_t n, const Part& part, Kept<
     head = weight >= high ? head + gap : head;
     const Vector<W> below_high = weight < high ? lane : Vector<W>{};
     const Vector<W> below_low = weight < low ? lane : Vector<W>{};
-    uint32_t between = uint32_t(sum_of_few<W, kLanes<W>>(below_high - below_low));
+    uint32_t between = uint32_t(sum_of<W, kLanes<W>>(below_high - below_low));
     const auto put = [&] {
       *places = start + i + __builtin_ctz(between | 1u << 31);
       places += between != 0;

@@ -62,19 +62,19 @@ inline Vector<W> largest(Vector<W> a, Vector<W> b) {
 }
 
 // In halves, so in the same order whatever the registers.
-template <int N>
-inline double sum_of(const VectorN<double, N>& x) {
+template <typename W, int N>
+inline W sum_of(const VectorN<W, N>& x) {
   if constexpr (N == 1) {
     return x[0];
   } else {
-    VectorN<double, N / 2> halves[2];
+    VectorN<W, N / 2> halves[2];
     std::memcpy(halves, &x, sizeof(x));
-    return sum_of<N / 2>(halves[0] + halves[1]);
+    return sum_of<W, N / 2>(halves[0] + halves[1]);
   }
 }
 template <typename W>
 inline double sum(Vector<W> x) {
-  return sum_of<kLanes<W>>(__builtin_convertvector(x, VectorN<double, kLanes<W>>));
+  return sum_of<double, kLanes<W>>(__builtin_convertvector(x, VectorN<double, kLanes<W>>));
 }
 
 // A vector's numbers in float64 are so many vectors.
@@ -133,18 +133,6 @@ inline W largest_of(const VectorN<W, N>& x) {
 template <typename W>
 inline W largest(Vector<W> x) {
   return largest_of<W, kLanes<W>>(x);
-}
-
-// In W, for few numbers.
-template <typename W, int N>
-inline W sum_of_few(const VectorN<W, N>& x) {
-  if constexpr (N == 1) {
-    return x[0];
-  } else {
-    VectorN<W, N / 2> halves[2];
-    std::memcpy(halves, &x, sizeof(x));
-    return sum_of_few<W, N / 2>(halves[0] + halves[1]);
-  }
 }
 
 // Σ c(k)·x^k; c is a type, so that the compiler knows each number before it makes vectors.
