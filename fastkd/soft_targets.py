@@ -120,7 +120,9 @@ def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tens
     q_s = log_ps.exp().gather(-1, ids).masked_fill(absent, 0)
     q_t = log_probs.exp()
     if top.tail == "bucket":
-        of_teacher = (1 - q_t.sum(-1, keepdim=True)).clamp(min=0)
+        # In float64: a small tail is as large as float32's rounding of the sum.
+        of_teacher = 1 - log_probs.double().exp().sum(-1, keepdim=True)
+        of_teacher = of_teacher.clamp(min=0).to(q_t.dtype)
         if ids.shape[-1] == log_ps.shape[-1]:
             of_teacher = torch.zeros_like(of_teacher)
         q_t = torch.cat([q_t, of_teacher], -1)

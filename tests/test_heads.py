@@ -608,6 +608,17 @@ def test_rounded_log_probabilities_add_up_to_no_more_than_1():
     assert value >= 0 and grad.isfinite().all()
 
 
+def test_a_small_tail_is_what_the_same_numbers_leave_in_float64():
+    student = 3 * torch.randn(128, 1000)
+    log_probs, words = (3 * torch.randn(128, 1000)).double().log_softmax(-1).topk(990)
+    log_probs = log_probs.float()
+    options = dict(divergence="reverse_kl", reduction="none")
+    found = soft_target_loss(student, TopK(words, log_probs), **options)
+    wanted = soft_target_loss_ref(student.double(), TopK(words, log_probs.double()), **options)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert wanted.isfinite().sum() > 64
+
+
 def test_a_likely_tail_the_student_excludes_costs_infinity():
     student = torch.tensor([[0.0, 0.0, -torch.inf]])
     top = TopK(torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]]).log())

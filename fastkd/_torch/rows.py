@@ -92,12 +92,16 @@ def _from_top_k(
 
 
 def _with_tail(log_probs: Tensor, V: int) -> Tensor:
-    """log-probabilities (R, K + 1) with that of all other words, which add up to 1."""
-    total = log_probs.logsumexp(-1, keepdim=True)
-    # Where nothing is left, but for rounding, nothing is.
+    """Teacher's log-probabilities (R, K + 1): those of the k tokens and that of all others.
+
+    The tail is what the k tokens leave of 1. In float32 rounding would be as large as a small tail,
+    and a tail of 0 makes reverse KL infinite.
+    """
+    exact = log_probs.double()
+    total = exact.logsumexp(-1, keepdim=True)
     tail = (-torch.expm1(total)).log() if log_probs.shape[-1] < V else total.new_zeros(())
     tail = torch.where((total < 0) & (log_probs.shape[-1] < V), tail, -torch.inf)
-    return torch.cat([log_probs, tail], -1).log_softmax(-1)
+    return torch.cat([exact, tail], -1).log_softmax(-1).to(log_probs.dtype)
 
 
 def weighed_rows(
