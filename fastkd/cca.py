@@ -60,7 +60,8 @@ def cca_loss_ref(
     S, T = student.to(working_dtype(student)), teacher.to(working_dtype(teacher))
     real = torch.ones_like(S[..., :1]) if mask is None else mask.unsqueeze(-1).to(S.dtype)
     S, T = S.masked_fill(real == 0, 0.0), T.masked_fill(real == 0, 0.0)
-    m = real.sum(-2, keepdim=True).clamp_min(1)
+    observed = real.sum(-2, keepdim=True)
+    m = observed.clamp_min(1)
 
     S_bar = (S - S.sum(-2, keepdim=True) / m) * real  # (*, m, Ds)
     T_bar = (T - T.sum(-2, keepdim=True) / m) * real  # (*, m, Dt)
@@ -72,7 +73,9 @@ def cca_loss_ref(
 
     whitened = inv_sqrtm_ref(sigma_tt) @ sigma_ts @ inv_sqrtm_ref(sigma_ss)  # eq. 4
     corr = torch.linalg.svdvals(whitened)[..., :top_k].sum(-1)  # eq. 6: tr (TᵀT)^½
-    return _reduce(-corr, reduction)  # eq. 7
+    if reduction == "mean":  # over the items with at least two observations
+        return -corr.sum() / (observed >= 2).sum().clamp_min(1)
+    return -corr.sum() if reduction == "sum" else -corr  # eq. 7
 
 
 def cca_loss(
@@ -99,7 +102,8 @@ def cca_loss(
         mask: (*, m), 1 = real observation; others are left out, also from m.
         ridge: r_s = r_t, or the pair (student, teacher), at least 0.
         top_k: how many of the largest correlations to sum; None for all.
-        reduction: over the leading dimensions: "sum", "mean" or "none".
+        reduction: over the leading dimensions: "sum", "none", or "mean" over those with at least
+            two real observations.
         backend: "auto", "torch" or "triton".
         gather: correlate over the observations of all processes; see `fastkd.distributed`.
         group: the processes that gather, by default all.
@@ -129,8 +133,12 @@ def cca_loss(
         check_positive_int("top_k", top_k)
     check_choice("reduction", reduction, REDUCTIONS)
     use_triton(backend, "cca_loss", student)
-    loss = _loss(student, teacher, mask, Options(ridges, top_k), ranks_of(gather, group))
-    return _reduce(loss, reduction)
+    ranks = ranks_of(gather, group)
+    loss = _loss(student, teacher, mask, Options(ridges, top_k), ranks)
+    if reduction == "mean":  # fewer than two observations leave nothing to compare
+        observed = cca_solver.count_observed(student, mask, ranks).expand(loss.shape)
+        return loss.sum() / (observed >= 2).sum().clamp_min(1)
+    return loss.sum() if reduction == "sum" else loss
 
 
 def canonical_correlations(
@@ -324,12 +332,6 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     for r in pair:
         check_number("ridge", r, at_least=0.0)
     return float(pair[0]), float(pair[1])
-
-
-def _reduce(loss: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return loss
-    return loss.sum() / (max(1, loss.numel()) if reduction == "mean" else 1)
 
 
 def _loss(

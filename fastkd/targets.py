@@ -106,10 +106,10 @@ class TopK:
             are filled up with it, and any id.
         tail: "bucket" makes all other words one outcome, on both sides: never negative, exact
             when K = V, and a lower bound of the whole divergence (of "adaptive_kl" and
-            "mixed" too wherever their weights are the same). Log-probabilities that add up to 1 or
-            more leave it a probability of 0: then reverse KL is infinite. "renormalise" makes the k words a
-            distribution on both sides: it says nothing about the rest, which the student may
-            take for likely.
+            "mixed" too wherever their weights are the same). Log-probabilities that add up to 1
+            or more leave it a probability of 0: then reverse KL is infinite. "renormalise" makes
+            the k words a distribution on both sides: it says nothing about the rest, which the
+            student may take for likely.
 
     Raises:
         ValueError, TypeError: shapes that differ, ids that are no integers, log-probabilities

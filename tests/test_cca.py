@@ -161,6 +161,19 @@ def test_matches_the_reference(mask, dims, options, backend):
         assert actual[1].isfinite().all()
 
 
+def test_the_mean_leaves_out_samples_with_nothing_to_compare(backend):
+    student, teacher = related(4, 20, dims=(4, 7))
+    mask = torch.ones(4, 20)
+    mask[1] = 0
+    mask[2, 1:] = 0
+    options = dict(ridge=0.1, reduction="mean")
+    found = value_and_grad(cca_loss, student, teacher, mask, **options, backend=backend)
+    wanted = value_and_grad(cca_loss, student[::3], teacher[::3], **options, backend=backend)
+    assert_accurate(found[0], wanted[0], torch.float64)
+    assert_accurate(found[1][::3], wanted[1], torch.float64)
+    assert cca_loss(student, teacher, mask[1:3].repeat(2, 1), **options, backend=backend) == 0
+
+
 @pytest.mark.parametrize("m", [2, 3, 5, 6])
 @pytest.mark.parametrize("ridge", [1.0, 1e-2])
 def test_fewer_observations_than_dimensions(m, ridge, backend):

@@ -116,6 +116,13 @@ LOSSES = {
             {"ridge": (1e-2, 1e-1), "top_k": 3, "reduction": "none"},
         ),
     ),
+    "cca_loss, mean of layers": (  # nothing to compare in the last
+        cca_loss,
+        lambda s, t, m, y: (
+            (s[:, :2].movedim(1, 0), t[:, :2].movedim(1, 0), torch.stack([m[:, 0], y > 5])),
+            {"ridge": 1e-2, "reduction": "mean"},
+        ),
+    ),
     "cca_loss, moments": (
         cca_loss,
         lambda s, t, m, y: (

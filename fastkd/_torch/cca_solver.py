@@ -542,7 +542,7 @@ def _centred(
     ranks: "Ranks | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
-    count = _observed(student, mask, ranks).to(dtype)[..., None, None]
+    count = count_observed(student, mask, ranks).to(dtype)[..., None, None]
     centred = []
     for x in (student, teacher):
         x = _masked(x, mask)
@@ -554,8 +554,8 @@ def _centred(
     return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
 
 
-def _observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Tensor:
-    """How many observations are real: (*), or one number for all items."""
+def count_observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Tensor:
+    """Number of real observations: (*), or one number for all items."""
     if mask is None:
         count = torch.full(() if ranks is None else x.shape[:-2], x.shape[-2], device=x.device)
     else:
@@ -581,7 +581,7 @@ def _bounded(
         rank = min(rank, student.shape[-2] - 1)
     corr = corr.clamp_max(rank)
     if mask is not None or options.ranks is not None:
-        observed = _observed(student, mask, options.ranks)
+        observed = count_observed(student, mask, options.ranks)
         corr = torch.minimum(corr, (observed - 1).clamp_min(0))
     dims = options.dims
     if dims is not None and min(dims) < rank:

@@ -62,7 +62,8 @@ def random_cca(draw: Draw) -> Case:
                 for item in zip(student, teacher, mask, strict=True)
             ]
         )
-        return {"none": losses, "sum": losses.sum(), "mean": losses.mean()}[reduction]
+        mean = losses.sum() / (mask.sum(-1) > 1).sum().clamp(min=1)
+        return {"none": losses, "sum": losses.sum(), "mean": mean}[reduction]
 
     return Case(
         lambda student, teacher, mask: fastkd.cca_loss(
