@@ -122,7 +122,7 @@ def load_finished(
     report = read_marker(Path(name).expanduser()) or {}
     trained = report.get("task")
     trained = trained if isinstance(trained, str) else None
-    kind = tasks.of_model(tasks.kind_of(task), trained, config)
+    kind = tasks.of_model(f"--model {name}", tasks.kind_of(task), trained, config)
     model, fresh = _load_weights("--model", name, remote_code, kind)
     if fresh:
         raise InputError(f"--model {name}: it has no {kind.head_name} ({fresh[0]} would be random)")

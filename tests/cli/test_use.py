@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -434,6 +435,25 @@ def test_a_marker_that_says_nothing_is_none(folder, tmp_path):
     for marker in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
         (model / "fastkd.json").write_text(marker)
         assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+
+
+def test_a_marker_runs_no_code(folder, tmp_path, monkeypatch):
+    """Only --task imports a class: a cloned model may lie in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(folder / "teacher", tmp_path / "a-model")
+    (model / "task.py").write_text(
+        "from fastkd.train.tasks.classification import Classification\n"
+        "class Mine(Classification):\n    pass\n"
+        "from pathlib import Path\nPath('ran').touch()\n"
+    )
+    for name in ("a-model.task:Mine", "task", "..models"):
+        (model / "fastkd.json").write_text(json.dumps({"task": name}))
+        for command, given in (("evaluate", {}), ("predict", {}), ("export", {"data": None})):
+            said = run(command, model=model, expect=2, **{"data": folder / "dev.tsv", **given})
+            assert f"--task {name!r}" in said
+            assert not Path("ran").exists()
+    run("predict", model=model, task="a-model.task:Mine", data=folder / "dev.tsv")
+    assert Path("ran").exists()
 
 
 def test_positions_that_begin_behind_the_padding(folder, tmp_path):

@@ -72,8 +72,17 @@ def of_file(name: str | None, path: Path | None) -> type[Task]:
     return named(name)
 
 
-def of_model(name: str | None, trained: str | None, config: Any) -> type[Task]:
-    """The task ``name``; else that of the model's training, or of its head; else the usual one."""
+def of_model(who: str, name: str | None, trained: str | None, config: Any) -> type[Task]:
+    """The task ``name``; else that of the model's training, or of its head; else the usual one.
+
+    ``trained`` was read from the folder of the model, called ``who``. Only the name of a task of
+    fastkd is accepted there: a class of one's own is code, which the command line alone may name.
+    """
+    if name is None and trained is not None and trained not in NAMES:
+        raise InputError(
+            f"{who}: it was trained with --task {trained!r}, which is none of fastkd's own; "
+            "pass --task, which imports such a class"
+        )
     if name is not None or trained is not None:
         return named(name or trained)
     problem = getattr(config, "problem_type", None)
