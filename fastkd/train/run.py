@@ -321,7 +321,7 @@ def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:
 
 def _tell_kept(out: Output, display: Display) -> None:
     if out.kept is not None:
-        display.say(f"{out.kept}: files that fastkd did not write")
+        display.say(f"{out.kept}: files that fastkd did not write, or that have changed")
         out.kept = None
 
 

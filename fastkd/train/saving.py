@@ -78,9 +78,9 @@ def _backup(target: Path) -> Path:
 
 
 def discard(directory: Path) -> Path | None:
-    """Remove a directory of ours; files that somebody else put there stay, in sight.
+    """Remove a directory of ours; of a symbolic link only the link.
 
-    Returns where they are. Of a symbolic link the link alone goes.
+    Files that fastkd didn't write, or that have changed since, stay; returns where they are.
     """
     if directory.is_symlink():
         directory.unlink()
@@ -96,9 +96,10 @@ def discard(directory: Path) -> Path | None:
 
 
 def remove_own(directory: Path) -> None:
-    """Delete the files that the marker of ``directory`` lists, then the marker, then what's empty.
+    """Delete the files of ``directory`` that are as its marker lists them, then the marker.
 
-    Cut off in the middle, the marker is still there, and the next call goes on.
+    Directories that are empty by then are deleted too. Cut off in the middle, the marker is still
+    there, and the next call goes on.
     """
     if not _empty(directory) and read_marker(directory) is not None:
         (directory / MARKER).unlink()
@@ -106,10 +107,13 @@ def remove_own(directory: Path) -> None:
 
 def _empty(directory: Path) -> bool:
     """Delete all of ours but the marker, and with it the directory if nothing else is there."""
-    for name in (*_listed(directory), MARKER):
-        if name != MARKER:
-            (directory / name).unlink(missing_ok=True)
-        staging_of(directory / name).unlink(missing_ok=True)
+    for name, digest in _listed(directory).items():
+        path = directory / name
+        # A file that has changed since is no longer ours; one without a digest may change.
+        if path.is_file() and digest in (None, _digest(path, sync=False)):
+            path.unlink()
+        staging_of(path).unlink(missing_ok=True)
+    staging_of(directory / MARKER).unlink(missing_ok=True)
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -170,13 +174,17 @@ def foreign(directory: Path) -> list[str]:
 
 
 def _listed(directory: Path) -> dict[str, str | None]:
-    """What the marker of ``directory`` lists in it, as far as it can be read."""
+    """Files in ``directory`` and their digests, as far as its marker can be read.
+
+    What lies elsewhere, by a ``..``, an absolute path or a link, is left out, and the marker too.
+    """
     files = (read_marker(directory) or {}).get("files")
     if not isinstance(files, dict):
         return {}
-    paths = {name: Path(name) for name in files}
-    within = [n for n, path in paths.items() if not path.is_absolute() and ".." not in path.parts]
-    return {name: files[name] for name in within}
+    home = directory.resolve()
+    places = {name: (directory / name).parent.resolve() / Path(name).name for name in files}
+    within = [name for name, place in places.items() if home in place.parents]
+    return {name: files[name] for name in within if places[name] != home / MARKER}
 
 
 def _files(directory: Path) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`fastkd distill` from its command line: every method, bad input, interruptions, resuming."""
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -627,12 +628,35 @@ def test_links_and_logs_among_the_results(distill, files, tmp_path):
     (out / "unfinished").write_text("")
     assert "unfinished is not fastkd's" in distill("--overwrite", expect=2)
     # What a link leads to is not replaced, nor removed.
+    (mine / "below").mkdir(parents=True)
+    (mine / "below" / "thesis.txt").write_text("mine")
+    digest = hashlib.sha256(b"mine").hexdigest()
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "x").symlink_to(mine)
+    (linked / "y").symlink_to(mine / "below")
+    listed = {"x/below/thesis.txt": digest, "y/thesis.txt": None, "y/../below/thesis.txt": digest}
+    (linked / MARKER).write_text(json.dumps({"files": listed}))
+    saving.discard(linked)
+    assert (mine / "below" / "thesis.txt").read_text() == "mine"
+    shutil.rmtree(mine)
     shutil.copytree(make_teacher(tmp_path / "model"), mine)
     saving.seal(mine, {})
     (out / "student").symlink_to(mine)
     saving.replace_directory(out / "student", lambda directory: {})
     assert visible(out) == ["student", "unfinished"] and not (out / "student").is_symlink()
     assert damage(mine) is None
+
+
+def test_a_file_that_was_changed_is_not_deleted(distill, tmp_path):
+    distill()
+    student = tmp_path / "out" / "student"
+    (student / "README.md").write_text("a card of my own")
+    distill("--overwrite")
+    assert damage(student) is None
+    kept = tmp_path / "out" / "student.old"
+    assert visible(kept) == ["README.md"]
+    assert (kept / "README.md").read_text() == "a card of my own"
 
 
 def test_bad_rows_are_named_before_any_work(distill, tmp_path):
