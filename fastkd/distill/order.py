@@ -28,10 +28,11 @@ def has_label(labels: Any) -> np.ndarray:
 class Order:
     """Which rows each batch of an epoch reads.
 
-    Every row comes once. Where fewer than ``share`` of the rows are ``labelled`` (rows,), those
-    are drawn again, all before any twice as often, so that they make up this share of each batch:
-    a term on labels is then not one row's noise. They stand evenly in a batch, so that processes
-    which share it in equal parts have equally many, or one more.
+    Every row is read at least once. Where fewer than ``share`` of the rows are ``labelled``
+    (rows,), labelled rows are read again, all equally often or once more, so that each batch has
+    this share of them: the term on labels is then not one row's noise. A batch keeps at least one
+    unlabelled row. Labelled rows are spread evenly over a batch, so that processes which divide it
+    into equal parts have equally many, or one more.
     """
 
     labelled: np.ndarray
@@ -40,12 +41,12 @@ class Order:
 
     @property
     def _drawn(self) -> int:
-        """Labelled rows in a full batch, where they are drawn again; else 0."""
+        """Labelled rows in a full batch where they are read again; 0 where each is read once."""
         count, rows = int(self.labelled.sum()), len(self.labelled)
-        if count == 0 or count >= self.share * rows:
-            return 0
-        # A rounding error is no row, and a batch of labelled rows alone would never end.
-        return min(math.ceil(self.share * self.batch - 1e-9), self.batch - 1)
+        # A rounding error is no row. A batch of labelled rows alone would never end the epoch.
+        drawn = min(math.ceil(self.share * self.batch - 1e-9), self.batch - 1)
+        enough = count >= min(self.share, drawn / self.batch) * rows
+        return 0 if enough or count == 0 else drawn
 
     @property
     def rows(self) -> int:

@@ -24,12 +24,13 @@ def test_every_row_comes_and_labels_have_their_share(labelled, batch, share, see
     assert len(rows) == order.rows
     times = np.bincount(rows, minlength=len(labelled))
     assert (times[~labelled] == 1).all()
-    enough = not labelled.any() or labelled.sum() >= share * len(labelled)
-    if enough or batch == 1:
+    assert times.min() >= 1
+    wanted = min(math.ceil(share * batch - 1e-9), batch - 1)
+    enough = labelled.sum() >= min(share, wanted / batch) * len(labelled)
+    if enough or not labelled.any():
         assert (times == 1).all()
         return
     assert times[labelled].max() - times[labelled].min() <= 1
-    wanted = min(math.ceil(share * batch - 1e-9), batch - 1)
     parts = [rows[start : start + batch] for start in range(0, len(rows), batch)]
     for part in parts:
         assert labelled[part].sum() >= math.floor(wanted / batch * len(part))
@@ -38,6 +39,13 @@ def test_every_row_comes_and_labels_have_their_share(labelled, batch, share, see
             found = [labelled[own].sum() for own in np.array_split(part, ranks)]
             assert max(found) - min(found) <= 1 + (len(part) % ranks > 0)
     assert all(labelled[part].sum() == wanted for part in parts[:-1])
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_labelled_rows_are_not_dropped_where_few_have_none(share):
+    order = Order(np.arange(68) < 64, 8, share)
+    assert order.rows == 68
+    assert sorted(order.draw(np.random.default_rng(0))) == list(range(68))
 
 
 def test_200_of_5700_rows_are_a_quarter_of_each_batch():
