@@ -1,4 +1,7 @@
-"""`fastkd doctor`: what is installed, which backends run, and whether they compute rightly."""
+"""`fastkd doctor`: installed versions, the backends that run here, and a check of each.
+
+It needs no package but those of the losses, so that an installation of these can check itself.
+"""
 
 import importlib
 import importlib.metadata
@@ -9,19 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import fastkd
-from fastkd._core.dispatch import why_not_cpp, why_not_triton
+from fastkd._core import extension
+from fastkd._core.dispatch import (
+    CPP_FUNCTIONS,
+    TRITON_FUNCTIONS,
+    why_not_cpp,
+    why_not_triton,
+)
 from fastkd._core.losses import LOSSES, Inputs
 from fastkd._core.versions import TESTED
-from fastkd.cli.display import say
 from fastkd.train.errors import first_line
 
 PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit-learn")
+BACKENDS = ("torch", "triton", "cpp")
+NO_KERNEL = "no kernel"
+TO_BUILD = "in a checkout: pip install --no-build-isolation --no-deps ."
 # Far above what float32 loses, far below what a wrong kernel gives.
 TOLERANCE = 1e-3
 
@@ -79,12 +87,12 @@ TRIALS = tuple(
 )
 
 
-def examine(console: Console) -> bool:
-    """Print the report; whether every backend that runs here is right."""
+def examine(write: Callable[[str], object]) -> bool:
+    """Write the report line by line; return whether every backend that runs here is right."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def line(name: str, value: str) -> None:
-        say(console, f"{name:<14}{value}")
+        write(f"{name:<14}{value}")
 
     line("fastkd", f"{fastkd.__version__}, installed as {_version('fastkd')}")
     line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -94,23 +102,44 @@ def examine(console: Console) -> bool:
     for package, versions in TESTED.items():
         line("tested with", f"{package} {', '.join(versions)}")
     line("device", _describe(device))
-    line("extension", _extension())
+    state, extension_is_right = _extension()
+    line("extension", state)
 
-    table = Table("check", "torch", "triton", "cpp", box=box.SIMPLE_HEAD)
+    good = _check(write, device) and extension_is_right
+    if not good:
+        line("verdict", "something is wrong: see the extension and the failed checks")
+    elif extension.CPU:
+        line("verdict", "all right")
+    else:
+        line("verdict", f"right, but slower than it can be: no extension; {TO_BUILD}")
+    return good
+
+
+def _check(write: Callable[[str], object], device: torch.device) -> bool:
+    """Write the table of checks, then why some were not made; return whether all others passed."""
+    write("\nErrors relative to the references in float64")
+    row = "{:<26}{:<16}{:<16}{}"
+    write(row.format("", *BACKENDS))
+    notes: list[str] = []
     good = True
     for trial in TRIALS:
         cells = []
-        for backend in ("torch", "triton", "cpp"):
+        for backend in BACKENDS:
             reason = _unavailable(trial, backend, device)
+            note = reason and f"{backend:<14}not here: {reason}"
             if reason is None:
-                cell, right = _verdict(trial, backend, device)
-                good = good and right
+                cell, failure = _verdict(trial, backend, device)
+                good = good and failure is None
+                note = failure and f"{'failed':<14}{trial.function}, {backend}: {failure}"
+            elif reason == NO_KERNEL:
+                cell, note = reason, None
             else:
-                cell = reason.removeprefix(f"{trial.function} has ")
+                cell = "not here"
             cells.append(cell)
-        table.add_row(trial.function, *cells)
-    console.print(table)
-    line("verdict", "all right" if good else "something is wrong: see the failed checks")
+            if note is not None and note not in notes:
+                notes.append(note)
+        write(row.format(trial.function, *cells))
+    write("\n".join(["", *notes]))
     return good
 
 
@@ -131,32 +160,38 @@ def _describe(device: torch.device) -> str:
     return f"cuda: {name}, sm_{major}{minor}, CUDA {torch.version.cuda}"
 
 
-def _extension() -> str:
+def _extension() -> tuple[str, bool]:
+    """State of ``fastkd._C``, and whether that is right: one that was not built is."""
     try:
         importlib.import_module("fastkd._C")
     except ModuleNotFoundError:
-        return "fastkd._C is not built; matrix roots and row kernels run on PyTorch code"
+        return "fastkd._C is not built; matrix roots and row kernels run on PyTorch code", True
     except Exception as error:
-        return f"fastkd._C is built but can't be loaded ({first_line(error)})"
-    return "fastkd._C is built"
+        return f"fastkd._C is built but can't be loaded ({first_line(error)})", False
+    if not extension.CPU:
+        return "fastkd._C is of another version of fastkd, and not used; build it again", False
+    return "fastkd._C is built", True
 
 
 def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None:
+    """Why ``backend`` can't run the function here, or None."""
     if backend == "torch":
         return None
-    why_not, kernel = {
-        "triton": (why_not_triton, "Triton"),
-        "cpp": (why_not_cpp, "C++"),
+    functions, why_not = {
+        "triton": (TRITON_FUNCTIONS, why_not_triton),
+        "cpp": (CPP_FUNCTIONS, why_not_cpp),
     }[backend]
-    if not has_backends(trial.load()):
-        return f"{trial.function} has no {kernel} kernel"
+    if trial.function not in functions or not has_backends(trial.load()):
+        return NO_KERNEL
     return why_not(trial.function, torch.empty(0, device=device))
 
 
-def _verdict(trial: Trial, backend: str, device: torch.device) -> tuple[str, bool]:
+def _verdict(trial: Trial, backend: str, device: torch.device) -> tuple[str, str | None]:
+    """The table's cell, and what failed, if anything."""
     try:
         error = trial.error(backend, device)
     except Exception as raised:
-        return f"[red]failed[/red]: {type(raised).__name__}: {first_line(raised)}", False
-    right = error <= TOLERANCE
-    return f"{'ok' if right else '[red]failed[/red]'}, relative error {error:.1e}", right
+        return "failed", f"{type(raised).__name__}: {first_line(raised)}"
+    if error <= TOLERANCE:
+        return f"ok {error:.1e}", None
+    return "failed", f"relative error {error:.1e}"

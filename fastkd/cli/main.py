@@ -9,7 +9,7 @@ from rich.console import Console
 
 import fastkd
 from fastkd._core.extras import MissingExtra, require
-from fastkd.cli.display import new_console
+from fastkd.cli.display import new_console, say
 from fastkd.cli.options import command
 from fastkd.cli.settings import (
     AnalyzeSettings,
@@ -244,7 +244,7 @@ def doctor() -> None:
     from fastkd.cli.doctor import examine
 
     with new_console() as console:
-        if not examine(console):
+        if not examine(functools.partial(say, console)):
             raise typer.Exit(1)
 
 

@@ -1,20 +1,40 @@
 """`fastkd doctor`: a report, and an exit code that tells whether every backend is right."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from fastkd._core import extension
+from fastkd._core.extras import how_to_get
 from fastkd._core.versions import TESTED
 from fastkd.cli import doctor
 from fastkd.cli.main import app
 
 
 def run():
-    return CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, ["doctor"])
 
 
-def test_all_backends_that_run_are_right():
-    result = run()
+def run_without_extras(word):
+    """The command where only the losses and what they import are installed."""
+    extras = ("typer", "rich", "transformers", "datasets", "accelerate", "sklearn", "scipy",
+              "matplotlib", "safetensors", "pyarrow", "yaml", "tokenizers")  # fmt: skip
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({extras})); sys.argv[1:] = [{word!r}]; "
+        "from fastkd.__main__ import main; main()"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run()
+
+
+def test_all_backends_that_run_are_right(result):
     assert result.exit_code == 0, result.output
     for part in ("python", "torch", "triton", "transformers", "device", "extension", "all right"):
         assert part in result.output
@@ -22,6 +42,37 @@ def test_all_backends_that_run_are_right():
         assert trial.function in result.output
     for package, versions in TESTED.items():
         assert f"{package} {', '.join(versions)}\n" in result.output
+
+
+def test_the_table_fits_80_columns(result):
+    table = result.output.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 80
+    assert len(table.splitlines()) == 2 + len(doctor.TRIALS)
+
+
+def test_the_losses_alone_check_themselves():
+    result = run_without_extras("doctor")
+    assert result.returncode == 0, result.stderr
+    assert "cos_nce_loss" in result.stdout and "verdict" in result.stdout
+
+
+def test_the_losses_alone_have_a_help():
+    result = run_without_extras("--help")
+    assert result.returncode == 0, result.stderr
+    assert "fastkd doctor" in result.stdout
+    assert f"need the extra train; {how_to_get('train')}" in " ".join(result.stdout.split())
+    assert run_without_extras("--version").stdout.startswith("fastkd ")
+    assert run_without_extras("distill").returncode == 1
+
+
+def test_the_verdict_counts_the_extension(monkeypatch):
+    monkeypatch.setattr(doctor, "TRIALS", ())
+    monkeypatch.setattr(extension, "CPU", False)
+    monkeypatch.setitem(sys.modules, "fastkd._C", None)
+    result = run()
+    assert result.exit_code == 0
+    assert "slower than it can be: no extension; in a checkout: pip install" in result.output
+    assert "all right" not in result.output
 
 
 def test_says_why_triton_is_not_available(monkeypatch):
@@ -70,5 +121,6 @@ def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
-    output = run().output
-    assert "can't be loaded (undefined symbol: x)" in output
+    result = run()
+    assert "can't be loaded (undefined symbol: x)" in result.output
+    assert result.exit_code == 1 and "something is wrong" in result.output
