@@ -1,5 +1,6 @@
 """A tag for every word: names, parts of speech."""
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from fastkd.train.tasks.task import LABELS, Collate, ListedTask, OnOwnSide, Toke
 CONLL = ".conll"
 TOKENS = "tokens"
 OUTSIDE = "O"
+BLANKS = " \t\r\n"
+# In CoNLL-U: columns, the first one of a line, and most comments.
+COLUMNS_OF_CONLLU = 10
+NUMBER = re.compile(r"\d+([-.]\d+)?")
+ASSIGNMENT = re.compile(r"#\s*\w+\s*=\s")
 
 
 @dataclass(frozen=True)
@@ -186,24 +192,47 @@ def _checked(tag: str, where: str) -> str:
 
 
 def _conll(path: Path, option: str) -> files.Records:
-    """Sentences of lines with a word first and its tag last; "-DOCSTART-" begins a document."""
-    sentence: list[list[str]] = []
-    began = number = 0
-    for number, line in files.text_lines(path, option):
-        parts = re.findall(r"[^ \t\r\n]+", line)  # a no-break space is a part of its word
-        if parts and parts[0] != "-DOCSTART-":
-            began = began if sentence else number
-            if sentence and (len(parts) > 1) != (len(sentence[0]) > 1):
+    """Sentences of lines with a word first and its tag last; "-DOCSTART-" begins a document.
+
+    Comments of CoNLL-U are skipped. Its other lines number the words and have the tag elsewhere,
+    so that they are refused.
+    """
+    first: tuple[int, int] | None = None  # row and columns of the first word
+    sentence: list[tuple[int, str]] = []
+    for number, line in itertools.chain(files.text_lines(path, option), [(0, "")]):
+        if line.strip(BLANKS) and not line.startswith("-DOCSTART-"):
+            sentence.append((number, line))
+            continue
+        tabs = any("\t" in line for _, line in sentence)
+        # A no-break space is a part of its word.
+        lines = [
+            (n, re.findall(rf"[^{BLANKS}]+", line))
+            for n, line in sentence
+            if not _comment(line, tabs)
+        ]
+        sentence = []
+        if not lines:
+            continue
+        first = first or (lines[0][0], len(lines[0][1]))
+        for n, parts in lines:
+            if len(parts) != first[1]:
                 raise InputError(
-                    f"{path}, row {number}: {len(parts)} columns where row {began} has "
-                    f"{len(sentence[0])}"
+                    f"{path}, row {n}: {len(parts)} columns where row {first[0]} has {first[1]}"
                 )
-            sentence.append(parts)
-        elif sentence:
-            yield began, _sentence(sentence)
-            sentence = []
-    if sentence:
-        yield began, _sentence(sentence)
+        if first[1] == COLUMNS_OF_CONLLU and all(NUMBER.fullmatch(parts[0]) for _, parts in lines):
+            raise InputError(
+                f"{path}, row {lines[0][0]}: CoNLL-U, which numbers its words; write a file with "
+                "the word first and the tag last"
+            )
+        yield lines[0][0], _sentence([parts for _, parts in lines])
+
+
+def _comment(line: str, tabs: bool) -> bool:
+    """Whether a line of a sentence, whose columns ``tabs`` may separate, is CoNLL-U's comment.
+
+    A word may be "#", too.
+    """
+    return bool(ASSIGNMENT.match(line)) or (tabs and "\t" not in line and line.startswith("# "))
 
 
 def _sentence(lines: list[list[str]]) -> dict[str, list[str]]:

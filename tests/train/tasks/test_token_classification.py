@@ -76,12 +76,22 @@ def test_the_first_piece_of_a_word_has_its_label(tmp_path):
 
 def test_a_no_break_space_parts_no_word(tmp_path):
     path = tmp_path / "a.conll"
-    path.write_text("1\u00a0000 B-NUM\n\u00a0\tSP\tO\n", encoding="utf-8")
+    path.write_text("1\u00a0000 B-NUM\n\u00a0\tO\n", encoding="utf-8")
     with pytest.raises(InputError, match="row 1: word 2 is empty"):
         read_file(path, TASK.columns, "--train", task=TASK)
-    path.write_text("1\u00a0000 B-NUM\nfilm\tSP\tO\n", encoding="utf-8")
+    path.write_text("1\u00a0000 B-NUM\nfilm\tO\n", encoding="utf-8")
     (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels")
     assert row == (["1\u00a0000", "film"], ["B-NUM", "O"])
+
+
+def test_comments_are_no_words(tmp_path):
+    path = tmp_path / "a.conll"
+    path.write_text("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n")
+    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels")
+    assert row == (["#", "EU"], ["O", "B-ORG"])
+    path.write_text("\n# newdoc\n#sent_id = 1\nEU\tB-ORG\n# a note\n#\tO\n#eu\tO\n")
+    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("number", "tokens")
+    assert row == (4, ["EU", "#", "#eu"])
 
 
 def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
@@ -136,6 +146,10 @@ def test_words_that_are_cut_off_are_outside(tmp_path):
 def test_a_mistake_is_one_sentence(tmp_path):
     for name, text, words in (
         ("a.conll", "good B-GOOD\nfilm\n", "row 2: 1 columns where row 1 has 2"),
+        ("a.conll", "EU NNP B-ORG\nrejects VBZ\n", "row 2: 2 columns where row 1 has 3"),
+        ("a.conll", "EU NNP B-ORG\n\nrejects VBZ\n", "row 3: 2 columns where row 1 has 3"),
+        ("a.conll", "EU B-ORG\n# a comment\n", "row 2: 3 columns where row 1 has 2"),
+        ("a.conll", "# text = EU\n1\tEU" + 8 * "\t_" + "\n", "row 2: CoNLL-U"),
         ("a.conll", "good\nfilm\n", "no column 'labels'"),
         ("a.jsonl", '{"tokens": ["a", "b"], "labels": ["O"]}', "row 1: 2 words and 1 tags"),
         ("a.jsonl", '{"tokens": "a b", "labels": ["O"]}', "not a list of words but 'a b'"),
