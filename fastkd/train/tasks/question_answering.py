@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fastkd.train import files
-from fastkd.train.columns import Columns, field, holds_text, text_of
+from fastkd.train.columns import Columns, field, holds_text, text_of, whole
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
@@ -68,7 +68,8 @@ class QuestionAnswering(Task):
     @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
         nested = files.kind_of(path) == ".json" and _nested(path, option)
-        return _questions(path, nested) if nested else files.records(path, header, option, every)
+        found = _questions(path, nested) if nested else files.records(path, header, option, every)
+        return _with_unique_ids(found, path)
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
@@ -78,11 +79,11 @@ class QuestionAnswering(Task):
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        name = field(record, ID, where)
+        name = _id(record, where)
         where = f"{where}, question {name!r:.60}"
         context = text_of(record, columns.pair, where)
         row: dict[str, Any] = {
-            ID: str(name),
+            ID: name,
             QUESTION: text_of(record, columns.text, where),
             CONTEXT: context,
         }
@@ -294,20 +295,34 @@ def _nested(path: Path, option: str) -> dict[str, Any] | None:
 
 def _questions(path: Path, found: dict[str, Any]) -> files.Records:
     """The questions of SQuAD's file, numbered as they come."""
-    number, seen = 0, set()
+    number = 0
     for a, article in enumerate(_objects(found, "data", str(path))):
         where = f"{path}, data[{a}]"
         for p, paragraph in enumerate(_objects(article, "paragraphs", where)):
             place = f"{where}.paragraphs[{p}]"
             for record in _objects(paragraph, "qas", place):
                 number += 1
-                name = field(record, ID, f"{place}, row {number}")
-                if name in seen:
-                    raise InputError(
-                        f"{path}, row {number}: question {name!r:.60} stands there twice"
-                    )
-                seen.add(name)
                 yield number, {**record, CONTEXT: field(paragraph, CONTEXT, place)}
+
+
+def _with_unique_ids(records: files.Records, path: Path) -> files.Records:
+    """``records``, after checking that no two have the same id: predictions are found by it."""
+    seen = set()
+    for number, record in records:
+        where = f"{path}, row {number}"
+        name = _id(record, where)
+        if name in seen:
+            raise InputError(f"{where}: question {name!r:.60} stands there twice")
+        seen.add(name)
+        yield number, record
+
+
+def _id(record: dict[str, Any], where: str) -> str:
+    """The id of a question: text, or a whole number as text."""
+    name = field(record, ID, where)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise InputError(f"{where}: column {ID!r} is not text but {name!r:.40}")
+    return str(whole(name, ID, where))
 
 
 def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:

@@ -207,6 +207,17 @@ def test_a_mistake_is_one_sentence(tmp_path):
         (question(answers=[{"text": "b"}]), "answer 'b' doesn't stand at character None"),
     ):
         refused(tmp_path, "question-answering", text, words, "a.json")
+    for name in (["q"], {"q": 1}, None, True, 1.5):
+        said = "column 'id' is not text but"
+        refused(tmp_path, "question-answering", question(id=name), said, "a.json")
+    row = {"question": "a", "context": "a b", "answers": {"text": ["b"], "answer_start": [2]}}
+    for names, said in (
+        (["q", ["r"]], r"row 2: column 'id' is not text but \['r'\]"),
+        (["1", "2", 1], "row 3: question '1' stands there twice"),
+        (["\ud800"], "row 1: column 'id' holds half a character"),
+    ):
+        lines = "\n".join(json.dumps({"id": name, **row}) for name in names)
+        refused(tmp_path, "question-answering", lines, said, "a.jsonl")
 
 
 def test_rows_line_by_line(tmp_path):
@@ -218,7 +229,7 @@ def test_rows_line_by_line(tmp_path):
     rows = read_file(path, TASK.columns, "--train", task=TASK)
     assert list(rows.columns("id", "answers")) == [("q", found)]
     array = tmp_path / "a.json"
-    array.write_text(json.dumps([row, row]))
+    array.write_text(json.dumps([row, {**row, "id": "r"}]))
     assert len(read_file(array, TASK.columns, "--train", task=TASK)) == 2
 
 
