@@ -26,6 +26,8 @@ BATCH = 128  # rows of a Parquet file in memory
 CHUNK = 2**20  # characters of a JSON array read at a time
 # Where JSON that is only cut off looks wrong: not further from the end than this.
 LONGEST_TOKEN = 16
+# Characters of a field in .csv: Python's own limit of 131,072 is shorter than many a document.
+LONGEST_FIELD = 2**31 - 1
 Lines = Iterator[tuple[int, str]]
 Records = Iterator[tuple[int, dict[str, Any]]]
 
@@ -124,7 +126,19 @@ def _txt(path: Path, option: str, header: bool, blank: bool = False) -> Records:
 def _separator(line: str) -> str:
     """A comma, or a semicolon where only that splits the first line."""
     line = line.strip().partition("\r")[0]
-    return ";" if len(next(csv.reader([line]), [])) < 2 and ";" in line else ","
+    with _long_fields():
+        fields = next(csv.reader([line]), [])
+    return ";" if len(fields) < 2 and ";" in line else ","
+
+
+@contextlib.contextmanager
+def _long_fields() -> Iterator[None]:
+    """Raise the limit of `csv`, which is one for the whole process."""
+    before = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _csv(path: Path, option: str, header: bool, blank: bool = False) -> Records:
@@ -142,7 +156,8 @@ def _csv(path: Path, option: str, header: bool, blank: bool = False) -> Records:
         while True:
             number = before + reader.line_num
             try:
-                line = next(reader, None)
+                with _long_fields():
+                    line = next(reader, None)
             except csv.Error as error:
                 raise InputError(f"{path}, row {number}: {error}") from None
             if line is None:

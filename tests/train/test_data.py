@@ -1,5 +1,6 @@
 """Reading labelled text: formats, layouts, labels, scores, and one sentence for every mistake."""
 
+import csv
 import json
 
 import datasets
@@ -96,6 +97,17 @@ def test_csv_quotes_and_row_numbers(tmp_path):
     assert corpus.train.texts == ['a, "b"\nsecond line', "plain"]
     assert [corpus.train.number(i) for i in (0, 1)] == [2, 4]
     assert corpus.names == ["bad", "good"]
+
+
+def test_long_fields_of_csv(tmp_path):
+    """Python's csv refuses fields of more than 131,072 characters."""
+    limit, long = csv.field_size_limit(), "good film " * 20_000
+    path = tmp_path / "a.csv"
+    path.write_text(f"text,label\nshort,0\n{long},1\n")
+    assert read_file(path, Columns("text"), "--train").texts == ["short", long]
+    path.write_text(f"{long},1\n")
+    assert read_file(path, Columns("0", None, "1", False), "--train").texts == [long]
+    assert csv.field_size_limit() == limit
 
 
 def test_windows_file(tmp_path):
