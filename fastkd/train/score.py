@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,29 @@ def evaluate(
 
 
 def rouge_l(written: Sequence[str], wanted: Sequence[str]) -> float:
-    """The mean of ROUGE-L's F-measures, as rouge-score has them, without stemming."""
-    scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"])
+    """The mean of ROUGE-L's F-measures, as rouge-score has them, without stemming.
+
+    rouge-score's own tokenizer drops all but ASCII letters and digits; `Words` gives the same words
+    for such text, and those of other scripts.
+    """
+    scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"], tokenizer=Words())
     pairs = zip(wanted, written, strict=True)
     return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(wanted)
+
+
+class Words:
+    """Tokenizer of lower-case words of any script; each letter of scripts without spaces is one.
+
+    A text without letters and digits gives its characters.
+    """
+
+    def __init__(self) -> None:
+        unspaced = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+        self.pattern = require("regex", "tasks").compile(
+            rf"(?V1)[{unspaced}&&[\p{{L}}\p{{N}}]]\p{{M}}*"
+            rf"|[[\p{{L}}\p{{N}}]--{unspaced}][[\p{{L}}\p{{N}}\p{{M}}]--{unspaced}]*"
+        )
+
+    def tokenize(self, text: str) -> list[str]:
+        text = unicodedata.normalize("NFKC", text.lower())
+        return self.pattern.findall(text) or [x for x in text if not x.isspace()]

@@ -24,11 +24,12 @@ LONGEST = 128
 class Seq2Seq(Task):
     """A column ``source`` and one ``target``, each up to --max-length tokens, or others by name.
 
-    Texts are generated greedily. ROUGE-L is the mean F-measure as rouge-score has it, without
-    stemming, chrF sacrebleu's of the whole set, 0 to 100, and the loss a target's token's mean.
+    Texts are generated greedily. chrF is sacrebleu's of the whole set, 0 to 100; it compares
+    characters, whatever the script, and picks the best student. ROUGE-L is the mean F-measure as
+    rouge-score has it, without stemming. The loss is the mean over the tokens of the targets.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("rouge_l", "chrf", "loss")
+    metrics: ClassVar[tuple[str, ...]] = ("chrf", "rouge_l", "loss")
     usual: ClassVar[tuple[str, ...]] = metrics
     smaller: ClassVar[frozenset[str]] = frozenset({"loss"})
     percent: ClassVar[frozenset[str]] = frozenset({"chrf"})

@@ -47,7 +47,7 @@ def test_every_command_takes_it(tmp_path, files):
     # T5's first block holds what the others lack.
     report = through(tmp_path, *files, task="seq2seq", teacher_layers="1")
     assert report["task"] == "seq2seq"
-    assert list(report["student"]) == ["rouge_l", "chrf", "loss"]
+    assert list(report["student"]) == ["chrf", "rouge_l", "loss"]
     told = [row["target"] for row in report["told"]]
     pairs = [json.loads(line) for line in files[2].read_text().splitlines()]
     assert [row["source"] for row in report["told"]] == [pair["source"] for pair in pairs]
