@@ -6,13 +6,11 @@ BIN := $(VENV)/bin
 .PHONY: demo check core test tests test-all test-torch test-machines fuzz sanitize lint style types
 .PHONY: bench docs hub release-check gpu-check clean
 
-# torch first and pinned: anything looser brings several GB of CUDA packages. seqeval is a source whose
-# version is made by a tool that it asks for: without pip's build environment it would be 0.0.0.
+# torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 "setuptools>=77" wheel ninja numpy
-	$(BIN)/python -m pip install --quiet "seqeval>=1.2"
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,demo]" "triton==3.7.*"
 	touch $@
 

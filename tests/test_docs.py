@@ -143,4 +143,3 @@ def test_an_extra_is_got_in_one_way_that_works_from_a_checkout():
     named = {p.name for p in sources if re.search(r"pip install \S*fastkd\[", p.read_text())}
     assert named <= {"extras.py", "design.md"}
     assert f"-e '{ROOT}[train]'" in how_to_get("train") or "-e '.[train]'" in how_to_get("train")
-    assert "pip install 'seqeval>=1.2' && pip install " in how_to_get("tasks")

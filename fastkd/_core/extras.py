@@ -12,17 +12,13 @@ class MissingExtra(ModuleNotFoundError):
 # Packages that are called otherwise than what is imported.
 PACKAGES = {"google": "protobuf", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 
-# By extra, what only pip's own build environment makes right: a source with a tool for its version.
-BUILT_APART = {"tasks": "seqeval>=1.2"}
-
 
 def how_to_get(extra: str) -> str:
     """The command that brings ``extra``, from a checkout where this is one."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         where = "." if checkout == Path.cwd() else str(checkout)
-        first = f"pip install '{BUILT_APART[extra]}' && " if extra in BUILT_APART else ""
-        return f"get it with: {first}pip install --no-build-isolation -e '{where}[{extra}]'"
+        return f"get it with: pip install --no-build-isolation -e '{where}[{extra}]'"
     return f"get it with: pip install 'fastkd[{extra}]'"
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from fastkd._core.extras import require
 from fastkd.train import files
 from fastkd.train.columns import Columns, words_of
 from fastkd.train.corpus import Corpus
+from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
@@ -21,7 +22,6 @@ from fastkd.train.tasks.task import LABELS, Collate, ListedTask, OnOwnSide, Toke
 
 CONLL = ".conll"
 TOKENS = "tokens"
-OUTSIDE = "O"
 BLANKS = " \t\r\n"
 # In CoNLL-U: columns, the first one of a line, and most comments.
 COLUMNS_OF_CONLLU = 10
@@ -34,7 +34,8 @@ class TokenClassification(ListedTask):
     """Words and their tags: ``.conll``, or columns ``tokens`` and ``labels`` with lists of words.
 
     A word's first piece carries its tag. Words beyond --max-length have no answer; in the scores
-    they are outside of every entity.
+    they are outside of every entity. Scores of entities are conlleval's, whatever the scheme (IOB1,
+    IOB2, IOBES, BMES, BILOU); equal tags without a mark in a row are one entity.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall", "accuracy")
@@ -90,7 +91,7 @@ class TokenClassification(ListedTask):
     def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         """Tags that mark no entities are scored one by one."""
         found = super().chosen(wanted, glue)
-        marked = any(tag[:2] in ("B-", "I-", "S-", "E-") for tag in self.classes)
+        marked = any(map(is_marked, self.classes))
         return found if marked or wanted is not None else ("accuracy",)
 
     def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
@@ -156,16 +157,13 @@ class TokenClassification(ListedTask):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         if not self.finite(answers):
             return dict.fromkeys(metrics, float("nan"))
-        seqeval: Any = require("seqeval.metrics", "tasks")
-        found = [_as_seqeval(tags) for tags in self._tags(answers, examples)]
-        true = [_as_seqeval(tags) for (tags,) in examples.rows.columns(LABELS)]
-        compute = {
-            "f1": lambda: seqeval.f1_score(true, found, zero_division=0),
-            "precision": lambda: seqeval.precision_score(true, found, zero_division=0),
-            "recall": lambda: seqeval.recall_score(true, found, zero_division=0),
-            "accuracy": lambda: seqeval.accuracy_score(true, found),
-        }
-        return {name: float(compute[name]()) for name in metrics}
+        found = [[tag or OUTSIDE for tag in tags] for tags in self._tags(answers, examples)]
+        true = [tags for (tags,) in examples.rows.columns(LABELS)]
+        precision, recall, f1 = precision_recall_f1(found, true)
+        right = [a == b for row in zip(found, true, strict=True) for a, b in zip(*row, strict=True)]
+        accuracy = sum(right) / len(right)
+        known = {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy}
+        return {name: known[name] for name in metrics}
 
     def doubt(self, answers: Any, examples: Encoded) -> str | None:
         given = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}
@@ -176,13 +174,6 @@ class TokenClassification(ListedTask):
 
     def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
         return ({TOKENS: words} for (words,) in rows.columns(TOKENS))
-
-
-def _as_seqeval(tags: Iterable[str | None]) -> list[str]:
-    """BILOU's tags by the names that seqeval knows: U is S, L is E."""
-    names = {"U-": "S-", "L-": "E-"}
-    known = (tag or OUTSIDE for tag in tags)
-    return [names.get(tag[:2], tag[:2]) + tag[2:] for tag in known]
 
 
 def _checked(tag: str, where: str) -> str:

@@ -5,11 +5,11 @@ import random
 
 import numpy as np
 import pytest
-from seqeval.metrics import f1_score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastkd.train.data import load, read_file
+from fastkd.train.entities import precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.rows import Encoder
 from fastkd.train.settings import Source
@@ -45,8 +45,9 @@ def test_every_command_takes_it(tmp_path):
     told = report["told"]
     truth = list(tagged(24, 1))
     assert [row["tokens"] for row in told] == [words for words, _ in truth]
-    found = f1_score([tags for _, tags in truth], [row["labels"] for row in told])
-    assert report["student"]["f1"] == pytest.approx(found, abs=1e-12)
+    given = [row["labels"] for row in told], [tags for _, tags in truth]
+    precision, recall, f1 = precision_recall_f1(*given)
+    assert report["student"] == {"f1": f1, "precision": precision, "recall": recall}
     assert told[0]["row"] == 3
     assert "token-classification" in (tmp_path / "run/student/README.md").read_text()
 
@@ -122,6 +123,31 @@ def test_words_tagged_by_bilou(tmp_path):
     encoded = Encoder(tokenizer, 8, task)(rows)
     found = task.scores(("precision", "recall"), [[0, 1, 0, 0, 0]], encoded)
     assert found == {"precision": 1.0, "recall": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("classes", "scored"),
+    [
+        (("O", "U-FILM"), ("f1", "precision", "recall")),
+        (("L-A", "O"), ("f1", "precision", "recall")),
+        (("NOUN", "VERB"), ("accuracy",)),
+        (("O", "ORG"), ("accuracy",)),
+    ],
+)
+def test_tags_with_marks_are_scored_as_entities(classes, scored):
+    assert TASK(classes).chosen(None) == scored
+    assert TASK(classes).chosen("f1") == ("f1", "precision", "recall")
+
+
+def test_f1_of_tags_without_marks(tmp_path):
+    path = tmp_path / "a.conll"
+    path.write_text("good ORG\nfilm ORG\nis O\n")
+    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
+    task = TASK(("O", "ORG", "PER"))
+    encoded = Encoder(tokenizer, 8, task)(read_file(path, TASK.columns, "--train", task=TASK))
+    metrics = ("f1", "accuracy")
+    assert task.scores(metrics, [[0, 1, 1, 0, 0]], encoded) == {"f1": 1.0, "accuracy": 1.0}
+    assert task.scores(metrics, [[0, 0, 0, 0, 0]], encoded) == {"f1": 0.0, "accuracy": 1 / 3}
 
 
 def test_hidden_labels_of_a_hub_are_no_class():

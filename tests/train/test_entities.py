@@ -1,0 +1,85 @@
+"""Entities of tagged words, against what seqeval 1.2.2 gave for the same rows."""
+
+import itertools
+
+import pytest
+
+from fastkd.train.entities import entities, is_marked, precision_recall_f1
+
+# True tags, tags found, and seqeval's precision, recall and F1: IOB, IOBES, and marks mixed.
+RECORDED = [
+    ("B-B B-A B-B O O B-A", "B-B B-A O O I-A B-A", 0.75, 0.75, 0.75),
+    ("B-A I-B O I-A O O B-B B-B O", "B-A I-B O I-B O O O B-B O", 0.75, 0.6, 0.666667),
+    ("B-B B-A B-B B-A I-B", "B-B B-A B-B B-A I-B", 1, 1, 1),
+    ("B-A O O I-B O B-A", "B-A I-B B-B I-B O B-A", 0.5, 0.666667, 0.571429),
+    ("I-A B-A O O I-B B-A O I-A O", "O B-A O I-B B-B B-A O I-A O", 0.8, 0.8, 0.8),
+    ("B-B O B-B B-A", "B-A I-A I-B I-A", 0.666667, 0.666667, 0.666667),
+    ("S-A B-A O O S-B", "S-A B-A O O S-B", 1, 1, 1),
+    (
+        "E-A E-B E-A E-A E-A O I-B O S-A",
+        "E-A E-B E-A O E-A E-A S-A B-A B-B",
+        0.5,
+        0.571429,
+        0.533333,
+    ),
+    ("S-A S-B E-B E-A O B-A", "S-A S-B E-B S-B O S-B", 0.6, 0.6, 0.6),
+    ("I-A E-B B-B S-B B-A B-B", "I-A E-A B-B S-B I-A I-A", 0.5, 0.333333, 0.4),
+    ("O S-B B-B B-B B-B S-A I-A", "O S-B E-B B-B B-B S-A I-A", 1, 1, 1),
+    ("B-B O I-B S-A I-B", "B-B O I-B S-A E-B", 1, 1, 1),
+    ("O O I-B O E-B S-B", "O O S-B O E-B S-B", 1, 1, 1),
+    ("B-B O O O", "O B-A O O", 0, 0, 0),
+    ("O I-B O E-B B-B S-A B-A", "I-B E-A O B-B B-A S-A B-A", 0.5, 0.6, 0.545455),
+    ("S-A O O I-B I-B", "O O O B-B I-B", 1, 0.5, 0.666667),
+    ("O I-A E-B E-A O", "B-B B-A E-B E-A O", 0.75, 1, 0.857143),
+    (
+        "I-A B-A S-B E-B O O I-A S-B O",
+        "B-A B-A S-A E-B O O E-B S-B I-B",
+        0.571429,
+        0.666667,
+        0.615385,
+    ),
+]
+
+
+@pytest.mark.parametrize(("true", "found", "precision", "recall", "f1"), RECORDED)
+def test_scores_are_those_of_seqeval(true, found, precision, recall, f1):
+    expected = pytest.approx((precision, recall, f1), rel=1e-5)
+    assert precision_recall_f1([found.split()], [true.split()]) == expected
+    bilou = [text.replace("S-", "U-").replace("E-", "L-").split() for text in (found, true)]
+    assert precision_recall_f1([bilou[0]], [bilou[1]]) == expected
+    bmes = [text.replace("I-", "M-").split() for text in (found, true)]
+    assert precision_recall_f1([bmes[0]], [bmes[1]]) == expected
+
+
+def test_scores_of_rows_add_up():
+    """Micro averages; no entity goes on in the next row."""
+    true, found = [["B-A", "I-A"], ["I-A"], ["O"]], [["B-A", "I-A"], ["O"], ["S-B"]]
+    assert precision_recall_f1(found, true) == (0.5, 0.5, 0.5)
+    assert precision_recall_f1([["O"]], [["O"]]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
+        ("person-artist O O-x", {(0, 1, "person-artist"), (2, 3, "O-x")}),
+        ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
+        ("U-A L-A", {(0, 1, "A"), (1, 2, "A")}),
+        ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
+    ],
+)
+def test_tags_that_seqeval_reads_otherwise(tags, found):
+    """It takes the first letter of any tag for a mark."""
+    assert entities(tags.split()) == found
+
+
+def test_each_word_is_in_one_entity_or_none():
+    tags = ["O", "B-A", "I-A", "E-A", "S-A", "I-B"]
+    for row in itertools.product(tags, repeat=4):
+        words = [at for start, end, _ in entities(row) for at in range(start, end)]
+        assert sorted(words) == [at for at, tag in enumerate(row) if tag != "O"]
+
+
+def test_marks():
+    assert all(map(is_marked, ("B-A", "U-LOC", "L-x", "M-x", "S-a-b")))
+    assert not any(map(is_marked, ("O", "B", "B-", "NOUN", "X-A", "ORG-B")))
