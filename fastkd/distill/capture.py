@@ -98,7 +98,8 @@ class Backbone(Model):
     Of an encoder-decoder it is the decoder's blocks that count.
 
     Layer 0 is what enters the first block, layer l what leaves block l, and the last layer what
-    the head reads (after a final norm): the numbering of transformers' ``hidden_states``.
+    the head reads (after a final norm, before a projection to the head's size): the numbering of
+    transformers' ``hidden_states``.
     """
 
     #: Whether the model can return its hidden states.
@@ -108,6 +109,10 @@ class Backbone(Model):
     encoder_decoder = False
     #: Section of the configuration that describes the layers, and their number in there.
     section, depth_name = "", "num_hidden_layers"
+    #: Times that the blocks' hidden states hold the positions of the tokens.
+    streams = 1
+    #: What makes the last hidden states as narrow as the head, after the blocks (opt-350m).
+    narrowing: nn.Module | None = None
     #: Whether the head's outputs are aligned with labels in the loss alone (CTC).
     aligns = False
     #: The teacher's problem, where logits are compared and the student doesn't say its own.
@@ -146,7 +151,8 @@ class Backbone(Model):
         )
         #: Whether the logits are known to be those of the head as it is read, or of another.
         self.head_tried = self.other_head = False
-        self._hooks_reach = not self.compiled
+        # Longformer's blocks see tokens padded to a multiple of the window; its states are cut.
+        self._hooks_reach = not self.compiled and config.model_type != "longformer"
         self._last_is_state = False
         self._replaced: list[Tensor] = []  # embeddings of the run that goes on
         #: Kinds of packed inputs whose documents are known not to see each other.
@@ -161,6 +167,9 @@ class Backbone(Model):
         self.shared_blocks = self.config.model_type == "albert"
         # XLNet's blocks see (N, B, D).
         self.batch_dim = 1 if self.config.model_type == "xlnet" else 0
+        # ProphetNet's see the tokens, and behind them a stream of predictions for each n-gram.
+        if self.config.model_type == "prophetnet":
+            self.streams = 1 + self.config.ngram
         self.stack: nn.Module = self.base
         self.last_modules: set[nn.Module] = {self.base}
         try:
@@ -174,6 +183,7 @@ class Backbone(Model):
         self.hidden_size = int(self.stack_config.hidden_size)
         #: The module that calls the blocks.
         self.stack = self.inner.get_submodule(self.blocks_name.rpartition(".")[0])
+        self.narrowing = getattr(self.stack, "project_out", None)
         # OPT's head calls the decoder itself; elsewhere the base model, which ends later, has the
         # last word, unless it is one with the head.
         own = self.encoder_decoder or (self.base is self.inner and self.has_head)
@@ -314,6 +324,11 @@ class Backbone(Model):
                     f"{self._name} ({type(self.inner).__name__}) returns no attention map of "
                     f"layer {layer}"
                 )
+            if maps[layer - 1].shape[-1] != maps[layer - 1].shape[-2]:
+                raise ValueError(
+                    f"{self._name} ({type(self.inner).__name__}) attends within windows, whose "
+                    "attention maps can't be compared; take another method"
+                )
             attentions[layer] = maps[layer - 1]
         setattr(output, self._shown("attentions"), None)
         return output, Kept(hidden, attentions, {layer: QKV(*qkv[layer]) for layer in wanted.qkv})
@@ -373,7 +388,10 @@ class Backbone(Model):
             output = self.inner._call_impl(**given)  # not the compiled one
         torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
         states = getattr(output, self._shown("hidden_states"), None)
-        if states and not states[-1].allclose(kept[self.num_layers], equal_nan=True):
+        last = kept[self.num_layers]
+        if states and (
+            states[-1].shape != last.shape or not states[-1].allclose(last, equal_nan=True)
+        ):
             raise ValueError(
                 f"{self._name} ({self.class_name}) is compiled, and what its head reads is not "
                 "among its hidden states; pass it uncompiled, or compile the Distiller"
@@ -468,6 +486,8 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
 
     def keep(layer: int, result: Any) -> None:
         hidden = result if isinstance(result, Tensor) else result[0]
+        if backbone.streams > 1:
+            hidden = hidden[:, : hidden.shape[1] // backbone.streams]
         kept[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
 
     def reader(layer: int) -> Callable[..., None]:
@@ -493,8 +513,11 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
             for layer in wanted - {backbone.num_layers} if wanted else ():
                 hooks.before(backbone.blocks[layer], reader(layer))
         if wanted and backbone.num_layers in wanted:
-            for module in backbone.last_modules:
-                hooks.after(module, read_last)
+            if backbone.narrowing is not None:
+                hooks.before(backbone.narrowing, reader(backbone.num_layers))
+            else:
+                for module in backbone.last_modules:
+                    hooks.after(module, read_last)
         yield kept
     finally:
         hooks.remove()

@@ -46,7 +46,8 @@ def student_from_teacher(
         teacher: a transformers encoder, decoder or encoder-decoder whose blocks are a ModuleList,
             with any head.
         layers: teacher layers to keep, counted from 1, increasing; or how many, which
-            ``layer_map("uniform", ...)`` then chooses. All of them if None.
+            ``layer_map("uniform", ...)`` then chooses, with layer 1 for the first of them where
+            that block alone is of another kind (T5, ModernBERT). All of them if None.
         config: sizes of the student, by name: ``hidden_size``, ``intermediate_size``,
             ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, as far as the family has
             them, under these names or its own; ``num_hidden_layers`` instead of ``layers``. Others
@@ -106,7 +107,7 @@ def _random(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
         if isinstance(layers, int) and layers > depth:
             chosen = [max(1, i * depth // layers) for i in range(1, layers + 1)]
         else:
-            chosen = _chosen(layers, depth)
+            chosen = _chosen(layers, backbone)
         if backbone.shared_blocks:
             _shorten_shared(config, chosen)
         else:
@@ -131,7 +132,7 @@ def _section(backbone: Backbone, config: Any) -> Any:
 
 def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
     """The student of the teacher's weights."""
-    chosen = _chosen(layers, backbone.num_layers)
+    chosen = _chosen(layers, backbone)
     config = copy.deepcopy(backbone.config)
     if backbone.shared_blocks:
         blocks = _shorten_shared(config, chosen)
@@ -160,14 +161,14 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
         whole.load_state_dict(weights, assign=bool(changes))
     except RuntimeError as error:
         name = type(backbone.inner).__name__
-        names = [set(block.state_dict()) for block in backbone.blocks[:2]]
-        if chosen[0] != 1 and names[0] != names[-1]:  # T5, ModernBERT
+        if first_differs(backbone):
             raise ValueError(
                 f"{name} can't be shortened to layers {chosen}: its first block holds what the "
                 "others lack or lacks what they hold; keep layer 1"
             ) from error
         raise ValueError(
-            f"{name} can't be shortened to layers {chosen}: its blocks are not alike ({error})"
+            f"{name} can't be shortened to layers {chosen}: its blocks are not alike, and its "
+            "configuration fixes their order; keep the first layers"
         ) from error
     if changes:
         try:
@@ -178,18 +179,32 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
     return student
 
 
-def _chosen(layers: Any, teacher_layers: int) -> list[int]:
+def first_differs(backbone: Backbone) -> bool:
+    """Whether the first block alone has other parameters, so that a student needs it."""
+    if backbone.shared_blocks:
+        return False
+    first, *others = (block.state_dict().keys() for block in backbone.blocks)
+    return bool(others) and first != others[0] and all(kind == others[0] for kind in others)
+
+
+def with_first(layers: list[int], backbone: Backbone) -> list[int]:
+    """Layers of a map, the first replaced by layer 1 where a student needs that."""
+    return [1, *layers[1:]] if first_differs(backbone) else layers
+
+
+def _chosen(layers: Any, backbone: Backbone) -> list[int]:
     """Numbers of the layers to keep."""
+    depth = backbone.num_layers
     if layers is None:
-        return list(range(1, teacher_layers + 1))
+        return list(range(1, depth + 1))
     if isinstance(layers, str):
         raise TypeError(
             f"layers must be a number of layers or a list of teacher layers, got {layers!r}; a map "
-            f'takes student_from_teacher(teacher, layer_map("uniform", {teacher_layers}, count))'
+            f'takes student_from_teacher(teacher, layer_map("uniform", {depth}, count))'
         )
     if isinstance(layers, int) and not isinstance(layers, bool):
-        return layer_map("uniform", teacher_layers, layers)
-    return check_layers(layers, teacher_layers)
+        return with_first(layer_map("uniform", depth, layers), backbone)
+    return check_layers(layers, depth)
 
 
 def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
@@ -198,7 +213,9 @@ def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
     lists = {
         name: value
         for name, value in vars(config).items()
-        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == layers
+        if ("layer" in name or name == "attention_window")  # Longformer's
+        and isinstance(value, (list, tuple))
+        and len(value) == layers
     }
     for name, value in lists.items():
         setattr(config, name, type(value)(value[i - 1] for i in chosen))

@@ -21,7 +21,7 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, layer_map, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
-from fastkd.distill.student import student_from_teacher
+from fastkd.distill.student import student_from_teacher, with_first
 from fastkd.train import tasks
 from fastkd.train.classes import by_names
 from fastkd.train.corpus import Corpus
@@ -324,7 +324,8 @@ def layers_of(
 ) -> list[int]:
     """The teacher layers that make the student; without ``batches`` as many as a choice takes."""
     try:
-        depth = Backbone(teacher, "teacher").num_layers
+        backbone = Backbone(teacher, "teacher")
+        depth = backbone.num_layers
     except (TypeError, ValueError) as error:
         raise InputError(f"--teacher {settings.teacher}: {error}") from error
     scheme = settings.teacher_layers
@@ -333,10 +334,11 @@ def layers_of(
         check_depth("--student-layers", wanted, depth)
         if scheme == SELECT and batches is not None:
             try:
-                return select_layers(teacher, batches, wanted)
+                return with_first(select_layers(teacher, batches, wanted), backbone)
             except (TypeError, ValueError) as error:
                 raise InputError(f"--teacher-layers {SELECT}: {error}") from error
-        return layer_map("uniform" if scheme == SELECT else scheme, depth, wanted)
+        chosen = layer_map("uniform" if scheme == SELECT else scheme, depth, wanted)
+        return chosen if scheme == "top" else with_first(chosen, backbone)
     try:
         layers = [int(part) for part in settings.teacher_layers.split(",")]
     except ValueError:

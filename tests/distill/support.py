@@ -48,6 +48,13 @@ FAMILIES = {
         **SMALL, hidden_size=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=3,
         max_position_embeddings=64, word_embed_proj_dim=16,
     ),
+    "opt, narrow embeddings": t.OPTConfig(
+        **SMALL, hidden_size=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=3,
+        max_position_embeddings=64, word_embed_proj_dim=8, do_layer_norm_before=False,
+    ),
+    "longformer": t.LongformerConfig(
+        **BERT, num_hidden_layers=3, attention_window=[4, 4, 6], sep_token_id=2
+    ),
     "gpt_neox": t.GPTNeoXConfig(**BERT, num_hidden_layers=3),
     "bloom": t.BloomConfig(**SMALL, hidden_size=16, n_head=2, n_layer=3),
     "mistral": t.MistralConfig(**DECODER, num_hidden_layers=3),
@@ -62,6 +69,12 @@ FAMILIES = {
     "bart": t.BartConfig(
         **SMALL, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    ),
+    "prophetnet": t.ProphetNetConfig(
+        **SMALL, hidden_size=16, encoder_ffn_dim=32, decoder_ffn_dim=32, num_encoder_layers=3,
+        num_decoder_layers=3, num_encoder_attention_heads=2, num_decoder_attention_heads=2,
+        decoder_start_token_id=0, bos_token_id=1, eos_token_id=2, ngram=2,
+        max_position_embeddings=16,
     ),
     "whisper": t.WhisperConfig(
         **SMALL, num_mel_bins=8, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
@@ -142,6 +155,10 @@ def data_of(family, head):
         return {**sounds, "labels": words() if head in WRITTEN else torch.tensor([0, 1, 0, 2])}
     data = batch(rows=4, left=family in PADS_LEFT)
     ids, mask = data["input_ids"], data["attention_mask"]
+    if family == "longformer" and head in ("answers", "choices"):
+        ids[:, 1:4] = FAMILIES[family].sep_token_id
+    if family == "prophetnet" and head == "none":
+        data["decoder_input_ids"] = torch.randint(5, 60, (4, 6))
     if FAMILIES[family].is_encoder_decoder:  # whose heads read the end
         ids[torch.arange(4), mask.sum(1) - 1] = FAMILIES[family].eos_token_id
     if head in WRITTEN:

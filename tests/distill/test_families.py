@@ -10,6 +10,7 @@ from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, st
 from fastkd.distill.capture import Backbone, Wanted
 from fastkd.distill.families import NoLayers, find_stack
 from tests.distill.models import BERT, SMALL, recipe
+from tests.distill.support import data_of, model_of
 
 SOUND = {
     "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8,) * 7,
@@ -97,6 +98,28 @@ def test_padded_sounds_are_compared_where_they_are_real(name):
         distiller.prepare([data])
         losses.append(distiller.eval()(**data).terms)
     torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("family", ["longformer", "prophetnet"])
+def test_what_blocks_see_beside_the_tokens_is_cut(family):
+    """Padding to whole windows; streams of predictions."""
+    teacher, data = model_of(family, "none").eval(), data_of(family, "none")
+    del data["labels"]
+    with torch.no_grad():
+        expected = teacher(**data, output_hidden_states=True)
+        _, kept = Backbone(teacher).observe(data, Wanted((0, 1, 2, 3)))
+    states = getattr(expected, "decoder_hidden_states", None) or expected.hidden_states
+    for layer, hidden in kept.hidden.items():
+        torch.testing.assert_close(hidden, states[layer])
+
+
+def test_the_last_layer_is_as_wide_as_the_others():
+    teacher = model_of("opt, narrow embeddings", "next word").eval()
+    data = data_of("opt, narrow embeddings", "next word")
+    with torch.no_grad():
+        out, kept = Backbone(teacher).observe(data, Wanted((3,)))
+        narrow = teacher.model.decoder.project_out(kept.hidden[3])
+    torch.testing.assert_close(teacher.lm_head(narrow), out.logits)
 
 
 def test_layers_left_out_at_random_are_not_compared():

@@ -7,10 +7,12 @@ import torch
 import transformers as t
 from torch import nn
 
-from fastkd.distill import student_from_teacher
+from fastkd.distill import Distiller, student_from_teacher
+from fastkd.distill.baselines import NAMES
 from fastkd.distill.capture import Backbone
-from tests.distill.models import BERT, FAMILIES, batch_for, classifier, pair
+from tests.distill.models import BERT, FAMILIES, SMALL, batch_for, classifier, eager, pair, recipe
 from tests.distill.support import FAMILIES as SUPPORTED
+from tests.distill.support import data_of, model_of
 
 
 def logits(model, family):
@@ -127,6 +129,39 @@ def test_a_number_of_layers_is_a_uniform_map():
         student_from_teacher(teacher, "uniform")
     with pytest.raises(ValueError, match=r"increasing numbers from 1 to 4.*got True"):
         student_from_teacher(teacher, True)
+
+
+@pytest.mark.parametrize("family, head", [("modernbert", "sequence"), ("t5", "written words")])
+@pytest.mark.parametrize("count, kept", [(1, [1]), (2, [1, 3])])
+def test_a_number_of_layers_keeps_a_first_block_of_another_kind(family, head, count, kept):
+    teacher = model_of(family, head)
+    student, wanted = (student_from_teacher(teacher, layers) for layers in (count, kept))
+    assert all(map(torch.equal, student.state_dict().values(), wanted.state_dict().values()))
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_modernbert_of_default_layers_learns_by_every_method(method):
+    data = data_of("modernbert", "sequence")
+    teacher = model_of("modernbert", "sequence").eval()
+    student = student_from_teacher(teacher, 2)
+    distiller = Distiller(*eager((teacher, student)), recipe(method))
+    distiller.prepare([data])
+    out = distiller(**data)
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert any(p.grad is not None and p.grad.any() for p in student.model.layers[0].parameters())
+
+
+def test_blocks_of_several_kinds_are_refused_in_a_sentence():
+    config = t.JambaConfig(
+        **SMALL, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
+        mamba_d_state=4, mamba_dt_rank=4,
+    )  # fmt: skip
+    teacher = t.JambaForCausalLM(config)
+    with pytest.raises(ValueError, match=r"layers \[2, 4\]: .*keep the first layers$"):
+        student_from_teacher(teacher, 2)
+    assert student_from_teacher(teacher, [1, 2]).config.num_hidden_layers == 2
 
 
 def test_wrong_teachers_and_layers_are_named():
