@@ -30,6 +30,20 @@ def write_file(path: Path, content: str | bytes, shared: bool = False) -> None:
         raise
 
 
+def create_file(path: Path, content: str) -> None:
+    """Write a complete file unless another process has written ``path`` first, which then stays."""
+    own = path.with_name(f".{uuid.uuid4().hex}")
+    write_file(own, content, shared=True)
+    try:
+        os.link(own, path)
+        own.unlink()
+    except FileExistsError:
+        own.unlink()
+    except OSError:  # a file system without hard links: the last one stays
+        os.replace(own, path)
+    sync_names(path.parent)
+
+
 def sync_names(directory: Path) -> None:
     """See to it that the names in ``directory`` are on the disk, where a system offers that."""
     with contextlib.suppress(OSError):

@@ -14,28 +14,38 @@ from torch import Tensor, nn
 
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd._core.writing import write_file
+from fastkd._core.writing import create_file, write_file
 from fastkd.distill.batch import Part
+from fastkd.distill.blocks import Blocks
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method
 from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, observed, pooled_rows
 from fastkd.distill.words import Words
 from fastkd.head import Head, LowRank
 
-FORMAT = 6
+FORMAT = 7
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
 SPANS = ("start", "end")
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
-    "sentence_last", "problem", "predicts_words", "writes",
+    "sentence_last", "problem", "predicts_words", "writes", "class_labels",
 )  # fmt: skip
 
-
-# Where tokens stand, not what they are.
-PLACES = (
+# Inputs that say which tokens are real and where documents begin: padding and packing, which are
+# no part of a sample. Positions are, see `sample_keys`.
+LAYOUT = (
     "attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
     "max_length_k",
+)  # fmt: skip
+# Entries of a configuration that change no output of the model, or that a model changes itself.
+# The attention implementation is recorded apart.
+NOT_COMPUTED = (
+    "_name_or_path", "architectures", "auto_mapping", "base_model_name_or_path", "dtype",
+    "finetuning_task", "id2label", "inference_mode", "init_lora_weights", "initializer_factor",
+    "initializer_range", "label2id", "output_attentions", "output_hidden_states",
+    "output_router_logits", "peft_version", "problem_type", "return_dict", "revision",
+    "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 
 
@@ -101,25 +111,40 @@ class TeacherCache(nn.Module):
         self.reload()
 
     def _check_written_by(self, teacher: nn.Module | None, tokenizer: Any) -> None:
-        written = self.about["fingerprint"]
-        given = {
-            "teacher": None if teacher is None else _weights_digest(teacher),
-            "tokenizer": _tokenizer_digest(tokenizer),
-        }
-        for name, digest in given.items():
-            if digest is not None and written[name] not in (None, digest):
+        written, given = self.about["fingerprint"], dict(self.about["fingerprint"])
+        configuration = self.about["configuration"]
+        if teacher is not None:
+            given["teacher"] = _weights_digest(teacher)
+            configuration = _configuration(teacher)
+        if None not in (tokenizer, written["tokenizer"]):
+            given["tokenizer"] = _tokenizer_digest(tokenizer)
+        for what, old, new in (
+            ("configuration of the teacher", self.about["configuration"], configuration),
+            *((name, written[name], given[name]) for name in written),
+        ):
+            if old != new:
                 raise ValueError(
-                    f"{self.path} was written with another {name} ({written[name]}, this one is "
-                    f"{digest}); write another cache"
+                    f"{self.path} was written with another {_difference(what, old, new)}; write "
+                    "another cache"
                 )
 
     def reload(self) -> None:
-        """Take in what other processes have written since."""
+        """Read the shards that other processes have written since.
+
+        Raises:
+            ValueError: a file is not what was written, or belongs to another cache.
+        """
         for path in sorted(self.path.glob("shard-*.safetensors")):
             if path in self._shards:
                 continue
             _check_whole(path, path.stem.removeprefix("shard-"))
-            shard = self._shards[path] = _safetensors().safe_open(path, "pt")
+            shard = _safetensors().safe_open(path, "pt")
+            if (shard.metadata() or {}).get("description") != self.about["digest"]:
+                raise ValueError(
+                    f"{path} belongs to a cache of another description than {self.path / ABOUT}; "
+                    "delete the folder, and write the cache again"
+                )
+            self._shards[path] = shard
             keys = shard.get_tensor("keys").numpy()
             ends = shard.get_tensor("lengths").cumsum(0).tolist()
             for i, key in enumerate(keys):
@@ -259,8 +284,11 @@ def wanted_of(method: Method) -> dict[str, Any]:
 
 
 def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
-    """A digest of each sample's tokens and what else the teacher reads of it, and which tokens
-    (S, L) are real; waits for the device."""
+    """A digest of all that the teacher reads of each sample, and which tokens (S, L) are real.
+
+    Padding around a sample and its place in a packed row leave its key as it is. Positions other
+    than 0, 1, ... and masked tokens between real ones change it. Waits for the device.
+    """
     ids = part.batch.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
@@ -271,8 +299,12 @@ def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
     whole = torch.ones(tokens.shape, dtype=torch.bool, device="cpu")
     mask = whole if mask is None else mask.cpu()
     digests = [hashlib.blake2b(digest_size=16) for _ in mask]
+    ends = _ends(mask)
+    # Documents keep their real tokens alone; a row as it is, the masked ones between these too.
+    kept: Any = list(map(slice, ends)) if documents is None else mask
     others = {n: x for n, x in part.inputs.items() if isinstance(x, Tensor)}
-    for name in ["input_ids", *sorted(others.keys() - {"input_ids", *PLACES})]:
+    positions = _positions_of(part, tokens.shape)
+    for name in ["input_ids", *sorted(others.keys() - {"input_ids", *LAYOUT})]:
         x = others[name]
         by_rows = x.shape[: ids.dim() - 1] == ids.shape[:-1]
         x = x.flatten(0, ids.dim() - 2) if by_rows else x
@@ -281,21 +313,66 @@ def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
             raise ValueError(f"a teacher's cache can't tell which sample {name} belongs to")
         x = documents.unpack(x) if by_tokens and documents is not None else x
         x = x.cpu() if x.is_floating_point() else x.cpu().long()
-        for digest, row, real in zip(digests, x, mask, strict=True):
-            row = row[real] if by_tokens else row
-            if name == "token_type_ids" and not row.any():
-                continue  # as if there were none
+        for digest, row, tokens_kept in zip(digests, x, kept, strict=True):
+            row = row[tokens_kept] if by_tokens else row
             digest.update(b"" if name == "input_ids" else name.encode())
-            digest.update(row.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes_of(row))
+    usual = torch.arange(mask.shape[1], device="cpu")
+    for i, digest in enumerate(digests):
+        _add_mask(digest, mask[i, : ends[i]])
+        if positions is None:
+            continue
+        given, expected = positions[i][kept[i]], usual[kept[i]]
+        expected = expected.view(-1, *[1] * (given.dim() - 1)).expand_as(given)
+        if not torch.equal(given, expected):
+            digest.update(b"position_ids" + _bytes_of(given))
     return [digest.digest() for digest in digests], mask
 
 
+def _ends(mask: Tensor) -> list[int]:
+    """Number of tokens of each row (S, L) up to the last real one."""
+    places = torch.arange(1, mask.shape[1] + 1, device="cpu")
+    ends: list[int] = (mask * places).amax(1).tolist()
+    return ends
+
+
+def _positions_of(part: Part, shape: torch.Size) -> Tensor | None:
+    """``position_ids`` of each sample's tokens, (S, L) or (S, L, 3); None where there are none."""
+    x = part.batch.get("position_ids")
+    if not isinstance(x, Tensor):
+        return None
+    if x.dim() == 3 and x.shape[1:] == shape:  # several a token (M-RoPE)
+        x = x.movedim(0, -1)
+    elif x.numel() in (shape[1], shape.numel()):
+        x = x.reshape(-1, shape[1]).expand(shape)
+    else:
+        raise ValueError("a teacher's cache can't tell which sample position_ids belongs to")
+    x = x if part.documents is None else part.documents.unpack(x)
+    return x.cpu().long()
+
+
+def _add_mask(digest: Any, real: Tensor) -> None:
+    """Add a sample's mask to its digest if tokens before its last are masked."""
+    if not real.all():
+        digest.update(b"attention_mask" + _bytes_of(real))
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def _written_keys(part: Part) -> tuple[list[bytes], Tensor]:
-    """Those of encoder-decoders: of what one reads, and its words up to the last that counts."""
+    """Keys of encoder-decoders: what the encoder reads, and the decoder up to the last token that
+    counts."""
     inputs = part.inputs
     mask, words = part.token_mask.cpu(), inputs["decoder_input_ids"].cpu().long()
-    ids, read = inputs["input_ids"].cpu().long(), inputs.get("attention_mask")
-    read = torch.ones_like(ids) if read is None else read.cpu()
+    ids = inputs["input_ids"].cpu().long()
+    read, heard = (
+        torch.ones_like(x, dtype=torch.bool, device="cpu") if given is None else given.cpu().bool()
+        for x, given in (
+            (ids, inputs.get("attention_mask")), (words, inputs.get("decoder_attention_mask"))
+        )
+    )  # fmt: skip
     known = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
     others = sorted({name for name, x in inputs.items() if isinstance(x, Tensor)} - known)
     if others:
@@ -304,12 +381,12 @@ def _written_keys(part: Part) -> tuple[list[bytes], Tensor]:
             "belongs to"
         )
     keys = []
-    for row, real, written, counted in zip(ids, read.bool(), words, mask, strict=True):
-        end = int((counted * torch.arange(1, len(counted) + 1)).max())
-        digest = hashlib.blake2b(row[real].numpy().tobytes(), digest_size=16)
-        digest.update(
-            b"decoder" + written[:end].numpy().tobytes() + counted[:end].numpy().tobytes()
-        )
+    # Tokens of an encoder are not moved: padding in front of them may change their positions.
+    for i, (stop, end) in enumerate(zip(_ends(read), _ends(mask), strict=True)):
+        digest = hashlib.blake2b(_bytes_of(ids[i, :stop]), digest_size=16)
+        _add_mask(digest, read[i, :stop])
+        digest.update(b"decoder" + _bytes_of(words[i, :end]) + _bytes_of(mask[i, :end]))
+        _add_mask(digest, heard[i, :end])
         keys.append(digest.digest())
     return keys, mask
 
@@ -384,6 +461,7 @@ class _Writer:
             "head": about_head,
             "spans": isinstance(outputs.logits, tuple),
             "precision": _precision(teacher.model),
+            "configuration": _configuration(teacher.model),
             "fingerprint": {
                 "teacher": _weights_digest(teacher.model),
                 "tokenizer": _tokenizer_digest(tokenizer),
@@ -391,13 +469,12 @@ class _Writer:
         }
         about["digest"] = _about_digest(about)
         self.about: dict[str, Any] = about
-        begun = (folder / ABOUT).is_file()
-        if begun:
-            _check_same(folder, _read_about(folder), about)
+        if not (folder / ABOUT).is_file():
+            create_file(folder / ABOUT, json.dumps(about, indent=1))
+        # Another process may have created it.
+        _check_same(folder, _read_about(folder), about)
         if head_data is not None and not (folder / HEAD).is_file():
             write_file(folder / HEAD, head_data, shared=True)
-        if not begun:
-            write_file(folder / ABOUT, json.dumps(about, indent=1), shared=True)
         self.cache = TeacherCache(folder)
         self.columns: dict[str, list[Tensor]] = {}
         self.size = 0
@@ -467,7 +544,7 @@ class _Writer:
         if not self.columns:
             return
         tensors = {name: torch.cat(parts).contiguous() for name, parts in self.columns.items()}
-        data = _safetensors().torch.save(tensors)
+        data = _safetensors().torch.save(tensors, {"description": self.about["digest"]})
         path = self.folder / f"shard-{_digest(data)}.safetensors"
         write_file(path, data, shared=True)
         self.columns, self.size = {}, 0
@@ -517,18 +594,24 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise, naming what differs, unless a run may add to a cache."""
-    for section in ("format", "model", "kept", "precision", "head", "spans", "fingerprint"):
-        if old[section] == new[section]:
-            continue
-        before, after = old[section], new[section]
-        if isinstance(before, dict) and isinstance(after, dict):
-            names = [name for name in after if before.get(name) != after[name]]
-            section = f"{section}: {', '.join(names)}"
-            before, after = [before.get(n) for n in names], [after[n] for n in names]
-        raise ValueError(
-            f"{folder} was written otherwise ({section}: {before}, now {after}); choose another "
-            "folder or delete it"
-        )
+    for section in (
+        "format", "model", "kept", "precision", "configuration", "head", "spans", "fingerprint",
+    ):  # fmt: skip
+        if old[section] != new[section]:
+            raise ValueError(
+                f"{folder} was written otherwise "
+                f"({_difference(section, old[section], new[section])}); choose another folder or "
+                "delete it"
+            )
+
+
+def _difference(what: str, old: Any, new: Any) -> str:
+    """The entries that differ, as text."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        what = f"{what}: {', '.join(names)}"
+        old, new = ([values.get(name) for name in names] for values in (old, new))
+    return f"{what}: {old}, now {new}"
 
 
 def _precision(model: nn.Module) -> str:
@@ -538,6 +621,64 @@ def _precision(model: nn.Module) -> str:
     if not torch.is_autocast_enabled(device):
         return "that of the weights"
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _configuration(model: nn.Module) -> dict[str, Any]:
+    """What a teacher's outputs depend on besides its weights, by name.
+
+    Of a transformers model the configuration, the attention implementation and the adapters'
+    configurations; of another, a digest of the types and plain attributes of its modules.
+    """
+    inner: Any = model.model if isinstance(model, Blocks) else model
+    inner = getattr(inner, "_orig_mod", inner)
+    adapters = getattr(inner, "peft_config", {})
+    config = getattr(inner, "config", None)
+    found: dict[str, Any] = {}
+    if hasattr(config, "to_dict"):
+        found = {**_flat(config.to_dict()), "attention": config._attn_implementation}
+    if isinstance(model, Blocks) or not found:
+        found["modules"] = _modules_digest(model)
+    for name, adapter in adapters.items():
+        found |= _flat({f"adapter {name}": adapter.to_dict()})
+    if adapters:
+        found["active adapters"] = inner.active_adapters
+    return json.loads(json.dumps(found, default=_as_json))  # as it is read back
+
+
+def _flat(entries: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Entries that change outputs, those of nested dicts by dotted names."""
+    found = {}
+    for name, value in entries.items():
+        if name in NOT_COMPUTED:
+            continue
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, set) else str(value)
+
+
+def _modules_digest(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, module in model.named_modules():
+        digest.update(f"{name} {type(module).__qualname__}".encode())
+        for attribute, value in sorted(vars(module).items()):
+            if attribute != "training" and not attribute.startswith("_"):
+                digest.update(f"{attribute} {_plain(value)}".encode())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, words and names of functions; nothing of other objects."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    if isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    return getattr(value, "__qualname__", None) if callable(value) else None
 
 
 def _about_digest(about: dict[str, Any]) -> str:
@@ -551,6 +692,10 @@ def _digest(data: bytes) -> str:
 
 def _check_whole(path: Path, digest: str) -> None:
     """Raise unless a file is what was written."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing; write the cache again, which adds what is missing"
+        )
     state = path.stat()
     if _file_digest(path, state.st_mtime_ns, state.st_size) != digest:
         raise ValueError(

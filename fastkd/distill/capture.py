@@ -69,6 +69,8 @@ class Model:
     tokenizer: Any = None
     #: Of a teacher: how many first words are the student's as well, None for all.
     vocabulary: int | None = None
+    #: What a head for classes tells apart, in the order of its logits, where that is known.
+    class_labels: Sequence[str] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -230,6 +232,12 @@ class Backbone(Model):
         if problem is None and self.has_head and self.config.num_labels == 1:
             return "regression"
         return problem or self.taught_problem
+
+    @property
+    def class_labels(self) -> list[str]:  # type: ignore[override]
+        """Names of the classes, where the configuration has one for each logit."""
+        names = getattr(self.config, "id2label", None) or {}
+        return [str(names[i]) for i in sorted(names)] if len(names) == self.output_size else []
 
     def takes(self, argument: str) -> bool:
         """Whether the model, or its base model, has an argument of this name, not only **kwargs."""

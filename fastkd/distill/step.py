@@ -745,15 +745,9 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
             f"{method} compares logits, but the student's problem_type is {student.problem} and "
             f"the teacher's {teacher.problem}; set that of their configurations"
         )
-    ours, theirs = (_class_names(model) for model in (student, teacher))
+    ours, theirs = student.class_labels, teacher.class_labels
     if ours != theirs and sorted(ours) == sorted(theirs):
         raise ValueError(
             f"{method} compares logits, but the student's classes are {', '.join(ours)} and the "
             f"teacher's {', '.join(theirs)}; give both heads one order"
         )
-
-
-def _class_names(model: Model) -> list[str]:
-    """What the head tells apart, in the order of its logits, where a configuration says it."""
-    names = getattr(getattr(model, "config", None), "id2label", None) or {}
-    return [str(names[i]) for i in sorted(names)] if len(names) == model.output_size else []

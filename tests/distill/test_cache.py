@@ -2,15 +2,19 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 
 from fastkd.distill import (
+    FCD,
     METHODS,
+    Blocks,
     Distiller,
     IntraClassKNN,
     SoftTargets,
@@ -18,6 +22,7 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
+from fastkd.distill import cache as cache_module
 from fastkd.distill.verify import verify
 from fastkd.head import output_layer
 from tests.distill.models import BERT, batch, classifier, pair, recipe, step
@@ -309,3 +314,239 @@ def test_a_choice_of_layers_is_kept(tmp_path):
     cached.prepare(data)
     assert cached.method.teacher_layers == live.method.teacher_layers
     assert_same_bits(losses_and_gradients(cached, data), losses_and_gradients(live, data))
+
+
+def begun_by(teacher, student, data, path):
+    return Distiller(teacher, student, method_of("fcd")).cache_teacher(data, path)
+
+
+def test_the_first_of_two_processes_decides_what_a_cache_is(tmp_path, monkeypatch):
+    """Both find an empty folder; the one that comes second is another teacher."""
+    (teacher, student), data = pair(), batches(2)
+    create = cache_module.create_file
+
+    def second(path, content):
+        monkeypatch.setattr(cache_module, "create_file", create)
+        begun_by(teacher, student, data[:1], tmp_path)
+        create(path, content)
+
+    monkeypatch.setattr(cache_module, "create_file", second)
+    with pytest.raises(ValueError, match=r"was written otherwise .*fingerprint: teacher"):
+        begun_by(classifier("bert"), student, data, tmp_path)
+    monkeypatch.setattr(cache_module, "create_file", second)
+    assert len(begun_by(teacher, student, data, tmp_path)) == 12
+
+
+def test_where_a_folder_has_no_hard_links(tmp_path, monkeypatch):
+    def link(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    begun_by(*pair(), batches(1), tmp_path)
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"teacher.json", "shard"}
+
+
+def test_a_shard_belongs_to_one_description(tmp_path):
+    data = batches(1)
+    for name in ("one", "two"):
+        begun_by(classifier("bert"), pair()[1], data, tmp_path / name)
+    (shard,) = (tmp_path / "two").glob("shard-*")
+    shard.rename(tmp_path / "one" / shard.name)
+    with pytest.raises(ValueError, match=f"{shard.name} belongs to a cache of another description"):
+        TeacherCache(tmp_path / "one")
+
+
+CONFIGURED = [
+    ("bert", {"num_attention_heads": 4}),
+    ("bert", {"layer_norm_eps": 1e-2}),
+    ("bert", {"hidden_act": "relu"}),
+    ("llama", {"rms_norm_eps": 1e-2}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+]
+
+
+@pytest.mark.parametrize("family, changed", CONFIGURED)
+def test_weights_alone_are_not_the_teacher(family, changed, tmp_path):
+    teacher, student = pair(family)
+    other = classifier(family, **changed)
+    other.load_state_dict(teacher.state_dict())
+    data = batches(1)
+    assert len(begun_by(teacher, student, data, tmp_path)) == 6
+    name = next(iter(changed))
+    with pytest.raises(ValueError, match=f"written otherwise .configuration: .*{name}"):
+        begun_by(other, student, data, tmp_path)
+    with pytest.raises(ValueError, match=f"another configuration of the teacher: .*{name}"):
+        TeacherCache(tmp_path, teacher=other)
+
+
+def test_names_paths_and_dropout_are_no_part_of_the_teacher(tmp_path):
+    teacher, student = pair()
+    teacher.save_pretrained(tmp_path / "teacher")
+    loaded = type(teacher).from_pretrained(tmp_path / "teacher")
+    data = batches(1)
+    begun_by(teacher, student, data, tmp_path / "cache")
+    TeacherCache(tmp_path / "cache", teacher=loaded)
+    assert len(begun_by(loaded.train(), student, data, tmp_path / "cache")) == 6
+
+
+def test_another_attention_implementation_is_refused(tmp_path):
+    teacher, student = pair()
+    data = batches(1)
+    begun_by(teacher, student, data, tmp_path)
+    teacher.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"configuration: attention: .*sdpa.*, now .*eager"):
+        begun_by(teacher, student, data, tmp_path)
+
+
+def test_another_dtype_is_refused(tmp_path):
+    teacher, student = pair()
+    data = batches(1)
+    begun_by(teacher, student, data, tmp_path)
+    with pytest.raises(ValueError, match="fingerprint: teacher"):
+        begun_by(copy.deepcopy(teacher).bfloat16(), student, data, tmp_path)
+
+
+def test_the_scale_of_adapters_is_a_part_of_the_teacher(tmp_path):
+    peft = pytest.importorskip("peft")
+    data = batches(1)
+
+    def adapted(alpha):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            r=2, lora_alpha=alpha, target_modules=["query"], init_lora_weights=False
+        )
+        return peft.get_peft_model(classifier("bert"), config).eval()
+
+    student = pair()[1]
+    begun_by(adapted(2), student, data, tmp_path)
+    assert len(begun_by(adapted(2), student, data, tmp_path)) == 6
+    with pytest.raises(
+        ValueError, match=r"configuration: adapter default.lora_alpha: .2., now .8."
+    ):
+        begun_by(adapted(8), student, data, tmp_path)
+
+
+def test_modules_that_are_not_from_transformers_too(tmp_path):
+    def model(eps, activation):
+        torch.manual_seed(0)
+        layers = [
+            nn.TransformerEncoderLayer(
+                16, 2, 32, batch_first=True, layer_norm_eps=eps, activation=activation
+            )
+            for _ in range(2)
+        ]
+
+        class Encoder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.words, self.layers = nn.Embedding(60, 16), nn.Sequential(*layers)
+
+            def forward(self, input_ids):
+                return self.layers(self.words(input_ids))
+
+        return Blocks(Encoder(), "layers", hidden_size=16)
+
+    data = [{"input_ids": batch()["input_ids"]}]
+
+    def begin(teacher):
+        return Distiller(teacher, model(1e-5, "relu"), FCD(task_weight=0)).cache_teacher(
+            data, tmp_path
+        )
+
+    begin(model(1e-5, "relu"))
+    assert len(begin(model(1e-5, "relu"))) == 6
+    for other in (model(1e-2, "relu"), model(1e-5, "gelu")):
+        with pytest.raises(ValueError, match="configuration: modules"):
+            begin(other)
+
+
+def test_classes_in_another_order_are_refused_without_the_teacher_too(tmp_path):
+    names = {0: "bad", 1: "good", 2: "so-so"}
+    teacher, student = pair()
+    teacher.config.id2label, student.config.id2label = names, names
+    Distiller(teacher, student, SoftTargets()).cache_teacher(batches(1), tmp_path)
+    student.config.id2label = {0: "good", 1: "bad", 2: "so-so"}
+    for source in (teacher, TeacherCache(tmp_path)):
+        with pytest.raises(ValueError, match="student's classes are good, bad, so-so"):
+            Distiller(source, student, SoftTargets())
+
+
+def held(mask):
+    """The mask with a hole in each row."""
+    mask = mask.clone()
+    mask[:, 2] = 0
+    return mask
+
+
+NEIGHBOURS = {
+    "positions further on": lambda x: {"position_ids": torch.arange(3, 13).expand(6, 10)},
+    "positions of a row for all": lambda x: {"position_ids": torch.arange(3, 13)[None]},
+    "every second position": lambda x: {"position_ids": torch.arange(0, 20, 2).expand(6, 10)},
+    "a masked token between": lambda x: {"attention_mask": held(x["attention_mask"])},
+    "token types": lambda x: {"token_type_ids": torch.ones(6, 10, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("what", NEIGHBOURS)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_all_that_the_teacher_reads_is_another_sample(family, what, tmp_path):
+    teacher, student = pair(family)
+    data = batch(rows=6)
+    other = {**data, **NEIGHBOURS[what](data)}
+    live = Distiller(teacher, student, SoftTargets()).eval()
+    cache = live.cache_teacher([data], tmp_path)
+    cached = Distiller(cache, student, SoftTargets()).eval()
+    assert live(**other).terms["soft"] != live(**data).terms["soft"]
+    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
+        cached(**other)
+    live.cache_teacher([other], tmp_path)
+    cache.reload()
+    for inputs in (data, other):
+        torch.testing.assert_close(cached(**inputs).terms, live(**inputs).terms)
+
+
+def test_token_types_of_zeros_are_an_input():
+    """GPT-2 adds the embedding of token 0, which it doesn't without them."""
+    distiller = Distiller(*pair("gpt2"), SoftTargets())
+    data = batch(rows=6)
+    typed = {**data, "token_type_ids": torch.zeros_like(data["input_ids"])}
+    assert not {*distiller.sample_keys(data)} & {*distiller.sample_keys(typed)}
+
+
+def test_usual_positions_are_the_same_sample():
+    distiller = Distiller(*pair(), SoftTargets())
+    data = batch(rows=6)
+    positions = torch.arange(10)
+    expected = distiller.sample_keys(data)
+    for given in (positions[None], positions.expand(6, 10)):
+        assert distiller.sample_keys({**data, "position_ids": given}) == expected
+
+
+@pytest.mark.parametrize("side", ["", "decoder_"])
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_all_that_an_encoder_decoder_reads_is_another_sample(family, side, tmp_path):
+    """A word that doesn't count has no label; a masked one isn't read by those behind it."""
+    teacher, student = (model_of(family, "written words").eval() for _ in range(2))
+    data = data_of(family, "written words")
+    mask = data["attention_mask"] if not side else torch.ones_like(data["labels"])
+    data["labels"][:, 2] = -100
+    other = {**data, f"{side}attention_mask": held(mask)}
+    live = Distiller(teacher, student, SoftTargets()).eval()
+    cached = Distiller(live.cache_teacher([data], tmp_path), student, SoftTargets()).eval()
+    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
+        cached(**other)
+    live.cache_teacher([other], tmp_path)
+    cached.teacher.reload()
+    for inputs in (data, other):
+        torch.testing.assert_close(cached(**inputs).terms, live(**inputs).terms)
+
+
+def test_padding_in_front_of_an_encoder_is_another_sample(tmp_path):
+    """BART numbers all positions of a row."""
+    teacher, student = (model_of("bart", "written words").eval() for _ in range(2))
+    data = data_of("bart", "written words")
+    left = {name: data[name].roll(3, 1) for name in ("input_ids", "attention_mask")}
+    left["attention_mask"][:, :3] = 0
+    live = Distiller(teacher, student, SoftTargets()).eval()
+    keys = live.sample_keys(data)
+    assert not {*keys} & {*live.sample_keys({**data, **left})}
