@@ -632,7 +632,7 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
     inner: Any = model.model if isinstance(model, Blocks) else model
     inner = getattr(inner, "_orig_mod", inner)
     adapters = getattr(inner, "peft_config", {})
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     found: dict[str, Any] = {}
     if hasattr(config, "to_dict"):
         found = {**_flat(config.to_dict()), "attention": config._attn_implementation}
@@ -642,12 +642,13 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
         found |= _flat({f"adapter {name}": adapter.to_dict()})
     if adapters:
         found["active adapters"] = inner.active_adapters
-    return json.loads(json.dumps(found, default=_as_json))  # as it is read back
+    read_back: dict[str, Any] = json.loads(json.dumps(found, default=_as_json))
+    return read_back
 
 
 def _flat(entries: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Entries that change outputs, those of nested dicts by dotted names."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in entries.items():
         if name in NOT_COMPUTED:
             continue
