@@ -37,7 +37,7 @@ from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.step import Step, as_terms
 from fastkd.distill.words import WordLoss, softened
-from fastkd.distributed import ranks_of, world_size
+from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss
 from fastkd.soft_targets import DIVERGENCES, DivergenceWord
 
@@ -107,8 +107,7 @@ class FCD(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
         self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
         self.normalize, self.distance = normalize, distance
-        self.options = relation.Options({}, normalize, distance)
-        self.options.check()
+        relation.FCDLoss(alpha, beta, normalize, distance)  # checks them
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -135,12 +134,15 @@ class FCD(_Soft):
         return self._relations(step, {"samples": 1.0})["samples"]
 
     def _relations(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
-        both = {name: weights.get(name, 0.0) for name in ("tokens", "samples")}
-        options = dataclasses.replace(self.options, weights=both, terms=True)
-        layers = step.layers(self.student_layers, self.teacher_layers)
-        loss, values = relation.relations_of_layers(
-            *layers, step.mask, None, options, "auto", ranks_of(**step.gathering)
+        relations = relation.FCDLoss(
+            weights.get("tokens", 0.0),
+            weights.get("samples", 0.0),
+            self.normalize,
+            self.distance,
+            **step.gathering,
         )
+        layers = step.layers(self.student_layers, self.teacher_layers)
+        loss, values = relations(*layers, step.mask, return_terms=True)
         return as_terms(loss, values, weights)
 
 

@@ -1,0 +1,410 @@
+"""Losses between relation matrices, with their gradients, in PyTorch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastkd._core.numerics import in_range, upcast, working_dtype
+
+# Up to this many rows a relation is never replaced by products of its features under
+# torch.compile, nor in the kernels: one graph serves all these sizes.
+SIZES_OF_ONE_GRAPH = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options shared by all layer pairs of one call."""
+
+    tokens: float  # weight of a layer's relations between tokens
+    samples: float
+    normalize: str = "l2"
+    distance: str = "pearson"
+    temperature: float = 10.0
+    eps: float = 1e-8
+    return_terms: bool = False  # the kernels compute the two terms only on request
+    in_cpp: bool = False  # the C++ operator computes relations that (D, D) products don't
+
+
+def normalized(x: Tensor, normalize: str) -> Tensor:
+    """Features (..., D) as their relations take them (Table 4)."""
+    if normalize == "l2":
+        return F.normalize(x, dim=-1)
+    if normalize == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:])
+    return x.softmax(-1) if normalize == "softmax" else x
+
+
+def relation_term(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    dx: Tensor | None,
+    over: str,
+    options: Options,
+) -> Tensor:
+    """Weighted loss of one layer pair ``over`` tokens or samples; adds its gradient to ``dx``."""
+    feature_side = by_features(over, student, teacher, options, dx is not None)
+    if over == "samples":
+        student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
+        mask = None if mask is None else mask.transpose(0, 1)
+        dx = None if dx is None else dx.transpose(0, 1)
+    groups, N, Ds = student.shape  # from here on a group is what has one (N, N) relation
+    Dt = teacher.shape[-1]
+    loss = student.new_zeros((), dtype=working_dtype(student))
+    if groups == 0 or N < 2:
+        return loss
+
+    weight = loss + (options.tokens if over == "tokens" else options.samples)  # ()
+    if mask is None:
+        group_weight = weight / groups  # not in Python: a float made of sizes is a graph a size
+    else:
+        counts = mask.sum(1, keepdim=True) >= 2  # (groups, 1)
+        mask = mask & counts
+        group_weight = weight / counts.sum().clamp_min(1).to(loss.dtype)
+
+    chunks = _chunks(student, Ds + Dt, feature_side)
+    chunk = (groups + chunks - 1) // chunks
+    for i in range(chunks):
+        part = slice(i * chunk, (i + 1) * chunk)
+        part_mask = None if mask is None else mask[part]
+        s = Centred(student[part], part_mask, options.normalize)
+        t = Centred(teacher[part], part_mask, options.normalize)
+        part_dx = None if dx is None else dx[part]
+        if feature_side:
+            losses = pearson_by_features(s, t, group_weight, options.eps, part_dx)
+        else:
+            losses = _distance_by_relations(s, t, group_weight, options, part_dx)
+        if part_mask is not None:
+            losses = losses.masked_fill(~counts[part, 0], 0)
+        loss = loss + group_weight * losses.sum()
+    return loss
+
+
+def by_features(
+    over: str, student: Tensor, teacher: Tensor, options: Options, gradient: bool
+) -> bool:
+    """Whether (D, D) products take the place of relations."""
+    members = student.shape[1 if over == "tokens" else 0]
+    of_any_size = not options.in_cpp and not torch.compiler.is_compiling()
+    return (
+        options.distance == "pearson"
+        and (members > SIZES_OF_ONE_GRAPH or of_any_size)
+        and feature_side_is_cheaper(members, student.shape[-1], teacher.shape[-1], gradient)
+    )
+
+
+def feature_side_is_cheaper(N: int, Ds: int, Dt: int, gradient: bool) -> bool:
+    """Whether D×D products cost less than N×N ones; multiplications for each of the N rows."""
+    relation_side = N * (Ds + Dt)
+    feature_side = Ds * Ds + Ds * Dt + Dt * Dt
+    if gradient:
+        relation_side += N * Ds
+        feature_side += Ds * Ds + Ds * Dt
+    return feature_side < relation_side
+
+
+def _chunks(x: Tensor, D: int, feature_side: bool) -> int:
+    """In how many parts to work on the relations of ``x`` (groups, N, Ds); ``D`` is Ds + Dt.
+
+    Eager on the CPU a part should stay in the cache; elsewhere it only bounds the memory, and
+    long loops cost launches or time to compile. A power of two: few graphs while sizes change.
+    """
+    groups, N, _ = x.shape
+    eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    entries = groups * (N * D + (D * D if feature_side else 3 * N * N))
+    most = 2**20 if eager_cpu else 2**26
+    chunks = 1
+    while chunks < groups and entries > chunks * most:
+        chunks *= 2
+    return chunks
+
+
+class Centred:
+    """Rows y of ``x`` (G, N, D), normalised as asked for, minus their mean.
+
+    Relations come from centred rows: at mean cosine 0.99 the moments of raw rows lose four
+    digits. Normalised rows are of known length, |y_i|² = size·(1 − slack_i), and
+    R_ij = ½|y_i|² + ½|y_j|² − ½|y_i − y_j|², which also keeps the rounding of the row norms out
+    of the relations.
+    """
+
+    def __init__(self, x: Tensor, mask: Tensor | None, normalize: str) -> None:
+        half = x.dtype == torch.float16
+        x = upcast(x)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        # Rows that are there: (G, 1), or (1, 1) for all groups.
+        if mask is None:
+            self.count = x.new_full((1, 1), x.shape[1])
+        else:
+            self.count = mask.sum(1, keepdim=True).clamp_min(1).to(x.dtype)
+        self.normalized = normalize in ("l2", "layer_norm")
+        self.size: int | Tensor = 1
+        factor = None
+        if self.normalized and not half:
+            x, factor = in_range(x)
+        if normalize == "l2":
+            smallest = 1e-12  # torch.nn.functional.normalize divides by max(‖x‖, this)
+            norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
+            self.short = norm < smallest  # of any length
+            self.slack = self.short.to(x.dtype)
+            # NaN where the norm overflows: 1/inf would pass the row off as zero.
+            self.scale = 1 / norm.clamp_min(smallest) + (norm - norm)  # (G, N)
+        elif normalize == "layer_norm":
+            # torch.nn.functional.layer_norm adds this to the variance.
+            eps = 1e-5 if factor is None else 1e-5 * factor.squeeze(-1).square()
+            self.size = x.shape[-1]
+            columns = max(x.shape[-1], 1)
+            x = x - x.sum(-1, keepdim=True) / columns
+            x = x - x.sum(-1, keepdim=True) / columns  # what rounding left of a large mean
+            variance = x.square().sum(-1) / columns
+            self.short = torch.zeros_like(variance, dtype=torch.bool)
+            self.slack = eps / (variance + eps)
+            self.scale = (variance + eps).rsqrt() + (variance - variance)
+        else:
+            self.scale = x.new_ones(x.shape[:2])
+        self.x, self.mask = x, mask
+        mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
+        rows = torch.addcmul(-mean, x, self.scale[..., None]) if self.normalized else x - mean
+        # Rows that are alike would keep what rounding left of their mean, by how the processor
+        # sums, for a difference, and 1/eps multiplies it.
+        real = torch.ones_like(self.scale)  # (G, N)
+        if mask is not None:
+            real.masked_fill_(~mask, 0)
+        rest = torch.bmm((real / self.count)[:, None], rows)  # (G, 1, D)
+        rows.sub_(rest)
+        if mask is not None:
+            rows.masked_fill_(~mask[..., None], 0)
+        self.mean, self.rows = mean + rest, rows  # (G, 1, D), (G, N, D)
+        if not self.normalized:
+            # (G, 1); differences of two are small.
+            self.size = (mean.double() + rest).square().sum(-1)
+        self.derivative = self.scale if factor is None else self.scale * factor.squeeze(-1)
+        # float16 could not hold 1e12, so there a row too short to normalise gets the gradient of
+        # its normalised row.
+        if half and normalize == "l2":
+            self.derivative = self.scale.masked_fill(self.short, 1)
+
+    def offsets(self, squares: Tensor, centred: bool = False) -> Tensor:
+        """h with R_ij = s_i·s_j + h_i + h_j + size, from the squared lengths of ``rows``.
+
+        The size of rows of any length is that of their mean, squared. Of two equal forms for
+        normalised rows, the first errs with the squared length of the mean, the second with that
+        of the centred rows. Where the first serves all rows of an h that will be ``centred``, it
+        needs no constant: beside one, rows too short to normalise vanish.
+        """
+        h = torch.bmm(self.rows, self.mean.mT).squeeze(-1)  # (G, N)
+        if self.normalized:
+            length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
+            apart = length < self.size / 2
+            constant = (length - self.size) / 2
+            h = h + (constant.masked_fill(apart, 0) if centred else constant)
+            known = -(squares + self.size * self.slack) / 2
+            h = torch.where(apart | self.short, h, known)
+        return h if self.mask is None else h.masked_fill(~self.mask, 0)
+
+    def unscaled_gradient(self, h: Tensor, row_sums: Tensor) -> Tensor:
+        """‖x_i‖ · ∂/∂x_i from ``h``, H_i = Σ_j A_ij (s_j − s_i), in place, and Σ_j A_ij.
+
+        The derivative of normalising takes out what lies along a row of known length, and leaves
+        a row of any length all of it. It is taken from H_i and the rows themselves: what rounding
+        left along them goes out with it.
+        """
+        along = row_sums
+        if self.normalized:
+            across = (h * self.x).sum(-1) * self.scale
+            along = self.slack * row_sums - (across / self.size).masked_fill(self.short, 0)
+        return h.addcmul_(self.x, (along * self.scale)[..., None])
+
+    def centred_offsets(self, squares: Tensor) -> Tensor:
+        """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
+        u = self.offsets(squares, centred=True)  # (G, N)
+        for _ in range(2):  # of rows that are alike nothing must be left, not a mean's rounding
+            u = u - u.sum(1, keepdim=True) / self.count
+            u = u if self.mask is None else u.masked_fill(~self.mask, 0)
+        return u
+
+    def relations(self, centred: bool) -> Tensor:
+        """(G, N, N) relations less a constant: their mean, or ``size``; 0 at padding."""
+        R = torch.bmm(self.rows, self.rows.mT)
+        squares = R.diagonal(dim1=1, dim2=2)
+        h = self.centred_offsets(squares) if centred else self.offsets(squares)
+        R.add_(h[:, :, None]).add_(h[:, None, :])
+        if self.mask is not None:
+            R.masked_fill_(~(self.mask[:, :, None] & self.mask[:, None, :]), 0)
+        return R
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(1, 2))
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """1/x where x > 0, else 0: the derivative of a norm at 0 is taken as 0."""
+    return torch.where(x > 0, 1 / x, 0)
+
+
+class _Distances(NamedTuple):
+    """Losses of a chunk of relations, and their derivative ∂/∂R_s = k·A."""
+
+    losses: Tensor  # (G,)
+    A: Tensor  # (G, N, N), 0 at padding
+    k: Tensor  # (G,)
+
+
+def _distances(s: Centred, t: Centred, options: Options, gradient: bool) -> _Distances:
+    pearson, temperature = options.distance == "pearson", options.temperature
+    padding = None if s.mask is None else ~(s.mask[:, :, None] & s.mask[:, None, :])
+    R_s, R_t = s.relations(pearson), t.relations(pearson)
+    if pearson:
+        # With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
+        sigma_s, sigma_t = _norms(R_s), _norms(R_t)
+        denominator = sigma_s * sigma_t + options.eps
+        a = R_s.mul_(_reciprocal(sigma_s)[:, None, None])
+        b = R_t.mul_(_reciprocal(sigma_t)[:, None, None])
+        A = b.sub_(a)
+        losses = _norms(A).square() / 2
+        losses = (sigma_s * sigma_t * losses + options.eps) / denominator
+        if gradient:
+            A.addcmul_(a, losses[:, None, None])  # b − ρ·a
+        return _Distances(losses, A, -sigma_t / denominator)
+    one = R_s.new_ones(R_s.shape[0])
+    if options.distance == "mse":
+        M = s.count.square().squeeze(1)
+        constant = s.size - t.size
+        if isinstance(constant, Tensor):
+            constant = constant.to(R_s.dtype)[..., None]
+        A = R_s - R_t + constant
+        if padding is not None:
+            A = A.masked_fill_(padding, 0)
+        losses = _norms(A).square() / (2 * M)
+        return _Distances(losses, A, one / M)
+    # Softened relations differ by little, and KL by its square: float32 would cancel.
+    log_p_s = _log_softmax(R_s.double() / temperature, padding)
+    log_p_t = _log_softmax(R_t.double() / temperature, padding)
+    kl = (log_p_t.exp() * (log_p_t - log_p_s)).sum((1, 2))
+    A = (log_p_s.exp() - log_p_t.exp()).to(R_s.dtype)
+    if padding is not None:
+        A = A.masked_fill_(padding, 0)
+    return _Distances((temperature**2 * kl).to(R_s.dtype), A, one * temperature)
+
+
+def _distance_by_relations(
+    s: Centred, t: Centred, weight: Tensor, options: Options, dx: Tensor | None
+) -> Tensor:
+    """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
+
+    ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i): alike rows
+    lose no digits, as Σ_j A_ij y_j would.
+    """
+    losses, A, k = _distances(s, t, options, dx is not None)
+    if dx is None:
+        return losses
+    row_sums = A.sum(-1)  # (G, N)
+    A.diagonal(dim1=1, dim2=2).sub_(row_sums)
+    h = s.unscaled_gradient(torch.bmm(A, s.rows), row_sums)
+    dx.addcmul_(h, (2 * weight * k[:, None] * s.derivative)[..., None])
+    return losses
+
+
+def _log_softmax(logits: Tensor, padding: Tensor | None) -> Tensor:
+    """Log-probabilities of all (N, N) entries of a relation as one distribution; 0 at padding."""
+    if padding is None:
+        return logits.flatten(1).log_softmax(1).view_as(logits)
+    logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+    return logits.flatten(1).log_softmax(1).view_as(logits).masked_fill(padding, 0)
+
+
+def pearson_by_features(
+    s: Centred, t: Centred, weight: Tensor, eps: float, dx: Tensor | None
+) -> Tensor:
+    """`_distance_by_relations` for Pearson from (D, D) products: ⟨SSᵀ, TTᵀ⟩ = ‖TᵀS‖²."""
+    u = s.centred_offsets(s.rows.square().sum(-1))  # (G, N)
+    v = t.centred_offsets(t.rows.square().sum(-1))
+    n = s.count
+    StS = torch.bmm(s.rows.mT, s.rows)  # (G, Ds, Ds)
+    TtS = torch.bmm(t.rows.mT, s.rows)  # (G, Dt, Ds)
+    TtT = torch.bmm(t.rows.mT, t.rows)
+
+    def inner(x: Tensor, y: Tensor, product: Tensor) -> Tensor:
+        linear = 2 * n * (x * y).sum(1, keepdim=True)
+        return linear.squeeze(1) + _norms(product).square()
+
+    sigma_s, sigma_t = inner(u, u, StS).sqrt(), inner(v, v, TtT).sqrt()  # (G,)
+    covariance = inner(u, v, TtS)
+    denominator = sigma_s * sigma_t + eps
+    losses = (denominator - covariance) / denominator
+    if dx is None:
+        return losses
+
+    # ∂/∂R̃_s = p·R̃_t + q·R̃_s =: A
+    p = -1 / denominator
+    q = covariance / denominator.square() * sigma_t * _reciprocal(sigma_s)
+    p, q = 2 * weight * p[:, None], 2 * weight * q[:, None]  # (G, 1)
+    w = p * v + q * u  # (G, N)
+    row_sums = n * w
+    # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS) + w(1ᵀS), and 1ᵀS is what rounding left.
+    h = torch.bmm(t.rows, TtS.mul_(p[..., None]))
+    h.baddbmm_(s.rows, StS.mul_(q[..., None]))
+    ones = torch.ones_like(w)
+    h.baddbmm_(torch.stack((ones, w), 2), torch.bmm(torch.stack((w, ones), 1), s.rows))
+    h.addcmul_(s.rows, row_sums[..., None], value=-1)
+    h = s.unscaled_gradient(h, row_sums).mul_(s.derivative[..., None])
+    dx += h if s.mask is None else h.masked_fill_(~s.mask[..., None], 0)
+    return losses
+
+
+def paired_loss(y_s: Tensor, y_t: Tensor, alike: Tensor, options: Options) -> Tensor:
+    """Mean loss of the groups within each of (G, M, D) rows; ``alike`` (G, M, M) pairs them.
+
+    What a group has one of stands at each of its M_i rows, and sums over a group are products
+    with ``alike``: the same bits on every run. Autograd gives the gradient.
+    """
+    weight = alike.to(y_s.dtype)
+    size = weight.sum(-1)  # (G, M), of the group of each row
+    share = torch.where(size >= 2, 1 / size.clamp_min(1), 0)  # of each row in its group
+    size = size.clamp_min(1)
+    first = alike.to(torch.uint8).argmax(-1)  # (G, M), member of the group of each row
+
+    def group_sum(x: Tensor) -> Tensor:
+        return torch.bmm(weight, x[..., None]).squeeze(-1)
+
+    def relations(y: Tensor) -> Tensor:
+        """R_ij = s_i·s_j + h_i + h_j of centred rows s, less what a distance does not see."""
+        # Less a row of the group, which rows alike have no difference from, and which no gradient
+        # comes to: neither the rows nor the mean depend on it.
+        one = y.detach().gather(1, first[..., None].expand_as(y))
+        mean = torch.bmm(weight, y - one) / size[..., None]
+        rows = torch.where((size > 1)[..., None], y - one - mean, 0)
+        mean = one + mean
+        h = (rows * mean).sum(-1)
+        shift = mean.square().sum(-1) / 2 if options.distance == "mse" else -group_sum(h) / size
+        h = h + shift
+        R = torch.bmm(rows, rows.mT) + h[:, :, None] + h[:, None, :]
+        return torch.where(alike, R, 0)
+
+    R_s, R_t = relations(y_s), relations(y_t)
+    if options.distance == "pearson":
+        squares = [group_sum(R.square().sum(-1)) for R in (R_s, R_t)]
+        sigma_s, sigma_t = (torch.where(x > 0, x, 1).sqrt() * (x > 0) for x in squares)
+        a = R_s * _reciprocal(sigma_s)[..., None]
+        b = R_t * _reciprocal(sigma_t)[..., None]
+        losses = group_sum((b - a).square().sum(-1)) / 2
+        losses = (sigma_s * sigma_t * losses + options.eps) / (sigma_s * sigma_t + options.eps)
+    elif options.distance == "mse":
+        losses = group_sum((R_s - R_t).square().sum(-1)) / (2 * size.square())
+    else:
+        log_p_s, log_p_t = (_log_softmax_of_groups(R, alike, options) for R in (R_s, R_t))
+        kl = (log_p_t.exp() * (log_p_t - log_p_s)).masked_fill(~alike, 0).sum(-1)
+        losses = options.temperature**2 * group_sum(kl.to(size.dtype))
+    return (losses * share).sum() / share.sum().clamp_min(1)
+
+
+def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: Options) -> Tensor:
+    lowest = torch.finfo(torch.float64).min
+    logits = (R.double() / options.temperature).masked_fill(~alike, lowest)
+    rows = logits.logsumexp(-1)[:, None, :]  # (G, 1, M)
+    return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
