@@ -6,7 +6,9 @@ have helpers from a launcher, or on other machines that share the directory.
 """
 
 import functools
+import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -48,17 +50,26 @@ class Job(NamedTuple):
 BUDGET = (
     "steps", "seconds", "evaluations", "batch_size", "learning_rate", "labelled_share", "precision",
 )  # fmt: skip
-#: What the file of a run says that did not fail.
-SAID = ("steps", "scores", "predictions", "history", "rccc", "parameters")
+#: The field of a run's file with the digest of the others.
+CHECKSUM = "sha256"
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write the file of a run."""
+    content = json.loads(json.dumps(result))
+    write_json(path, {**content, CHECKSUM: _checksum(content)})
 
 
 def _result(job: Job) -> dict[str, Any] | None:
-    """What its file says; None if it isn't there, was cut off, or is another's."""
+    """The content of its file; None if it isn't there, not what was written, or another run's."""
     found = read_json(job.path)
-    if not isinstance(found, dict) or key_of(found.get("run")) != key_of(job.identity):
+    if not isinstance(found, dict) or found.pop(CHECKSUM, None) != _checksum(found):
         return None
-    said = "failed" in found or all(name in found for name in SAID)
-    return found if said and "measured" in found else None
+    return found if key_of(found["run"]) == key_of(job.identity) else None
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _done(job: Job) -> bool:
@@ -162,9 +173,11 @@ class Runs:
                 if not _done(job):
                     task = self.tasks[job.task.name]
                     task.make_teacher()  # or waits for who makes it
+                    if job.path.exists():
+                        self.display.say(f"{job.path} isn't what was written; its run starts again")
                     tally.begin()
                     result = {"run": job.identity, **task.train(job.variant, job.seed)}
-                    write_json(job.path, result)
+                    write_result(job.path, result)
                     tally.tell(job, result)
             finally:
                 job.path.with_suffix(".lock").unlink(missing_ok=True)

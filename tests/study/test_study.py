@@ -96,7 +96,7 @@ def runs(out):
     found = {}
     for path in (out / "runs").glob("*.json"):
         content = json.loads(path.read_text())
-        del content["measured"]
+        del content["measured"], content["sha256"]
         found[path.name] = content
     return found
 
@@ -407,14 +407,19 @@ def test_another_score_is_another_study(root, finished):
     assert row["metric"] == "mcc" and row["seeds"] == "1"
 
 
-def test_runs_whose_files_are_cut_off_or_no_runs_are_made_again(root, finished):
+def test_runs_whose_files_are_not_what_was_written_are_made_again(root, finished, capsys):
     out = shutil.copytree(finished[1], root / "out")
     whole, files = runs(out), sorted((out / "runs").glob("*.json"))
-    broken = files[0].read_text()[:100], "{}", "[]", '{"run": {}, "scores": {}}'
+    edited = read_json(files[0])
+    edited["scores"]["accuracy"] = 0.999
+    bare = {name: x for name, x in read_json(files[1]).items() if name != "sha256"}
+    broken = json.dumps(edited), json.dumps(bare), files[2].read_text()[:100], "{}", "[]"
     for path, content in zip(files, broken, strict=False):
         path.write_text(content)
     study(write(root), out)
     assert runs(out) == whole
+    output = capsys.readouterr().out
+    assert [x.name in output for x in files] == [True] * len(broken) + [False] * 3
 
 
 def test_a_teacher_that_was_lost_is_made_again(root, finished):
