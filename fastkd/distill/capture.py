@@ -234,6 +234,11 @@ class Backbone(Model):
         return problem or self.taught_problem
 
     @property
+    def groups_experts(self) -> bool:
+        """Whether a mixture of experts runs by torch's grouped product."""
+        return getattr(self.config, "_experts_implementation", None) == "grouped_mm"
+
+    @property
     def class_labels(self) -> list[str]:  # type: ignore[override]
         """Names of the classes, where the configuration has one for each logit."""
         names = getattr(self.config, "id2label", None) or {}
@@ -291,6 +296,11 @@ class Backbone(Model):
 
     def run(self, batch: dict[str, Any]) -> Any:
         """The model on ``batch``, without caches; raises for inputs that it doesn't know."""
+        if self.dtype == torch.float64 and self.groups_experts:
+            raise ValueError(
+                f"{self._name} ({self.class_name}) is in float64, in which torch can't multiply "
+                'grouped experts; call its set_experts_implementation("eager")'
+            )
         return self.model(**self._given(batch))
 
     def _given(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import logging
+import math
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,8 +73,8 @@ class Check:
     - "rounding": to 1e-6, as models show that compute parts of themselves in float32
     - "by definition": this split is another loss: one that compares samples, or a mean over
       documents of which the parts have unequal numbers
-    - "differs": it should not
-    - "not here": ``why`` says what the model or the batch lacks
+    - "differs": it should not; also where a gradient is NaN or infinite
+    - "not here": ``why`` says what the model or the batch lacks, or that all gradients are zero
     """
 
     name: str
@@ -198,11 +199,13 @@ def _check(name: str, way: Callable[[], "Gradients | Comparison"], step: "_Step"
     except _CannotDo as reason:
         return Check(name, None, "not here", str(reason))
     gradients, expected = found if isinstance(found, Comparison) else (found, step.expected)
-    largest = max(float(g.abs().max()) for g in expected.values())
-    different = max(
-        float((gradients.get(key, torch.zeros_like(g)).to(g.device) - g).abs().max())
-        for key, g in expected.items()
-    )
+    different = _largest(_differences(gradients, expected))
+    if not math.isfinite(different):
+        bad = [key for g in (expected, gradients) for key, x in g.items() if not x.isfinite().all()]
+        return Check(name, different, "differs", f"the gradient of {bad[0]} is NaN or infinite")
+    largest = _largest(expected.values())
+    if not largest and not different:
+        return Check(name, None, "not here", "all gradients are zero; nothing was compared")
     deviation = different / largest if largest else different
     if deviation <= TOLERANCE:
         return Check(name, deviation, "equal")
@@ -219,6 +222,19 @@ def _check(name: str, way: Callable[[], "Gradients | Comparison"], step: "_Step"
             "counts documents",
         )  # fmt: skip
     return Check(name, deviation, "rounding" if deviation <= ROUNDING else "differs")
+
+
+def _differences(found: Gradients, expected: Gradients) -> Iterator[Tensor]:
+    """Of each parameter; a gradient that only one side has is compared with zeros."""
+    for key, g in {**found, **expected}.items():
+        other = found.get(key) if key in expected else None
+        yield g if other is None else other.to(g.device) - g
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """The largest absolute entry; NaN if there is one."""
+    largest = [x.abs().max().double().cpu() for x in tensors if x.numel()]
+    return float(torch.stack(largest).max()) if largest else 0.0
 
 
 class _Step:
@@ -439,6 +455,10 @@ def _exact_copy(distiller: Distiller) -> Distiller:
                 setattr(module, name, 0.0)
     twin.set_progress(distiller.progress)
     twin.gather = False
+    engine = twin.engine
+    for side in (engine.student, *engine.teachers.live):
+        if side.groups_experts:
+            side.inner.set_experts_implementation("eager")  # type: ignore[operator]
     return twin
 
 

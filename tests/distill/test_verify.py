@@ -9,13 +9,19 @@ import torch
 import transformers as t
 
 from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_from_teacher
-from fastkd.distill.verify import Check, _Step, table, verify
-from tests.distill.models import batch, classifier, model, pair, ready, recipe
+from fastkd.distill.verify import Check, Comparison, _check, _Step, table, verify
+from tests.distill.models import SMALL, batch, classifier, model, pair, ready, recipe
 from tests.distill.processes import CONTEXT
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, packed
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+
+EXPERT_SIZES = {
+    **SMALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 32, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 def distiller_of(teacher, name, layers=(2, 4)):
@@ -177,6 +183,72 @@ def test_a_fault_is_seen():
     assert not checks[0].ok and checks[0].verdict == "differs"
     with pytest.raises(ValueError, match="fewer than two rows"):
         verify(distiller, batch(rows=1), ranks=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_differs(value):
+    """In any parameter, the last as well as the first, of the way or of the step itself."""
+    expected = {"first": torch.ones(2), "last": torch.ones(2)}
+    for name in expected:
+        bad = {**expected, name: torch.tensor([1.0, value])}
+        for found, right in ((bad, expected), (expected, bad), (bad, bad)):
+            check = _check("way", lambda f=found, r=right: Comparison(f, r), None)
+            assert not check.ok and check.verdict == "differs", check
+            assert check.why == f"the gradient of {name} is NaN or infinite"
+            assert "differs: the gradient of" in table([check])
+
+
+def test_a_gradient_that_one_side_lacks_is_zero():
+    one = {"both": torch.ones(3)}
+    more = {**one, "more": torch.ones(2)}
+    for comparison in (Comparison(one, more), Comparison(more, one)):
+        check = _check("way", lambda c=comparison: c, None)
+        assert check.verdict == "differs" and check.deviation == 1, check
+    zeros = Comparison(one, {**one, "more": torch.zeros(2)})
+    assert _check("way", lambda: zeros, None).verdict == "equal"
+
+
+def test_where_all_gradients_are_zero_nothing_is_compared():
+    zeros = {"weight": torch.zeros(2)}
+    check = _check("way", lambda: Comparison(zeros, zeros), None)
+    assert check.verdict == "not here" and check.why == (
+        "all gradients are zero; nothing was compared"
+    )
+    check = _check("way", lambda: Comparison({"weight": torch.ones(2)}, zeros), None)
+    assert check.verdict == "differs"
+
+
+EXPERTS = {
+    t.MixtralForCausalLM: t.MixtralConfig(num_local_experts=4, **EXPERT_SIZES),
+    t.Qwen3MoeForCausalLM: t.Qwen3MoeConfig(
+        num_experts=4, moe_intermediate_size=16, head_dim=8, **EXPERT_SIZES
+    ),
+    t.DeepseekV3ForCausalLM: t.DeepseekV3Config(
+        n_routed_experts=4, n_group=2, topk_group=1, moe_intermediate_size=16, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        first_k_dense_replace=1, **EXPERT_SIZES,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", EXPERTS)
+def test_mixtures_of_experts(head):
+    torch.manual_seed(0)
+    teacher = head(EXPERTS[head]).eval()
+    distiller = distiller_of(teacher, "soft_targets", [1, 2])
+    data = batch(rows=4)
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    # DeepSeek's router computes in float32.
+    expected = {"equal", "rounding"} if head is t.DeepseekV3ForCausalLM else {"equal"}
+    for check in verify(distiller, data, ranks=0, compile_backend=None):
+        assert check.verdict in expected, check
+    assert teacher.config._experts_implementation == "grouped_mm"
+    distiller.double()
+    with pytest.raises(ValueError, match=r'student .* is in float64, .*implementation\("eager"\)'):
+        distiller(**data)
+    for side in (teacher, distiller.student):
+        side.set_experts_implementation("eager")
+    distiller(**data).loss.backward()
 
 
 def test_the_table_is_readable():
