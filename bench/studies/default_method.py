@@ -1,0 +1,88 @@
+"""Students of an embedding model by every candidate for the command's default method.
+
+The plan is in docs/studies/default_method.md and was committed before the runs.
+
+`python -m bench.studies.default_method runs/default` trains the missing students by
+`fastkd distill --task embedding` and writes their scores to runs/default/embeddings.json.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkd._core.machine import describe
+from fastkd.train.docstrings import load_docstrings
+from fastkd.train.packaged import teacher_path
+from fastkd.train.progress import Display
+from fastkd.train.run import distill
+from fastkd.train.settings import Settings
+
+SEEDS = range(4)
+TEXTS, HELD_OUT, WORDS = 30 * 32, 300, 16
+#: An embedding model has no head, so a method and its sum with soft targets are one run here.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fcd": ("fcd", {}),
+    "FCD, samples 0.1, + soft targets": ("fcd", {"beta": 0.1}),
+    "lrc_bert": ("lrc_bert", {}),
+    "mc3kd": ("mc3kd", {}),
+    "lrkd": ("lrkd", {}),
+    "tinybert": ("tinybert", {}),
+}
+
+
+def texts(out: Path) -> dict[str, Path]:
+    """Files of training and held-out docstrings, each cut to its first words."""
+    corpus = load_docstrings(400, 60)
+    found = {"train": corpus.train.texts[:TEXTS], "eval": corpus.evals[""].texts[:HELD_OUT]}
+    paths = {name: out / f"{name}.txt" for name in found}
+    for name, rows in found.items():
+        lines = [" ".join(row.split()[:WORDS]) for row in rows]
+        paths[name].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
+
+
+def run(method: str, seed: int, paths: dict[str, Path], out: Path) -> dict[str, Any]:
+    """The report of one student; its folder is deleted."""
+    name, options = METHODS[method]
+    settings = Settings(
+        task="embedding", teacher=str(teacher_path()), train=paths["train"], evals=paths["eval"],
+        student_layers=2, method=name, options=options, seed=seed, epochs=1, batch_size=32,
+        learning_rate=2e-4, max_length=24, precision="bf16", device="cpu", out=out,
+    )  # fmt: skip
+    report = distill(settings, Display())
+    shutil.rmtree(out)
+    return report
+
+
+def main() -> None:
+    """Train the missing students."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    file, paths = folder / "embeddings.json", texts(folder)
+    found = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    found.setdefault("where", describe(torch.device("cpu")))
+    done = {(run["variant"], run["seed"]) for run in found["runs"]}
+    for seed in SEEDS:
+        for variant in METHODS:
+            if (variant, seed) in done:
+                continue
+            report = run(variant, seed, paths, folder / "student")
+            scores = {"agreement": report["student"]["agreement"]}
+            seconds = report["seconds"]["training"]
+            about = {"variant": variant, "seed": seed, "seconds": seconds, **scores}
+            found["runs"].append(about)
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(found, indent=1))
+            part.replace(file)
+            print(about, flush=True)
+
+
+if __name__ == "__main__":
+    main()
