@@ -32,7 +32,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.finished import columns_of, training_of
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.models import be_quiet, check_length, check_words, load, tokenizer_of
+from fastkd.train.models import be_quiet, check_words, fitting_length, load, tokenizer_of
 from fastkd.train.plan import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
@@ -53,12 +53,16 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
             device = choose_device(settings.device, "fp32")
             texts, *more = read(settings)
             models, tokenizer = load_models(settings, device)
+            length = min(
+                fitting_length(settings.max_length, tokenizer, cast(Any, found), SAID[name])
+                for name, found in models.items()
+            )
         kept = slice(settings.rows)
         pairs, labels = (None if x is None else x[kept] for x in more)
-        batches = batches_of(
-            tokenizer, texts[kept], pairs, settings.batch_size, settings.max_length, labels
-        )
+        batches = batches_of(tokenizer, texts[kept], pairs, settings.batch_size, length, labels)
         display = stack.enter_context(RichDisplay(console))
+        if length < settings.max_length:
+            display.say(f"--max-length {length}: the models read no more tokens")
         starts = range(0, len(texts[kept]), settings.batch_size)
         number = len(starts[processes.rank() :: world_size()])
         batches = counted(batches, display, f"{len(texts[kept])} rows", number)
@@ -67,7 +71,7 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
             sentence = settings.sentence or texts[0]
             with saving(settings.out):
                 write(settings.out, report, list(models))
-                draw_sentence(settings, report, models, tokenizer, sentence)
+                draw_sentence(settings.out, report, models, tokenizer, sentence, length)
             say(console, table(report))
             pictures = ", ".join(f"{name}.png" for name in ("relations", *report["measures"]))
             say(console, f"{settings.out}/layers.json, layers.csv, {pictures}")
@@ -119,7 +123,6 @@ def load_models(
                 except (TypeError, ValueError) as error:
                     raise InputError(f"--student was made of another --model: {error}") from error
     for name, found in models.items():
-        check_length(settings.max_length, tokenizer, found, SAID[name])
         if getattr(found.config, "num_hidden_layers", 1) < 1:
             raise InputError(f"--{name} {getattr(settings, name)}: it has no layers to compare")
         if found.config.vocab_size != model.config.vocab_size:
@@ -275,16 +278,15 @@ def _draw(path: Path, measure: str, panels: list, report: dict[str, Any]) -> Non
 
 
 def draw_sentence(
-    settings: AnalyzeSettings,
+    out: Path,
     report: dict[str, Any],
     models: dict[str, torch.nn.Module],
     tokenizer: Any,
     sentence: str,
+    max_length: int,
 ) -> None:
     """relations.png; and how far each student's relations agree with the model's."""
-    batch = tokenizer(
-        sentence, truncation=True, max_length=settings.max_length, return_tensors="pt"
-    )
+    batch = tokenizer(sentence, truncation=True, max_length=max_length, return_tensors="pt")
     features = {}
     for name, model in models.items():
         inputs = {key: x.to(next(model.parameters()).device) for key, x in batch.items()}
@@ -299,8 +301,8 @@ def draw_sentence(
             known = len(tokens) > 1  # JSON has no NaN
             report[name]["relations"] = {k: rho if known else None for k, rho in agreement.items()}
     shown = {SAID[name]: x for name, x in features.items()}
-    plot_sentence(shown, tokens, settings.out / "relations.png")
-    write_json(settings.out / "layers.json", report)
+    plot_sentence(shown, tokens, out / "relations.png")
+    write_json(out / "layers.json", report)
 
 
 def table(report: dict[str, Any]) -> str:

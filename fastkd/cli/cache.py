@@ -130,7 +130,7 @@ def _complete(
     save_model(settings.out / STUDENT, student, run.tokenizer, {}, run.task)
     with saving(settings.out):
         report = {
-            "settings": as_json(settings),
+            "settings": {**as_json(settings), "max_length": run.max_length},
             "fingerprints": corpus_fingerprints(run.corpus),
             "teacher": scores,
             "parameters": count(run.teacher),

@@ -8,6 +8,7 @@ from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import data_option, given, option, run_option
 from fastkd.train.settings import (
+    MAX_LENGTH,
     Checked,
     ColumnOptions,
     Pairing,
@@ -90,7 +91,9 @@ class AnalyzeSettings(ColumnOptions):
     )
     out: Path = option(Path("runs/analyze"), "Directory for the numbers and pictures.")
     batch_size: int = option(32, "Texts in a batch.", least=1)
-    max_length: int = option(128, "Longest text, in tokens.", least=4)
+    max_length: int = option(
+        MAX_LENGTH, "Longest text, in tokens; less by default where a model reads less.", least=4
+    )
     device: str = device()
     trust_remote_code: bool = remote_code()
 

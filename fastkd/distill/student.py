@@ -188,8 +188,14 @@ def first_differs(backbone: Backbone) -> bool:
 
 
 def with_first(layers: list[int], backbone: Backbone) -> list[int]:
-    """Layers of a map, the first replaced by layer 1 where a student needs that."""
+    """``layers``, the first replaced by layer 1 where a student needs that."""
     return [1, *layers[1:]] if first_differs(backbone) else layers
+
+
+def layers_to_keep(scheme: str, backbone: Backbone, count: int) -> list[int]:
+    """`layer_map` for making a student: but for "top" it begins with layer 1 where it has to."""
+    layers = layer_map(scheme, backbone.num_layers, count)
+    return layers if scheme == "top" else with_first(layers, backbone)
 
 
 def _chosen(layers: Any, backbone: Backbone) -> list[int]:
@@ -203,7 +209,7 @@ def _chosen(layers: Any, backbone: Backbone) -> list[int]:
             f'takes student_from_teacher(teacher, layer_map("uniform", {depth}, count))'
         )
     if isinstance(layers, int) and not isinstance(layers, bool):
-        return with_first(layer_map("uniform", depth, layers), backbone)
+        return layers_to_keep("uniform", backbone, layers)
     return check_layers(layers, depth)
 
 

@@ -22,7 +22,7 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import resolve_layers, select_layers
 from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
-from fastkd.distill.student import student_from_teacher
+from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
 from fastkd.study.measures import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
@@ -283,9 +283,11 @@ class TaskWork:
         return variant.student or self.study.student
 
     def _layers(self, layers: Any, teacher: PreTrainedModel) -> list[int]:
-        depth, wanted = Backbone(teacher, "teacher").num_layers, self.study.student_layers
-        check_depth("student_layers", wanted, depth)
-        return resolve_layers(layers, depth, wanted)
+        backbone, wanted = Backbone(teacher, "teacher"), self.study.student_layers
+        check_depth("student_layers", wanted, backbone.num_layers)
+        if isinstance(layers, str):
+            return layers_to_keep(layers, backbone, wanted)
+        return resolve_layers(layers, backbone.num_layers, wanted)
 
     def _method(self, variant: Variant, selected: list[int]) -> Method:
         layers = {"layers": selected} if variant.compares_selected else {}
@@ -330,7 +332,10 @@ class TaskWork:
             student = self._pretrained("eager" if variant.eager else "sdpa", name)
         if made_of in STUDENTS:
             layers = variant.teacher_layers
-            layers = selected if layers == SELECT else self._layers(layers, student)
+            if layers == SELECT:
+                layers = with_first(selected, Backbone(student, "teacher"))
+            else:
+                layers = self._layers(layers, student)
             shape: Any = {
                 "config": self.study.student_config,
                 "weights": self.study.student_weights,

@@ -19,9 +19,9 @@ from fastkd.analysis.layers import Batches, reads_last_token
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone
-from fastkd.distill.layers import SCHEMES, layer_map, select_layers
+from fastkd.distill.layers import SCHEMES, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
-from fastkd.distill.student import student_from_teacher, with_first
+from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
 from fastkd.train import tasks
 from fastkd.train.classes import by_names
 from fastkd.train.corpus import Corpus
@@ -29,7 +29,7 @@ from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.lora import TRAINED
 from fastkd.train.saving import damage, read_marker
-from fastkd.train.settings import SELECT, Pairing
+from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.task import Task
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
@@ -237,11 +237,16 @@ def longest(tokenizer: Any, model: PreTrainedModel) -> int:
     return min(limit, positions)
 
 
-def check_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: str) -> None:
-    """Raise unless ``model``, called ``who``, can read so many tokens."""
+def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: str) -> int:
+    """``max_length``; the default is lowered to what ``model``, called ``who``, can read.
+
+    Raises:
+        InputError: another ``max_length``, of which the model can't read so many tokens.
+    """
     limit = longest(tokenizer, model)
-    if max_length > limit:
+    if max_length > limit and max_length != MAX_LENGTH:
         raise InputError(f"--max-length {max_length}: the {who} reads at most {limit}")
+    return min(max_length, limit)
 
 
 def load_cached_teacher(
@@ -337,8 +342,7 @@ def layers_of(
                 return with_first(select_layers(teacher, batches, wanted), backbone)
             except (TypeError, ValueError) as error:
                 raise InputError(f"--teacher-layers {SELECT}: {error}") from error
-        chosen = layer_map("uniform" if scheme == SELECT else scheme, depth, wanted)
-        return chosen if scheme == "top" else with_first(chosen, backbone)
+        return layers_to_keep("uniform" if scheme == SELECT else scheme, backbone, wanted)
     try:
         layers = [int(part) for part in settings.teacher_layers.split(",")]
     except ValueError:

@@ -34,8 +34,8 @@ from fastkd.train.models import (
     STUDENT,
     attention_for,
     be_quiet,
-    check_length,
     count,
+    fitting_length,
     layers_of,
     load_cached_teacher,
     load_teacher,
@@ -67,7 +67,7 @@ from fastkd.train.saving import (
     saving,
 )
 from fastkd.train.score import accepted, predict
-from fastkd.train.settings import SELECT, Pairing, Settings
+from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing, Settings
 from fastkd.train.tasks.task import Task
 from fastkd.train.training import Checkpoints, Watch, check_trackers, stopping_at_once, train
 
@@ -96,9 +96,6 @@ class Run:
         self.teacher_tokenizer = teacher_tokenizer
         #: None if only what it said is there.
         self.teacher_model: Any = None if cached else teacher
-        if not cached:
-            read = teacher_tokenizer or tokenizer
-            check_length(max_length, read, cast(PreTrainedModel, teacher), "teacher")
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
         self.plan, self.display = plan, display
@@ -106,9 +103,37 @@ class Run:
             display.say(corpus.reading)
 
         self.task = corpus.task
+        self.pack, self._asked_length = pack, max_length
+        #: Longest text in tokens; less than asked for where that is the default.
+        self.max_length = max_length
+        if not cached:
+            self._fit_length("teacher", teacher)
+        self._encode()
+        self.collate = self.task.collator(tokenizer)
+        if teacher_tokenizer is not None:
+            self.collate = ForBoth(self.collate, self.task.collator(teacher_tokenizer))
+
+    def _fit_length(self, who: str, model: Any) -> bool:
+        """Lower the maximum length to what a model reads, if it is the default; whether it was."""
+        read = self.teacher_tokenizer if who == "teacher" else None
+        length = fitting_length(self._asked_length, read or self.tokenizer, model, who)
+        lower = length < self.max_length
+        if lower:
+            self.max_length = length
+            self.display.say(f"--max-length {length}: the {who} reads no more tokens")
+        return lower
+
+    def fit_student(self, student: Any) -> None:
+        """Encode the rows anew if the student reads fewer tokens than the teacher."""
+        if self._fit_length("student", student):
+            self._encode()
+
+    def _encode(self) -> None:
+        """Tokens of all rows."""
+        max_length, corpus = self.max_length, self.corpus
         encoded = learned = self._encoder(max_length)
-        if pack:
-            learned = Encoder(tokenizer, max_length, self.task.packing())
+        if self.pack:
+            learned = Encoder(self.tokenizer, max_length, self.task.packing())
         self.train_rows = learned(corpus.train).for_both()
         #: What the student learns from: rows without labels as well.
         self.all_rows = self.train_rows
@@ -116,9 +141,6 @@ class Run:
             self.all_rows = self.train_rows.followed_by(learned(corpus.unlabelled))
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
-        self.collate = self.task.collator(tokenizer)
-        if teacher_tokenizer is not None:
-            self.collate = ForBoth(self.collate, self.task.collator(teacher_tokenizer))
 
     def _encoder(self, max_length: int) -> Callable[[Rows], Encoded]:
         """What makes tokens of rows, the teacher's own beside the student's."""
@@ -354,7 +376,6 @@ def _fit_together(
     # A mistake shows now, not after the teacher's fine-tuning.
     distiller = assemble(settings, run, gather=settings.gather)
     student = cast(PreTrainedModel, distiller.student)
-    check_length(settings.max_length, run.tokenizer, student, "student")
     if settings.student is not None:
         prints["student weights"] = model_fingerprint(student)
     if run.teacher_model is None:
@@ -413,6 +434,8 @@ def _with_teacher(
         parts = [cache.digest, json.dumps(student, sort_keys=True)]
         prints["teacher cache"] = fingerprint(part.encode() for part in parts)
         length, pack = settings.max_length, settings.pack
+        if length == MAX_LENGTH:
+            length = about["settings"]["max_length"]
         return Run(corpus, tokenizer, cache, plan, length, display, about, pack), prints
     assert settings.teacher is not None
     tokenizer, teachers = load_tokenizers(settings, corpus.task)
@@ -473,6 +496,7 @@ def assemble(
     student = make_student(
         settings, run.teacher, run.tokenizer, run.task, selected, cache, own
     ).float()
+    run.fit_student(student)
     if settings.lora:
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
     task, taught = run.task, run.teacher_model
@@ -624,8 +648,8 @@ def _teacher_scores(run: Run, out: Output) -> dict[str, float]:
     if run.teacher_model is not None:
         return run.judge(run.teacher_model, "teacher")
     same = run.cached["fingerprints"].get(EVAL_ROWS) == out.identity["fingerprints"][EVAL_ROWS]
-    for name in ("max_length", "precision"):
-        same = same and run.cached["settings"].get(name) == getattr(out.settings, name)
+    for name, value in (("max_length", run.max_length), ("precision", out.settings.precision)):
+        same = same and run.cached["settings"].get(name) == value
     return run.cached["teacher"] if same else {}
 
 

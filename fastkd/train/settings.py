@@ -22,6 +22,8 @@ from fastkd.train.options import (
     training_option,
 )
 
+# Default of --max-length, lowered where a model reads less.
+MAX_LENGTH = 128
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
 # Options beside --stages; the others stand in its file.
@@ -206,7 +208,11 @@ class Pairing(Source):
     options: Mapping[str, Any] = option(
         {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
     )
-    max_length: int = training_option(128, "Longest text, in tokens.", least=4)
+    max_length: int = training_option(
+        MAX_LENGTH,
+        "Longest text, in tokens; less by default where a model reads less.",
+        least=4,
+    )
     precision: str = precision()
     device: str = device()
 

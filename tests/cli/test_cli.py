@@ -451,6 +451,19 @@ def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
     assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
 
 
+def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp_path):
+    short = make_teacher(tmp_path / "short", max_position_embeddings=16)
+    said = distill(max_length=None, student=short)
+    assert "--max-length 32: the teacher reads no more" in said
+    assert "--max-length 16: the student reads no more" in said
+    words = {"train": files[0], "eval": files[1], "device": "cpu"}
+    run("cache", out=tmp_path / "cache", teacher=teacher, max_length=20, **words)
+    words |= {"teacher_cache": tmp_path / "cache", "epochs": 1}
+    run("distill", out=tmp_path / "cached", **words)  # texts are as long as in the cache
+    said = run("analyze", model=teacher, student=short, data=files[1], out=tmp_path / "layers")
+    assert "--max-length 16: the models read no more tokens" in said
+
+
 def test_what_others_distil_with(distill, teacher, tmp_path):
     """Its models are loaded so that they give attention maps; studies run every baseline."""
     distill(method="tinybert", student=teacher)
