@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_choice
+from fastkd._core.numerics import values_readable
 from fastkd.analysis.measures import (
     Measure,
     check_measures,
@@ -423,6 +424,57 @@ def frames_mask(model: Any, batch: Mapping[str, Any], mask: Tensor | None) -> Te
     return find(int(frames), mask.long()).bool()  # type: ignore[no-any-return]
 
 
+# Inputs with a row (D,) for each token.
+TOKEN_ROWS = ("inputs_embeds", "input_features", "bbox")
+
+
+def pad_behind(batch: Mapping[str, Any], side: str = "") -> tuple[dict[str, Any], Tensor | None]:
+    """``batch`` with each row's tokens from position 0 on, and the first position (B, 1) of each
+    row's tokens before; None where the batch is unchanged.
+
+    Rows are rotated, so that left padding comes last and every model numbers positions from the
+    first real token. Where the mask's values can't be read, all rows are rotated, by 0 if need be.
+
+    Args:
+        batch: inputs with ``attention_mask`` (B, N), or (B, C, N) for the choices of a question.
+        side: prefix of the inputs, "decoder_" for those of a decoder.
+    """
+    inputs, name = dict(batch), f"{side}attention_mask"
+    mask = inputs.get(name)
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3) or not mask.numel():
+        return inputs, None
+    tokens = [n for n, x in inputs.items() if n.startswith(side) and _of_tokens(n, x, mask, side)]
+    if len(tokens) == 1 or "cu_seq_lens_q" in inputs:  # only the mask; or one row of all tokens
+        return inputs, None
+    if values_readable(mask) and bool(mask[..., 0].all()):
+        return inputs, None
+    first = mask.bool().to(torch.uint8).argmax(-1, keepdim=True)
+    for n in tokens:
+        inputs[n] = rotate(inputs[n], first, mask.dim() - 1)
+    positions = inputs.get(f"{side}position_ids")
+    if isinstance(positions, Tensor) and f"{side}position_ids" not in tokens:
+        # One row for all, or several positions a token (M-RoPE): (3, B, N).
+        positions = positions.expand(*positions.shape[:-2], *mask.shape)
+        inputs[f"{side}position_ids"] = rotate(positions, first, -1)
+    return inputs, first
+
+
+def _of_tokens(name: str, x: Any, mask: Tensor, side: str) -> bool:
+    """Whether an input has an entry, or a row, for each token of ``mask``."""
+    if not isinstance(x, Tensor) or (not side and name.startswith("decoder_")):
+        return False
+    rows = name.removeprefix(side) in TOKEN_ROWS and x.dim() == mask.dim() + 1
+    return x.shape == mask.shape or (rows and x.shape[:-1] == mask.shape)
+
+
+def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:
+    """``x`` with the entry ``first`` (B, 1) of each row at place 0 along ``dim``."""
+    N = x.shape[dim]
+    order = (torch.arange(N, device=first.device) + first) % N
+    order = order.to(x.device).reshape(*order.shape, *(1,) * (x.dim() - 1 - dim % x.dim()))
+    return x.gather(dim, order.expand_as(x))
+
+
 def _hidden_states(
     model: nn.Module, batch: Mapping[str, Any], others: bool
 ) -> tuple[list[Tensor], Tensor]:
@@ -438,6 +490,7 @@ def _hidden_states(
         for name, value in batch.items()
         if name != "labels" and (name in known or not others)
     }
+    inputs = pad_behind(pad_behind(inputs)[0], "decoder_")[0]
     output = model(**inputs, output_hidden_states=True)
     own = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
     hidden = getattr(output, "decoder_hidden_states", getattr(output, "hidden_states", None))

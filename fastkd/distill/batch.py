@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.layers import frames_mask
+from fastkd.analysis.layers import frames_mask, pad_behind, rotate
 from fastkd.distill.capture import Backbone
-from fastkd.distill.documents import Documents, decoder_tokens, find_documents
+from fastkd.distill.documents import DECODER_TOKENS, Documents, decoder_tokens, find_documents
 from fastkd.distill.spans import Spans
 
 SPAN_LABELS = ("start_positions", "end_positions")
@@ -27,6 +28,7 @@ class Part:
     documents: Documents | None
     teacher: "Part | None" = None  # the teacher's inputs where they are its own
     spans: Spans | None = None
+    first: Tensor | None = None  # (B, 1) where each row's tokens began, if rows were rotated
 
     @classmethod
     def of(
@@ -35,16 +37,32 @@ class Part:
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
+        first: Tensor | None = None,
         *,
         student: Backbone,
         unmasks: bool,
+        rotates: bool,
     ) -> "Part":
-        """What one side reads; packed rows lose their mask where the models ``unmask`` them."""
+        """What one side reads; packed rows lose their mask where the models ``unmask`` them.
+
+        With ``rotates`` left padding is put behind the tokens. ``first`` (B, 1): where the labels
+        that the decoder's inputs were made of began.
+        """
+        rotated = None
+        if rotates:
+            batch, rotated = pad_behind(batch)
+            if any(batch.get(name) is not None for name in DECODER_TOKENS):
+                batch, rotated = pad_behind(batch, "decoder_")  # what the labels are about
+        if rotated is not None:
+            if student.per_token and labels is not None and labels.dim() == 2:
+                labels = rotate(labels, rotated, 1)
+            segments = None if segments is None else rotate(segments, rotated, 1)
+            batch.update(_moved_answers(batch, rotated))
         decoded = decoder_tokens(batch, labels)
         if decoded is None:
             mask = frames_mask(student.inner, batch, _token_mask(batch))
             shape = _batch_shape(batch, mask)
-            documents = find_documents(shape, mask, batch, segments)
+            documents = find_documents(shape, mask, batch, segments, at_front=rotated is not None)
         elif segments is not None:
             raise ValueError("segments number documents in packed rows; a decoder's row is one")
         else:
@@ -60,7 +78,15 @@ class Part:
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
         if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
             targets = batch["start_positions"], batch["end_positions"]
-        return cls(batch, targets, num_items, shape, mask, documents)
+        return cls(
+            batch,
+            targets,
+            num_items,
+            shape,
+            mask,
+            documents,
+            first=rotated if first is None else first,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +138,8 @@ class Part:
             raise ValueError(
                 f"spans have shape {tuple(spans.shape)}, but their tokens {self.shape}"
             )
+        if self.first is not None:
+            spans = rotate(spans, self.first, 1)
         if self.documents is None:
             return spans
         if self.documents.packed:
@@ -133,6 +161,25 @@ def split_inputs(
     if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
         raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
     return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
+
+
+def put_back(logits: Any, first: Tensor | None) -> Any:
+    """Logits (B, N, ...) of tokens, alone or several, in the order of rows before rotation."""
+    # One look at the device is less than a copy of all logits.
+    if first is None or (not torch.compiler.is_compiling() and not bool(first.any())):
+        return logits
+    return tree_map_only(Tensor, lambda x: rotate(x, (-first).to(x.device), 1), logits)
+
+
+def _moved_answers(batch: dict[str, Any], first: Tensor) -> dict[str, Tensor]:
+    """Positions of answers in rotated rows; those outside of the row stay, as they don't count."""
+    moved = {}
+    for name in SPAN_LABELS:
+        x = batch.get(name)
+        if isinstance(x, Tensor):
+            inside = (x >= 0) & (x < batch["attention_mask"].shape[-1])
+            moved[name] = torch.where(inside, (x - first.view(x.shape)).clamp(min=0), x)
+    return moved
 
 
 def _token_mask(batch: dict[str, Any]) -> Tensor | None:

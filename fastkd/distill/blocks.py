@@ -128,6 +128,10 @@ class BlocksBackbone(Backbone):
     def problem(self) -> str | None:  # type: ignore[override]
         return "regression" if self.model.regression else self.taught_problem
 
+    def reads_last_position(self, batch: dict[str, Any]) -> bool:
+        # Nothing says how the head finds the last token.
+        return self.has_head and self.sentence_last and not self.per_token
+
     def last_hidden(self, output: Any) -> Tensor:
         last: Tensor = output if isinstance(output, Tensor) else output[0]
         return last.transpose(0, 1) if self.batch_dim == 1 else last

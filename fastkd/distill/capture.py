@@ -244,6 +244,20 @@ class Backbone(Model):
         names = getattr(self.config, "id2label", None) or {}
         return [str(names[i]) for i in sorted(names)] if len(names) == self.output_size else []
 
+    def reads_last_position(self, batch: dict[str, Any]) -> bool:
+        """Whether a head for whole rows may read the last position, padding or not.
+
+        So do XLNet's, whose positions are relative and whose tokenizer pads left, and a decoder's
+        that can't tell padding by its token.
+        """
+        if getattr(self.config, "model_type", None) == "xlnet":
+            return True
+        rows = self.has_head and not self.per_token and not is_a(self.inner, "ForQuestionAnswering")
+        if not (rows and self.sentence_last) or self.encoder_decoder:
+            return False
+        padding = self.config.get_text_config().pad_token_id
+        return batch.get("input_ids") is None or padding is None
+
     def takes(self, argument: str) -> bool:
         """Whether the model, or its base model, has an argument of this name, not only **kwargs."""
         below = inspect.signature(self.base.forward).parameters

@@ -17,6 +17,10 @@ SAME = 1e-2
 ROUNDING, SHARE = 1e-5, 0.05
 
 
+# Inputs that hold what a decoder reads.
+DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
 class MixedDocuments(ValueError):
     """A model's tokens see those of other documents in their row."""
 
@@ -133,7 +137,7 @@ def decoder_tokens(
 
     Real are those that ``decoder_attention_mask`` and labels other than −100 say.
     """
-    given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    given = (batch.get(name) for name in DECODER_TOKENS)
     tokens = next((x for x in given if isinstance(x, Tensor)), None)
     if tokens is None:
         return None
@@ -151,11 +155,14 @@ def find_documents(
     mask: Tensor | None,
     batch: dict[str, Any],
     segments: Tensor | None,
+    *,
+    at_front: bool = False,
 ) -> Documents | None:
     """The documents of a (B, N) batch, or None where each row is one from its first position on.
 
     ``segments`` (B, N) numbers each row's documents; without it they come from what a padding-free
-    collator adds: ``seq_idx``, ``cu_seq_lens_q``, or ``position_ids`` that start again.
+    collator adds: ``seq_idx``, ``cu_seq_lens_q``, or ``position_ids`` that start again. With
+    ``at_front`` no row is padded on the left.
     """
     if shape is None:
         return None
@@ -171,7 +178,7 @@ def find_documents(
     else:
         positions = None  # none, or several a token (M-RoPE)
     if segments is None and positions is None:
-        if mask is None:
+        if mask is None or at_front:
             return None
         if not values_readable(mask):
             return _moved_to_front(mask)

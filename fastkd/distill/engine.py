@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastkd._core.numerics import upcast, zero_padding
-from fastkd.distill.batch import SPAN_LABELS, Part, split_inputs
+from fastkd._core.numerics import upcast, values_readable, zero_padding
+from fastkd.analysis.layers import IGNORED, rotate
+from fastkd.distill.batch import SPAN_LABELS, Part, put_back, split_inputs
 from fastkd.distill.capture import Backbone, replaced_embeddings
-from fastkd.distill.documents import decoder_tokens
+from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens
 from fastkd.distill.method import Method, Term, weighted
-from fastkd.distill.sides import Teachers, check_documents, run
+from fastkd.distill.sides import Teachers, check_documents, check_side, run
 from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, countable
 from fastkd.distributed import Ranks
 
@@ -36,7 +37,10 @@ class DistillerOutput:
     def of(cls, loss: Tensor, terms: dict[str, Tensor], step: Step) -> "DistillerOutput":
         """Of a step that was taken."""
         # Attached, logits that no term uses would make DistributedDataParallel wait for them.
-        return cls(loss, terms, tree_map_only(Tensor, Tensor.detach, step.student.logits))
+        logits = tree_map_only(Tensor, Tensor.detach, step.student.logits)
+        if step.student_model.per_token or isinstance(logits, tuple):
+            logits = put_back(logits, step.first)
+        return cls(loss, terms, logits)
 
 
 # DistributedDataParallel(static_graph=True) and FSDP2 find the loss as a leaf of the output.
@@ -72,7 +76,7 @@ class Engine:
         """A batch of arguments as in `Distiller.forward`; another ``num_items`` is not read."""
         part, own, spans = self._split(batch, num_items)
         if own and self.method.uses_teacher:
-            part.teacher = self._part(own)
+            part.teacher = self._part(own, self.teachers.live)
             spanned = self.student.per_token or isinstance(part.labels, tuple)
             for teacher, method in self.teachers.with_methods(self.method):
                 teacher.check_own_inputs(method, spanned, spans is not None)
@@ -88,32 +92,58 @@ class Engine:
         """What the student reads, the teacher's own inputs, and the spans of both."""
         student, own, spans = split_inputs(batch)
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
+        student, labels, first = self._from_front(student, labels)
         student = self.student.with_decoder_inputs(student, labels)
-        return self._part(student, labels, num_items, segments), own, spans
+        readers = [self.student, *([] if own else self.teachers.live)]
+        part = self._part(student, readers, labels, num_items, segments, first)
+        return part, own, spans
 
-    def _part(self, batch: dict[str, Any], *targets: Any) -> Part:
+    def _from_front(
+        self, batch: dict[str, Any], labels: Any
+    ) -> tuple[dict[str, Any], Any, Tensor | None]:
+        """Labels that a decoder's inputs are made of, from each row's first real one on, and its
+        position (B, 1); None where they are unchanged."""
+        given = any(batch.get(name) is not None for name in DECODER_TOKENS)
+        if not self.student.writes or given or not isinstance(labels, Tensor) or not len(labels):
+            return batch, labels, None
+        known = labels != IGNORED
+        if values_readable(known) and bool(known[:, 0].all()):
+            return batch, labels, None
+        first = known.to(torch.uint8).argmax(1, keepdim=True)
+        mask = batch.get("decoder_attention_mask")
+        if mask is not None:
+            batch = {**batch, "decoder_attention_mask": rotate(mask, first, 1)}
+        return batch, rotate(labels, first, 1), first
+
+    def _part(self, batch: dict[str, Any], readers: list[Backbone], *targets: Any) -> Part:
         # Only transformers' models are known to take packed rows apart without a mask.
         unmasks = all(side.shows_states for side in (self.student, *self.teachers.live))
-        return Part.of(batch, *targets, student=self.student, unmasks=unmasks)
+        rotates = not any(side.reads_last_position(batch) for side in readers)
+        if not rotates:
+            check_side(readers, batch)
+        return Part.of(batch, *targets, student=self.student, unmasks=unmasks, rotates=rotates)
 
-    def alone(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def alone(self, batch: dict[str, Any], labels: Tensor | None = None) -> Part:
         """What a student reads without a teacher: of packed rows, too, each document by itself."""
-        return self._part(batch).batch
+        batch, labels, first = self._from_front(batch, labels)
+        return self._part(batch, [self.student], labels, None, None, first)
 
     def read_by_teacher(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A batch's inputs for the teacher, which may be its own."""
         student, own, _ = split_inputs(batch)
         if own:
             return own
-        read = self.student.with_decoder_inputs(student, student.get("labels"))
-        mask, _ = decoder_tokens(read, student.get("labels")) or (None, None)
+        student, labels, _ = self._from_front(student, student.get("labels"))
+        read = self.student.with_decoder_inputs(student, labels)
+        mask, _ = decoder_tokens(read, labels) or (None, None)
         targets = {"labels", "segments", "num_items", *SPAN_LABELS}
         read = {name: x for name, x in read.items() if name not in targets}
         return read if mask is None else {**read, "decoder_attention_mask": mask.long()}
 
     def count_items(self, batch: Mapping[str, Any]) -> Tensor:
         """See `Distiller.count_items`."""
-        part, labels = self._split(batch)[0], batch["labels"]
+        part = self._split(batch)[0]
+        labels: Any = part.labels
         valid = torch.ones_like(labels, dtype=torch.bool) if part.mask is None else part.mask
         counted, _ = countable(labels, valid, part.owner, self.student.causal)
         return counted.sum()
@@ -148,6 +178,7 @@ class Engine:
             part.num_items,
             token_mask=part.mask,
             owner=part.owner,
+            first=part.first,
             ranks=items.ranks,
             items=items,
         ).among_ranks()

@@ -174,6 +174,22 @@ def check_in_place(name: str, module: nn.Module, read: nn.Module) -> None:
         )
 
 
+def check_side(readers: list[Backbone], batch: dict[str, Any]) -> None:
+    """Raise for left padding that stays where it is, before a model that may count positions."""
+    mask = batch.get("attention_mask")
+    if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor) or not mask.numel():
+        return
+    for reader in readers:
+        # XLNet's positions are relative, and `Blocks` says nothing about them.
+        known = reader.shows_states and reader.config.model_type != "xlnet"
+        if known and "position_ids" not in batch and not bool(mask[..., 0].all()):
+            raise ValueError(
+                f"attention_mask: rows are padded on the left for a head that reads the last "
+                f"position, and {reader.class_name} may count positions from the padding; pass "
+                "position_ids"
+            )
+
+
 def check_documents(name: str, backbone: Backbone, part: Part) -> None:
     """Raise where a model would read the documents of packed rows as one."""
     if part.documents is not None and part.documents.packed:

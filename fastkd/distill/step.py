@@ -213,6 +213,7 @@ class Step:
     # Of logits for each token, which stay as the models gave them.
     token_mask: Tensor | None = None
     owner: Tensor | None = None  # the document of each token, where rows are packed
+    first: Tensor | None = None  # as in `Part`: where each row's tokens began
     ranks: Ranks | None = None  # the processes whose samples are compared
     items: Items = field(default_factory=Items)
 

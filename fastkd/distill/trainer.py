@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
-from fastkd.distill.batch import split_inputs
+from fastkd.distill.batch import put_back, split_inputs
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.distill.order import LABELLED_SHARE, Order, has_label
@@ -218,9 +218,19 @@ class DistillationTrainer(Trainer):
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
         own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
         engine, labels = self.distiller.engine, own.pop("labels", None)
-        own = engine.alone(engine.student.readable(own))
-        own = own if labels is None else {**own, "labels": labels}
-        return super().prediction_step(self.distiller.student, own, *args, **kwargs)
+        part = engine.alone(engine.student.readable(own), labels)
+        own = part.batch if labels is None else {**part.batch, "labels": part.labels}
+        loss, logits, targets = super().prediction_step(
+            self.distiller.student, own, *args, **kwargs
+        )
+        if part.first is None:
+            return loss, logits, targets
+        if engine.student.per_token or isinstance(part.labels, tuple):
+            logits = put_back(logits, part.first)
+        if targets is not None:
+            given = tuple(inputs[name] for name in self.label_names)
+            targets = given if isinstance(targets, tuple) else given[0]
+        return loss, logits, targets
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the terms' means over steps and processes since the last time to a training log."""

@@ -24,6 +24,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from fastkd.analysis.layers import rotate
 from fastkd.distill.blocks import BlocksBackbone
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.documents import MixedDocuments, find_documents
@@ -302,18 +303,13 @@ class _Step:
 
     def left_padded(self) -> Gradients:
         mask = self._mask()
-        student = self.distiller.engine.student
-        if student.has_head and not (student.per_token or student.sentence_last):
-            raise _CannotDo("the head reads the first position")
-        N = mask.shape[1]
-        order = (torch.arange(N, device=mask.device) + mask.sum(1, keepdim=True)) % N
-        left = {name: x.gather(1, order) for name, x in self._of_tokens()}
-        left["attention_mask"] = mask.gather(1, order)
+        if self.distiller.engine.student.reads_last_position(self.batch):
+            raise _CannotDo("the head reads the last position, padding or not")
         if bool(mask.all()):
             raise _CannotDo("no row is padded")
-        if "position_ids" not in left:
-            places = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
-            left["position_ids"] = self._positions(places)
+        lengths = mask.sum(1, keepdim=True)
+        left = {name: rotate(x, lengths, 1) for name, x in self._of_tokens()}
+        left["attention_mask"] = rotate(mask, lengths, 1)
         return self.gradients({**self.batch, **left})
 
     def packed(self) -> Gradients:

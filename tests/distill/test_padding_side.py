@@ -1,0 +1,254 @@
+"""Rows padded on the left take the same step as rows padded on the right, without position_ids."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.analysis import layer_similarity
+from fastkd.analysis.layers import pad_behind, rotate
+from fastkd.distill import FCD, MC3KD, Blocks, Distiller, TeacherCache, student_from_teacher
+from fastkd.distill.trainer import DistillationTrainer
+from fastkd.distill.verify import taken
+from tests.distill.models import batch, classifier, pair, step
+from tests.distill.support import data_of, model_of
+
+# Positions: counted from the row's start, from the mask, by token, relative, by the masked keys,
+# in a recurrence, and without an argument for them.
+HEADS = [
+    ("bert", "none"),
+    ("bert", "sequence"),
+    ("bert", "answers"),
+    ("distilbert", "tokens"),
+    ("gpt2", "sequence"),
+    ("gpt2", "next word"),
+    ("opt", "next word"),
+    ("roberta", "masked words"),
+    ("mpnet", "sequence"),
+    ("deberta_v2", "tokens"),
+    ("albert", "sequence"),
+    ("llama", "next word"),
+    ("bloom", "next word"),
+    ("modernbert", "masked words"),
+    ("t5", "written words"),
+    ("t5", "tokens"),
+    ("bart", "sequence"),
+    ("bart", "written words"),
+    ("bart", "masked words"),
+]
+
+
+def padded_left(data, side=""):
+    """The same rows, rotated so that padding comes first."""
+    mask = data[f"{side}attention_mask"]
+    lengths = mask.sum(1, keepdim=True)
+    moved = {}
+    for name, x in data.items():
+        if name in ("start_positions", "end_positions"):
+            moved[name] = x + mask.shape[1] - lengths[:, 0]
+        else:
+            ours = name.startswith(side) and (side or not name.startswith("teacher_"))
+            moved[name] = rotate(x, lengths, 1) if x.shape == mask.shape and ours else x
+    return moved
+
+
+def distiller_for(family, head, **options):
+    teacher = model_of(family, head).double()
+    method = FCD(task_weight=0) if head == "none" else FCD(soft_weight=1.0)
+    student = student_from_teacher(teacher, [1, 3])
+    return Distiller(teacher, student, method, **options).eval()
+
+
+def assert_same_gradients(found, expected, tolerance=1e-12):
+    largest = max(float(x.abs().max()) for x in expected.values())
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, atol=tolerance * largest, rtol=0)
+
+
+def equal_steps(distiller, one, other):
+    terms, expected = taken(distiller, one)
+    found, gradients = taken(distiller, other)
+    torch.testing.assert_close(found, terms, atol=1e-12, rtol=1e-12)
+    assert_same_gradients(gradients, expected)
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_the_step_is_the_same(family, head):
+    distiller, right = distiller_for(family, head), data_of(family, head)
+    left = padded_left(right)
+    assert not bool(left["attention_mask"][:, 0].all())
+    equal_steps(distiller, right, left)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student"), [("bert", "roberta"), ("roberta", "distilbert"), ("gpt2", "llama")]
+)
+def test_of_a_teacher_of_another_family(teacher, student):
+    torch.manual_seed(0)
+    models = [classifier(family, n).double() for family, n in ((teacher, 4), (student, 2))]
+    distiller = Distiller(*models, FCD(soft_weight=1.0)).eval()
+    right = batch()
+    equal_steps(distiller, right, padded_left(right))
+    if teacher != "gpt2":  # whose head finds the end by the padding's token
+        right["input_ids"] = right["input_ids"].masked_fill(right["attention_mask"] == 0, 7)
+        equal_steps(distiller, right, padded_left(right))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_in_micro_batches_and_from_a_cache(family, tmp_path):
+    distiller, right = distiller_for(family, "sequence"), data_of(family, "sequence")
+    left = padded_left(right)
+    _, expected = step(distiller, right)
+    parts = [{name: x[rows] for name, x in left.items()} for rows in (slice(0, 1), slice(1, 4))]
+    assert_same_gradients(taken(distiller, parts)[1], expected)
+    distiller.cache_teacher([right], tmp_path)
+    assert distiller.sample_keys(left) == distiller.sample_keys(right)
+    cached = Distiller(TeacherCache(tmp_path), distiller.student, FCD(soft_weight=1.0)).eval()
+    equal_steps(cached, right, left)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("gpt2", "next word"), ("bert", "tokens"), ("bert", "answers")]
+)
+def test_logits_come_back_in_the_rows_order(family, head):
+    distiller, right = distiller_for(family, head, keep_logits=True), data_of(family, head)
+    mask = right["attention_mask"]
+    with torch.no_grad():
+        expected = distiller(**right).logits
+        found = distiller(**padded_left(right)).logits
+    pairs = zip(expected, found, strict=True) if head == "answers" else [(expected, found)]
+    for one, other in pairs:
+        moved = rotate(other, mask.shape[1] - mask.sum(1, keepdim=True), 1)
+        assert torch.equal(moved[mask.bool()], one[mask.bool()])
+
+
+def test_positions_that_are_given_are_read():
+    distiller, right = distiller_for("gpt2", "next word"), data_of("gpt2", "next word")
+    right["position_ids"] = torch.arange(10).expand(4, 10) + 3
+    equal_steps(distiller, right, padded_left(right))
+    other = {**right, "position_ids": torch.arange(10)[None]}
+    assert abs(distiller(**right).loss - distiller(**other).loss) > 1e-3
+    # One row of positions for all says where each column stands.
+    left = {**padded_left(right), "position_ids": torch.arange(10)[None]}
+    same = {**left, "position_ids": torch.arange(10).expand(4, 10)}
+    equal_steps(distiller, left, same)
+
+
+def test_packed_rows():
+    distiller, right = distiller_for("gpt2", "next word"), data_of("gpt2", "next word")
+    right["attention_mask"] = (torch.arange(10) < torch.tensor([[10], [8], [7], [9]])).long()
+    right["position_ids"] = (torch.arange(10) % 4).expand(4, 10)
+    right["labels"] = right["input_ids"].masked_fill(right["attention_mask"] == 0, -100)
+    equal_steps(distiller, right, padded_left(right))
+
+
+def test_embeddings_in_place_of_tokens():
+    distiller, right = distiller_for("roberta", "tokens"), data_of("roberta", "tokens")
+    mask, ids = right["attention_mask"], right.pop("input_ids")
+    right["inputs_embeds"] = distiller.student.get_input_embeddings()(ids).detach()
+    left = padded_left(right)
+    left["inputs_embeds"] = rotate(right["inputs_embeds"], mask.sum(1, keepdim=True), 1)
+    equal_steps(distiller, right, left)
+
+
+def test_labels_and_inputs_of_a_decoder():
+    distiller, data = distiller_for("bart", "written words"), data_of("bart", "written words")
+    labels = data["labels"]
+    lengths = (labels != -100).sum(1, keepdim=True)
+    equal_steps(distiller, data, {**data, "labels": rotate(labels, lengths, 1)})
+    own = {**data, "decoder_input_ids": labels.clamp(min=5).flip(1)}
+    own["decoder_attention_mask"] = (torch.arange(6) < lengths).long()
+    left = {**padded_left(own, "decoder_"), "labels": rotate(labels, lengths, 1)}
+    equal_steps(distiller, own, left)
+
+
+def test_a_teacher_with_inputs_of_its_own():
+    distiller, right = distiller_for("bert", "sequence"), data_of("bert", "sequence")
+    for name in ("input_ids", "attention_mask"):
+        right[f"teacher_{name}"] = right[name].flip(0)
+    spans = torch.arange(10).expand(4, 10)
+    for side in ("student", "teacher"):
+        mask = right["attention_mask" if side == "student" else "teacher_attention_mask"]
+        right[f"{side}_spans"] = spans.masked_fill(mask == 0, -1)
+    left = padded_left(right, "teacher_")
+    equal_steps(distiller, right, left)
+    lengths = right["attention_mask"].sum(1, keepdim=True)
+    for name in ("input_ids", "attention_mask", "student_spans"):
+        left[name] = rotate(left[name], lengths, 1)
+    equal_steps(distiller, right, left)
+
+
+def test_rows_whose_padding_cannot_be_read():
+    """In a graph every row is rotated, some by 0."""
+    right = data_of("bert", "tokens")
+    del right["labels"]
+    left, rotated = padded_left(right), torch.compile(pad_behind, backend="eager", fullgraph=True)
+    for data in (right, left):
+        found, first = rotated(data)
+        torch.testing.assert_close(found, right)
+        assert torch.equal(first, data["attention_mask"].argmax(1, keepdim=True))
+
+
+def test_blocks_of_any_module():
+    class Reader(torch.nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.tokens, self.positions = torch.nn.Embedding(60, 16), torch.nn.Embedding(10, 16)
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(layers))
+
+        def forward(self, ids):
+            x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+            for block in self.blocks:
+                x = x + block(x).tanh()
+            return x
+
+    sides = [Blocks(Reader(n).double(), "blocks", hidden_size=16) for n in (4, 2)]
+    distiller, data = Distiller(*sides, FCD(task_weight=0)), batch()
+    right = {"ids": data["input_ids"], "attention_mask": data["attention_mask"]}
+    equal_steps(distiller, right, padded_left(right))
+
+
+def test_layers_chosen_from_data():
+    teacher, student = pair("gpt2")
+    right = batch()
+    measured = [
+        layer_similarity(teacher, [data], ["cka"])["cka"] for data in (right, padded_left(right))
+    ]
+    torch.testing.assert_close(*measured, atol=1e-12, rtol=0)
+    methods = [MC3KD(alpha=None) for _ in range(2)]
+    for method, data in zip(methods, (right, padded_left(right)), strict=True):
+        Distiller(teacher, student, method).prepare([data])
+    assert methods[0].teacher_layers == methods[1].teacher_layers
+
+
+def test_the_trainer_evaluates_what_it_trains(tmp_path):
+    teacher = model_of("gpt2", "tokens")
+    args = t.TrainingArguments(str(tmp_path), report_to="none", per_device_eval_batch_size=2)
+    trainer = DistillationTrainer(teacher, student_from_teacher(teacher, [1, 3]), FCD(), args=args)
+    right = data_of("gpt2", "tokens")
+    left = padded_left(right)
+    rows = [[{n: x[i] for n, x in data.items()} for i in range(4)] for data in (right, left)]
+    expected, found = (trainer.predict(data) for data in rows)
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], abs=1e-6)
+    assert (torch.tensor(found.label_ids) == left["labels"]).all()
+    mask = right["attention_mask"]
+    moved = rotate(torch.tensor(found.predictions), 10 - mask.sum(1, keepdim=True), 1)
+    torch.testing.assert_close(moved[mask.bool()], torch.tensor(expected.predictions)[mask.bool()])
+
+
+def test_a_head_that_reads_the_last_position_keeps_its_side():
+    """XLNet's tokenizer pads left; a decoder that can't tell padding needs positions."""
+    torch.manual_seed(0)
+    teacher, student = pair("xlnet")
+    distiller, data = Distiller(teacher, student, FCD()).eval(), batch(left=True)
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(distiller(**data).logits, student(**inputs).logits)
+    teacher, student = (x.double() for x in pair("gpt2"))
+    distiller, right = Distiller(teacher, student, FCD()).eval(), batch()
+    left = padded_left(right)
+    left["inputs_embeds"] = torch.randn(6, 10, 16, dtype=torch.float64)
+    del left["input_ids"]
+    with pytest.raises(ValueError, match=r"GPT2ForSequenceClassification .*; pass position_ids"):
+        distiller(**left)
+    left["position_ids"] = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    inputs = {name: x for name, x in left.items() if name != "labels"}
+    torch.testing.assert_close(distiller(**left).logits, student(**inputs).logits)
