@@ -4,7 +4,6 @@ The public functions and their checks; how the correlations and their gradient a
 in `_torch.cca_solver`.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -33,6 +32,7 @@ from fastkd._core.numerics import (
     working_dtype,
 )
 from fastkd._core.pooling import pool_tokens
+from fastkd._core.warn import warn_caller
 from fastkd._torch import cca_solver
 from fastkd._torch.cca_solver import Options
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
@@ -267,11 +267,10 @@ class CCALoss(InGroup):
         dims = max(x.shape[-1] for pair in pairs for x in pair)
         if observations <= dims:
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"CCALoss: {observations} observations for {dims} dimensions; every correlation is "
                 "near 1 whatever the student does, so the loss teaches nothing. Use "
                 "pool='tokens', larger batches or a larger ridge.",
-                stacklevel=3,
             )
 
     def extra_repr(self) -> str:

@@ -2,13 +2,13 @@
 
 import difflib
 import functools
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fastkd._core.numerics import saveable, values_readable
+from fastkd._core.warn import warn_caller
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -101,10 +101,9 @@ def check_mask(
 
 @functools.cache  # once a process
 def _warn_of_no_token(name: str) -> None:
-    warnings.warn(
+    warn_caller(
         f"{name} has no real token: fastkd takes 1 or True for real tokens, as "
         "a Hugging Face attention_mask does; pass ~key_padding_mask, or additive_mask == 0",
-        stacklevel=4,
     )
 
 

@@ -1,7 +1,6 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_fraction
+from fastkd._core.warn import warn_caller
 from fastkd.analysis.layers import Batches
 from fastkd.distill.accumulation import Whole, accumulate
 from fastkd.distill.adapters import as_teacher
@@ -320,10 +320,9 @@ class Distiller(InGroup):
     def _check_schedule(self) -> None:
         if self.training and self.method.scheduled and self._progress is None:
             self._progress = 0.0
-            warnings.warn(
+            warn_caller(
                 f"{type(self.method).__name__} follows a schedule: call "
                 "distiller.set_progress(step / total_steps) in the loop",
-                stacklevel=3,
             )
 
 

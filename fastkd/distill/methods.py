@@ -17,7 +17,6 @@ import dataclasses
 import inspect
 import math
 import pkgutil
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from fastkd import cca, knn, relation
 from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
 from fastkd._core.numerics import project, upcast, zero_padding
+from fastkd._core.warn import warn_caller
 from fastkd.analysis.layers import Batches
 from fastkd.attention import AttentionLoss, Heads
 from fastkd.contrastive import CosNCELoss
@@ -332,11 +332,10 @@ class LRCBERT(_Soft):
         classes = (one_of and student.output_size) or 1
         share = 1 / (1 + (classes - 1) * math.exp(-1 / self.temperature))
         if self.gamma and share < 0.1:
-            warnings.warn(
+            warn_caller(
                 f"LRCBERT softens labels by temperature={self.temperature} (eq. 5), which leaves "
                 f"the right one of {classes} classes {share:.1g} of the target; a smaller "
                 "temperature leaves more, gamma=0 takes labels out",
-                stacklevel=4,
             )
 
     def weights(self, progress: float) -> dict[str, float]:

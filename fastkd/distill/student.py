@@ -147,7 +147,8 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
             )
         _shorten(_section(backbone, config), backbone.depth_name, chosen)
     narrow = narrowed(config, changes, cut=True) if changes else config
-    student: Any = type(backbone.inner)(narrow)
+    # In the teacher's dtype from the start: float32 would round a float64 teacher's weights.
+    student: Any = type(backbone.inner)(narrow).to(backbone.dtype)
     made = Backbone(student, "student")
     if made.blocks_name != backbone.blocks_name:
         raise ValueError(

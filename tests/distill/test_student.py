@@ -181,3 +181,18 @@ def test_wrong_teachers_and_layers_are_named():
     uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)
     with pytest.raises(ValueError, match="not alike"):
         student_from_teacher(uneven, [2])
+
+
+@pytest.mark.parametrize("config", [None, {"hidden_size": 8}])
+def test_weights_of_a_float64_teacher_stay_float64(config):
+    teacher = classifier("bert").double()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 1e-12 * torch.rand_like(parameter)
+    student = student_from_teacher(teacher, [1, 4], config=config)
+    kept = teacher.state_dict()["classifier.bias"]
+    assert student.dtype == torch.float64
+    assert torch.equal(student.state_dict()["classifier.bias"], kept)
+    rounded = [p for p in student.parameters() if torch.equal(p, p.float().double())]
+    # Ones and zeros of fresh norms and biases are cut without a rounding too.
+    assert not [p for p in rounded if p.dim() > 1]
