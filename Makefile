@@ -11,7 +11,8 @@ $(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 "setuptools>=77" wheel ninja numpy
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,demo]" "triton==3.7.*"
+	FASTKD_REQUIRE_EXT=1 $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,demo]" \
+	  "triton==3.7.*"
 	touch $@
 
 demo: $(VENV)/installed

@@ -2,11 +2,14 @@
 
 torch is no build requirement, because a build environment of its own would download gigabytes of
 it. Its headers are taken from where the package will run: this interpreter's environment, asked in
-a process that does not see pip's isolated one. Without a torch there, and with FASTKD_NO_EXT=1, the
-package is built without the extension and runs on PyTorch code.
+a process that does not see pip's isolated one. Without a torch there the build stops. Where the
+compiler fails, the package is built without the extension and runs on PyTorch code.
 
-FASTKD_LABEL=cpu or cu130, of CUDA 13.0, becomes part of the version, 0.1.0+cu130, so that two
-builds can't be confused; where something else would be built, the build stops.
+Environment variables:
+    FASTKD_NO_EXT=1: build without the extension.
+    FASTKD_REQUIRE_EXT=1: stop where the extension can't be compiled.
+    FASTKD_LABEL=cpu or cu130 (CUDA 13.0): part of the version, 0.1.0+cu130, so that two builds
+        can't be confused. Where something else would be built, the build stops.
 """
 
 import os
@@ -14,13 +17,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 from setuptools.command.egg_info import egg_info
-from setuptools.errors import CompileError, ExecError, LinkError
+from setuptools.errors import BaseError, CCompilerError, CompileError
 
 if int(setuptools.__version__.partition(".")[0]) < 77:
     # Older ones stop at the licence field of pyproject.toml, and say nothing of themselves.
@@ -29,8 +34,11 @@ if int(setuptools.__version__.partition(".")[0]) < 77:
         'pip install --upgrade "setuptools>=77"'
     )
 
-# One binary for every torch from 2.10 and every Python from 3.10 on.
-MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
+# One binary for every torch from 2.10 and every Python from 3.10 on; a free-threaded Python has no
+# limited API, so it gets a binary of its own.
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000")]
+MACROS += [("Py_LIMITED_API", "0x030a0000")] if LIMITED_API else []
 # Without debug sections, which name the folder of the build: the same source gives the same bits.
 COMPILE_ARGS = ["-std=c++17", "-O3", "-g0", "-fopenmp-simd"]
 COMPILE_ARGS += ["-fno-math-errno", "-fvisibility=hidden"]
@@ -72,21 +80,16 @@ def extensions() -> list[Extension]:
     if os.environ.get("FASTKD_NO_EXT") == "1":
         print("fastkd: FASTKD_NO_EXT=1, building without the extension")
         return []
-    torch = find_torch()
-    if torch is None:
-        print(
-            "fastkd: no torch in this environment, building without the extension "
-            "(install torch first, then fastkd, to have it)"
-        )
-        return []
-    folder, cuda = torch
+    # Metadata of a source distribution needs no torch; `check_torch` stops what does.
+    folder, cuda = find_torch() or (Path(), "")
     options = {
         "include_dirs": [str(folder / "include")],
         "library_dirs": [str(folder / "lib")],
         "define_macros": MACROS,
-        "py_limited_api": True,
+        "py_limited_api": LIMITED_API,
         "language": "c++",
         "depends": [str(path) for path in Path("csrc").glob("*.h")],
+        "optional": not {"FASTKD_REQUIRE_EXT", "FASTKD_LABEL"} & set(os.environ),
     }
     found = [
         Extension(
@@ -104,6 +107,17 @@ def extensions() -> list[Extension]:
             Extension("fastkd._C_cuda", ["csrc/roots.cu"], libraries=["torch_cuda"], **options)
         )
     return found
+
+
+def check_torch(modules: list[Extension]) -> None:
+    """Stop where the extension is to be built and there is no torch to build it with."""
+    if modules and find_torch() is None:
+        raise SystemExit(
+            "fastkd: no torch here to build the extension with. Install torch first, then fastkd: "
+            'pip install torch "setuptools>=77" && pip install --no-build-isolation . '
+            "(FASTKD_NO_EXT=1 pip install . installs fastkd without the extension, on slower "
+            "PyTorch code)"
+        )
 
 
 def label(modules: list[Extension]) -> str:
@@ -124,6 +138,14 @@ class Labelled(egg_info):
         super().finalize_options()
 
 
+class Metadata(dist_info):
+    """Checks for torch before pip downloads what the package depends on."""
+
+    def run(self) -> None:
+        check_torch(self.distribution.ext_modules)
+        super().run()
+
+
 def nvcc_command(nvcc: str, includes: list) -> list[str]:
     """All but architectures, input and output."""
     command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
@@ -134,17 +156,31 @@ def nvcc_command(nvcc: str, includes: list) -> list[str]:
 class BuildExtension(build_ext):
     """nvcc for .cu files, and a message that says what to do when a compiler fails."""
 
+    def run(self) -> None:
+        check_torch(self.extensions)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         try:
             for source in [s for s in ext.sources if s.endswith(".cu")]:
                 ext.sources.remove(source)
                 ext.extra_objects.append(self.compile_cuda(ext, source))
             super().build_extension(ext)
-        except (CompileError, ExecError, LinkError, OSError) as error:
-            raise SystemExit(
-                f"fastkd: compiling {ext.name} failed ({error}). It needs a C++17 compiler such as "
-                "g++ or clang (Debian, Ubuntu: apt-get install g++; CXX names another). "
-                "FASTKD_NO_EXT=1 installs fastkd without the extension, on PyTorch code."
+        except (BaseError, CCompilerError, OSError) as error:
+            reason = textwrap.shorten(str(error), 120)  # it may hold the whole command
+            message = (
+                f"fastkd: compiling {ext.name} failed ({reason}). It needs g++ from version 9 on, "
+                "or clang (Debian, Ubuntu: apt-get install g++; CXX names another)"
+            )
+            if not ext.optional:
+                raise SystemExit(
+                    f"{message}. FASTKD_NO_EXT=1 installs fastkd without the extension, on slower "
+                    "PyTorch code."
+                ) from None
+            # setuptools prints this as a warning and goes on.
+            raise CompileError(
+                f"{message}. fastkd is installed without {ext.name}, and runs on slower PyTorch "
+                "code; FASTKD_REQUIRE_EXT=1 stops instead."
             ) from None
 
     def compile_cuda(self, ext: Extension, source: str) -> str:
@@ -171,6 +207,6 @@ if __name__ == "__main__":
     modules = extensions()
     setup(
         ext_modules=modules,
-        cmdclass={"build_ext": BuildExtension, "egg_info": Labelled},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}} if modules else {},
+        cmdclass={"build_ext": BuildExtension, "dist_info": Metadata, "egg_info": Labelled},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if modules and LIMITED_API else {},
     )

@@ -11,7 +11,8 @@
 // there only tiles count. The last bits depend on sizes alone, not on threads.
 #include "tensors.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+// gcc before 11 has no intrinsics for tiles, gcc before 10 none for pairs of bfloat16.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #include <cpuid.h>
 #if defined(__GNUC__) && !defined(__clang__)  // gcc 12 warns of its own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

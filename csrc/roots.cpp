@@ -76,6 +76,15 @@ Roots roots_by_threads(const Tensor& input, bool inverse, double ridge, int64_t 
   });
 }
 
+// Of the vectors that kernels compiled for each kind of processor take here.
+int64_t vector_bytes() {
+#if defined(FASTKD_KINDS)
+  if (processor == Processor::kAvx512) return avx512::kBytes;
+  if (processor == Processor::kAvx2) return avx2::kBytes;
+#endif
+  return usual::kBytes;
+}
+
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY(fastkd, m) {
@@ -92,6 +101,12 @@ STABLE_TORCH_LIBRARY_IMPL(fastkd, CPU, m) {
   m.impl("inv_sqrtm", TORCH_BOX(&fastkd::inv_sqrtm_cpu));
   m.impl("eigh", TORCH_BOX(&fastkd::eigh_cpu));
   m.impl("roots_by_threads", TORCH_BOX(&fastkd::roots_by_threads));
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) { m.def("vector_bytes() -> int"); }
+
+STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CompositeExplicitAutograd, m) {
+  m.impl("vector_bytes", TORCH_BOX(&fastkd::vector_bytes));
 }
 
 FASTKD_PYTHON_MODULE(_C)

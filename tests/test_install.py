@@ -4,6 +4,7 @@ From the checkout, editable, `make test` itself installs.
 """
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import yaml
 from packaging.version import Version
 
 import fastkd
+import setup as recipe
 from fastkd._core import extension
 from tools.versions.__main__ import copy_source
 
@@ -156,19 +158,53 @@ def test_without_the_extension(source, python, tmp_path):
     pip(python, "install", wheel, cwd=tmp_path)
     doctor = run(python, "-m", "fastkd", "doctor", cwd=tmp_path)
     assert "fastkd._C is not built; matrix roots and row kernels run on PyTorch code" in doctor
+    assert "slower than it can be: no extension" in doctor
 
 
 def test_without_torch(source, tmp_path):
     python = environment(tmp_path / "bare", with_torch=False)
-    output = pip(python, "install", source, cwd=tmp_path)
-    assert "no torch in this environment, building without the extension" in output
+    with pytest.raises(AssertionError, match="no torch here to build the extension with"):
+        pip(python, "install", source, cwd=tmp_path)
+    output = pip(python, "install", source, cwd=tmp_path, FASTKD_NO_EXT="1")
+    assert "FASTKD_NO_EXT=1, building without the extension" in output
 
 
 def test_without_a_compiler(source, python, tmp_path):
+    """The package goes without its extension, unless that is required."""
+    words = ("install", "--no-build-isolation", source)
     nowhere = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
-    with pytest.raises(AssertionError, match="needs a C\\+\\+17 compiler") as failure:
-        pip(python, "install", "--no-build-isolation", source, cwd=tmp_path, **nowhere)
+    with pytest.raises(AssertionError, match="It needs g\\+\\+ from version 9 on") as failure:
+        pip(python, *words, cwd=tmp_path, FASTKD_REQUIRE_EXT="1", **nowhere)
     assert "FASTKD_NO_EXT=1 installs fastkd without the extension" in str(failure.value)
+    output = pip(python, *words, cwd=tmp_path, **nowhere)
+    assert "fastkd is installed without fastkd._C, and runs on slower PyTorch code" in output
+    _, built, _ = run(python, "-c", CHECK, cwd=tmp_path).strip().splitlines()[-1].split()
+    assert built == "False"
+
+
+def test_a_free_threaded_python_gets_a_binary_of_its_own():
+    """Its headers refuse the limited API."""
+    code = (
+        "import runpy, sysconfig; "
+        "sysconfig.get_config_var = lambda name: name == 'Py_GIL_DISABLED'; "
+        "found = runpy.run_path('setup.py'); "
+        "print(dict(found['MACROS']).keys(), *(e.py_limited_api for e in found['extensions']()))"
+    )
+    output = run(sys.executable, "-c", code, cwd=ROOT)
+    assert "Py_LIMITED_API" not in output and "False" in output
+    assert "Py_LIMITED_API" in dict(recipe.MACROS)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
+@pytest.mark.parametrize("version", [9, 10, 12])
+def test_what_an_older_compiler_lacks_is_left_out(version):
+    """gcc knows AMX from version 11 on, avx512_bf16 from 10 on; they are taken together."""
+    torch_headers = Path(torch.__file__).parent / "include"
+    command = ["g++", *recipe.COMPILE_ARGS[:1], "-E", "-dM", "-U__GNUC__", f"-D__GNUC__={version}"]
+    command += [f"-D{name}={value}" for name, value in recipe.MACROS]
+    macros = run(*command, f"-I{torch_headers}", "csrc/half_product.cpp", cwd=ROOT)
+    assert ("#define FASTKD_TILES" in macros) == (version >= 11)
+    assert ("#define FASTKD_VECTORS" in macros) == (version >= 11)
 
 
 def test_a_label_that_is_not_what_is_built_stops_the_build(tmp_path):

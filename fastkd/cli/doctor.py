@@ -170,7 +170,16 @@ def _extension() -> tuple[str, bool]:
         return f"fastkd._C is built but can't be loaded ({first_line(error)})", False
     if not extension.CPU:
         return "fastkd._C is of another version of fastkd, and not used; build it again", False
-    return "fastkd._C is built", True
+    return f"fastkd._C is built, {_vectors()}", True
+
+
+def _vectors() -> str:
+    """Size of the vectors that the extension's CPU kernels take here, and why not larger ones."""
+    taken = torch.ops.fastkd_cpp.vector_bytes()
+    kind = torch.backends.cpu.get_cpu_capability()
+    lacking = taken < {"AVX2": 32, "AVX512": 64}.get(kind, 0)
+    why = f"; a build by g++ 12 or later takes those of {kind}" if lacking else ""
+    return f"vectors of {taken} bytes{why}"
 
 
 def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None:

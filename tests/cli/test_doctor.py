@@ -75,6 +75,16 @@ def test_the_verdict_counts_the_extension(monkeypatch):
     assert "all right" not in result.output
 
 
+@pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
+def test_names_the_vectors_in_use(monkeypatch):
+    monkeypatch.setattr(doctor, "TRIALS", ())
+    assert f"vectors of {torch.ops.fastkd_cpp.vector_bytes()} bytes\n" in run().output
+    # As clang's builds, and those of gcc before 12.
+    monkeypatch.setattr(torch.ops.fastkd_cpp, "vector_bytes", lambda: 16)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert "16 bytes; a build by g++ 12 or later takes those of AVX2" in run().output
+
+
 def test_says_why_triton_is_not_available(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(doctor, "TRIALS", doctor.TRIALS[:1])
