@@ -164,7 +164,7 @@ class DistillationTrainer(Trainer):
         """The distiller's loss in training, the student's own in evaluation."""
         if model is self.distiller.student:
             return super().compute_loss(model, inputs, return_outputs)
-        self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
+        self._set_progress()
         loss_scale = 1.0
         if num_items_in_batch is not None:
             # Trainer leaves the mean over accumulated batches to a loss that knows its items.
@@ -176,6 +176,9 @@ class DistillationTrainer(Trainer):
         self._note(output.terms)
         loss = loss_scale * output.loss
         return (loss, output) if return_outputs else loss
+
+    def _set_progress(self) -> None:
+        self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
 
     def _note(self, terms: dict[str, Tensor]) -> None:
         """Keep a batch's terms for the next log, as the part of its step that Trainer takes."""

@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fastkd.distill.batch import split_inputs
+from fastkd.distill.engine import DistillerOutput
 from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
@@ -108,10 +109,12 @@ class Feed(_Trainer):
     steps: Steps
     gather = False
     share = 1.0
+    accumulate = 1
 
-    def feed(self, order: Order) -> None:
-        """Say which rows all processes read in a step."""
+    def feed(self, order: Order, accumulate: int = 1) -> None:
+        """Set the rows that all processes read in a step, and a process's micro-batches of them."""
         args = self.args
+        self.accumulate = accumulate
         self.steps = Steps(order, args.seed, args.process_index, args.world_size)
 
     def loader(self, steps: Steps) -> DataLoader:
@@ -198,6 +201,16 @@ class Feed(_Trainer):
         sharding.load_optimizer(self.optimizer, read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True))
         self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
 
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
+        """See ``transformers.Trainer.training_step``; over the micro-batches of a batch."""
+        inputs = self._prepare_inputs(dict(inputs))
+        share = self._share(inputs, inputs.pop(SHARE, 1.0))
+        losses = []
+        for part, batch in self._micro_batches(model, inputs, share):
+            self.share = part
+            losses.append(super().training_step(model, batch, *args))
+        return torch.stack(losses).sum()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -206,8 +219,6 @@ class Feed(_Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The mean over this process's rows, times their share."""
-        inputs = dict(inputs)
-        self.share = self._share(inputs, inputs.pop(SHARE, 1.0))
         if num_items_in_batch is not None:
             # What is divided by the items of all processes has its share already.
             num_items_in_batch = num_items_in_batch * self.share
@@ -217,6 +228,19 @@ class Feed(_Trainer):
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """How much this process's mean counts, by default its rows' ``share``."""
         return share
+
+    def _micro_batches(
+        self, model: nn.Module, inputs: dict[str, Any], share: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The micro-batches of a batch, each with the share by which its mean counts."""
+        yield share, inputs
+
+    def _split(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """Parts of a batch, at most ``accumulate``, and as many in all processes."""
+        rows = len(next(iter(inputs.values())))
+        parts = max(1, min(self.accumulate, -processes.largest(-rows)))
+        split = (x.tensor_split(parts) for x in inputs.values())
+        return [dict(zip(inputs, part, strict=True)) for part in zip(*split, strict=True)]
 
 
 class TeacherTrainer(Feed):
@@ -235,12 +259,34 @@ class TeacherTrainer(Feed):
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """The part that these rows are of the step: of its tokens, where each token has a label."""
-        labels, ranks = inputs.get("labels"), self.args.world_size
-        if ranks == 1 or not isinstance(labels, Tensor) or labels.dim() < 2:
+        ranks = self.args.world_size
+        if ranks == 1 or not self._labels_tokens(inputs):
             return share
-        read = labels[:, 1:] if predicts_next_token(self.model) else labels
-        own = (read != UNLABELLED).sum() * (share > 0)
+        own = self._count(inputs) * (share > 0)
         return own * ranks / self.accelerator.gather(own).sum().clamp(min=1)
+
+    def _micro_batches(
+        self, model: nn.Module, inputs: dict[str, Any], share: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        if self.accumulate == 1:
+            yield share, inputs
+            return
+        parts = self._split(inputs)
+        counts = [self._count(part) for part in parts]
+        for count, part in zip(counts, parts, strict=True):
+            yield share * count / max(1, sum(counts)), part
+
+    def _labels_tokens(self, inputs: dict[str, Any]) -> bool:
+        labels = inputs.get("labels")
+        return isinstance(labels, Tensor) and labels.dim() > 1
+
+    def _count(self, inputs: dict[str, Any]) -> Any:
+        """What the mean over a batch is divided by: its labels, or its rows."""
+        if not self._labels_tokens(inputs):
+            return len(next(iter(inputs.values())))
+        labels = inputs["labels"]
+        read = labels[:, 1:] if predicts_next_token(self.model) else labels
+        return (read != UNLABELLED).sum()
 
 
 @dataclass(frozen=True)
@@ -266,6 +312,9 @@ class StudentTrainer(Feed, DistillationTrainer):
         super().__init__(*args, **kwargs)
         self.gather = self.distiller.gather
         self.on_policy = on_policy
+        # Losses of the micro-batches of a step, which add up to the whole step's, and their number.
+        self.losses: Iterator[DistillerOutput] | None = None
+        self.parts = 1
 
     @property
     def _learner(self) -> tuple[Any, str]:
@@ -306,6 +355,29 @@ class StudentTrainer(Feed, DistillationTrainer):
                     {name: x for name, x in batch.items() if name != SHARE} for batch in batches
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _micro_batches(
+        self, model: nn.Module, inputs: dict[str, Any], share: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        if self.accumulate == 1:
+            yield share, inputs
+            return
+        parts = self._split(inputs)
+        self.losses, self.parts = self.distiller.accumulate(parts, model), len(parts)
+        yield from ((share, part) for part in parts)
+        self.losses = None
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """See `Feed.compute_loss`; of a micro-batch its part of the whole step's loss."""
+        if self.losses is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        self._set_progress()
+        output = next(self.losses)
+        # The log has the mean over what is noted.
+        self._note({name: self.parts * value for name, value in output.terms.items()})
+        return output.loss
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """By default; the term on labels is the mean over the step's labels all the same."""

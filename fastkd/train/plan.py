@@ -21,7 +21,8 @@ class Plan:
 
     A batch has ``batch_size`` rows, shared by all processes. ``trainer`` are further arguments of
     TrainingArguments, ``gradient_accumulation_steps`` among them: the batches of a step.
-    ``labelled_share`` is the least share of a batch that has labels.
+    ``labelled_share`` is the least share of a batch that has labels. A process reads its rows of a
+    batch in ``accumulate`` micro-batches.
     """
 
     epochs: float = 3.0
@@ -34,6 +35,7 @@ class Plan:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
     labelled_share: float = LABELLED_SHARE
+    accumulate: int = 1
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @property

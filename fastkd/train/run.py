@@ -24,6 +24,7 @@ import fastkd
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.method import Method
 from fastkd.distributed import world_size
 from fastkd.train import data, lora, processes, sharding, tasks, trainer_args
 from fastkd.train.card import CARD, write_card
@@ -247,8 +248,21 @@ class Run:
             own = OnPolicy(on_policy, functools.partial(self.task.drawn, tokenizer=self.tokenizer))
         if not sharding.sharded(distiller):
             distiller.to(self.device)
+        self._say_what_is_compared(distiller.method)
         trainer = functools.partial(StudentTrainer, model=distiller, on_policy=own)
         return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
+
+    def _say_what_is_compared(self, method: Method) -> None:
+        """A line where a loss that compares samples sees a part of a step only."""
+        batches, rows = self.plan.batches_a_step, self.plan.batch_size
+        weights = {**method.weights(0.0), **method.weights(1.0)}
+        terms = [term for term in method.across_samples if weights.get(term)]
+        if batches > 1 and terms:
+            self.display.say(
+                f"gradient_accumulation_steps: {' and '.join(terms)} compares the {rows} rows of a "
+                f"batch, not the {rows * batches} of a step; --batch-size {rows * batches} "
+                f"--accumulate {batches} compares them all"
+            )
 
     def _train(
         self,
@@ -330,7 +344,17 @@ def check(settings: Settings) -> Plan:
         raise InputError(
             f"--finetune-teacher: the rows of --task {kind.name()} don't say what is right"
         )
-    return _plan(settings)
+    plan = _plan(settings)
+    if plan.accumulate > 1 and plan.batches_a_step > 1:
+        raise InputError(
+            "--accumulate and gradient_accumulation_steps of --trainer-args exclude each other"
+        )
+    if plan.accumulate > 1 and world_size() > 1 and not settings.gather:
+        raise InputError(
+            "--accumulate: several processes share a step; pass --gather, so that the loss is that "
+            "of all its rows"
+        )
+    return plan
 
 
 def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:
@@ -464,6 +488,7 @@ def _plan(settings: Settings) -> Plan:
         device=choose_device(settings.device, settings.precision),
         seed=settings.seed,
         labelled_share=settings.labelled_share,
+        accumulate=settings.accumulate,
         trainer=trainer_args.read(settings.trainer_args),
     )
 

@@ -254,6 +254,12 @@ class Settings(Pairing):
     )
     epochs: float = training_option(3.0, "Epochs of distillation.", above=0)
     batch_size: int = training_option(32, "Rows in a step of a process.", least=1)
+    accumulate: int = training_option(
+        1,
+        "Micro-batches in which a process reads its rows of a step, for less memory; the loss is "
+        "that of the whole step, also where it compares samples.",
+        least=1,
+    )
     learning_rate: float = training_option(5e-5, "Peak learning rate.", above=0)
     weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
     warmup: float = training_option(

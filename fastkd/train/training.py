@@ -305,7 +305,7 @@ def train(
             data_collator=collate,
             callbacks=[watcher],
         )
-        trainer.feed(order)
+        trainer.feed(order, plan.accumulate)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
         last = None

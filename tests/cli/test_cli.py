@@ -574,6 +574,37 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path):
     assert "started with trainer_args = {'gradient_accumulation_steps': 2" in error
 
 
+@pytest.mark.parametrize("method", ["fcd", "lrc_bert"])
+def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path, method):
+    """Batches of 8 rows in parts of 3, 3 and 2, the last one of 2 rows in two."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    options = {
+        "teacher": make_teacher(tmp_path / "still", **still), "method": method,
+        "finetune_teacher": 1, "max_train_rows": 26,
+    }  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    distill(out=whole, **options)
+    distill(out=parts, accumulate=3, **options)
+    for name in ("teacher", "student"):
+        a, b = (load_file(out / name / "model.safetensors") for out in (whole, parts))
+        for key in a:
+            if not key.endswith("key.bias"):  # whose gradient is rounding
+                assert (a[key] - b[key]).abs().max() <= 1e-5, (name, key)
+    losses = [report_of(out)["history"][-1]["losses"] for out in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_what_a_step_in_parts_compares_is_said(distill, tmp_path):
+    arguments = tmp_path / "args.yaml"
+    arguments.write_text("gradient_accumulation_steps: 2\n")
+    output = " ".join(distill(trainer_args=arguments, method="fcd").split())
+    assert "samples compares the 8 rows of a batch, not the 16 of a step" in output
+    assert "--batch-size 16 --accumulate 2 compares them all" in output
+    rest = {"trainer_args": arguments, "out": tmp_path / "other"}
+    assert "compares the" not in distill(method="soft_targets", **rest)
+    assert "exclude each other" in distill(accumulate=2, trainer_args=arguments, expect=2)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -37,6 +37,10 @@ RUNS: dict[str, dict] = {
     "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3},
     # Which compares samples with each other; tests/distill/test_one_curve.py has every method.
     "mc3kd": {"method": "mc3kd", "gather": True},
+    "parts": {
+        "task": "token-classification", "finetune_teacher": 1, "method": "mc3kd", "gather": True,
+        "accumulate": 2,
+    },
     "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
     # Rows hold unlike many tokens with labels.
     "tags": {"task": "token-classification", "finetune_teacher": 1},
@@ -50,6 +54,7 @@ RUNS: dict[str, dict] = {
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
         "sharded text": {"task": "causal-lm"},
+        "sharded parts": {"method": "fcd", "gather": True, "accumulate": 2},
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
     }.items()},
 }  # fmt: skip
@@ -224,7 +229,7 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(
     assert codes == (0, 0), errors
     assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
     assert visible(folder / name) == ["student", *["teacher"] * ("finetune_teacher" in RUNS[name])]
-    run(*words(tmp_path / "one", 1, **{**RUNS[name], "fsdp": None}))
+    run(*words(tmp_path / "one", 1, **{**RUNS[name], "fsdp": None, "accumulate": None}))
     same_students(folder / name, tmp_path / "one")
 
 
