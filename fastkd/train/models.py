@@ -28,6 +28,7 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.lora import TRAINED
+from fastkd.train.options import as_json, given
 from fastkd.train.saving import damage, read_marker
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.task import Task
@@ -249,18 +250,39 @@ def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who:
     return min(max_length, limit)
 
 
+# Options that say how the student in a cache was made.
+SETTLED = ("student_layers", "teacher_layers", "student_config", "student_weights")
+
+
 def load_cached_teacher(
     settings: Pairing, folder: Path, corpus: Corpus
 ) -> tuple[TeacherCache, dict[str, Any], Any, Corpus]:
-    """What `fastkd cache` wrote: cache, report, tokenizer; and the corpus in its order."""
+    """What `fastkd cache` wrote: cache, report, tokenizer; and the corpus in its order.
+
+    Options that `fastkd cache` settled may be given again, as they were there: a --teacher and a
+    --tokenizer have to be the cache's by content, those of its student by value.
+    """
     option = "--teacher-cache"
     about = read_marker(folder)
     if not (folder / STUDENT).is_dir() or about is None:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
-    name = str(folder / STUDENT)
-    tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
+    tokenizer = tokenizer_of(option, str(folder / STUDENT), settings.trust_remote_code)
+    again = as_json(settings)
+    for flag in given(settings, *SETTLED):
+        name = flag.removeprefix("--").replace("-", "_")
+        written = about["settings"][name]
+        if again[name] != written:
+            raise InputError(
+                f"{option} {folder} was written with {flag} {written or 'left out'}, not "
+                f"{again[name]}; leave {flag} out, or write another cache"
+            )
+    teacher, read = None, tokenizer
+    if settings.teacher is not None or settings.tokenizer is not None:
+        read = load_tokenizer(settings)
+    if settings.teacher is not None:
+        teacher, _ = load_teacher(settings, settings.teacher, corpus, read)
     try:
-        cache = TeacherCache(folder, tokenizer=tokenizer)
+        cache = TeacherCache(folder, teacher=teacher, tokenizer=read)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{option} {folder}: {error}") from error
     why = damage(folder / STUDENT)

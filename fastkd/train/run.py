@@ -495,7 +495,7 @@ def _plan(settings: Settings) -> Plan:
 
 def select(settings: Pairing, run: Run) -> list[int] | None:
     """The teacher layers that --teacher-layers select takes, by the first process; else None."""
-    if settings.teacher_layers != SELECT:
+    if settings.teacher_layers != SELECT or run.cached:
         return None
     rows = run.train_rows
     order = np.random.default_rng(settings.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()

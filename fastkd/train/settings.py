@@ -360,16 +360,13 @@ class Settings(Pairing):
             if self.teacher is None:
                 raise InputError("--teacher is missing: a directory or a hub name")
             return
-        settled = given(
-            self, "teacher", "tokenizer", "student_layers", "teacher_layers", "student_config",
-            "student_weights", "finetune_teacher",
-        )  # fmt: skip
         if self.on_policy:
             raise InputError(
                 "--on-policy and --teacher-cache exclude each other: a cache says nothing of what "
                 "the student writes"
             )
-        if settled:
+        if self.finetune_teacher:
             raise InputError(
-                f"--teacher-cache and {settled[0]} exclude each other: `fastkd cache` settled that"
+                "--teacher-cache and --finetune-teacher exclude each other: a cache is of a "
+                "teacher that is fine-tuned already"
             )

@@ -82,6 +82,25 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method)
     assert str(tmp_path / "cache") in card and "faster" not in card
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"student_layers": 3, "teacher_layers": "top"},
+        {"student_layers": 2, "teacher_layers": "select"},
+        {"student_config": "hidden_size=12"},
+    ],
+)
+def test_a_cached_run_is_the_same_command_plus_one_option(call, folder, tmp_path, made):
+    made = {**made, "teacher": folder / "teacher", "tokenizer": folder / "teacher", "epochs": 0.5}
+    options = {name: value for name, value in made.items() if name != "epochs"}
+    call("cache", tmp_path / "cache", **options)
+    call("distill", tmp_path / "live", **made)
+    call("distill", tmp_path / "cached", teacher_cache=tmp_path / "cache", **made)
+    live, cached = report_of(tmp_path / "live"), report_of(tmp_path / "cached")
+    for name in ("teacher", "student", "layers", "parameters"):
+        assert live[name] == cached[name], name
+
+
 def test_a_cache_keeps_a_narrower_student(call, tmp_path):
     call("cache", tmp_path / "cache", student_config="hidden_size=12")
     call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
@@ -125,8 +144,11 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
     call("cache", cache, method="lrkd")
     out, wrong = tmp_path / "out", {"teacher_cache": cache, "expect": 2}
     for options, parts in (
-        ({"teacher": folder / "teacher"}, ["--teacher-cache and --teacher exclude each other"]),
-        ({"student_layers": 2}, ["--teacher-cache and --student-layers"]),
+        ({"student_layers": 1}, ["was written with --student-layers left out, not 1; leave"]),
+        (
+            {"teacher": make_teacher(tmp_path / "else", layer_norm_eps=0.1, **STILL)},
+            ["another configuration of the teacher: layer_norm_eps: [1e-12], now [0.1]"],
+        ),
         ({"finetune_teacher": 1}, ["--teacher-cache and --finetune-teacher"]),
         ({"method": "fcd"}, ["--method fcd", "keeps only [4]"]),
         (
