@@ -2,8 +2,8 @@
 // `fastkd._torch.cca_solver` does with covariances, whose eigenvectors LAPACK finds on one thread
 // anyway, so that items of a few hundred dimensions are best solved side by side.
 //
-// torch's stable functions stop at products. MKL is in torch's library, with its names; where it is
-// not, has_mkl() says so. It works on each thread alone, so the bits don't depend on their number.
+// torch's stable functions stop at products; `Mkl` takes LAPACK's from torch's own library. It works
+// on each thread alone, so the bits don't depend on their number.
 //
 // Matrices are stored by columns, as LAPACK's are; so features of rows are stored transposed.
 #include <cmath>
@@ -11,31 +11,10 @@
 
 #include "tensors.h"
 
-#ifdef __APPLE__
-#define FASTKD_IF_THERE __attribute__((weak_import))
-#else
-#define FASTKD_IF_THERE __attribute__((weak))
+#if defined(__linux__) || defined(__APPLE__)
+#include <dlfcn.h>
+#define FASTKD_DLFCN
 #endif
-
-extern "C" {
-int MKL_Set_Num_Threads_Local(int count) FASTKD_IF_THERE;
-void dgemm_(const char* trans_a, const char* trans_b, const int* m, const int* n, const int* k,
-            const double* alpha, const double* a, const int* lda, const double* b, const int* ldb,
-            const double* beta, double* c, const int* ldc) FASTKD_IF_THERE;
-void sgemm_(const char* trans_a, const char* trans_b, const int* m, const int* n, const int* k,
-            const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
-            const float* beta, float* c, const int* ldc) FASTKD_IF_THERE;
-void dtrsm_(const char* side, const char* uplo, const char* trans, const char* diag, const int* m,
-            const int* n, const double* alpha, const double* a, const int* lda, double* b,
-            const int* ldb) FASTKD_IF_THERE;
-void dpotrf_(const char* uplo, const int* n, double* a, const int* lda, int* info) FASTKD_IF_THERE;
-void dsyevd_(const char* jobz, const char* uplo, const int* n, double* a, const int* lda, double* w,
-             double* work, const int* lwork, int* iwork, const int* liwork,
-             int* info) FASTKD_IF_THERE;
-void dgesdd_(const char* jobz, const int* m, const int* n, double* a, const int* lda, double* s,
-             double* u, const int* ldu, double* vt, const int* ldvt, double* work, const int* lwork,
-             int* iwork, int* info) FASTKD_IF_THERE;
-}
 
 namespace fastkd {
 namespace {
@@ -64,15 +43,69 @@ constexpr double kRounding = std::numeric_limits<double>::epsilon();
 // As SMALL_SQUARE there: squared singular values below this part of the largest are found again.
 constexpr double kSmallSquare = 1e-3;
 
-bool has_mkl() {
-  return MKL_Set_Num_Threads_Local && dgemm_ && sgemm_ && dtrsm_ && dpotrf_ && dsyevd_ && dgesdd_;
+// The functions of torch's own MKL, null where it has none. They are looked up in torch's library and
+// what it was linked with: in the global scope a preloaded BLAS would come first.
+struct Mkl {
+  int (*set_threads)(int count) = nullptr;
+  void (*dgemm)(const char* trans_a, const char* trans_b, const int* m, const int* n, const int* k,
+                const double* alpha, const double* a, const int* lda, const double* b,
+                const int* ldb, const double* beta, double* c, const int* ldc) = nullptr;
+  void (*sgemm)(const char* trans_a, const char* trans_b, const int* m, const int* n, const int* k,
+                const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
+                const float* beta, float* c, const int* ldc) = nullptr;
+  void (*dtrsm)(const char* side, const char* uplo, const char* trans, const char* diag,
+                const int* m, const int* n, const double* alpha, const double* a, const int* lda,
+                double* b, const int* ldb) = nullptr;
+  void (*dpotrf)(const char* uplo, const int* n, double* a, const int* lda, int* info) = nullptr;
+  void (*dsyevd)(const char* jobz, const char* uplo, const int* n, double* a, const int* lda,
+                 double* w, double* work, const int* lwork, int* iwork, const int* liwork,
+                 int* info) = nullptr;
+  void (*dgesdd)(const char* jobz, const int* m, const int* n, double* a, const int* lda, double* s,
+                 double* u, const int* ldu, double* vt, const int* ldvt, double* work,
+                 const int* lwork, int* iwork, int* info) = nullptr;
+  bool complete = false;
+
+  Mkl() {
+#ifdef FASTKD_DLFCN
+    Dl_info torch;
+    if (!dladdr(reinterpret_cast<void*>(&torch_parallel_for), &torch)) return;
+    void* const library = dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) return;
+    complete = true;
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      complete = complete && function != nullptr;
+    };
+    find(set_threads, "MKL_Set_Num_Threads_Local");
+    find(dgemm, "dgemm_");
+    find(sgemm, "sgemm_");
+    find(dtrsm, "dtrsm_");
+    find(dpotrf, "dpotrf_");
+    find(dsyevd, "dsyevd_");
+    find(dgesdd, "dgesdd_");
+    dlclose(library);  // torch keeps it
+#endif
+  }
+};
+
+const Mkl& mkl() {
+  static const Mkl found;
+  return found;
+}
+
+bool has_mkl() { return mkl().complete; }
+
+// A size for LAPACK, whose integers have 32 bits.
+int lapack_size(int64_t size) {
+  STD_TORCH_CHECK(size <= std::numeric_limits<int>::max(), "these features are too many for LAPACK");
+  return int(size);
 }
 
 // MKL works on this thread alone while it lives.
 class Alone {
  public:
-  Alone() : before_(MKL_Set_Num_Threads_Local(1)) {}
-  ~Alone() { MKL_Set_Num_Threads_Local(before_); }
+  Alone() : before_(mkl().set_threads(1)) {}
+  ~Alone() { mkl().set_threads(before_); }
 
  private:
   const int before_;
@@ -108,7 +141,7 @@ void multiply(char trans_a, char trans_b, double alpha, const Matrix& a, const M
               double beta, const Matrix& c) {
   const int depth = trans_a == 'N' ? a.columns : a.rows;
   if (c.size() == 0) return;
-  dgemm_(&trans_a, &trans_b, &c.rows, &c.columns, &depth, &alpha, a.data, &a.rows, b.data, &b.rows,
+  mkl().dgemm(&trans_a, &trans_b, &c.rows, &c.columns, &depth, &alpha, a.data, &a.rows, b.data, &b.rows,
          &beta, c.data, &c.rows);
 }
 
@@ -120,7 +153,7 @@ void square(char trans, double alpha, const Matrix& a, const Matrix& c) {
   for (int i = 0; i < parts; ++i) {
     const int start = i * n / parts, left = n - start, width = (i + 1) * n / parts - start;
     const double* from = trans == 'N' ? a.data + start : a.column(start);
-    dgemm_(&trans, &other, &left, &width, &depth, &alpha, from, &a.rows, from, &a.rows, &nothing,
+    mkl().dgemm(&trans, &other, &left, &width, &depth, &alpha, from, &a.rows, from, &a.rows, &nothing,
            c.column(start) + start, &n);
   }
 }
@@ -128,7 +161,7 @@ void square(char trans, double alpha, const Matrix& a, const Matrix& c) {
 // L⁻¹X, or with sides and transposes as BLAS names them.
 void solve(char side, char trans, const Matrix& lower, const Matrix& x) {
   const double one = 1;
-  dtrsm_(&side, "L", &trans, "N", &x.rows, &x.columns, &one, lower.data, &lower.rows, x.data,
+  mkl().dtrsm(&side, "L", &trans, "N", &x.rows, &x.columns, &one, lower.data, &lower.rows, x.data,
          &x.rows);
 }
 
@@ -170,11 +203,12 @@ class Singular {
 
  private:
   bool eigenvectors() {
-    const int n = right.rows, size = 1 + 6 * n + 2 * n * n, places = 3 + 5 * n;
+    const int n = right.rows, places = lapack_size(3 + 5 * int64_t(n));
+    const int size = lapack_size(1 + 6 * int64_t(n) + 2 * int64_t(n) * n);
     const Room<double> work(size);
     std::vector<int> more(places);
     int info;
-    dsyevd_("V", "L", &n, right.data, &n, values.data(), work.data(), &size, more.data(), &places,
+    mkl().dsyevd("V", "L", &n, right.data, &n, values.data(), work.data(), &size, more.data(), &places,
             &info);
     return info == 0;
   }
@@ -182,13 +216,15 @@ class Singular {
   // The first ``count`` columns on the left by their singular values, which turn those on the right.
   bool decompose_again(int count) {
     if (count == 0) return true;
-    const int rows = left.rows, size = std::max(7 * count + 4 * count * count, 4 * count + 128 * rows);
+    const int rows = left.rows;
+    const int64_t n = count;
+    const int size = lapack_size(std::max(7 * n + 4 * n * n, 4 * n + 128 * int64_t(rows)));
     const NewMatrix u(rows, count), turn(count, count), span(right.rows, count);
     const Room<double> work(size);
-    std::vector<int> more(8 * count);
+    std::vector<int> more(8 * n);
     std::vector<double> found(count);
     int info;
-    dgesdd_("S", &rows, &count, left.data, &rows, found.data(), u.data, &rows, turn.data, &count,
+    mkl().dgesdd("S", &rows, &count, left.data, &rows, found.data(), u.data, &rows, turn.data, &count,
             work.data(), &size, more.data(), &info);
     multiply('N', 'T', 1, right.first(count), turn, 0, span);
     for (int i = 0; i < count; ++i) {
@@ -228,7 +264,7 @@ struct Side {
     }
     if (!std::isfinite(trace)) return false;
     int info;
-    dpotrf_("L", &D, factor.data, &D, &info);
+    mkl().dpotrf("L", &D, factor.data, &D, &info);
     return info == 0;
   }
 
@@ -272,7 +308,7 @@ void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows
     const Room<float> narrow_rows(rows.size());
     FASTKD_CALL(round_to, rows.data, 1, rows.size(), narrow_rows.data());
     const float one = 1, nothing = 0;
-    sgemm_("N", "N", &D, &count, &k, &one, narrow_directions.data(), &D, narrow_rows.data(), &k,
+    mkl().sgemm("N", "N", &D, &count, &k, &one, narrow_directions.data(), &D, narrow_rows.data(), &k,
            &nothing, reinterpret_cast<float*>(out), &D);
   }
   if (!item.real) return;
@@ -328,6 +364,11 @@ std::vector<Tensor> cca(const Tensor& student, const Tensor& teacher,
                         const std::optional<Tensor>& mask, double ridge_s, double ridge_t,
                         int64_t top_k, bool gradient) {
   STD_TORCH_CHECK(has_mkl(), "torch has no MKL here");
+  const ScalarType type = check_floating(student, "student");
+  check(student, "student", type, {kAnySize, kAnySize, kAnySize}, Strides::kAny);
+  check(teacher, "teacher", type, {student.size(0), student.size(1), kAnySize}, Strides::kAny);
+  check(mask, "mask", ScalarType::Bool, {student.size(0), student.size(1)});
+  lapack_size(std::max({student.size(1), student.size(2), teacher.size(2)}));
   const Tensor s = torch::stable::contiguous(student), t = torch::stable::contiguous(teacher);
   Tensor real;
   if (mask) real = torch::stable::contiguous(*mask);
@@ -342,7 +383,7 @@ std::vector<Tensor> cca(const Tensor& student, const Tensor& teacher,
     if (mask) torch::stable::zero_(results.back());
   }
   double* correlations = data<double>(results[0]);
-  torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
     const Alone alone;
     for (int64_t i = begin; i < end; ++i) {
       const bool* is_real = mask ? data<const bool>(real) + i * m : nullptr;

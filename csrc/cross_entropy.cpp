@@ -64,7 +64,14 @@ Tensor words_of(const Tensor& labels, int64_t V) {
 Tensor cross_entropy(const Tensor& student, const Tensor& labels,
                      const std::optional<Tensor>& gradient, const std::optional<Tensor>& weights,
                      double label_smoothing, double z_loss) {
-  const Tensor loss = torch::stable::new_empty(student, {student.size(0)}, working_type(student));
+  const int64_t R = student.dim() ? student.size(0) : 0;
+  const ScalarType type = working_type(student);  // float32 or float64
+  check(student, "student", type, {kAnySize, kAnySize});
+  check(labels, "labels", ScalarType::Long, {R}, Strides::kAny);
+  if (gradient) check(*gradient, "gradient", type, {R, student.size(1)}, Strides::kWritten);
+  check_numbers(weights, "weights", R);
+  STD_TORCH_CHECK(!gradient || weights, "a gradient needs the weights of its rows");
+  const Tensor loss = torch::stable::new_empty(student, {R}, type);
   const Tensor places = words_of(labels, student.size(1));
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   const bool wide = student.scalar_type() == ScalarType::Double;
@@ -97,7 +104,7 @@ void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double
 template <typename W>
 void add_rows(const Tensor& rows, double* sums) {
   constexpr int64_t kLeast = 1024;  // columns, of which a thread takes no fewer
-  torch::stable::parallel_for(0, rows.size(1), kLeast, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows.size(1), kLeast, [&](int64_t begin, int64_t end) {
     for (int64_t i = 0; i < rows.size(0); ++i) {
       const W* row = data<W>(rows) + i * rows.stride(0);
       for (int64_t j = begin; j < end; ++j) sums[j] += row[j];
@@ -156,18 +163,26 @@ std::vector<Tensor> cross_entropy_of_states(
     bool needs_bias, int64_t vocabulary, double scale, double factor, double label_smoothing,
     double z_loss, bool narrow) {
   constexpr int64_t kTerms = 4, kTask = 1;
+  const bool half = hidden.scalar_type() == ScalarType::BFloat16;
+  const ScalarType type = working_type(hidden), own = half ? ScalarType::BFloat16 : type;
+  check(hidden, "hidden", own, {kAnySize, kAnySize}, Strides::kAny);
   const int64_t R = hidden.size(0), V = vocabulary;
+  check(weight, "weight", own, {kAnySize, hidden.size(1)}, Strides::kAny);
+  STD_TORCH_CHECK(V > 0 && V <= weight.size(0), "vocabulary: ", V, " of ", weight.size(0), " rows");
+  if (bias) check(*bias, "bias", check_floating(*bias, "bias"), {weight.size(0)}, Strides::kAny);
+  STD_TORCH_CHECK(bias || !needs_bias, "there is no bias that could need a gradient");
+  check(labels, "labels", ScalarType::Long, {R}, Strides::kAny);
+  check_numbers(weights, "weights", R);
+  check_numbers(denominator, "denominator");
   const bool wide = hidden.scalar_type() == ScalarType::Double, of_rows = count == 0;
   const bool learns = needs_hidden || needs_weight || needs_bias;
   STD_TORCH_CHECK(!learns || weights || !of_rows, "gradients of rows need their weights");
-  const ScalarType type = working_type(hidden);
   const double divisor = denominator ? value_of(*denominator) : count;
   const Tensor words = first_rows(weight, V);
   const Tensor places = words_of(labels, V);
   Tensor terms = torch::stable::new_empty(hidden, {kTerms, R}, type);
   torch::stable::fill_(terms, 0);
   const Rows losses = numbers_of(torch::stable::select(terms, 0, kTask));
-  const bool half = type_of(weight) == Type::kBFloat16;
   const int64_t most = half ? std::min(R, kLogitRows) : R;
   Tensor z = new_logits(hidden, most, V, type);
   const bool copies = half && (needs_hidden || needs_weight);

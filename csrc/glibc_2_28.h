@@ -12,6 +12,11 @@
 #endif
 
 #if defined(FASTKD_GLIBC)
+// These moved to libc's own library, under a new version.
+__asm__(".symver dladdr, dladdr" FASTKD_GLIBC);
+__asm__(".symver dlclose, dlclose" FASTKD_GLIBC);
+__asm__(".symver dlopen, dlopen" FASTKD_GLIBC);
+__asm__(".symver dlsym, dlsym" FASTKD_GLIBC);
 // The same numbers; glibc 2.29 has names for them that leave errno alone.
 __asm__(".symver exp, exp" FASTKD_GLIBC);
 __asm__(".symver exp2, exp2" FASTKD_GLIBC);

@@ -238,23 +238,21 @@ FASTKD_VECTORS void multiply_vectors(const Tile* a, const Tile* b, int64_t depth
   }
 }
 
-enum class Unit { kNone, kVectors, kTiles };
+bool has_vectors() {
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq");
+}
 
-Unit find_unit() {
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512dq")) {
-    return Unit::kNone;
-  }
+bool find_tiles() {
   constexpr unsigned kBits = 1 << 22 | 1 << 24;  // of bfloat16 in tiles, and of tiles
   constexpr long kAskForState = 0x1023, kTileData = 18;
   unsigned a, b, c, d = 0;
   const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBits) == kBits;
-  // The system keeps tiles only for processes that have asked.
-  if (has && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0) return Unit::kTiles;
-  return __builtin_cpu_is("amd") ? Unit::kVectors : Unit::kNone;
+  // Packing needs the vectors. The system keeps tiles only for processes that have asked.
+  return has && has_vectors() && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 }
 
-Unit unit() {
-  static const Unit found = find_unit();
+bool has_tiles() {
+  static const bool found = find_tiles();
   return found;
 }
 
@@ -269,7 +267,7 @@ struct Product {
   int64_t stride, slice_stride, slices, slice;
   bool add;
   uint16_t* halves = nullptr;  // bfloat16, in the place of ``out``
-  const bool by_tiles = unit() == Unit::kTiles;
+  bool by_tiles = true;
   int64_t block = kMostBlock, most = kDepth;
 
   int64_t tasks() const { return blocks(a) * blocks(b) * slices; }
@@ -397,10 +395,11 @@ Tensor with_dense_lines(const Tensor& x) {
   return x.stride(0) == 1 || x.stride(1) == 1 ? x : torch::stable::contiguous(x);
 }
 
-void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool add) {
+void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool add, bool by_tiles) {
   const Tensor a = with_dense_lines(left), b = with_dense_lines(right);
   const int64_t size = a.size(1), rows = a.size(0), columns = b.size(1);
   Product of{{a, true}, {b, false}, data<float>(out), out.stride(0), 0, 1, size, add};
+  of.by_tiles = by_tiles;
   if (type_of(out) == Type::kBFloat16) {
     of.halves = data<uint16_t>(out);
     // Sums that are ready after one step need no place of their own.
@@ -415,11 +414,11 @@ void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool a
   of.slices = (size + of.slice - 1) / of.slice;
   while (of.block > kLeastBlock && of.tasks() < kTasks) of.block /= 2;
   const auto run = [&](int64_t begin, int64_t end) { of.run(begin, end); };
-  if (of.slices == 1) return torch::stable::parallel_for(0, of.tasks(), 1, run);
+  if (of.slices == 1) return parallel_for(0, of.tasks(), 1, run);
   const Tensor parts = torch::stable::new_empty(out, {of.slices, rows, columns});
   of.out = data<float>(parts), of.stride = columns, of.slice_stride = rows * columns;
   of.add = false;
-  torch::stable::parallel_for(0, of.tasks(), 1, run);
+  parallel_for(0, of.tasks(), 1, run);
   each_row(rows, 4 * of.slices * columns, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* to = data<float>(out) + row * out.stride(0);
@@ -434,13 +433,20 @@ void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool a
 
 #else
 
-void multiply(const Tensor&, const Tensor&, const Tensor&, bool) {}
+bool has_tiles() { return false; }
+bool has_vectors() { return false; }
+void multiply(const Tensor&, const Tensor&, const Tensor&, bool, bool) {}
 
 #endif
 
-bool has_half_product() {
+// Whether a ``unit`` multiplies bfloat16 here: "tiles", "vectors", or the "fastest" if it is faster
+// than float32 products.
+bool has_half_product(const std::string& unit) {
+  if (unit == "tiles") return has_tiles();
+  if (unit == "vectors") return has_vectors();
+  STD_TORCH_CHECK(unit == "fastest", "unit: must be fastest, tiles or vectors, got ", unit);
 #ifdef FASTKD_VECTORS
-  return unit() != Unit::kNone;
+  return has_tiles() || (has_vectors() && __builtin_cpu_is("amd"));
 #else
   return false;
 #endif
@@ -448,11 +454,18 @@ bool has_half_product() {
 
 }  // namespace
 
-void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
-  STD_TORCH_CHECK(has_half_product(), "this processor does not multiply bfloat16");
-  STD_TORCH_CHECK(!add || type_of(out) == Type::kFloat, "sums are of float32");
+void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add,
+                  const std::string& unit) {
+  STD_TORCH_CHECK(has_half_product(unit), "this processor does not multiply bfloat16");
+  const bool rounds = out.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(!add || !rounds, "sums are of float32");
+  const bool wide = a.scalar_type() == ScalarType::Float;
+  check(a, "a", wide ? ScalarType::Float : ScalarType::BFloat16, {kAnySize, kAnySize}, Strides::kAny);
+  check(b, "b", ScalarType::BFloat16, {a.size(1), kAnySize}, Strides::kAny);
+  check(out, "out", rounds ? ScalarType::BFloat16 : ScalarType::Float, {a.size(0), b.size(1)},
+        Strides::kWritten);
   if (a.size(1) > 0) {
-    multiply(out, a, b, add);
+    multiply(out, a, b, add, unit != "vectors" && has_tiles());
   } else if (!add) {
     Tensor zeros = out;
     torch::stable::fill_(zeros, 0);
@@ -462,8 +475,8 @@ void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add)
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def("has_half_product() -> bool");
-  m.def("half_product(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()");
+  m.def("has_half_product(str unit='fastest') -> bool");
+  m.def("half_product(Tensor(a!) out, Tensor a, Tensor b, bool add, str unit='fastest') -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CompositeExplicitAutograd, m) {

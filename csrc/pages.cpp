@@ -35,7 +35,7 @@ double fetch(uintptr_t start, uintptr_t end, bool large) {
   const auto before = std::chrono::steady_clock::now();
   advise(start, end, large ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   const int64_t first = start / kLargePage, last = (end - 1) / kLargePage + 1;
-  torch::stable::parallel_for(first, last, 1, [&](int64_t from, int64_t to) {
+  parallel_for(first, last, 1, [&](int64_t from, int64_t to) {
     advise(std::max(start, from * kLargePage), std::min(end, to * kLargePage), kPopulateWrite);
   });
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - before;

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "parallel.h"
 #include "roots.h"
 #include "thread_lanes.h"
 
@@ -17,7 +18,7 @@ template <typename T>
 void each_matrix(const T* in, Sizes sizes, Options options, T* root, T* values, T* vectors) {
   const auto [batch, n] = sizes;
   const int64_t grain = std::max<int64_t>(1, 50000 / (n * n * n));  // tens of microseconds
-  torch::stable::parallel_for(0, batch, grain, [&, n = n](int64_t begin, int64_t end) {
+  parallel_for(0, batch, grain, [&, n = n](int64_t begin, int64_t end) {
     std::vector<char> memory(EigenScratch::matrices_size(n) + EigenScratch::vectors_size(n));
     const EigenScratch scratch(n, memory.data(), memory.data() + EigenScratch::matrices_size(n));
     for (int64_t i = begin; i < end; ++i) {

@@ -8,6 +8,10 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <mutex>
+#include <set>
+#include <utility>
+
 #include "roots.h"
 
 namespace fastkd {
@@ -59,6 +63,19 @@ __global__ void __launch_bounds__(Lanes::count, 1)
                vectors + item * size, EigenScratch(n, matrices, rest), lanes);
 }
 
+// Lets launches of a kernel take ``most`` bytes of shared memory. The setting belongs to the process:
+// one for each call would race with the launches of other threads.
+template <typename Kernel>
+void allow_shared_memory(Kernel* kernel, int device, int most) {
+  static std::mutex mutex;
+  static std::set<std::pair<Kernel*, int>> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count({kernel, device})) return;
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+  allowed.insert({kernel, device});
+}
+
 template <typename T>
 void launch(const T* in, const Tensor& a, Sizes sizes, Options options, T* root, T* values,
             T* vectors) {
@@ -81,8 +98,7 @@ void launch(const T* in, const Tensor& a, Sizes sizes, Options options, T* root,
     memory = torch::stable::new_empty(a, {&size, 1}, torch::headeronly::ScalarType::Byte);
     scratch = static_cast<unsigned char*>(memory.mutable_data_ptr());
   }
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+  allow_shared_memory(kernel, device, most);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   kernel<<<unsigned(batch), lanes, shared, cudaStream_t(stream)>>>(

@@ -34,7 +34,9 @@ void put_losses(const std::vector<double>& losses, const Tensor& result) {
 // The loss, and the gradients of the sides that need one.
 std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps, int64_t divisor,
                                    bool needs_dx, bool needs_dy) {
+  check(x, "x", check_floating(x, "x"), {kAnySize, kAnySize});
   const int64_t R = x.size(0), D = x.size(1);
+  check(y, "y", x.scalar_type(), {R, D});
   std::vector<Tensor> results{new_losses(x, "sum", {})};
   const auto gradient = [&](bool needed) {
     if (!needed) return Rows{};
@@ -65,12 +67,15 @@ const bool* bytes_of(const Mask& mask, Tensor& holder) {
 std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher, const Mask& mask,
                                  const std::string& divergence, double temperature, double scale,
                                  const Rows& gradient, const Rows& weights) {
+  const int64_t R = student.size(0), V = student.size(1);
+  check(teacher, "teacher", student.scalar_type(), {R, V});
+  check(mask, "mask", ScalarType::Bool, {R});
   const Divergence kind = divergence == "forward_kl"   ? Divergence::kForwardKl
                           : divergence == "reverse_kl" ? Divergence::kReverseKl
                           : divergence == "js"         ? Divergence::kJs
                                                        : Divergence::kAdaptiveKl;
   const SoftTargets of{rows_of(student), rows_of(teacher), kind, 1 / temperature, scale, gradient};
-  std::vector<double> losses(student.size(0));
+  std::vector<double> losses(R);
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
   const int64_t bytes = 3 * of.student.n * student.element_size();
@@ -92,6 +97,8 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
                                      const std::optional<Tensor>& denominator,
                                      const std::string& divergence, double temperature,
                                      double scale, const std::string& reduction, bool gradient) {
+  check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize});
+  check_numbers(denominator, "denominator");
   double divisor = 1;
   if (denominator) {
     divisor = value_of(*denominator);
@@ -118,6 +125,9 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
 Tensor soft_target_rows(const Tensor& student, const Tensor& teacher, const Mask& mask,
                         const std::optional<Tensor>& weights, const std::string& divergence,
                         double temperature, double scale) {
+  check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize},
+        weights ? Strides::kWritten : Strides::kRows);
+  check_numbers(weights, "weights", student.size(0));
   const Rows gradient = weights ? rows_of(student) : Rows{};
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   return vector_of(soft_targets(student, teacher, mask, divergence, temperature, scale, gradient,
@@ -150,6 +160,14 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
                             const std::optional<Tensor>& own, const std::optional<Tensor>& segments,
                             int64_t classes, bool others, bool own_too,
                             const std::string& reduction, bool gradient) {
+  const ScalarType type = check_floating(student, "student");
+  check(student, "student", type, {kAnySize, kAnySize, kAnySize});
+  check(teacher, "teacher", type, {student.size(0), student.size(1), student.size(2)});
+  check(rows, "rows", type, {kAnySize, student.size(1), student.size(2)});
+  check(mask, "mask", ScalarType::Bool, {student.size(0), student.size(1)});
+  check(rows_mask, "rows_mask", ScalarType::Bool, {rows.size(0), rows.size(1)});
+  check_places(own, "own", student.size(0), classes);
+  check_places(segments, "segments", rows.size(0), classes);
   const Positions z = positions_of(student), t = positions_of(teacher);
   const int64_t B = z.samples, P = z.positions, D = z.D;
   Tensor holders[4];
@@ -211,7 +229,12 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
 std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, const Mask& mask,
                               bool mean, int64_t layers, const std::string& reduction,
                               bool gradient) {
+  const ScalarType type = check_floating(student, "student");
+  check(student, "student", type, {kAnySize, kAnySize, kAnySize, kAnySize}, Strides::kContiguous);
   const int64_t B = student.size(0), H = student.size(1), N = student.size(3);
+  check(student, "student", type, {B, H, N, N}, Strides::kAny);
+  check(teacher, "teacher", type, {B, mean ? kAnySize : H, N, N}, Strides::kContiguous);
+  check(mask, "mask", ScalarType::Bool, {B, N});
   const auto rows = [=](const Tensor& x) { return Rows{data<char>(x), N, N, type_of(x)}; };
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
@@ -250,7 +273,17 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
                         const std::optional<Tensor>& high, const Tensor& labels,
                         const std::optional<Tensor>& count, int64_t k, int64_t ignore_index,
                         const std::string& reduction, bool gradient) {
-  const int64_t N = student.size(0), M = teacher.size(0), D = student.size(1);
+  const ScalarType type = check_floating(student, "student");
+  check(student, "student", type, {kAnySize, kAnySize});
+  const int64_t N = student.size(0), D = student.size(1);
+  check(teacher, "teacher", type, {kAnySize, D});
+  const int64_t M = teacher.size(0);
+  const bool wide = labels.scalar_type() == ScalarType::Double;
+  const ScalarType label = wide ? ScalarType::Double : ScalarType::Long;
+  check(labels, "labels", label, {M}, Strides::kAny);
+  check(low, "low", label, {N}, Strides::kAny);
+  check(high, "high", label, {N});
+  check_numbers(count, "count");
   std::vector<Tensor> results{new_losses(student, reduction, {N})};
   if (gradient) results.push_back(new_large(student, {N, D}, gradient_type(student)));
   const Rows dx = gradient ? rows_of(results.back()) : Rows{};
@@ -273,7 +306,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
       }
     });
   };
-  if (labels.scalar_type() == ScalarType::Double) {
+  if (wide) {
     fill(double(ignore_index));
   } else {
     fill(ignore_index);
@@ -418,6 +451,10 @@ double relations_of(const Groups& of, double weight, double eps, bool add, const
 // of their sum.
 std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher, const Mask& mask,
                                    double tokens, double samples, double eps, bool gradient) {
+  const ScalarType own = check_floating(student, "student");
+  check(student, "student", own, {kAnySize, kAnySize, kAnySize});
+  check(teacher, "teacher", own, {student.size(0), student.size(1), kAnySize});
+  check(mask, "mask", ScalarType::Bool, {student.size(0), student.size(1)});
   const ScalarType type = working_type(student);
   std::vector<Tensor> results{torch::stable::new_empty(student, {2}, type)};
   Positions dx{};

@@ -7,12 +7,15 @@ using Halves = VectorN<uint16_t, kFloats>;
 
 inline Floats from_bfloat16(Words bits) { return (Floats)(bits << 16); }
 
+// No step makes a subnormal float: a processor that flushes those to zero would lose small halves.
 inline Floats from_half(Words bits) {
   const Words size = (bits & 0x7fff) << 13;
-  // The exponent gets its new bias by a product, which is right for subnormal numbers too.
-  const Words scaled = (Words)((Floats)size * 0x1p112f);
-  const Words not_finite = (Words)(size >= 0x7c00u << 13) & 0x7f800000;
-  return (Floats)(scaled | not_finite | ((bits & 0x8000) << 16));
+  const Words normal = size + (112u << 23);  // the exponent with float's bias
+  // A subnormal half is m·2^-24: with the smallest normal exponent it reads as 2^-14 + m·2^-24.
+  const Words subnormal = (Words)((Floats)(normal + (1u << 23)) - 0x1p-14f);
+  Words wide = (Words)(size < 1u << 23) ? subnormal : normal;
+  wide |= (Words)(size >= 0x7c00u << 13) & 0x7f800000;
+  return (Floats)(wide | ((bits & 0x8000) << 16));
 }
 
 inline Words to_bfloat16(Floats x) {

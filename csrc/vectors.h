@@ -135,6 +135,20 @@ inline W largest(Vector<W> x) {
   return largest_of<W, kLanes<W>>(x);
 }
 
+// a·b + c rounded once, whatever -ffp-contract says: the compiler makes one instruction of the loop.
+template <typename W>
+inline Vector<W> fused(Vector<W> a, Vector<W> b, Vector<W> c) {
+  Vector<W> result;
+  for (int i = 0; i < kLanes<W>; ++i) {
+    if constexpr (sizeof(W) == sizeof(float)) {
+      result[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    } else {
+      result[i] = __builtin_fma(a[i], b[i], c[i]);
+    }
+  }
+  return result;
+}
+
 // Σ c(k)·x^k; c is a type, so that the compiler knows each number before it makes vectors.
 template <typename W, typename Series, int k = 0>
 inline Vector<W> series(Vector<W> x) {
@@ -196,7 +210,7 @@ inline Vector<W> raised_exp(Vector<W> x, Exponents<W> by, Bits<W>& below) {
   if constexpr (kFuses) {
     const W turn = by.turn * kParts;
     shifted = x * turn + kRound;
-    r = x * turn - (shifted - kRound);  // in turns
+    r = fused<W>(x, splat(turn), kRound - shifted);  // in turns; a rounded x·turn would lose it
     if constexpr (is_one) r += x * W(kParts * (1 / kLn2 - W(1 / kLn2)));
   } else {
     x *= by.slope;

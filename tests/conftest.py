@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from fastkd._core import dispatch
+from fastkd._core.products import HALF
 from tests.support.interpreter import MARKS, prepare
 
 prepare()
@@ -42,14 +43,19 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def _seeded_and_poisoned():
+def _seeded_and_poisoned(request):
     """Fixed seed; torch.empty returns NaN, so an element nobody wrote is seen."""
     seed(0)
+    flushes = request.node.get_closest_marker("flush_denormal") is not None
+    if flushes and not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't flush subnormal numbers")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before)
+    if flushes:
+        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +67,7 @@ def device() -> torch.device:
 def pytest_generate_tests(metafunc):
     """``backend``: torch, and those for which a module's ``TRITON_FUNCTION`` has a kernel.
 
+    In half precision C++ runs a second time with subnormal numbers flushed to zero.
     C++ not in tests of another function, whose names hold a word of the module's ``WITHOUT_CPP``.
     """
     if "backend" not in metafunc.fixturenames:
@@ -73,6 +80,9 @@ def pytest_generate_tests(metafunc):
         word in metafunc.function.__name__ for word in without_cpp
     ):
         backends.append(pytest.param("cpp", marks=MARKS["cpp"]))
+        if "dtype" in metafunc.fixturenames:
+            marks = [*MARKS["cpp"], pytest.mark.flush_denormal]
+            backends.append(pytest.param("cpp", marks=marks, id="cpp-flush"))
     metafunc.parametrize("backend", backends)
 
 
@@ -81,6 +91,8 @@ def _left_out(item) -> bool:
     if not hasattr(item, "callspec"):
         return False
     given = item.callspec.params
+    if item.get_closest_marker("flush_denormal") and given["dtype"] not in HALF:
+        return True
     if any(mark.kwargs["where"](given) for mark in item.iter_markers("left_out")):
         return True
     functions = {"triton": dispatch.TRITON_FUNCTIONS, "cpp": dispatch.CPP_FUNCTIONS}

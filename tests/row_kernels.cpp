@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <random>
 #include <thread>
@@ -24,6 +26,12 @@ constexpr int kBytes = FASTKD_BYTES;
 constexpr bool kFuses = false;
 #include "../csrc/vectors.h"
 }  // namespace fastkd::usual
+
+namespace fastkd::fused {
+constexpr int kBytes = FASTKD_BYTES;
+constexpr bool kFuses = true;
+#include "../csrc/vectors.h"
+}  // namespace fastkd::fused
 
 using namespace fastkd;
 using namespace fastkd::usual;
@@ -233,38 +241,62 @@ void products(int64_t n, int64_t D, std::mt19937& random) {
   }
 }
 
-// Roundings that exp errs by up to 0 and log(2/(1 + x)) from 0 to 1, over floats ``step`` apart;
-// without fused sums exp takes 1.2.
-void exp_and_log(uint32_t step) {
-  double worst_exp = 0, worst_log = 0;
-  const auto roundings = [](double found, double exact) {
-    const double unit = std::ldexp(1.0, std::max(std::ilogb(float(exact)) - 23, -149));
-    return std::abs(found - exact) / unit;
-  };
-  for (uint64_t bits = 0; bits < (1ull << 32); bits += kLanes<float> * uint64_t(step)) {
-    float x[kLanes<float>];
-    for (int i = 0; i < kLanes<float>; ++i) {
-      const uint32_t one = uint32_t(bits + i * uint64_t(step));
-      std::memcpy(&x[i], &one, sizeof(one));
-    }
-    const Vector<float> e = exp<float>(load(x)), l = log_over_mean<float>(splat(1.f), load(x));
-    for (int i = 0; i < kLanes<float>; ++i) {
-      if (x[i] >= 0 && x[i] < 1) {
-        const double exact = std::log(2 / (1 + double(x[i])));
-        worst_log = std::max(worst_log, roundings(l[i], exact));
-      }
+// |found − exact| in units of the last place of W.
+template <typename W>
+double roundings(W found, long double exact) {
+  const int digits = std::numeric_limits<W>::digits - 1;
+  const int least = std::numeric_limits<W>::min_exponent - std::numeric_limits<W>::digits;
+  return double(std::fabs(found - exact) / std::ldexp(1.0L, std::max(std::ilogb(W(exact)) - digits, least)));
+}
+
+// The exponential of a vector of x up to 0, to 1.5 roundings; ``next`` gives the numbers.
+template <typename W, typename Exp, typename Next>
+void exponential(const char* what, const Exp& exp_of, int64_t count, const Next& next) {
+  double worst = 0;
+  for (int64_t start = 0; start < count; start += kLanes<W>) {
+    W x[kLanes<W>], e[kLanes<W>];
+    for (int i = 0; i < kLanes<W>; ++i) x[i] = next(start + i);
+    exp_of(x, e);
+    for (int i = 0; i < kLanes<W>; ++i) {
       if (x[i] > 0) continue;
-      const double exact = std::exp(double(x[i]));
-      if (std::isnan(x[i]) || float(exact) == 0 || std::isinf(float(exact))) {
-        const bool right = std::isnan(x[i]) ? std::isnan(e[i]) : e[i] == float(exact);
-        if (!right) std::printf("exp(%g) is %g\n", double(x[i]), double(e[i]));
+      const long double exact = std::exp((long double)(x[i]));
+      if (std::isnan(x[i]) || W(exact) == 0) {
+        const bool right = std::isnan(x[i]) ? std::isnan(e[i]) : e[i] == 0;
+        if (!right) std::printf("%s(%g) is %g\n", what, double(x[i]), double(e[i]));
       } else {
-        worst_exp = std::max(worst_exp, roundings(e[i], exact));
+        worst = std::max(worst, roundings(e[i], exact));
       }
     }
   }
-  if (worst_exp > 1.5) std::printf("exp errs by %g roundings\n", worst_exp);
-  if (worst_log > 3) std::printf("log errs by %g roundings\n", worst_log);
+  if (!(worst <= 1.5)) std::printf("%s errs by %g roundings\n", what, worst);
+}
+
+// With and without fused products, of floats ``step`` apart and as many doubles.
+template <typename W, typename Next>
+void exponentials(int64_t count, const Next& next) {
+  exponential<W>("exp", [](const W* x, W* e) { usual::store(e, usual::exp<W>(usual::load(x))); },
+                 count, next);
+  exponential<W>("fused exp", [](const W* x, W* e) { fused::store(e, fused::exp<W>(fused::load(x))); },
+                 count, next);
+}
+
+void exp_and_log(uint32_t step, std::mt19937& random) {
+  const int64_t count = (1ll << 32) / step;
+  exponentials<float>(count, [&](int64_t i) {
+    const uint32_t bits = uint32_t(i * step);
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  });
+  std::uniform_real_distribution<double> from_least(-745, 0), near(-1, 0);
+  exponentials<double>(count, [&](int64_t i) { return i % 2 ? from_least(random) : near(random); });
+  double worst = 0;  // of log(2/(1 + x))
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = float(i) / float(count);
+    const auto found = log_over_mean<float>(splat(1.f), splat(x));
+    worst = std::max(worst, roundings(found[0], std::log(2 / (1 + (long double)(x)))));
+  }
+  if (worst > 3) std::printf("log errs by %g roundings\n", worst);
 }
 
 int main(int, char** arguments) {
@@ -290,5 +322,6 @@ int main(int, char** arguments) {
       knn(8200, type, random);  // two ranges
     }
   }
-  exp_and_log(rounds > 1 ? 997 : 99991);
+  std::mt19937 random(rounds);
+  exp_and_log(rounds > 1 ? 997 : 99991, random);
 }

@@ -5,9 +5,20 @@ import torch
 
 from fastkd._core import extension, products
 
-needs_unit = pytest.mark.skipif(
-    not (extension.CPU and torch.ops.fastkd_cpp.has_half_product()),
-    reason="needs a processor that multiplies bfloat16",
+
+def has(unit: str) -> bool:
+    return extension.CPU and torch.ops.fastkd_cpp.has_half_product(unit)
+
+
+NEEDS = "needs a processor that multiplies bfloat16"
+needs_unit = pytest.mark.skipif(not has("fastest"), reason=NEEDS)
+# AMX and avx512_bf16, each by itself, whichever `has_half_product` would choose.
+each_unit = pytest.mark.parametrize(
+    "unit",
+    [
+        pytest.param(unit, marks=pytest.mark.skipif(not has(unit), reason=f"{NEEDS} by {unit}"))
+        for unit in ("tiles", "vectors")
+    ],
 )
 # (M, K, N): one number, parts of tiles, more than a block, a sum in slices.
 SIZES = [(1, 1, 1), (1, 7, 300), (16, 32, 16), (33, 65, 47), (600, 40, 530), (70, 3000, 40)]
@@ -30,70 +41,70 @@ def assert_product(out, a, b, start=0.0):
     assert ((out - (start + a @ b)).abs() <= rounding * (abs(start) + a.abs() @ b.abs())).all()
 
 
-@needs_unit
+@each_unit
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_product(size, dtype):
+def test_product(size, dtype, unit):
     M, K, N = size
     for i in range(8):
         a = matrix(M, K, dtype, bool(i & 1))
         b = matrix(K, N, torch.bfloat16, bool(i & 2), seed=1)
         around = torch.full((M + 2, N + 7), 3.0)
         out, add = around[1:-1, 3:-4], bool(i & 4)
-        torch.ops.fastkd_cpp.half_product(out, a, b, add)
+        torch.ops.fastkd_cpp.half_product(out, a, b, add, unit)
         assert_product(out, a, b, 3.0 * add)
         out.fill_(3)
         assert (around == 3).all()
 
 
-@needs_unit
+@each_unit
 @pytest.mark.parametrize("size", [*SIZES, (300, 400, 70)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_product_that_is_rounded_once(size, dtype):
+def test_product_that_is_rounded_once(size, dtype, unit):
     M, K, N = size
     for i in range(2):
         a, b = matrix(M, K, dtype, bool(i)), matrix(K, N, torch.bfloat16, seed=1)
         around = torch.full((M + 2, N + 7), 3.0).bfloat16()
         out = around[1:-1, 3:-4]
-        torch.ops.fastkd_cpp.half_product(out, a, b, False)
+        torch.ops.fastkd_cpp.half_product(out, a, b, False, unit)
         wide, b = a.bfloat16().double(), b.double()
         rounding = 2.0**-8 * (wide @ b).abs() + 2.0**-20 * (wide.abs() @ b.abs())
         assert ((out - wide @ b).abs() <= 1.01 * rounding).all()
         out.fill_(3)
         assert (around == 3).all()
     with pytest.raises(RuntimeError, match="sums are of float32"):
-        torch.ops.fastkd_cpp.half_product(out, a, b, True)
+        torch.ops.fastkd_cpp.half_product(out, a, b, True, unit)
 
 
-@needs_unit
-def test_product_of_strided_and_empty_matrices():
+@each_unit
+def test_product_of_strided_and_empty_matrices(unit):
     a, b = torch.randn(5, 18)[:, ::2], torch.randn(9, 14).bfloat16()[:, ::2]
     out = torch.empty(5, 7)
-    torch.ops.fastkd_cpp.half_product(out, a, b, False)
+    torch.ops.fastkd_cpp.half_product(out, a, b, False, unit)
     assert_product(out, a, b)
-    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], True)
+    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], True, unit)
     assert_product(out, a, b)
-    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], False)
+    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], False, unit)
     assert (out == 0).all()
-    torch.ops.fastkd_cpp.half_product(out[:0], a[:0], b, False)
+    torch.ops.fastkd_cpp.half_product(out[:0], a[:0], b, False, unit)
 
 
-@needs_unit
+@each_unit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_not_finite_stays_in_its_row(dtype):
+def test_what_is_not_finite_stays_in_its_row(dtype, unit):
     a, b = matrix(40, 70, dtype).clone(), matrix(70, 40, torch.bfloat16, seed=1)
     a[3, 5], a[20, 69], a[33, 0] = float("inf"), float("nan"), -float("inf")
     out = torch.empty(40, 40)
-    torch.ops.fastkd_cpp.half_product(out, a, b, False)
+    torch.ops.fastkd_cpp.half_product(out, a, b, False, unit)
     torch.testing.assert_close(
         out, (a.bfloat16().double() @ b.double()).float(), equal_nan=True, rtol=1e-5, atol=1e-5
     )
 
 
-@needs_unit
+@each_unit
 @pytest.mark.parametrize("size", [(600, 40, 530), (70, 3000, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_threads(size, dtype):
+def test_bits_do_not_depend_on_threads(size, dtype, unit):
     M, K, N = size
     a, b = matrix(M, K, torch.float32), matrix(K, N, torch.bfloat16, seed=1)
     before, found = torch.get_num_threads(), []
@@ -101,7 +112,7 @@ def test_bits_do_not_depend_on_threads(size, dtype):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append(torch.empty(M, N, dtype=dtype))
-            torch.ops.fastkd_cpp.half_product(found[-1], a, b, False)
+            torch.ops.fastkd_cpp.half_product(found[-1], a, b, False, unit)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
@@ -132,3 +143,14 @@ def test_products_have_a_fake():
     args = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
     tests = "test_schema", "test_faketensor"
     torch.library.opcheck(torch.ops.fastkd_cpp.half_product.default, args, test_utils=tests)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="needs the extension")
+def test_units_that_are_not_there_are_refused():
+    given = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
+    with pytest.raises(RuntimeError, match="unit: must be fastest, tiles or vectors, got gpu"):
+        torch.ops.fastkd_cpp.half_product(*given, "gpu")
+    for unit in ("tiles", "vectors"):
+        if not has(unit):
+            with pytest.raises(RuntimeError, match="does not multiply bfloat16"):
+                torch.ops.fastkd_cpp.half_product(*given, unit)

@@ -66,6 +66,22 @@ def test_the_same_bits_on_any_number_of_threads(name, threads):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
 
 
+@needs_extension
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_small_halves_where_subnormal_numbers_are_flushed(name):
+    """Features of 2e-5 are subnormal in float16, but not in float32."""
+    student, teacher = (torch.randn(6, 5, D) * 2e-5 for D in (D_S, D_T))
+    student, teacher = student.half(), teacher.half()
+    wanted = value_and_grad(SUBJECTS[name], student, teacher)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't flush subnormal numbers")
+    try:
+        found = value_and_grad(SUBJECTS[name], student, teacher)
+    finally:
+        torch.set_flush_denormal(False)
+    torch.testing.assert_close(found, wanted)
+
+
 HERE = torch.backends.cpu.get_cpu_capability()
 OLDER = ("default", "avx2") if HERE == "AVX512" else ("default",)
 RANDOM_CALLS = """

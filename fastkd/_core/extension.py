@@ -116,7 +116,7 @@ ROW_KERNELS = {
     "cca": _cca_meta,
     "cross_entropy": lambda student, *rest: student.new_empty(student.shape[0]),
     "cross_entropy_of_states": _states_meta,
-    "half_product": lambda *matrices: None,
+    "half_product": lambda *matrices, unit="fastest": None,
     "take_pages": lambda x: None,
 }
 

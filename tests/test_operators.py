@@ -1,0 +1,170 @@
+"""The C++ operators by themselves, as exported and compiled graphs call them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastkd._core import extension
+
+pytestmark = pytest.mark.skipif(
+    not extension.CPU or torch.cuda.is_available(), reason="needs the extension, on the CPU"
+)
+ROOT = Path(__file__).resolve().parent.parent
+OPS = torch.ops.fastkd_cpp
+
+x = torch.randn(6, 5)
+cube = torch.randn(6, 4, 5)
+maps = torch.randn(2, 3, 4, 4)
+labels = torch.arange(6)
+SOFT = "forward_kl", 1.0, 1.0
+STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, vocabulary=7,
+              scale=1.0, factor=1.0, label_smoothing=0.0, z_loss=0.0, narrow=False)  # fmt: skip
+# By operator: positional arguments that it takes, and options.
+CALLS = {
+    "layer_norm_mse": ((x, x), dict(eps=0.0, divisor=1, needs_dx=True, needs_dy=True)),
+    "soft_target_loss": (
+        (x, x, torch.ones(6).bool(), torch.tensor(3.0), *SOFT, "batchmean", True),
+        {},
+    ),
+    "soft_target_rows": ((x.clone(), x, torch.ones(6).bool(), torch.rand(6), *SOFT), {}),
+    "cos_nce": (
+        (cube, cube, cube, torch.ones(6, 4).bool(), torch.ones(6, 4).bool(), labels, labels, 6),
+        dict(others=True, own_too=False, reduction="mean", gradient=True),
+    ),
+    "attention": (
+        (maps, maps, torch.ones(2, 4).bool()),
+        dict(mean=False, layers=1, reduction="mean", gradient=True),
+    ),
+    "knn": (
+        (x, x, labels, labels, labels, torch.tensor(6)),
+        dict(k=1, ignore_index=-100, reduction="sum", gradient=True),
+    ),
+    "relation_terms": (
+        (cube, cube, torch.ones(6, 4).bool()),
+        dict(tokens=1.0, samples=1.0, eps=1e-8, gradient=True),
+    ),
+    "cross_entropy": (
+        (x, labels % 5, x.clone(), torch.rand(6)),
+        dict(label_smoothing=0.0, z_loss=0.0),
+    ),
+    "cross_entropy_of_states": (
+        (x, torch.randn(8, 5), torch.randn(8), labels, torch.rand(6), torch.tensor(6.0)),
+        STATES,
+    ),
+}
+if extension.MKL:
+    CALLS["cca"] = (
+        (cube, cube, torch.ones(6, 4).bool()),
+        dict(ridge_s=0.1, ridge_t=0.1, top_k=0, gradient=True),
+    )
+if extension.CPU and OPS.has_half_product():
+    half = x.bfloat16()
+    CALLS["half_product"] = (torch.empty(6, 6), half, half.T, False), {}
+
+
+def changed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """A tensor of another size, dtype or number of dimensions."""
+    if kind == "dimensions":
+        return tensor[None, None, None]
+    if kind == "dtype":
+        return tensor.to(torch.int32)
+    return torch.cat([tensor, tensor]) if tensor.dim() else tensor.expand(3)
+
+
+@pytest.mark.parametrize("kind", ["size", "dtype", "dimensions"])
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_tensors_are_refused(name, kind):
+    """A size, dtype or number of dimensions that an operator can't take, in any of its tensors."""
+    arguments, options = CALLS[name]
+    getattr(OPS, name)(*arguments, **options)
+    schema = getattr(OPS, name).default._schema
+    for i, argument in enumerate(arguments):
+        if not isinstance(argument, torch.Tensor):
+            continue
+        wrong = (*arguments[:i], changed(argument, kind), *arguments[i + 1 :])
+        with pytest.raises(RuntimeError) as error:
+            getattr(OPS, name)(*wrong, **options)
+        named = [a.name for a in schema.arguments if f"{a.name}: " in str(error.value)]
+        assert named, error.value
+
+
+def test_strides_that_would_be_misread_are_refused():
+    wide = torch.randn(6, 10)[:, ::2]
+    soft = torch.ones(6).bool(), torch.rand(6), *SOFT
+    for call in (
+        lambda: OPS.layer_norm_mse(wide, x, 0.0, 1, True, False),
+        lambda: OPS.layer_norm_mse(x, wide, 0.0, 1, True, False),
+        lambda: OPS.soft_target_rows(x[:1].expand(6, 5), x, *soft),  # rows written over each other
+        lambda: OPS.attention(maps.mT, maps, None, False, 1, "mean", False),
+        lambda: OPS.relation_terms(cube.mT, cube.mT, None, 1.0, 0.0, 1e-8, False),
+    ):
+        with pytest.raises(RuntimeError, match=r"strides that .* pass \w+\.contiguous\(\)"):
+            call()
+
+
+def test_indices_out_of_range_are_refused():
+    arguments, options = CALLS["cos_nce"]
+    for place, name in ((5, "own"), (6, "segments")):
+        wrong = list(arguments)
+        wrong[place] = labels + 1
+        with pytest.raises(RuntimeError, match=f"{name}: 6 is not an index below 6"):
+            OPS.cos_nce(*wrong, **options)
+    arguments, options = CALLS["cross_entropy_of_states"]
+    with pytest.raises(RuntimeError, match="vocabulary: 9 of 8 rows"):
+        OPS.cross_entropy_of_states(*arguments, **options | {"vocabulary": 9})
+    with pytest.raises(RuntimeError, match="a gradient needs the weights"):
+        OPS.cross_entropy(x, labels % 5, x.clone(), None, 0.0, 0.0)
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_running_out_of_memory_on_a_thread_is_reported_as_such():
+    """The exception's type and text leave the parallel region."""
+    code = """
+import resource, torch
+from fastkd._core import extension
+x = torch.randn(1, 20_000, 1)
+torch.ops.fastkd_cpp.relation_terms(x[:, :2], x[:, :2], None, 1.0, 0.0, 1e-8, False)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, -1))
+try:
+    torch.ops.fastkd_cpp.relation_terms(x, x, None, 1.0, 0.0, 1e-8, False)
+except MemoryError as error:
+    print("MemoryError", error)
+"""
+    assert run(code) == "MemoryError std::bad_alloc\n"
+
+
+@pytest.mark.skipif(not extension.MKL or sys.platform != "linux", reason="torch has no MKL here")
+def test_functions_of_lapack_are_those_of_torch(tmp_path):
+    """Another BLAS that was loaded first has the same names."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    names = "dgemm_", "sgemm_", "dtrsm_", "dpotrf_", "dsyevd_", "dgesdd_"
+    source = tmp_path / "blas.cpp"
+    source.write_text(
+        "".join(f'extern "C" void {name}() {{ __builtin_trap(); }}\n' for name in names)
+    )
+    library = tmp_path / "blas.so"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    code = """
+import torch
+from fastkd._core import extension
+x, y = torch.arange(120.0).double().sin().view(2, 1, 12, 5).unbind()
+print(torch.ops.fastkd_cpp.cca(x, y, None, 0.1, 0.1, 0, True))
+"""
+    assert run(code, LD_PRELOAD=str(library)) == run(code)
