@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.train.options import option, run_option, training_option
-from fastkd.train.settings import Checked, device
+from fastkd.train.settings import ColumnOptions, device
 
 what_option = functools.partial(option, panel="What is compared")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudySettings(Checked):
-    """The options of `fastkd study`; what is given goes before what the file says."""
+class StudySettings(ColumnOptions):
+    """The options of `fastkd study`; what is given goes before what the file says.
+
+    Columns are those of all data sets of ``tasks``.
+    """
 
     spec: Path | None = option(None, "The study: a .toml or .yaml file.", flag="SPEC", saved=False)
     out: Path = run_option(Path("runs/study"), "Directory of the runs and the report.")

@@ -31,8 +31,8 @@ from fastkd.study.settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
-from fastkd.train.options import fits, option
-from fastkd.train.settings import Checked, Source, device, precision
+from fastkd.train.options import fits, given, option
+from fastkd.train.settings import Checked, ColumnOptions, Source, device, precision
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 from fastkd.train.written import (
     as_keys,
@@ -176,6 +176,7 @@ class Study(Checked):
 
 FIELDS = {field.name: field for field in dataclasses.fields(Study)}
 PATHS = ("train", "evals", "unlabelled", "test")
+COLUMNS = tuple(field.name for field in dataclasses.fields(ColumnOptions))
 OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps", "teacher_learning_rate")
 
 
@@ -187,8 +188,8 @@ def read(settings: StudySettings) -> Study:
     """
     spec = {} if settings.spec is None else {**tables(settings.spec)}
     folder = Path() if settings.spec is None else settings.spec.parent
-    given = ("seeds", "teacher", "steps", "seconds", "device")
-    spec.update({k: v for k in given if (v := getattr(settings, k)) not in (None, "auto")})
+    shared = ("seeds", "teacher", "steps", "seconds", "device")
+    spec.update({k: v for k in shared if (v := getattr(settings, k)) not in (None, "auto")})
     if settings.seconds is not None and settings.steps is None:
         spec["steps"] = None
     elif settings.steps is not None and settings.seconds is None:
@@ -205,9 +206,13 @@ def read(settings: StudySettings) -> Study:
         listed = values.split(",") if isinstance(values, str) else values
         methods[method] = {**methods[method], name: listed}
     spec["methods"] = methods
+    columns = given(settings, *COLUMNS)
+    if columns and not settings.tasks:
+        raise InputError(f"{columns[0]} is about --tasks NAME=FILES; a study's file names its own")
     if settings.tasks:
+        named = {name: x for name in COLUMNS if (x := getattr(settings, name))}
         spec["tasks"] = {
-            name: _task_of_words(name, value) for name, value in settings.tasks.items()
+            name: {**_task_of_words(name, value), **named} for name, value in settings.tasks.items()
         }
         folder = Path()
     return make(spec, folder)
@@ -354,8 +359,8 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
                 raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
         paths = {field: rest.pop(field) for field in PATHS if field in rest}
         check_types(where, rest, Source)
-        for field, given in paths.items():
-            rest[field] = path_of(f"{where}{field}", given, folder)
+        for field, path in paths.items():
+            rest[field] = path_of(f"{where}{field}", path, folder)
         with as_keys(f"tasks.{name} of the study", Source):
             source = Source(**rest)
     check_name(f"tasks.{name}", name)

@@ -291,6 +291,18 @@ def test_options_say_what_a_file_says(root):
     assert spec.read(StudySettings(tasks={"sst2": "hub"})).tasks[0].source.task == "sst2"
 
 
+def test_columns_are_those_of_all_data_sets_of_the_options(root):
+    columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
+    tasks = {name: f"{root}/train.tsv,{root}/dev.tsv" for name in ("a", "b")}
+    found = spec.read(StudySettings(tasks=tasks, **columns))
+    for task in found.tasks:
+        assert {name: getattr(task.source, name) for name in columns} == columns
+    with pytest.raises(InputError, match="--text-column is about --tasks NAME=FILES"):
+        spec.read(StudySettings(spec=write(root), text_column="one"))
+    with pytest.raises(InputError, match="docstrings and text_column exclude each other"):
+        spec.read(StudySettings(tasks={"docs": "docstrings"}, text_column="one"))
+
+
 @pytest.mark.parametrize(
     "methods, message",
     [

@@ -138,6 +138,18 @@ def test_labels_become_ids(tmp_path):
     assert names("2", "1", "01") == ["01", "1", "2"]  # in the same order in every process
 
 
+def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
+    """As rows that a finished model is evaluated on."""
+    train = "text\tlabel\nx\tgood\ny\tbad\nz\tpositive\n"
+    given = files(tmp_path, train, "text\tlabel\nx\tGood\ny\tpos\nz\tbad\n")
+    corpus = load(Source(**given))
+    assert corpus.names == ["bad", "good", "positive"]
+    assert corpus.evals[""].labels.tolist() == [1, 2, 0]
+    given = files(tmp_path, train + "x\tGood\n", "text\tlabel\nx\tGOOD\n")
+    with pytest.raises(InputError, match="row 2: label 'GOOD' does not occur in the training rows"):
+        load(Source(**given))
+
+
 def test_labels_are_classes_of_a_finished_model(tmp_path):
     """-1 was taken for 1, 1.0 for 10 and C++ for C: marks were left out."""
 

@@ -5,7 +5,7 @@ import functools
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -160,8 +160,9 @@ def encode(
     """Labels as class ids in the order of ``names``.
 
     Without ``names`` the classes are those of the training rows: whole numbers in numeric order,
-    else names in alphabetical order. A label that training never shows is an error, and so is one
-    that looks like a missing value, unless ``anything`` may be a class.
+    else names in alphabetical order. Evaluation rows may spell a class otherwise ("Good" for
+    "good"), as in `to_classes`. A label that training never shows is an error, and so is one that
+    looks like a missing value, unless ``anything`` may be a class.
     """
     read = functools.partial(_class_of, anything=anything)
     seen, *_ = [set(rows.each_label(read)) for rows in (train, *evals.values())]
@@ -171,18 +172,27 @@ def encode(
             names.sort(key=int)
     if len(names) < 2:
         raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
-    ids = {name: i for i, name in enumerate(names)}
+    class_of = _classes_by_name(names)
 
     def find(label: Any) -> int:
         name = as_name(label)
-        if name not in ids:
+        found = class_of(name)
+        if found is None:
             raise InputError(
-                f"label {name!r:.60} does not occur in the training rows; {nearest(name, ids)}"
+                f"label {name!r:.60} does not occur in the training rows; {nearest(name, names)}"
             )
-        return ids[name]
+        return found
 
     labelled = {k: rows.labelled(find, int) for k, rows in evals.items()}
     return train.labelled(find, int), labelled, list(names)
+
+
+def _classes_by_name(names: Sequence[str]) -> Callable[[str], int | None]:
+    """The number of the class of a name, or of the one class with its meaning."""
+    exact = {name: i for i, name in enumerate(names)}
+    meanings = [meaning(name) for name in names]
+    meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
+    return lambda name: exact.get(name, meant.get(meaning(name)))
 
 
 def with_labels(rows: Rows) -> tuple[Rows, Rows | None]:
@@ -210,16 +220,14 @@ def to_classes(
     """
     if order is not None:
         names = order
-    exact = {name: i for i, name in enumerate(names)}
-    meanings = [meaning(name) for name in names]
-    meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
+    class_of = _classes_by_name(names)
     numbered = order is None and not whole_numbers(names)
     numbered = numbered and whole_numbers(map(as_name, rows.raw_labels[0]))
     as_ids: set[int] = set()
 
     def find(label: Any) -> int:
         name = as_name(label)
-        found = exact.get(name, meant.get(meaning(name)))
+        found = class_of(name)
         if found is None and numbered and 0 <= int(name) < len(names):
             found = int(name)
             as_ids.add(found)
