@@ -14,7 +14,7 @@ from torch import nn
 
 from fastkd._core.extras import require
 from fastkd.analysis.layers import in_eval_mode
-from fastkd.train.columns import Columns, field, whole
+from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, whole
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.rows import UNLABELLED, Encoded, Rows
 from fastkd.train.score import rouge_l
@@ -22,6 +22,7 @@ from fastkd.train.tasks.causal_lm import Decoder, perplexity, sums_of_next
 from fastkd.train.tasks.task import Task, Tokens
 
 MESSAGES = "messages"
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 ASSISTANT = "assistant"
 # By which a template says what the assistant writes, to `apply_chat_template`.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,6 +33,7 @@ NEW_TOKENS = 128  # the longest answer that is written
 class Chat(Decoder):
     """Columns ``messages``: lists of objects with ``role`` and ``content``.
 
+    Rows with ``instruction``, perhaps ``input``, and ``output`` are conversations of one question.
     The tokenizer's chat template makes text of them; the losses count what the assistant says.
     Of a conversation longer than --max-length the last answer loses its end and what is before it
     its beginning, neither more than half of --max-length leaves it. What follows the last answer
@@ -56,9 +58,21 @@ class Chat(Decoder):
         return {MESSAGES: ["large_string"]}
 
     @classmethod
+    def settle(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+        if columns.text == MESSAGES and MESSAGES not in record and INSTRUCTION in record:
+            answer = None if columns.label is None else OUTPUT
+            columns = replace(columns, text=INSTRUCTION, label=answer)
+            columns = replace(columns, pair=INPUT if INPUT in record else None)
+        return settle_columns(columns, record, source)
+
+    @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         name = columns.text
-        messages = field(record, name, where)
+        messages = (
+            _of_instruction(record, columns, where)
+            if name == INSTRUCTION
+            else field(record, name, where)
+        )
         if not isinstance(messages, list):
             raise InputError(
                 f"{where}: column {name!r} is not a list of messages but {messages!r:.40}"
@@ -81,7 +95,7 @@ class Chat(Decoder):
 
     @classmethod
     def wanted(cls, columns: Columns) -> list[str]:
-        return [columns.text or MESSAGES]
+        return list(dict.fromkeys(super().wanted(columns)))
 
     @classmethod
     def texts(cls, rows: Rows) -> list[str]:
@@ -183,6 +197,20 @@ class Chat(Decoder):
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         shown = 'print(write([{"role": "user", "content": "..."}]))'
         return cls.piped("write", f'"{directory}"', shown)
+
+
+def _of_instruction(record: dict[str, Any], columns: Columns, where: str) -> list[dict[str, str]]:
+    """The conversation of an instruction, with its input behind an empty line, and its answer."""
+    question = text_of(record, columns.text, where)
+    if not holds_text(question):
+        return []
+    if record.get(INPUT) is not None:
+        more = text_of(record, INPUT, where)
+        question = f"{question}\n\n{more}" if holds_text(more) else question
+    messages = [{"role": "user", "content": question}]
+    if columns.label is None:
+        return messages
+    return [*messages, {"role": ASSISTANT, "content": text_of(record, columns.label, where)}]
 
 
 def _message(message: Any, number: int, name: str | None, where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -69,6 +70,32 @@ def read(path):
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     return make_chat_teacher(tmp_path_factory.mktemp("models") / "gpt2")
+
+
+def test_instructions_are_conversations(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"instruction": "Name it.", "input": "a film", "output": "film", "text": "x"},
+        {"instruction": "Say good.", "input": "", "output": "good"},
+        {"instruction": "Say good.", "input": None, "output": "good"},
+        {"instruction": "Say good.", "output": "good"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [[json.loads(x) for x in kept] for (kept,) in read(path).columns("messages")]
+    assert found == [says("Name it.\n\na film", "film"), *[says("Say good.", "good")] * 3]
+    bare = replace(TASK.columns, label=None)
+    one, *_ = read_file(path, bare, "--data", True, TASK).columns("messages")
+    assert [json.loads(x) for x in one[0]] == says("Name it.\n\na film")
+    table = tmp_path / "a.csv"
+    table.write_text("instruction,output\nSay good.,good\n")
+    assert [json.loads(x) for x in next(read(table).columns("messages"))[0]] == found[1]
+    for row, words in (
+        ({"instruction": "a"}, "no column 'output'"),
+        ({"instruction": " ", "input": "a", "output": "b"}, "column 'instruction' is empty"),
+        ({"instruction": "a", "output": ""}, "message 2, the answer, is empty"),
+        ({"instruction": ["a"], "output": "b"}, "column 'instruction' is not text"),
+    ):
+        refused(tmp_path, "chat", json.dumps(row), words)
 
 
 def test_every_command_takes_it(teacher, tmp_path):
