@@ -92,6 +92,7 @@ class BlocksBackbone(Backbone):
 
     shows_states = False
     mixes_documents = False  # nothing is known; tried out
+    num_tokens = None
 
     def __init__(self, model: Blocks, name: str) -> None:
         inner: Any = model.model

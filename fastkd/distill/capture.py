@@ -216,6 +216,15 @@ class Backbone(Model):
         return owner.get_input_embeddings()  # type: ignore[no-any-return]
 
     @property
+    def num_tokens(self) -> int | None:
+        """Rows of the table that ``input_ids`` are looked up in, where there is one."""
+        try:
+            table = self.inner.get_input_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            return None
+        return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return next(self.inner.parameters()).dtype

@@ -15,7 +15,14 @@ from fastkd.distill.batch import SPAN_LABELS, Part, put_back, split_inputs
 from fastkd.distill.capture import Backbone, replaced_embeddings
 from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens
 from fastkd.distill.method import Method, Term, weighted
-from fastkd.distill.sides import Teachers, check_documents, check_side, run
+from fastkd.distill.sides import (
+    Teachers,
+    check_documents,
+    check_side,
+    check_tokens,
+    check_vocabularies,
+    run,
+)
 from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, countable
 from fastkd.distributed import Ranks
 
@@ -82,9 +89,14 @@ class Engine:
                 teacher.check_own_inputs(method, spanned, spans is not None)
             if spans is not None:
                 part.align(spans)
+        if self.method.uses_teacher:
+            check_vocabularies(self.student, self.teachers, part)
+        check_tokens(self.student, "student", "", part.batch)
         check_documents("student", self.student, part)
         for teacher, method in self.teachers.with_methods(self.method):
             for backbone in teacher.live if method.uses_teacher else ():
+                prefix = "teacher_" if part.teacher else ""
+                check_tokens(backbone, "teacher", prefix, part.read_by_teacher.batch)
                 check_documents("teacher", backbone, part.read_by_teacher)
         return part
 

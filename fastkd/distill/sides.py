@@ -5,12 +5,14 @@ Every teacher is asked the same, whichever of these it is.
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastkd._core.numerics import values_readable
 from fastkd.analysis.layers import Batches
 from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.batch import Part
@@ -21,6 +23,7 @@ from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
 from fastkd.distill.step import Outputs, observed, pooled_rows
+from fastkd.distill.vocabulary import other_vocabulary
 
 
 class Teacher:
@@ -30,6 +33,8 @@ class Teacher:
         self.model = backbone_of(module, "teacher")
         #: The model that runs, if one does.
         self.live = [self.model]
+        #: Whether its vocabulary was compared with the student's.
+        self.vocabulary_compared = False
 
     @property
     def module(self) -> Any:
@@ -187,6 +192,41 @@ def check_side(readers: list[Backbone], batch: dict[str, Any]) -> None:
                 f"attention_mask: rows are padded on the left for a head that reads the last "
                 f"position, and {reader.class_name} may count positions from the padding; pass "
                 "position_ids"
+            )
+
+
+def check_tokens(backbone: Backbone, name: str, prefix: str, inputs: dict[str, Any]) -> None:
+    """Raise for ids that a model of texts alone doesn't know, where they can be read."""
+    ids, known = inputs.get("input_ids"), backbone.num_tokens
+    # Models of texts and images may have tokens of images beyond their vocabulary.
+    others = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs.values())
+    if known is None or others or not isinstance(ids, torch.Tensor) or not values_readable(ids):
+        return
+    largest = int(ids.max()) if ids.numel() else 0
+    if largest >= known:
+        raise ValueError(
+            f"{prefix}input_ids: the id {largest} is not one of the {known} tokens that the "
+            f"{name} ({backbone.class_name}) knows; pass its own tokenizer's ids"
+        )
+
+
+def check_vocabularies(student: Backbone, teachers: Teachers, part: Part) -> None:
+    """Warn once where a teacher reads the student's ids, but has another vocabulary."""
+    if part.teacher is not None or "input_ids" not in part.batch:
+        return
+    for teacher in teachers.each:
+        model = teacher.model
+        if not teacher.live or teacher.vocabulary_compared:
+            continue
+        teacher.vocabulary_compared = True
+        own, others = student.num_tokens, model.num_tokens
+        # Tokenizers, and the tokens of two heads, were compared before.
+        compared = student.tokenizer is not None or model.vocabulary is not None
+        if own is not None and others is not None and own != others and not compared:
+            warnings.warn(
+                f"the student: {other_vocabulary(own, others)} (tokenizers=... has that checked; "
+                "TwoTokenizers gives each side its own)",
+                stacklevel=2,
             )
 
 

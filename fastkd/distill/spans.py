@@ -69,7 +69,7 @@ class TwoTokenizers:
     names, the teacher's with ``teacher_`` before them, ``student_spans`` and ``teacher_spans``.
 
     Args:
-        student, teacher: fast tokenizers of transformers.
+        student, teacher: fast tokenizers of transformers, by keyword.
         options: for both, such as ``truncation=True, max_length=128``.
 
     Raises:
@@ -77,7 +77,7 @@ class TwoTokenizers:
             of words, in each of which offsets begin anew.
     """
 
-    def __init__(self, student: Any, teacher: Any, **options: Any) -> None:
+    def __init__(self, *, student: Any, teacher: Any, **options: Any) -> None:
         if options.get("is_split_into_words"):
             raise ValueError("is_split_into_words hides where words stand in their text; join them")
         for name, tokenizer in (("student", student), ("teacher", teacher)):

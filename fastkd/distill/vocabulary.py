@@ -10,6 +10,14 @@ LARGEST_PADDING = 1024
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 
 
+def other_vocabulary(student: int, teacher: int) -> str:
+    """What is wrong with a student whose vocabulary has another size than the teacher's."""
+    return (
+        f"its vocabulary has {student} tokens, the teacher's {teacher}; both must read the same "
+        "tokens"
+    )
+
+
 def shared_words(teacher: Model, student: Model) -> int | None:
     """n, where the first n words of both heads are the same and others stand behind them.
 

@@ -22,6 +22,7 @@ from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
+from fastkd.distill.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.classes import by_names
 from fastkd.train.corpus import Corpus
@@ -391,10 +392,7 @@ def _student_from_path(
             f"--student {name}: its tokenizer has {len(tokenizer)} tokens, its vocabulary {known}"
         )
     if not own_tokens and known != teacher.vocab_size:
-        raise InputError(
-            f"--student {name}: its vocabulary has {known} tokens, the teacher's "
-            f"{teacher.vocab_size}; both must read the same tokens"
-        )
+        raise InputError(f"--student {name}: {other_vocabulary(known, teacher.vocab_size)}")
     if not own_tokens and settings.tokenizer is None:
         check_words("--student", name, tokenizer, settings.trust_remote_code)
     theirs = task.names or []

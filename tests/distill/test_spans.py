@@ -21,6 +21,7 @@ from fastkd.distill import (
     align_spans,
 )
 from fastkd.distill.verify import taken
+from fastkd.distill.vocabulary import other_vocabulary
 from tests.distill.models import classifier, eager, model, set_dropout, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -54,7 +55,7 @@ def pair(student="bert", teacher="llama", hidden=24):
 
 
 def data(left=False):
-    batch = TwoTokenizers(word_pieces(), characters(left))(TEXTS)
+    batch = TwoTokenizers(student=word_pieces(), teacher=characters(left))(TEXTS)
     batch["labels"] = torch.tensor([0, 1, 1, 0])
     return batch
 
@@ -106,7 +107,7 @@ def test_what_only_one_side_has_read_is_left_out():
 def test_pairs_of_texts():
     """The second text's words are not the first's, though both begin at character 0."""
     texts = ["the cat", "cat"], ["in well", "the garden"]
-    batch = TwoTokenizers(word_pieces(), characters())(*texts)
+    batch = TwoTokenizers(student=word_pieces(), teacher=characters())(*texts)
     for side in ("student", "teacher"):
         found = [set(row.tolist()) - {-1} for row in batch[f"{side}_spans"]]
         assert found == [{0, 1, 2, 3}, {0, 1, 2, 3}]
@@ -119,8 +120,11 @@ def test_pairs_whose_first_text_is_cut_off():
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]
         return t.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
 
-    two = tokenizer("aa", "##aa", "x", "y"), tokenizer("aaaa", "x", "y")
-    tokenizers = TwoTokenizers(*two, truncation="only_first", max_length=7)
+    two = {
+        "student": tokenizer("aa", "##aa", "x", "y"),
+        "teacher": tokenizer("aaaa", "x", "y"),
+    }
+    tokenizers = TwoTokenizers(**two, truncation="only_first", max_length=7)
     batch = tokenizers(["aaaa aaaa aaaa", "aaaa"], ["x y", "y"])
     assert batch["student_spans"].tolist() == [[-1, 0, 0, -1, 1, 2, -1], [-1, 0, 0, -1, 1, -1, -1]]
     assert batch["teacher_spans"].tolist() == [
@@ -128,7 +132,7 @@ def test_pairs_whose_first_text_is_cut_off():
         [-1, 0, -1, 1, -1, -1, -1],
     ]
     with pytest.raises(ValueError, match="is_split_into_words hides where words stand"):
-        TwoTokenizers(*two, is_split_into_words=True)
+        TwoTokenizers(**two, is_split_into_words=True)
 
 
 def by_hand(distiller, batch, layers, side):
@@ -270,9 +274,44 @@ def test_half_precision_and_refusals(tmp_path):
     tokenizer = characters()
     tokenizer.pad_token = None
     with pytest.raises(ValueError, match="teacher's tokenizer has no padding token"):
-        TwoTokenizers(word_pieces(), tokenizer)
+        TwoTokenizers(student=word_pieces(), teacher=tokenizer)
     cache = distiller.cache_teacher(
         [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}], tmp_path
     )
     with pytest.raises(ValueError, match="known by the student's tokens"):
         Distiller(cache, student, FCD())(**batch)
+
+
+def test_whose_tokenizer_is_whose_is_said():
+    """A Distiller takes the teacher first: by place the tokens would be the other model's."""
+    with pytest.raises(TypeError, match="positional"):
+        TwoTokenizers(word_pieces(), characters())
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_ids_beyond_a_vocabulary_are_refused(side):
+    distiller, batch = Distiller(*pair(), FCD()), data()
+    name = "input_ids" if side == "student" else "teacher_input_ids"
+    batch[name][1, 2] = 60
+    message = rf"{name}: the id 60 is not one of the 60 tokens that the {side} \(\w+\) knows"
+    with pytest.raises(ValueError, match=message):
+        distiller(**batch)
+
+
+def test_other_vocabularies_of_the_same_ids_are_said_once(recwarn):
+    torch.manual_seed(0)
+    teacher, student = classifier("bert"), classifier("bert", layers=2, vocab_size=50)
+    distiller = Distiller(teacher, student, FCD())
+    batch = {"input_ids": torch.randint(5, 50, (4, 6)), "labels": torch.tensor([0, 1, 1, 0])}
+    for _ in range(2):
+        distiller(**batch)
+    (warning,) = (str(w.message) for w in recwarn)
+    assert warning.startswith(f"the student: {other_vocabulary(50, 60)}")
+    with pytest.raises(ValueError, match=r"input_ids: the id 55 is not one of the 50 tokens"):
+        distiller(**{**batch, "input_ids": torch.full((4, 6), 55)})
+    # Inputs of the teacher's own, or tokenizers that were compared, say that it is meant.
+    distiller = Distiller(teacher, student, LRKD())
+    distiller(**batch, teacher_input_ids=batch["input_ids"])
+    same = word_pieces()
+    Distiller(teacher, student, FCD(), tokenizers=same)(**batch)
+    assert len(recwarn) == 1
