@@ -54,12 +54,12 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     faster = ""
     if "teacher" in batch:
         times = batch["teacher"] / batch["student"]
-        faster = f"{compared(times, 'faster', 'slower')} and "
+        faster = f"{compared(times, 'faster', 'slower', 'as fast')} and "
+    smaller = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
     say(
         console,
-        f"the student is {faster}"
-        f"{compared(sizes['teacher'] / sizes['student'], 'smaller', 'larger')}\n"
-        f"best student: epoch {best['epoch']:g}, {format_scores(best['losses'])}\n"
+        f"the student is {faster}{smaller}\n"
+        f"best student: epoch {round(best['epoch'], 2):g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",
     )

@@ -103,12 +103,12 @@ def one_sentence(goes_on: Callable[[], str] = str) -> Iterator[None]:
     except InputError as error:
         _fail(str(error), 2)
     except Interrupted as error:
-        _fail(str(error), error.code)
+        _end(str(error), error.code)
     except (RunFailed, MissingExtra) as error:
         _fail(str(error), 1)
     except KeyboardInterrupt as error:
-        message = f"stopped; what was saved before is intact{goes_on()}"
-        _fail(message, getattr(error, "code", 130))
+        message = f"Stopped; what was saved before is intact{goes_on()}"
+        _end(message, getattr(error, "code", 130))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
@@ -123,9 +123,14 @@ def one_sentence(goes_on: Callable[[], str] = str) -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> None:
-    """End with a sentence, told by one process."""
+    """End with an error in a sentence."""
+    _end(f"Error: {message}", code)
+
+
+def _end(message: str, code: int) -> None:
+    """End with a sentence on standard error, printed by one process."""
     if processes.first_to_fail():
-        typer.echo(f"Error: {' '.join(message.split())}", err=True)
+        typer.echo(" ".join(message.split()), err=True)
     raise typer.Exit(code)
 
 

@@ -1,5 +1,6 @@
 """`fastkd study`, from its options to its report."""
 
+import math
 import os
 
 from rich.console import Console
@@ -32,11 +33,10 @@ def run(settings: StudySettings, console: Console) -> None:
     if not number:
         report.claim(settings.out)
     with stopping_at_once(), RichDisplay(console) as display:
-        count = len(study.tasks) * len(study.variants) * len(study.seeds)
-        display.say(
-            f"{count} runs: {len(study.tasks)} data sets, {len(study.variants)} variants, "
-            f"{len(study.seeds)} seeds, {study.budget} each"
-        )
+        parts = {"data set": study.tasks, "variant": study.variants, "seed": study.seeds}
+        count = math.prod(map(len, parts.values()))
+        names = (f"{len(x)} {name}{'s' * (len(x) != 1)}" for name, x in parts.items())
+        display.say(f"{count} run{'s' * (count != 1)}: {', '.join(names)}, {study.budget} each")
         runs = Runs(study, settings.runs or settings.out, display)
         whole = runs.train(1 if together > 1 else settings.jobs)
         if number:  # the first of a launcher's processes writes the report

@@ -23,7 +23,9 @@ def verify(settings: VerifySettings, console: Console) -> bool:
     """
     be_quiet()
     with stopping_at_once(), RichDisplay(console) as display:
-        few = dataclasses.replace(settings, max_train_rows=settings.rows)
+        # No row is evaluated, but a corpus has some.
+        evals = settings.evals or settings.train
+        few = dataclasses.replace(settings, max_train_rows=settings.rows, evals=evals)
         run = load(few, settings.rows, display, fresh_head=True)
         distiller = assemble(settings, run, select(settings, run)).to(run.device)
         rows = run.train_rows

@@ -1,10 +1,11 @@
 """The model card of a student: what it is, from whom, its scores, how to load it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastkd._core.extras import require
-from fastkd.train import tasks
+from fastkd.train import lora, tasks
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
 
@@ -46,7 +47,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         scores[who] = " | ".join("" if x is None else f"{x:.4f}" for x in found)
     seconds, size, faster = report["seconds_a_batch"], report["parameters"], ""
     if "teacher" in seconds:
-        times = compared(seconds["teacher"] / seconds["student"], "faster", "slower")
+        times = compared(seconds["teacher"] / seconds["student"], "faster", "slower", "as fast")
         faster = f", {times} on the machine that trained it"
     text = TEXT.read_text("utf-8").format(
         data=data.to_yaml(),
@@ -56,7 +57,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         version=report["fastkd"],
         made=_made(settings["method"]),
         teacher=teacher,
-        smaller=compared(size["teacher"] / size["student"], "smaller", "larger"),
+        smaller=compared(size["teacher"] / size["student"], "smaller", "larger", "as large"),
         faster=faster,
         headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
         rules="---:|" * (len(columns) - 1) + "---:",
@@ -64,6 +65,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         student_scores=scores["student"],
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
         labels=task.about(report),
+        adapters=_adapters(settings, report, task.head, Path(directory).name),
         usage=task.usage(report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
@@ -73,3 +75,27 @@ def _made(method: str) -> str:
     if method == "labels":
         return "trained on the labels alone, and compared with the teacher"
     return f"distilled with the method `{method}` from the teacher"
+
+
+def _adapters(settings: Mapping[str, Any], report: Mapping[str, Any], head: str, name: str) -> str:
+    """How to make the base of LoRA adapters that isn't saved; nothing without such adapters."""
+    if not settings.get("lora") or settings["student"] is not None:
+        return ""
+    if settings["teacher_cache"] is not None:
+        base = f'{head}.from_pretrained("{settings["teacher_cache"]}/student")'
+        made = f"base = {base}\n"
+        needs = ""
+    else:
+        needs = "from fastkd.distill import student_from_teacher\n"
+        teacher = "teacher" if settings["finetune_teacher"] else settings["teacher"]
+        sizes = f", config={dict(settings['student_config'])}" if settings["student_config"] else ""
+        made = (
+            f'teacher = {head}.from_pretrained("{teacher}")\n'
+            f"base = student_from_teacher(teacher, {report['teacher_layers']}{sizes}).float()\n"
+        )
+    return (
+        f"The LoRA adapters by themselves are in `{lora.ADAPTER}/`. Their base isn't saved; this "
+        "makes it:\n\n```python\n"
+        f"from peft import PeftModel\nfrom transformers import {head}\n{needs}\n{made}"
+        f'model = PeftModel.from_pretrained(base, "{name}/{lora.ADAPTER}")\n```\n\n'
+    )

@@ -52,6 +52,8 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
         raise InputError(
             f"{option} {name}: this is a file; give the directory that holds the model"
         )
+    if not (local / "config.json").exists() and (local / "student/config.json").exists():
+        raise InputError(f"{option} {name}: it holds no model; did you mean {local / 'student'}?")
     if not local.exists():
         hub_answers()
     try:

@@ -219,8 +219,8 @@ class Output:
         free = free_bytes(self.path)
         if needed > free:
             raise InputError(
-                f"--out {self.path}: this run writes up to {needed / 2**20:,.0f} MiB, "
-                f"and the disk has {free / 2**20:,.0f} MiB left"
+                f"--out {self.path}: this run writes up to {_size(needed)}, "
+                f"and the disk has {_size(free)} left"
             )
 
     def finish(self) -> None:
@@ -238,6 +238,11 @@ class Output:
                 remove_own(self.work / name)
             Checkpoints(self.work / CHECKPOINTS[name], {}).clear()
         self.kept = discard(self.work) or self.kept
+
+
+def _size(count: int) -> str:
+    """A number of bytes to be read."""
+    return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:,.0f} KiB"
 
 
 def _run_of(directory: Path) -> dict[str, Any] | None:

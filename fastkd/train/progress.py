@@ -66,9 +66,12 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}"
 
 
-def compared(ratio: float, more: str, less: str) -> str:
-    """So many times ``more``, such as faster; a ratio below 1 is one above of ``less``."""
-    return f"{ratio:.1f} times {more}" if ratio >= 1 else f"{1 / ratio:.1f} times {less}"
+def compared(ratio: float, more: str, less: str, same: str) -> str:
+    """How many times ``more`` (such as faster) or ``less``; ``same`` where that rounds to 1.0."""
+    times = f"{max(ratio, 1 / ratio):.1f}"
+    if times == "1.0":
+        return same
+    return f"{times} times {more if ratio > 1 else less}"
 
 
 def format_scores(values: Mapping[str, float]) -> str:

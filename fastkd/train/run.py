@@ -323,7 +323,7 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
             distiller = None  # its student is one of the teacher as it was
             _finetune(settings, out, run)
         report = _distil(settings, out, run, distiller)
-        report["seconds"]["total"] = time.perf_counter() - started
+        report["seconds"]["total"] += time.perf_counter() - started
         processes.by_first(lambda: _finish(settings, out, report))
         _tell_kept(out, display)
         display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
@@ -617,7 +617,10 @@ def _distil(
         "teacher": teacher_scores,
     }
     watch = _watch(settings, out, run, out.student, student, report)
+    began = time.perf_counter()
     history = run.distil(distiller, settings.method, settings.on_policy, **watch)
+    training = history[-1]["seconds"]
+    before = max(0.0, training - (time.perf_counter() - began))  # --resume
     run.display.say("scoring and timing the best student ...")
     report.update(_of_best(settings, out, run, student, report))
     # What the saved student says of itself: that is what people get. Others might look too late,
@@ -628,7 +631,7 @@ def _distil(
         "compared_layers": distiller.method.teacher_layers,
         "complete": True,
         "history": history,
-        "seconds": {"training": history[-1]["seconds"]},
+        "seconds": {"training": training, "total": before},
     }
 
 

@@ -238,5 +238,5 @@ def test_verify_prints_a_table(call, tmp_path, monkeypatch):
         assert name in output
     assert "differs" not in output
     bare = make_teacher(tmp_path / "bare", head=False, **STILL)
-    assert "by definition" in call("verify", None, teacher=bare, rows=4, ranks=0)
+    assert "by definition" in call("verify", None, teacher=bare, rows=4, ranks=0, eval=None)
     assert "--rows" in call("verify", None, rows=1, expect=2)

@@ -167,6 +167,20 @@ def test_what_is_slower_and_larger_is_called_so(tmp_path):
     assert 'classify("...")' in card
 
 
+def test_equal_sizes_and_class_names_of_the_card(tmp_path):
+    file = io.StringIO()
+    report = report_with(
+        labels=["<b>a|b</b>", "*c_d*\ne"], parameters={"teacher": 100, "student": 99}
+    )
+    report["best"]["epoch"] = 0.285714
+    show(report, tmp_path, Console(file=file, width=120))
+    assert "1.7 times slower and as large" in file.getvalue()
+    assert "best student: epoch 0.29," in file.getvalue()
+    write_card(tmp_path, report)
+    card = (tmp_path / "README.md").read_text()
+    assert r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e." in card and "`./t`: as large, " in card
+
+
 def test_the_card_of_a_pair_task_shows_two_texts(tmp_path):
     write_card(tmp_path, report_with(paired=True))
     assert 'classify({"text": "...", "text_pair": "..."})' in (tmp_path / "README.md").read_text()

@@ -171,6 +171,12 @@ def test_onnx_files_of_something_else(folder, tmp_path):
         assert said in run(*words, "--onnx", path, expect=2)
 
 
+def test_a_runs_directory_in_place_of_its_student(folder):
+    for words in (["export"], ["evaluate", "--data", folder / "dev.tsv"]):
+        said = run(*words, "--model", folder / "out", expect=2)
+        assert said.endswith(f"did you mean {folder / 'out/student'}?\n")
+
+
 def test_card_and_report(folder, report):
     card = ModelCard.load(folder / "out" / "student" / "README.md")
     assert card.data.library_name == "transformers"

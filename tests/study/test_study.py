@@ -165,7 +165,7 @@ def test_a_stop_says_that_the_same_command_goes_on(root, monkeypatch, step):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 143, result.output
     assert result.stderr.splitlines()[-1] == (
-        "Error: stopped; what was saved before is intact, the same command goes on"
+        "Stopped; what was saved before is intact, the same command goes on"
     )
 
 

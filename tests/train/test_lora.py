@@ -50,6 +50,12 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
     both = PeftModel.from_pretrained(base, student / "adapter").eval()
     ids = torch.arange(12).view(2, 6)
     torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
+    # The student's card says how to make such a base.
+    code = (student / "README.md").read_text().split("```python\n")[2].split("```")[0]
+    monkeypatch.chdir(tmp_path / "out")
+    made: dict = {}
+    exec(code, made)
+    torch.testing.assert_close(made["model"].eval()(ids).logits, both(ids).logits)
     run("evaluate", model=student, data=chat["eval"], out=tmp_path / "scores.json", device="cpu")
     report = read_json(student / "fastkd.json")
     assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())

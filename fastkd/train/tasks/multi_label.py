@@ -16,7 +16,14 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.labels import as_name
 from fastkd.train.rows import UNLABELLED, Encoded
-from fastkd.train.tasks.task import LABELS, ListedTask, Tokens, example_of, probabilities
+from fastkd.train.tasks.task import (
+    LABELS,
+    ListedTask,
+    Tokens,
+    example_of,
+    listed,
+    probabilities,
+)
 
 BETWEEN = "|"
 
@@ -79,9 +86,14 @@ class MultiLabel(ListedTask):
                 warnings.filterwarnings("ignore", "No positive class found")
                 return scorers.average_precision_score(true, answers, average="macro")
 
+        def f1(average: str) -> float:
+            # scikit-learn takes one column for two classes, of which "no" would count as well.
+            average = average if len(self.classes) > 1 else "binary"
+            return scorers.f1_score(true, found, average=average, zero_division=0)
+
         compute = {
-            "micro_f1": lambda: scorers.f1_score(true, found, average="micro", zero_division=0),
-            "macro_f1": lambda: scorers.f1_score(true, found, average="macro", zero_division=0),
+            "micro_f1": lambda: f1("micro"),
+            "macro_f1": lambda: f1("macro"),
             "mean_average_precision": precision,
         }
         return {name: float(compute[name]()) for name in metrics}
@@ -110,7 +122,7 @@ class MultiLabel(ListedTask):
 
     @classmethod
     def about(cls, report: Mapping[str, Any]) -> str:
-        return f"Labels: {', '.join(report['labels'])}."
+        return f"Labels: {listed(report['labels'])}."
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:

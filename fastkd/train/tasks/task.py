@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -395,7 +396,7 @@ class Task:
     def about(cls, report: Mapping[str, Any]) -> str:
         """A sentence on the labels for the model card, from the marker."""
         names = report.get("labels")
-        return f"Classes: {', '.join(names)}." if names else ""
+        return f"Classes: {listed(names)}." if names else ""
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
@@ -554,6 +555,11 @@ def on_own_side(tokenizer: Any) -> Iterator[None]:
         yield
     finally:
         tokenizer.padding_side = given
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence of Markdown, whose marks they may hold."""
+    return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", " ".join(x.split())) for x in names)
 
 
 def example_of(report: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,6 +100,17 @@ def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
     assert math.isnan(task.scores(("micro_f1",), answers * math.nan, encoded)["micro_f1"])
     assert task.doubt(answers, encoded) is None
     assert "'10'" in task.doubt(answers[[1, 1]], encoded)
+
+
+def test_scores_of_one_label_are_of_its_rows(tmp_path):
+    """scikit-learn takes one column for the classes yes and no: accuracy, and the mean of both."""
+    path = tmp_path / "rows.csv"
+    path.write_text("text,labels\na,good\nb,\nc,bad\nd,\n")
+    rows = load(Source(task="multi-label", train=path, evals=path)).train
+    answers = np.array([[1.0], [2.0], [-1.0], [-1.0]])
+    scores = TASK(("good",)).scores(TASK.metrics, answers, SimpleNamespace(rows=rows))
+    f1 = pytest.approx(2 / 3)  # precision 1/2, recall 1
+    assert scores == {"micro_f1": f1, "macro_f1": f1, "mean_average_precision": 0.5}
 
 
 def test_rows_without_labels_teach_by_the_teacher_alone(tmp_path):
