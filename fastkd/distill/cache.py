@@ -381,7 +381,6 @@ def _written_keys(part: Part) -> tuple[list[bytes], Tensor]:
             "belongs to"
         )
     keys = []
-    # Tokens of an encoder are not moved: padding in front of them may change their positions.
     for i, (stop, end) in enumerate(zip(_ends(read), _ends(mask), strict=True)):
         digest = hashlib.blake2b(_bytes_of(ids[i, :stop]), digest_size=16)
         _add_mask(digest, read[i, :stop])

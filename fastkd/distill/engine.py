@@ -199,7 +199,12 @@ class Engine:
         """The terms that count; those on logits or the others only, where asked for."""
         device = next(self.student.model.parameters()).device.type
         with torch.autocast(device, enabled=False):
-            return self.method(step, self.progress, on_logits)
+            terms = self.method(step, self.progress, on_logits)
+            router = None if on_logits is False else step.router_loss()
+        if router is not None:
+            weight = self.student.stack_config.router_aux_loss_coef
+            terms.append(Term("router", weight, router))
+        return terms
 
     def add_up(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and terms."""

@@ -45,6 +45,7 @@ class Outputs:
     qkv: dict[int, QKV] = field(default_factory=dict)
     spans: bool = False  # they are the sentence token, then the means over spans
     words: Words | None = None
+    router: Tensor | None = None  # load-balancing loss of a mixture of experts
 
     @classmethod
     def of(cls, output: Any, kept: Kept) -> "Outputs":
@@ -54,8 +55,11 @@ class Outputs:
         if logits is None and all(isinstance(x, Tensor) for x in ends):
             logits = tuple(ends)
         names = tuple(output.keys()) if hasattr(output, "keys") else ()
-        loss = getattr(output, "loss", None)
-        return cls(kept.hidden, logits, loss, names, False, kept.attentions, kept.qkv)
+        loss, router = (getattr(output, name, None) for name in ("loss", "aux_loss"))
+        router = router if isinstance(router, Tensor) else None
+        return cls(
+            kept.hidden, logits, loss, names, False, kept.attentions, kept.qkv, router=router
+        )
 
     def to(self, device: torch.device | None) -> "Outputs":
         """All that is kept on another device."""
@@ -381,10 +385,17 @@ class Step:
     def task_loss(self, method: str) -> Tensor:
         """The student's loss on the labels: cross-entropy, or MSE for regression."""
         if self.student.loss is not None and self.labels is None:
-            # A head with targets of its own: its mean is taken for one over samples.
-            rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
-            return self.mean(self.student.loss * rows, rows)
+            return self._own_mean(self.student.loss)  # of a head with targets of its own
         return self._hard_loss(method)
+
+    def router_loss(self) -> Tensor | None:
+        """Load-balancing loss of a student whose configuration has ``output_router_logits``."""
+        return None if self.student.router is None else self._own_mean(self.student.router)
+
+    def _own_mean(self, mean: Tensor) -> Tensor:
+        """A mean that the student itself computes, taken for one over samples."""
+        rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
+        return self.mean(mean * rows, rows)
 
     def softened_task_loss(self, method: str, temperature: float) -> Tensor:
         """−softmax(y/τ)·log softmax(z_S), y the one-hot label (LRC-BERT, eq. 5)."""

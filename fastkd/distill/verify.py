@@ -452,6 +452,9 @@ def _exact_copy(distiller: Distiller) -> Distiller:
     twin.set_progress(distiller.progress)
     twin.gather = False
     engine = twin.engine
+    # A router's loss is not a mean over samples: of parts it is another one.
+    if hasattr(engine.student.config, "output_router_logits"):
+        engine.student.config.output_router_logits = False
     for side in (engine.student, *engine.teachers.live):
         if side.groups_experts:
             side.inner.set_experts_implementation("eager")  # type: ignore[operator]

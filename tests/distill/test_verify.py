@@ -1,5 +1,6 @@
 """The proof that people run on their own model: what it finds equal, and what it tells."""
 
+import copy
 import logging
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import transformers as t
 
 from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_from_teacher
 from fastkd.distill.verify import Check, Comparison, _check, _Step, table, verify
-from tests.distill.models import SMALL, batch, classifier, model, pair, ready, recipe
+from tests.distill.models import SMALL, batch, classifier, model, pair, ready, recipe, step
 from tests.distill.processes import CONTEXT
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, packed
@@ -259,6 +260,38 @@ def test_mixtures_of_experts(head):
     for side in (teacher, distiller.student):
         side.set_experts_implementation("eager")
     distiller(**data).loss.backward()
+
+
+@pytest.mark.parametrize("name", ["fcd", "soft_targets", "labels"])
+def test_the_routers_loss_counts_where_the_student_has_it(name):
+    torch.manual_seed(0)
+    config = EXPERTS[t.Qwen3MoeForCausalLM]
+    teacher, student = (t.Qwen3MoeForCausalLM(copy.deepcopy(config)) for _ in range(2))
+    data = batch(rows=4)
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    distiller = ready(teacher, student, name)
+    plain, without = step(distiller, data)
+    assert "router" not in plain.terms
+    student.config.output_router_logits = True
+    out, gradients = step(distiller, data)
+    own = student(**data)
+    own.aux_loss.backward()
+    weight = student.config.router_aux_loss_coef
+    torch.testing.assert_close(out.terms["router"], own.aux_loss)
+    torch.testing.assert_close(out.loss, plain.loss + weight * own.aux_loss)
+    assert out.terms.keys() == {*plain.terms, "router"}
+    gate = "model.layers.0.mlp.gate.weight"
+    student.zero_grad()
+    student(**data).aux_loss.backward()
+    difference = gradients[f"student.{gate}"] - without[f"student.{gate}"]
+    expected = weight * student.get_parameter(gate).grad
+    torch.testing.assert_close(difference, expected, atol=1e-6, rtol=1e-3)
+    parts = [{key: x[rows] for key, x in data.items()} for rows in (slice(2), slice(2, 4))]
+    shares = [out.terms["router"] for out in distiller.accumulate(parts)]
+    means = [student(**part).aux_loss for part in parts]
+    torch.testing.assert_close(sum(shares), sum(means) / 2)
+    checks = verify(distiller, data, ranks=0, compile_backend=None)
+    assert all(check.ok for check in checks) and student.config.output_router_logits
 
 
 def test_the_table_is_readable():
