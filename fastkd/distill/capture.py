@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastkd.analysis.layers import in_eval_mode, reads_last_token
 from fastkd.distill.families import (
+    DESCRIBE,
     NoLayers,
     find_stack,
     is_a,
@@ -155,7 +156,8 @@ class Backbone(Model):
         self.head_tried = self.other_head = False
         # Longformer's blocks see tokens padded to a multiple of the window; its states are cut.
         self._hooks_reach = not self.compiled and config.model_type != "longformer"
-        self._last_is_state = False
+        #: Layers whose states transformers doesn't show under their number; None before a try.
+        self._shown_wrong: set[int] | None = None
         self._replaced: list[Tensor] = []  # embeddings of the run that goes on
         #: Kinds of packed inputs whose documents are known not to see each other.
         self.known_apart: set[tuple[Any, ...]] = set()
@@ -403,8 +405,7 @@ class Backbone(Model):
         if not wanted:
             return self.run(inputs), {}
         self._check_checkpointing()
-        if opaque:
-            self._check_last_state(inputs)
+        self._check_shown(inputs, wanted, opaque)
         # Keeps every layer, and works wherever transformers itself can give them.
         last: set[int] = set() if opaque else {self.num_layers}
         with capture(self, last) as kept:
@@ -420,24 +421,37 @@ class Backbone(Model):
         found = {**dict(enumerate(states)), **kept}
         return output, {layer: found[layer] for layer in wanted}
 
-    def _check_last_state(self, inputs: dict[str, Any]) -> None:
-        """Raise unless the last of the hidden states is what the head reads; tried out once."""
-        if self._last_is_state:
-            return
-        with torch.no_grad(), in_eval_mode(self.inner), capture(self, {self.num_layers}) as kept:
-            given = self._given({**inputs, "output_hidden_states": True})
-            output = self.inner._call_impl(**given)  # not the compiled one
-        torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
-        states = getattr(output, self._shown("hidden_states"), None)
-        last = kept[self.num_layers]
-        if states and (
-            states[-1].shape != last.shape or not states[-1].allclose(last, equal_nan=True)
-        ):
+    def _check_shown(self, inputs: dict[str, Any], wanted: set[int], opaque: bool) -> None:
+        """Raise unless hidden states are those of the layers that have their number.
+
+        All are compared once, in a pass that isn't compiled: layer l with what enters the next
+        block, the last one with what the head reads.
+        """
+        if self._shown_wrong is None:
+            with (
+                torch.no_grad(),
+                in_eval_mode(self.inner),
+                _entering_blocks(self) as entered,
+                capture(self, {self.num_layers}) as kept,
+            ):
+                given = self._given({**inputs, "output_hidden_states": True})
+                output = self.inner._call_impl(**given)  # not the compiled one
+            torch.clear_autocast_cache()  # weights cast here would get no gradient later
+            states = getattr(output, self._shown("hidden_states"), None) or ()
+            found = {**entered, **kept}
+            self._shown_wrong = {
+                i for i, x in enumerate(states) if i in found and not _is_state(x, found[i])
+            }
+        # Without a compiled graph the last one is read by a hook.
+        wrong = wanted & self._shown_wrong - (set() if opaque else {self.num_layers})
+        if wrong:
+            what = "is compiled" if opaque else "doesn't call its blocks as modules"
+            layers = ", ".join(map(str, sorted(wrong)))
             raise ValueError(
-                f"{self._name} ({self.class_name}) is compiled, and what its head reads is not "
-                "among its hidden states; pass it uncompiled, or compile the Distiller"
+                f"{self._name} ({self.class_name}) {what}, and its hidden states of the numbers "
+                f"{layers} are not the results of these layers; "
+                + ("pass it uncompiled, or compile the Distiller" if opaque else DESCRIBE)
             )
-        self._last_is_state = True
 
     def _check_checkpointing(self) -> None:
         """Raise where what is kept inside the blocks would have no gradient."""
@@ -562,6 +576,41 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
         yield kept
     finally:
         hooks.remove()
+
+
+@contextlib.contextmanager
+def _entering_blocks(backbone: Backbone) -> Iterator[dict[int, Tensor]]:
+    """Keep what enters each block, also where a model calls ``block.forward``."""
+    entered: dict[int, Tensor] = {}
+    patched = []
+
+    def reading(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            hidden = _first(args, kwargs)
+            layer = len(entered) if backbone.shared_blocks else number
+            entered[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
+            return forward(*args, **kwargs)
+
+        return read
+
+    try:
+        for number, block in enumerate(backbone.blocks):
+            patched.append((block, vars(block).get("forward")))
+            block.forward = reading(number, block.forward)
+        yield entered
+    finally:
+        for block, before in patched:
+            if before is None:
+                del block.forward
+            else:
+                block.forward = before
+
+
+def _is_state(shown: Tensor, found: Tensor) -> bool:
+    """Whether a hidden state is what a block got, however that was laid out."""
+    # Longformer's blocks see tokens behind those that it shows, SqueezeBERT's (B, D, N).
+    ways = (found[:, : shown.shape[1]], found.mT)
+    return any(x.shape == shown.shape and shown.allclose(x, equal_nan=True) for x in ways)
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:

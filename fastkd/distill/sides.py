@@ -33,8 +33,8 @@ class Teacher:
         self.model = backbone_of(module, "teacher")
         #: The model that runs, if one does.
         self.live = [self.model]
-        #: Whether its vocabulary was compared with the student's.
-        self.vocabulary_compared = False
+        #: Whether a warning said that its vocabulary isn't the student's.
+        self.vocabulary_warned = False
 
     @property
     def module(self) -> Any:
@@ -216,13 +216,13 @@ def check_vocabularies(student: Backbone, teachers: Teachers, part: Part) -> Non
         return
     for teacher in teachers.each:
         model = teacher.model
-        if not teacher.live or teacher.vocabulary_compared:
+        if not teacher.live or teacher.vocabulary_warned:
             continue
-        teacher.vocabulary_compared = True
         own, others = student.num_tokens, model.num_tokens
         # Tokenizers, and the tokens of two heads, were compared before.
         compared = student.tokenizer is not None or model.vocabulary is not None
         if own is not None and others is not None and own != others and not compared:
+            teacher.vocabulary_warned = True
             warnings.warn(
                 f"the student: {other_vocabulary(own, others)} (tokenizers=... has that checked; "
                 "TwoTokenizers gives each side its own)",

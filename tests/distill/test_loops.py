@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as t
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastkd.distill import (
@@ -133,7 +134,7 @@ def test_the_last_layer_is_what_the_head_reads():
     torch.testing.assert_close(without_hooks.observe(inputs, wanted)[1].hidden, expected)
     compiled = torch.compile(teacher, backend="eager")
     student = student_from_teacher(teacher, [1, 3])
-    with pytest.raises(ValueError, match=r"teacher \(ViTFor\w+\) is compiled.* its head reads"):
+    with pytest.raises(ValueError, match=r"teacher \(ViTFor\w+\) is compiled.* numbers 3 are not"):
         Distiller(compiled, student, FCD())(**data)
     right = Distiller(teacher, student, FCD()).eval()(**data)
     student.compile(backend="eager")
@@ -146,6 +147,33 @@ def test_a_teacher_with_adapters_has_to_be_merged_first():
     teacher.peft_config = {}
     with pytest.raises(ValueError, match="merge_and_unload"):
         student_from_teacher(teacher, [1])
+
+
+MAMBA = {"vocab_size": 60, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 3}
+RECURRENT = {
+    "mamba": lambda: t.MambaConfig(**MAMBA),
+    "falcon_mamba": lambda: t.FalconMambaConfig(**MAMBA),
+    "mamba2": lambda: t.Mamba2Config(**MAMBA, num_heads=2, head_dim=16, n_groups=1),
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_hidden_states_of_other_layers_are_refused(family):
+    """Mamba shows none of the embeddings, so that state l is that of layer l + 1."""
+    torch.manual_seed(0)
+    teacher = t.AutoModel.from_config(RECURRENT[family]())
+    student = student_from_teacher(teacher, [1, 3])
+    data, method = {"input_ids": torch.randint(5, 60, (4, 6))}, FCD(task_weight=0)
+    compiled = torch.compile(teacher, backend="eager")
+    message = rf"teacher \({type(teacher).__name__}\) is compiled.* numbers 1 are not the results"
+    with pytest.raises(ValueError, match=message):
+        Distiller(compiled, student, method)(**data)
+    # Nor by an uncompiled model whose blocks no hook sees.
+    distiller = Distiller(teacher, student, method)
+    distiller.engine.student._hooks_reach = False
+    with pytest.raises(ValueError, match=r"student .* doesn't call its blocks as modules"):
+        distiller(**data)
+    assert all("forward" not in vars(block) for block in student.layers)
 
 
 @pytest.mark.parametrize(
