@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class _Prepare(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer._logged = {}
+        trainer._warn_of_parts()
         if not trainer.distiller.method.prepared:
             # The loader draws random numbers that training would otherwise have drawn.
             with torch.random.fork_rng():
@@ -145,6 +147,20 @@ class DistillationTrainer(Trainer):
         self.distiller = distiller
         # Sum and number of steps since the last log.
         self._logged: dict[str, tuple[Tensor, float]] = {}
+
+    def _warn_of_parts(self) -> None:
+        """Warn where terms that compare samples see those of one accumulated batch at a time."""
+        steps, method = self.args.gradient_accumulation_steps, self.distiller.method
+        weights = [method.weights(progress) for progress in (0.0, 1.0)]
+        terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
+        if steps > 1 and terms and self.is_world_process_zero():
+            warnings.warn(
+                f"gradient_accumulation_steps={steps}: {type(method).__name__} compares samples "
+                f"({', '.join(terms)}), those of each accumulated batch by itself, another loss "
+                "than that of the whole; pass a larger batch, or take Distiller.accumulate in "
+                "a loop of your own",
+                stacklevel=2,
+            )
 
     def call_model_init(self, trial: Any = None) -> Distiller:
         """See ``transformers.Trainer.call_model_init``."""

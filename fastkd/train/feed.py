@@ -316,6 +316,9 @@ class StudentTrainer(Feed, DistillationTrainer):
         self.losses: Iterator[DistillerOutput] | None = None
         self.parts = 1
 
+    def _warn_of_parts(self) -> None:
+        """Nothing: the command prints a line with its own options."""
+
     @property
     def _learner(self) -> tuple[Any, str]:
         return self.distiller, "student"

@@ -601,3 +601,17 @@ def test_hyperparameters_are_searched(tmp_path):
     )
     best = search.hyperparameter_search(space, n_trials=2, backend="optuna")
     assert best.objective > 0 and best.hyperparameters.keys() == {"alpha", "learning_rate"}
+
+
+@pytest.mark.parametrize(("name", "steps"), [("fcd", 2), ("lrc_bert", 2), ("fcd", 1), ("lrkd", 2)])
+def test_losses_that_change_by_accumulation_are_said_once(tmp_path, recwarn, name, steps):
+    run = trained(tmp_path, recipe(name), gradient_accumulation_steps=steps, max_steps=2)
+    said = [str(w.message) for w in recwarn if "compares samples" in str(w.message)]
+    terms = {"fcd": "samples", "lrc_bert": "cos_nce"}
+    if steps == 1 or name not in terms:
+        assert not said
+    else:
+        (warning,) = said
+        assert warning.startswith(f"gradient_accumulation_steps={steps}: ")
+        assert f"({terms[name]})" in warning and "Distiller.accumulate" in warning
+    assert run.state.global_step == 2
