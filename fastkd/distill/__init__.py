@@ -7,7 +7,7 @@ from fastkd.distill.blocks import Blocks
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.layers import layer_map, select_layers
-from fastkd.distill.method import Method, Term
+from fastkd.distill.method import Method
 from fastkd.distill.methods import (
     FCD,
     LRCBERT,
@@ -44,7 +44,6 @@ __all__ = [
     "SoftTargets",
     "Step",
     "TeacherCache",
-    "Term",
     "TwoTokenizers",
     "align_spans",
     "layer_map",

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
+from fastkd.analysis.layers import IGNORED
 from fastkd.distill.engine import DistillerOutput, Engine
-from fastkd.distill.method import weighted
-from fastkd.distill.step import IGNORED, Items, Outputs, Step, everyones
+from fastkd.distill.step import Items, Outputs, Step, everyones
 
 
 def accumulate(
@@ -86,7 +86,7 @@ class Whole:
             for part in parts:
                 seen: list[Tensor] = []
                 step = part.run(Items(seen=seen))
-                engine.terms(step, on_logits=True)  # for the numbers of items alone
+                engine.losses(step, "predictions")  # for the numbers of items alone
                 counts.append(seen)
                 step.student = step.student.without_logits()
                 step.teacher = step.teacher.without_logits()
@@ -96,7 +96,8 @@ class Whole:
         self.items = [
             everyones(torch.stack(each).sum(0), ranks) for each in zip(*counts, strict=True)
         ]
-        self.compared: dict[str, tuple[float, Tensor]] = {}  # weight and value
+        self.compared: dict[str, Tensor] = {}  # terms on features, of all parts together
+        self.value: Tensor | float = 0.0  # their weighted sum
         self.gradients: list[Tensor | None] = []
         self.of_parameters: list[Tensor | None] = []
         self.rows = [step.rows for step in steps]
@@ -112,19 +113,18 @@ class Whole:
             return leaves[-1]
 
         step.student = step.student.features(leaf)
-        terms = self.engine.terms(step.among_ranks(), on_logits=False)
-        if not terms:
+        loss, terms = self.engine.losses(step.among_ranks(), "features")
+        if loss is None:
             return
         if learning:
-            found = torch.autograd.grad(
-                weighted(terms), [*leaves, *self._parameters()], allow_unused=True
-            )
+            found = torch.autograd.grad(loss, [*leaves, *self._parameters()], allow_unused=True)
             self.gradients = list(found[: len(leaves)])
             self.of_parameters = list(found[len(leaves) :])
-        values = torch.stack([term.value.detach() for term in terms])
+        values = torch.stack([*terms.values(), loss.detach()])
         if step.ranks is not None:
             values = step.ranks.sum(values) / step.ranks.size
-        self.compared = {t.name: (t.weight, v) for t, v in zip(terms, values, strict=True)}
+        *compared, self.value = values
+        self.compared = dict(zip(terms, compared, strict=True))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.engine.method.parameters() if p.requires_grad]
@@ -132,17 +132,17 @@ class Whole:
     def share(self, index: int) -> tuple[Tensor, dict[str, Tensor], Step]:
         """Loss of one part, whose gradients add up, its terms, and its step."""
         step = self.parts[index].run(Items(known=self.items))
-        terms = self.engine.terms(step, on_logits=True)
+        loss, terms = self.engine.losses(step, "predictions")
         count = len(self.parts)
-        shown = {name: value / count for name, (_, value) in self.compared.items()}
-        shown.update((term.name, term.value.detach()) for term in terms)
+        shown = {name: value / count for name, value in self.compared.items()}
+        shown.update(terms)
         # All of it in the last part: shares of half precision would add up with a rounding each.
         whole = float(index == count - 1)
         pairs = zip(self._parameters(), self.of_parameters, strict=False)
         linear = [_inner(p, g) * whole for p, g in pairs if g is not None]
         linear += self._linear(step, index)
-        value = sum(weight * value for weight, value in self.compared.values()) / count
-        loss = weighted(terms) + value if terms else torch.as_tensor(value)
+        value = self.value / count
+        loss = torch.as_tensor(value) if loss is None else loss + value
         if linear:
             inner = torch.stack(linear).sum()
             loss = loss + (inner - inner.detach())

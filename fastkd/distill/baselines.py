@@ -1,8 +1,8 @@
 """What others distil with, as methods: the rows that a table of losses is read against."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -178,59 +178,36 @@ class Embeddings(Method):
             "correlations": self.cca,
         }
 
-    def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
-        own = [x for x in weights if x in vars(Embeddings) and x != "task"]
-        own = [x for x in own if getattr(type(self), x) is getattr(Embeddings, x)]
-        return {**super().together(step, weights), **self._terms(step, *own)}
+    def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        loss, terms = super().compute(step, {x: weights[x] for x in weights if x == "task"})
+        for name, term in self._embedding_terms(step, [x for x in weights if x != "task"]):
+            loss, terms[name] = loss + weights[name] * term, term.detach()
+        return loss, terms
 
-    def contrast(self, step: Step) -> Tensor:
-        """COS-NCE, LRC-BERT's eq. 1, from the other samples."""
-        return self._terms(step, "contrast")["contrast"]
-
-    def angles(self, step: Step) -> Tensor:
-        """1 − cos."""
-        return self._terms(step, "angles")["angles"]
-
-    def squares(self, step: Step) -> Tensor:
-        """Squared differences, a mean over elements."""
-        return self._terms(step, "squares")["squares"]
-
-    def samples(self, step: Step) -> Tensor:
-        """FCD's L_s, eq. 9."""
-        return self._terms(step, "samples")["samples"]
-
-    def correlations(self, step: Step) -> Tensor:
-        """MC3KD's L_CCC, eq. 7: an observation is a sample."""
-        return self._terms(step, "correlations")["correlations"]
-
-    def _terms(self, step: Step, *names: str) -> dict[str, Tensor]:
-        """These terms of embeddings (B, Ds) and (B, Dt), which are pooled once."""
+    def _embedding_terms(self, step: Step, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Terms of embeddings (B, Ds) and (B, Dt), which are pooled once."""
         if not names:
-            return {}
+            return
         (student, teacher), _ = step.pooled(self.pooling, *step.last())
         student, teacher = upcast(student), upcast(teacher)
         if self.unit_length:
             student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
-        there = step.real.any(1)  # (B,), samples that have any token
-
-        def mean(losses: Tensor) -> Tensor:
-            return step.mean(torch.where(there, losses, 0).sum(), there.sum())
-
-        def contrast() -> Tensor:
-            projected = student if self.W is None else project(self.W, student, there)
-            return cos_nce_loss(
-                projected, teacher.to(projected.dtype), mask=there, **step.gathering
-            )
-
-        rows = student[:, None], teacher[:, None], there[:, None]
-        terms: dict[str, Callable[[], Tensor]] = {
-            "contrast": contrast,
-            "angles": lambda: mean(1 - F.cosine_similarity(student, teacher, dim=-1)),
-            "squares": lambda: mean((student - teacher).square().mean(-1)),
-            "samples": lambda: step.across(self.relation_loss)(student, teacher, there),
-            "correlations": lambda: step.across(self.cca_loss)(*rows),
-        }
-        return {name: terms[name]() for name in names}
+        real = step.real.any(1)  # (B,), samples that have any token
+        rows = student[:, None], teacher[:, None], real[:, None]
+        for name in names:
+            if name == "contrast":  # LRC-BERT, eq. 1
+                projected = student if self.W is None else project(self.W, student, real)
+                taught = teacher.to(projected.dtype)
+                yield name, cos_nce_loss(projected, taught, mask=real, **step.gathering)
+            elif name == "samples":  # FCD, eq. 9
+                yield name, step.across(self.relation_loss)(student, teacher, real)
+            elif name == "correlations":  # MC3KD, eq. 7
+                yield name, step.across(self.cca_loss)(*rows)
+            else:
+                losses = (student - teacher).square().mean(-1)
+                if name == "angles":
+                    losses = 1 - F.cosine_similarity(student, teacher, dim=-1)
+                yield name, step.mean(torch.where(real, losses, 0).sum(), real.sum())
 
 
 BASELINES: dict[str, type[Method]] = {

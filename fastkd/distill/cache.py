@@ -19,7 +19,8 @@ from fastkd.distill.batch import Part
 from fastkd.distill.blocks import Blocks
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
 from fastkd.distill.method import Method
-from fastkd.distill.step import MULTI_LABEL, REGRESSION, Outputs, observed, pooled_rows
+from fastkd.distill.predictions import MULTI_LABEL, REGRESSION
+from fastkd.distill.step import Outputs, observed, pooled_rows
 from fastkd.distill.words import Words
 from fastkd.head import Head, LowRank
 

@@ -14,7 +14,8 @@ from fastkd.analysis.layers import IGNORED, rotate
 from fastkd.distill.batch import SPAN_LABELS, Part, put_back, split_inputs
 from fastkd.distill.capture import Backbone, replaced_embeddings
 from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens
-from fastkd.distill.method import Method, Term, weighted
+from fastkd.distill.method import Method, Only
+from fastkd.distill.predictions import countable
 from fastkd.distill.sides import (
     Teachers,
     check_documents,
@@ -23,7 +24,7 @@ from fastkd.distill.sides import (
     check_vocabularies,
     run,
 )
-from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step, countable
+from fastkd.distill.step import Items, Outputs, SeveralOutputs, Step
 from fastkd.distributed import Ranks
 
 
@@ -71,7 +72,7 @@ class Engine:
     @property
     def by_head(self) -> bool:
         """Whether language models are known by their heads, not by their logits."""
-        known = self.method.knows_words and not self.student.encoder_decoder
+        known = self.method.uses_lm_head and not self.student.encoder_decoder
         return known and not self.keep_logits
 
     @property
@@ -195,29 +196,31 @@ class Engine:
             items=items,
         ).among_ranks()
 
-    def terms(self, step: Step, on_logits: bool | None = None) -> list[Term]:
-        """The terms that count; those on logits or the others only, where asked for."""
+    def losses(
+        self, step: Step, only: Only | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Weighted loss and terms of the method."""
         device = next(self.student.model.parameters()).device.type
         with torch.autocast(device, enabled=False):
-            terms = self.method(step, self.progress, on_logits)
-            router = None if on_logits is False else step.router_loss()
-        if router is not None:
-            weight = self.student.stack_config.router_aux_loss_coef
-            terms.append(Term("router", weight, router))
-        return terms
+            loss, terms = self.method(step, self.progress, only)
+            router = None if only == "features" else step.router_loss()
+        if router is None:
+            return loss, terms
+        weighted = self.student.stack_config.router_aux_loss_coef * router
+        return weighted if loss is None else loss + weighted, {**terms, "router": router.detach()}
 
     def add_up(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and terms."""
-        terms = self.terms(step)
-        if not terms:
+        """Loss and terms, "total" among them."""
+        total, terms = self.losses(step)
+        if total is None:
             raise ValueError(f"all weights of {type(self.method).__name__} are zero")
-        total = weighted(terms)
-        values = torch.stack([*(term.value.detach() for term in terms), total.detach()])
+        terms = {**terms, "total": total.detach()}
         if step.ranks is not None:
             # Each process has its share of the gradient, and all of the value.
-            values = step.ranks.sum(values) / step.ranks.size
+            values = step.ranks.sum(torch.stack(list(terms.values()))) / step.ranks.size
+            terms = dict(zip(terms, values, strict=True))
             total = values[-1] + (total - total.detach())
-        return total, dict(zip([*(term.name for term in terms), "total"], values, strict=True))
+        return total, terms
 
     def __call__(self, part: Part) -> DistillerOutput:
         """Loss of one batch."""

@@ -2,31 +2,19 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.layers import resolve_layers
+from fastkd.distill.predictions import PredictionOptions
 from fastkd.distill.step import Step, check_head, check_same_head, check_same_kind
-from fastkd.distill.words import WordLoss
 
 Layers = str | Sequence[int]
-
-
-class Term(NamedTuple):
-    """One loss term: its weight in the total, and its value before weighting."""
-
-    name: str
-    weight: float
-    value: Tensor
-
-
-def weighted(terms: list[Term]) -> Tensor:
-    """Σ weight · value."""
-    return torch.stack([term.weight * term.value for term in terms]).sum()
+#: Terms to compute: those that read logits or hidden states at an LM head, or all others.
+Only = Literal["predictions", "features"]
 
 
 def check_method(name: str, given: Any) -> None:
@@ -123,6 +111,7 @@ class Method(nn.Module):
         self.student_qkv: list[int] = []
         self.teacher_qkv: list[int] = []
         self._built_for: tuple[tuple[int, ...], ...] | None = None
+        self.uses_lm_head = False  # known when it is built
 
     @property
     def teacher_layers(self) -> list[int]:
@@ -151,9 +140,14 @@ class Method(nn.Module):
         if self._built_for not in (None, sizes):
             raise ValueError(f"this {name} was built for other models; make a new one")
         both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
-        for term in {*both_ends[0], *both_ends[1]}:
-            if not callable(getattr(self, term, None)):
-                raise TypeError(f"{name} has a weight for {term!r} but no method {term}(step)")
+        names = {*both_ends[0], *both_ends[1]}
+        if type(self).compute is Method.compute:
+            for term in names:
+                if not callable(getattr(self, term, None)):
+                    raise TypeError(f"{name} has a weight for {term!r} but no method {term}(step)")
+        # A user's own term may read logits, so only fastkd's terms go without them.
+        made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
+        self.uses_lm_head = all(x is None or x.__module__.startswith("fastkd.") for x in made)
         on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
         check_head(student, on_output, name, self._without_head)
         if "soft" in on_output:
@@ -199,45 +193,55 @@ class Method(nn.Module):
         return any(self.weights(share).get(term) for share in progress for term in terms)
 
     @property
-    def knows_words(self) -> bool:
-        """Whether the terms are fastkd's own: a language model's then need no logits.
+    def prediction_options(self) -> PredictionOptions:
+        """Options of the terms ``task`` and ``soft``."""
+        return PredictionOptions()
 
-        What a subclass does with ``step.student.logits`` isn't known, and it gets them.
+    def forward(
+        self, step: Step, progress: float, only: Only | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Weighted loss, None where no term counts, and each term before weighting, detached.
+
+        Accumulation over micro-batches asks for the terms on predictions and on features apart.
         """
-        terms = {*self.weights(0.0), *self.weights(1.0)}
-        made = [type(self).forward, *(getattr(self, term, None) for term in terms)]
-        return all(getattr(x, "__module__", "").startswith("fastkd.") for x in made)
-
-    @property
-    def word_loss(self) -> WordLoss:
-        """What `soft` and `task` mean where they compare words."""
-        return WordLoss()
-
-    def forward(self, step: Step, progress: float, on_logits: bool | None = None) -> list[Term]:
-        """The terms that count now; those on logits or the others only, where asked for."""
         weights = {
             name: weight
             for name, weight in self.weights(progress).items()
             if weight != 0
-            and on_logits in (None, name in self.logit_terms)
+            and only in (None, "predictions" if name in self.logit_terms else "features")
             and name not in self.left_out
         }
-        made = self.together(step, weights)
-        made.update({name: getattr(self, name)(step) for name in weights if name not in made})
-        if "task" in made and self.label_share is not None:
-            made["task"] = made["task"] * self.label_share
-        return [Term(name, weight, made[name]) for name, weight in weights.items()]
+        shared = "task" in weights and self.label_share is not None
+        if shared:
+            weights["task"] = weights["task"] * self.label_share
+        if not weights:
+            return None, {}
+        loss, terms = self.compute(step, weights)
+        if shared:
+            terms["task"] = terms["task"] * self.label_share
+        return loss, terms
 
-    def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
-        """Those of the terms that one pass gives, by name; each other has its own method."""
-        words = {name: weight for name, weight in weights.items() if name in ("task", "soft")}
-        if not words or not step.by_head(words):
-            return {}
-        return step.word_losses(type(self).__name__, words, self.word_loss)
+    def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        """Weighted sum of the terms of ``weights``, and each term before weighting, detached.
+
+        By default a term is the method of its name; "task" and "soft" of language models come
+        from one pass over hidden states and heads. A subclass overrides it where several terms
+        come from one computation.
+        """
+        loss: Any = 0.0
+        terms: dict[str, Tensor] = {}
+        predictions = {name: weights[name] for name in ("task", "soft") if name in weights}
+        if predictions and self.uses_lm_head and step.has_heads(predictions):
+            loss, terms = step.head_loss(predictions, self.prediction_options)
+        for name, weight in weights.items():
+            if name not in terms:
+                term = getattr(self, name)(step)
+                loss, terms[name] = loss + weight * term, term.detach()
+        return loss, terms
 
     def task(self, step: Step) -> Tensor:
-        """The student's loss on the labels."""
-        return step.task_loss(type(self).__name__)
+        """Student's loss on the labels."""
+        return step.task_loss(self.prediction_options.label_spread)
 
     def hyperparameters(self) -> dict[str, Any]:
         """The constructor's arguments by name."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd import cca, knn, relation
+from fastkd import cca, knn
 from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
 from fastkd._core.numerics import project, upcast, zero_padding
 from fastkd._core.warn import warn_caller
@@ -35,10 +35,11 @@ from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
-from fastkd.distill.step import Step, as_terms
-from fastkd.distill.words import WordLoss, softened
+from fastkd.distill.predictions import PredictionOptions
+from fastkd.distill.step import Step
 from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss
+from fastkd.relation import Distance, FCDLoss, Normalize
 from fastkd.soft_targets import DIVERGENCES, DivergenceWord
 
 
@@ -54,8 +55,8 @@ class _Soft(Method):
         self.scale_by_t2 = scale_by_t2
 
     @property
-    def word_loss(self) -> WordLoss:
-        return WordLoss(self.temperature, self.divergence, self.scale_by_t2)
+    def prediction_options(self) -> PredictionOptions:
+        return PredictionOptions(self.temperature, self.divergence, self.scale_by_t2)
 
     def soft(self, step: Step) -> Tensor:
         """Divergence from the teacher's softened output, MSE for regression."""
@@ -95,8 +96,8 @@ class FCD(_Soft):
         task_weight: float = 1.0,
         soft_weight: float = 0.0,
         layers: Layers = "uniform",
-        normalize: relation.Normalize = "l2",
-        distance: relation.Distance = "pearson",
+        normalize: Normalize = "l2",
+        distance: Distance = "pearson",
         temperature: float = 2.0,
         divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
@@ -107,7 +108,7 @@ class FCD(_Soft):
         self._set_soft(temperature, divergence, scale_by_t2)
         self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
         self.normalize, self.distance = normalize, distance
-        relation.FCDLoss(alpha, beta, normalize, distance)  # checks them
+        self.relations = FCDLoss(alpha, beta, normalize, distance)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -116,34 +117,17 @@ class FCD(_Soft):
         logits = {"task": self.task_weight, "soft": self.soft_weight}
         return {**logits, "tokens": self.alpha, "samples": self.beta}
 
-    def together(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
-        made = super().together(step, weights)
-        own = {
-            name: weights[name]
-            for name in ("tokens", "samples")
-            if name in weights and getattr(type(self), name) is getattr(FCD, name)
-        }
-        return {**made, **self._relations(step, own)} if len(own) == 2 else made
-
-    def tokens(self, step: Step) -> Tensor:
-        """L_t, eq. 8."""
-        return self._relations(step, {"tokens": 1.0})["tokens"]
-
-    def samples(self, step: Step) -> Tensor:
-        """L_s, eq. 9."""
-        return self._relations(step, {"samples": 1.0})["samples"]
-
-    def _relations(self, step: Step, weights: Mapping[str, float]) -> dict[str, Tensor]:
-        relations = relation.FCDLoss(
-            weights.get("tokens", 0.0),
-            weights.get("samples", 0.0),
-            self.normalize,
-            self.distance,
-            **step.gathering,
-        )
+    def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        relations = {name: weights.get(name, 0.0) for name in ("tokens", "samples")}
+        others = {name: x for name, x in weights.items() if name not in relations}
+        loss, terms = super().compute(step, others)
+        if not any(relations.values()):
+            return loss, terms
+        fcd = step.across(self.relations)
+        fcd.alpha, fcd.beta = relations["tokens"], relations["samples"]
         layers = step.layers(self.student_layers, self.teacher_layers)
-        loss, values = relations(*layers, step.mask, return_terms=True)
-        return as_terms(loss, values, weights)
+        related, values = fcd(*layers, step.mask, return_terms=True)
+        return loss + related, {**terms, **values}
 
 
 class Labels(Method):
@@ -261,7 +245,7 @@ class IntraClassKNN(_Soft):
     def knn(self, step: Step) -> Tensor:
         """L_hidd."""
         features, mask = step.pooled(self.pool, *step.last())
-        labels = step.sample_labels("IntraClassKNN")
+        labels = step.sample_labels()
         loss: Tensor = step.across(self.loss)(*features, labels, mask=mask)
         # A loop averages over its processes, and each has summed over its own samples.
         return loss if step.ranks is not None or self.reduction == "mean" else loss * world_size()
@@ -350,12 +334,10 @@ class LRCBERT(_Soft):
         return len(self.student_layers) * loss  # CosNCELoss averages
 
     @property
-    def word_loss(self) -> WordLoss:
-        return dataclasses.replace(super().word_loss, spread=softened(self.temperature))
-
-    def task(self, step: Step) -> Tensor:
-        """L_hard, eq. 5."""
-        return step.softened_task_loss("LRCBERT", self.temperature)
+    def prediction_options(self) -> PredictionOptions:
+        # One-hot labels softened by the temperature: L_hard, eq. 5.
+        spread = math.exp(-1 / self.temperature)
+        return dataclasses.replace(super().prediction_options, label_spread=spread)
 
 
 class MC3KD(_Soft):

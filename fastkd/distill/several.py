@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastkd.analysis.layers import Batches
 from fastkd.distill.capture import Backbone, Model, Wanted
-from fastkd.distill.method import Method, Term, check_method
+from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.step import Step
 
 
@@ -67,10 +67,6 @@ class Several(Method):
     def _named(self, kind: str) -> tuple[str, ...]:
         return tuple(f"{i}.{term}" for i, m in enumerate(self.each) for term in getattr(m, kind))
 
-    @property
-    def knows_words(self) -> bool:
-        return all(method.knows_words for method in self.each)
-
     def build(self, teacher: Model, student: Backbone) -> None:
         """See `Method.build`."""
         count = len(self.methods)
@@ -79,6 +75,7 @@ class Several(Method):
             raise ValueError(f"pass a teacher for each of the {count} methods, or one for all")
         for method, model in zip(self.each, teachers, strict=True):
             method.build(model, student)
+        self.uses_lm_head = all(method.uses_lm_head for method in self.each)
 
     def wanted(self, side: str) -> Wanted:
         """What any method wants."""
@@ -104,14 +101,18 @@ class Several(Method):
             for name, weight in method.weights(progress).items()
         }
 
-    def forward(self, step: Step, progress: float, on_logits: bool | None = None) -> list[Term]:
-        """The terms of all."""
-        terms = []
+    def forward(
+        self, step: Step, progress: float, only: Only | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Sum of the methods' losses, and the terms of all."""
+        total, terms = None, {}
         for i, method in enumerate(self.each):
             method.left_out, method.label_share = self.left_out, self.label_share
-            for term in method(step.of_teacher(i), progress, on_logits):
-                terms.append(term._replace(name=f"{i}.{term.name}"))
-        return terms
+            loss, own = method(step.of_teacher(i), progress, only)
+            terms.update({f"{i}.{name}": term for name, term in own.items()})
+            if loss is not None:
+                total = loss if total is None else total + loss
+        return total, terms
 
     def extra_repr(self) -> str:
         return ""

@@ -1,7 +1,6 @@
 """What a method sees of one batch, and the loss terms that read logits and labels."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +10,23 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from fastkd._core.numerics import upcast, working_dtype
 from fastkd._core.pooling import pool_tokens
 from fastkd.distill.capture import QKV, Backbone, Kept, Model, Wanted
+from fastkd.distill.predictions import (
+    MULTI_LABEL,
+    REGRESSION,
+    Logits,
+    PredictionOptions,
+    Sum,
+    Targets,
+    head_losses,
+    label_losses,
+    soft_losses,
+)
 from fastkd.distill.vocabulary import shared_words
-from fastkd.distill.words import WordLoss, Words, gathered, is_head, stopped_at_head
+from fastkd.distill.words import Words, gathered, is_head, stopped_at_head
 from fastkd.distributed import Ranks
-from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
-from fastkd.targets import CrossEntropy
-
-IGNORED = -100  # transformers' label of a position that doesn't count
-
-
-Logits = Tensor | tuple[Tensor, Tensor]
+from fastkd.soft_targets import DivergenceWord
 
 
 @dataclass
@@ -177,18 +180,6 @@ class Items:
         if self.seen is not None:
             self.seen.append(count)
         return total / (everyones(count, self.ranks) if self.known is None else next(self.known))
-
-
-def as_terms(
-    loss: Tensor, values: Mapping[str, Tensor], weights: Mapping[str, float]
-) -> dict[str, Tensor]:
-    """Terms of one pass, whose gradient is that of ``loss``, their weighted sum.
-
-    The first has all of it, and the others none.
-    """
-    first = next(iter(values))
-    whole = loss / weights[first]
-    return {**values, first: values[first] + (whole - whole.detach())}
 
 
 def everyones(count: Tensor, ranks: Ranks | None) -> Tensor:
@@ -349,44 +340,57 @@ class Step:
             return self
         return self.padded(self.ranks.max(self.length, kept[0].device))
 
-    @property
-    def regression(self) -> bool:
-        """Whether the head predicts numbers: losses on logits are then squared errors."""
-        return self.student_model.problem == REGRESSION
-
-    @property
-    def multi_label(self) -> bool:
-        """Whether each logit is a decision of its own."""
-        problem, labels, logits = self.student_model.problem, self.labels, self.student.logits
-        if problem is not None or not (isinstance(labels, Tensor) and isinstance(logits, Tensor)):
-            return problem == MULTI_LABEL
-        # transformers too decides by the labels.
-        return labels.is_floating_point() and labels.shape == logits.shape
-
-    def sample_labels(self, method: str) -> Tensor:
-        """One label per sample, (B,)."""
-        labels = self._needed_labels(method)
+    def sample_labels(self) -> Tensor:
+        """One label per sample, (B,), for terms that compare the samples of a class."""
+        labels = self.labels
+        if labels is None:
+            raise ValueError(
+                "labels must be passed, one per sample, for a term that compares the samples of a "
+                "class; pass them, or set the term's weight to 0"
+            )
         if isinstance(labels, tuple):
-            raise ValueError(f"{method} needs one label per sample, got start and end positions")
+            raise ValueError(
+                "labels must be one per sample for a term that compares the samples of a class, "
+                "got start and end positions"
+            )
         if labels.dim() == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.dim() != 1:
             raise ValueError(
-                f"{method} needs one label per sample, got labels of shape {tuple(labels.shape)}"
+                "labels must be one per sample for a term that compares the samples of a class, "
+                f"got shape {tuple(labels.shape)}"
             )
         rows = self.rows
         if rows and labels.shape[0] != rows:
             raise ValueError(
-                f"{method} needs one label per sample, got {labels.shape[0]} labels for {rows} "
-                "samples (packed documents and the choices of a question are samples too)"
+                "labels must be one per sample for a term that compares the samples of a class, "
+                f"got {labels.shape[0]} labels for {rows} samples (packed documents and the "
+                "choices of a question are samples too)"
             )
         return labels
 
-    def task_loss(self, method: str) -> Tensor:
-        """The student's loss on the labels: cross-entropy, or MSE for regression."""
+    @property
+    def targets(self) -> Targets:
+        """What the student's predictions are compared with."""
+        return Targets(
+            self.student_model,
+            self.labels,
+            self.token_mask,
+            self.owner,
+            self.teacher_model.vocabulary,
+        )
+
+    def task_loss(self, label_spread: float = 0.0) -> Tensor:
+        """Student's loss on the labels: cross-entropy, or MSE for regression.
+
+        In the target of the cross-entropy each class but the label has ``label_spread`` times the
+        label's weight.
+        """
         if self.student.loss is not None and self.labels is None:
             return self._own_mean(self.student.loss)  # of a head with targets of its own
-        return self._hard_loss(method)
+        logits = self._logits_of(self.student, "student", "task")
+        options = PredictionOptions(label_spread=label_spread)
+        return self._average(label_losses(logits, self.targets, options))
 
     def router_loss(self) -> Tensor | None:
         """Load-balancing loss of a student whose configuration has ``output_router_logits``."""
@@ -397,229 +401,45 @@ class Step:
         rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
         return self.mean(mean * rows, rows)
 
-    def softened_task_loss(self, method: str, temperature: float) -> Tensor:
-        """−softmax(y/τ)·log softmax(z_S), y the one-hot label (LRC-BERT, eq. 5)."""
-        return self._hard_loss(method, spread=math.exp(-1 / temperature))
-
     def soft_loss(
         self, temperature: float, divergence: DivergenceWord, scale_by_t2: bool
     ) -> Tensor:
         """Divergence between softened output distributions, or MSE for regression.
 
-        Of spans it is the mean over start and end, each a distribution over the real tokens; of
-        multi-label heads the mean over the labels, each a distribution over yes and no.
+        For answer spans the mean over start and end, each a distribution over the real tokens;
+        for multi-label heads the mean over the labels, each a distribution over yes and no.
         """
         students = self._logits_of(self.student, "student", "soft")
         teachers = self._logits_of(self.teacher, "teacher", "soft")
-        parts = []
-        for student, teacher in zip(_parts(students), _parts(teachers), strict=True):
-            student, teacher = self._shared(student), self._shared(teacher)
-            if teacher.shape != student.shape:
-                raise ValueError(
-                    f"student logits have shape {tuple(student.shape)} but the teacher's "
-                    f"{tuple(teacher.shape)}; both need the same labels or vocabulary"
-                )
-            teacher = teacher.to(student.dtype)
-            if self.regression:
-                real = self._real_numbers(student)
-                errors = torch.where(real, upcast(student) - upcast(teacher), 0).square()
-                parts.append(self.mean(errors.sum(), real.sum()))
-                continue
-            valid, _ = self._counted(student, self.labels)
-            if isinstance(students, tuple) and self.token_mask is not None:
-                student, teacher = (
-                    _without_padding(x, self.token_mask) for x in (student, teacher)
-                )
-            if self.multi_label:
-                student, teacher = (torch.stack([x, 0 * x], -1) for x in (student, teacher))
-            if valid is not None and self.student_model.causal:
-                student, teacher = student[:, :-1], teacher[:, :-1]
-            total = soft_target_loss(
-                student,
-                teacher,
-                temperature=temperature,
-                divergence=divergence,
-                mask=valid,
-                reduction="sum",
-                scale_by_t2=scale_by_t2,
-            )
-            parts.append(self._mean_of_rows(total, valid, student.shape[:-1].numel()))
-        return _average(parts)
+        options = PredictionOptions(temperature, divergence, scale_by_t2)
+        return self._average(soft_losses(students, teachers, self.targets, options))
 
-    def by_head(self, terms: Container[str]) -> bool:
-        """Whether these terms on logits, "task" and "soft", can be had by `word_losses`."""
+    def head_loss(
+        self, weights: Mapping[str, float], options: PredictionOptions
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted loss of "task" and "soft" by the LM heads, and each term, detached."""
+        teacher = self.teacher.words if "soft" in weights else None
+        assert self.student.words is not None
+        sums = head_losses(self.student.words, teacher, self.targets, options, weights)
+        loss, *terms = self._mean(sums).unbind()
+        return loss, {name: x.detach() for name, x in zip(weights, terms, strict=True)}
+
+    def has_heads(self, terms: Container[str]) -> bool:
+        """Whether `head_loss` can compute these terms, of "task" and "soft"."""
         soft = "soft" not in terms or self.teacher.words is not None
         return self.student.words is not None and soft
 
-    def word_losses(
-        self, method: str, weights: Mapping[str, float], loss: WordLoss
-    ) -> dict[str, Tensor]:
-        """ "task" and "soft", as far as they have weights, of words that the heads would predict.
+    def _average(self, sums: list[Sum]) -> Tensor:
+        means = [self._mean(each) for each in sums]
+        return means[0] if len(means) == 1 else torch.stack(means).mean()
 
-        Both come from one pass; see `as_terms`.
-        """
-        student, teacher = self.student.words, self.teacher.words
-        assert student is not None
-        if "task" in weights:
-            self._needed_labels(method)
-        valid, labels = self._counted(student.states, self.labels)
-        states = student.states
-        vocabulary = self.teacher_model.vocabulary
-        V = vocabulary or student.head.weight.shape[0]
-        taught = Words(states.detach(), student.head) if "soft" not in weights else teacher
-        assert taught is not None
-        known = taught.states.to(states.dtype)
-        if self.student_model.causal:
-            states, known = states[:, :-1], known[:, :-1]
-        # Alone a term is had as it is, and weighed by the method.
-        one = len(weights) == 1
-        task = None
-        if "task" in weights:
-            assert labels is not None
-            task = CrossEntropy(
-                labels,
-                1.0 if one else weights["task"],
-                label_smoothing=loss.smoothing(V),
-                ignore_index=IGNORED,
-            )
-        made = linear_soft_target_loss(
-            states,
-            student.head,
-            known,
-            taught.head.detach(),
-            temperature=loss.temperature,
-            divergence=loss.divergence,
-            scale_by_t2=loss.scale_by_t2,
-            mask=valid,
-            reduction="sum",
-            vocabulary=vocabulary,
-            soft_weight=float("soft" in weights) if one else weights["soft"],
-            task=task,
-            return_terms=() if one else tuple(weights),
-        )
-        count = states.shape[:-1].numel()
-        if one:
-            return {name: self._mean_of_rows(made, valid, count) for name in weights}
-        both, sums = made
-        first, second = weights
-        pair = self._mean_of_rows(torch.stack([sums[first], both]), valid, count)
-        values = {first: pair[0].detach(), second: self._mean_of_rows(sums[second], valid, count)}
-        return as_terms(pair[1], values, weights)
-
-    def _hard_loss(self, method: str, spread: float = 0.0) -> Tensor:
-        """Of labels; what isn't the label has ``spread`` of its weight in the target."""
-        logits = self._logits_of(self.student, "student", "task")
-        labels = self._needed_labels(method)
-        if isinstance(logits, tuple) or isinstance(labels, tuple):
-            if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
-                raise ValueError(
-                    f"{self.student_model.class_name} takes start_positions and "
-                    "end_positions, not labels"
-                )
-            N = logits[0].shape[-1]
-            ends = [x.flatten() for x in labels]
-            # As transformers does it: a position beyond the text doesn't count.
-            ends = [y.clamp(0, N).masked_fill((y >= N) | (y == IGNORED), IGNORED) for y in ends]
-            pairs = zip(logits, ends, strict=True)
-            return _average([self._place_loss(z, y, spread) for z, y in pairs])
-        if self.regression:
-            if labels.numel() != logits.numel():
-                raise _misfit(labels, logits)
-            targets = labels.to(working_dtype(logits)).flatten()
-            known = ~targets.isnan() & self._real_numbers(logits).flatten()
-            errors = torch.where(known, upcast(logits).flatten() - targets, 0).square()
-            return self.mean(errors.sum(), known.sum())
-        if self.multi_label:
-            known = ~labels.isnan() & (labels != IGNORED)
-            if labels.shape != logits.shape:
-                raise _misfit(labels, logits)
-            targets = labels.to(working_dtype(logits)).masked_fill(~known, 0)
-            total = F.binary_cross_entropy_with_logits(
-                upcast(logits), targets, known.to(targets.dtype), reduction="sum"
-            )
-            return self.mean(total, known.sum())
-        return self._cross_entropy(logits, labels, spread)
-
-    def _place_loss(self, logits: Tensor, places: Tensor, spread: float) -> Tensor:
-        """Cross-entropy of an answer's end (B,) among the real tokens.
-
-        transformers has padding compete: a row's loss then follows the longest row beside it.
-        """
-        _check_labels(places, logits)
-        self._counted(logits, places)  # refuses packed rows
-        mask = self.token_mask
-        mask = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
-        log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
-        place = places.clamp(min=0)[:, None]
-        known = (places != IGNORED) & mask.gather(1, place).squeeze(1)
-        at_place = log_p.gather(1, place).squeeze(1)
-        others = torch.where(mask, log_p, 0).sum(-1) - at_place
-        losses = -(at_place + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
-        return self.mean(torch.where(known, losses, 0).sum(), known.sum())
-
-    def _cross_entropy(self, logits: Tensor, labels: Tensor, spread: float) -> Tensor:
-        _check_labels(labels, logits)
-        logits = self._shared(logits)
-        V = logits.shape[-1]
-        valid, targets = self._counted(logits, labels)
-        assert targets is not None
-        if valid is not None and self.student_model.causal:
-            logits = logits[:, :-1]
-        total = F.cross_entropy(
-            upcast(logits).flatten(0, -2),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=V * spread / (1 + (V - 1) * spread),
-        )
-        counted = targets != IGNORED
-        return self._mean_of_rows(total, counted if valid is not None else None, counted.sum())
-
-    def _shared(self, logits: Tensor) -> Tensor:
-        """Without columns of words that only one side knows."""
-        return logits[..., : self.teacher_model.vocabulary]
-
-    def _mean_of_rows(self, total: Tensor, valid: Tensor | None, count: Tensor | int) -> Tensor:
-        """Mean over samples, or over valid positions, whose number the caller may have given."""
-        if valid is None:
-            return self.mean(total, count)
-        if self.num_items is None:
-            return self.mean(total, valid.sum())
-        # A number travels in the launch: made a tensor first, it would wait for the device.
-        items = (total.new_ones(()) * self.num_items).to(total.dtype)
-        return total / torch.where(items > 0, items, 1)
-
-    def _real_numbers(self, logits: Tensor) -> Tensor:
-        """Which of a regression's numbers (B, ...), or (B, N, ...) of tokens, aren't padding."""
-        if self.token_mask is None or not self.student_model.per_token:
-            return torch.ones_like(logits, dtype=torch.bool)
-        mask = self.token_mask
-        return mask.view(*mask.shape, *[1] * (logits.dim() - 2)).expand_as(logits)
-
-    def _counted(
-        self, logits: Tensor, labels: Tensor | tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Which positions count, None when every row does, and the labels they are about.
-
-        Sequence heads give (B, V) and every row counts. Token heads give (B, N, V): a causal
-        language model's position n is about label n + 1 of the same document, and padding and
-        ignored labels are out.
-        """
-        labels = labels if isinstance(labels, Tensor) else None
-        if logits.dim() == 2:
-            if self.owner is not None:
-                raise ValueError(
-                    f"the head of {self.student_model.class_name} gives one prediction a "
-                    "row, but rows are packed with several documents; leave out the task and soft "
-                    "terms, or don't pack"
-                )
-            return None, labels
-        if labels is not None:
-            _check_labels(labels, logits)
-        valid = self.token_mask
-        if valid is None:
-            valid = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        return countable(labels, valid, self.owner, self.student_model.causal)
+    def _mean(self, losses: Sum) -> Tensor:
+        """Mean over the items that count, or over ``num_items`` for token-level heads."""
+        if self.num_items is None or not losses.over_tokens:
+            return self.mean(losses.total, losses.count)
+        # A number is passed to the kernel: as a tensor it would wait for the device.
+        items = (losses.total.new_ones(()) * self.num_items).to(losses.total.dtype)
+        return losses.total / torch.where(items > 0, items, 1)
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model
@@ -649,61 +469,6 @@ class Step:
                 f"those of the {side} ({model.class_name}) are {tuple(logits.shape)}"
             )
         return logits
-
-    def _needed_labels(self, method: str) -> Tensor | tuple[Tensor, Tensor]:
-        if self.labels is None:
-            raise ValueError(
-                f"{method} needs labels in the batch; pass labels, or set the weight of its "
-                "label term to 0"
-            )
-        return self.labels
-
-
-def countable(
-    labels: Tensor | None, valid: Tensor, owner: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Which predictions for tokens count (B, N), and the labels that they are about.
-
-    ``valid`` are the real tokens, ``owner`` their documents where rows are packed. A ``causal``
-    head's last position is about no token: (B, N − 1).
-    """
-    if causal:
-        valid = valid[:, 1:] & valid[:, :-1]
-        labels = None if labels is None else labels[:, 1:]
-        if owner is not None:
-            valid = valid & (owner[:, 1:] == owner[:, :-1])
-    if labels is None:
-        return valid, None
-    # Padding on the left stands before the first token, and must not learn to say it.
-    labels = labels.masked_fill(~valid, IGNORED)
-    return labels != IGNORED, labels
-
-
-def _check_labels(labels: Tensor, logits: Tensor) -> None:
-    if labels.shape != logits.shape[:-1]:
-        raise _misfit(labels, logits)
-
-
-def _misfit(labels: Tensor, logits: Tensor) -> ValueError:
-    return ValueError(
-        f"labels have shape {tuple(labels.shape)} but the student's logits {tuple(logits.shape)}"
-    )
-
-
-def _parts(logits: Logits) -> tuple[Tensor, ...]:
-    return logits if isinstance(logits, tuple) else (logits,)
-
-
-def _average(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).mean()
-
-
-def _without_padding(logits: Tensor, mask: Tensor) -> Tensor:
-    """Logits (B, N) over positions, of which padded ones get no probability."""
-    return logits.masked_fill(~mask, -3e4)  # far below any logit, and finite in float16
-
-
-REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 
 
 def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:

@@ -24,11 +24,10 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd.analysis.layers import rotate
+from fastkd.analysis.layers import IGNORED, rotate
 from fastkd.distill.blocks import BlocksBackbone
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.documents import MixedDocuments, find_documents
-from fastkd.distill.step import IGNORED
 
 __all__ = ["Check", "table", "verify"]
 

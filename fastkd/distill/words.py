@@ -1,7 +1,6 @@
 """Predictions of words as hidden states and a head: the logits of all tokens are never made."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from fastkd.distill.capture import Backbone, Hooks, first_tokens
 from fastkd.head import Head
-from fastkd.soft_targets import DivergenceWord
 
 # How far a head's logits may be from its model's, over the largest, before it is taken for another.
 EXACT, HALVED = 1e-3, 5e-2
@@ -37,26 +35,6 @@ class Words:
     def rows(self, count: int) -> "Words":
         """Of the first ``count`` samples."""
         return Words(self.states[:count], self.head)
-
-
-@dataclass(frozen=True)
-class WordLoss:
-    """How a method's terms on logits compare words: soft targets' options, and how much of a
-    label's weight each other word has."""
-
-    temperature: float = 1.0
-    divergence: DivergenceWord = "forward_kl"
-    scale_by_t2: bool = True
-    spread: float = 0.0
-
-    def smoothing(self, V: int) -> float:
-        """``label_smoothing`` over V words."""
-        return V * self.spread / (1 + (V - 1) * self.spread)
-
-
-def softened(temperature: float) -> float:
-    """`WordLoss.spread` of one-hot labels softened by a temperature."""
-    return math.exp(-1 / temperature)
 
 
 @contextlib.contextmanager

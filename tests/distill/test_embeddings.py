@@ -77,19 +77,8 @@ def test_a_step_pools_once_for_all_terms(monkeypatch):
     calls = []
     pooled = Step.pooled
     monkeypatch.setattr(Step, "pooled", lambda *args: calls.append(1) or pooled(*args))
-
-    class Doubled(Embeddings):
-        def angles(self, step):
-            return 2 * super().angles(step)
-
-    models, inputs = pair(), batch()
-    found = [
-        Distiller(*models, kind(**ALL, **SAME_WIDTH)).eval()(**inputs).terms
-        for kind in (Embeddings, Doubled)
-    ]
-    assert len(calls) == 1 + 2
-    torch.testing.assert_close(found[1]["angles"], 2 * found[0]["angles"])
-    torch.testing.assert_close(found[1]["squares"], found[0]["squares"])
+    Distiller(*pair(), Embeddings(**ALL, **SAME_WIDTH)).eval()(**batch())
+    assert len(calls) == 1
 
 
 def test_mistakes():

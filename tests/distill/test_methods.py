@@ -129,16 +129,8 @@ def test_both_terms_of_fcd_come_from_one_pass(monkeypatch):
         FCDLoss, "forward", lambda *args, **named: calls.append(1) or one_pass(*args, **named)
     )
     models, inputs = pair("bert"), batch()
-    out = total(*models, FCD(alpha=0.4, beta=0.2), inputs)
+    total(*models, FCD(alpha=0.4, beta=0.2), inputs)
     assert len(calls) == 1
-
-    class Doubled(FCD):
-        def samples(self, step):
-            return 2 * super().samples(step)
-
-    doubled = total(*models, Doubled(alpha=0.4, beta=0.2), inputs)
-    torch.testing.assert_close(doubled.terms["tokens"], out.terms["tokens"])
-    torch.testing.assert_close(doubled.terms["samples"], 2 * out.terms["samples"])
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -70,7 +70,7 @@ def test_a_language_model(tmp_path):
         spec_path.write_text(spec_path.read_text() + "labelled = 4\n")
         run_study(spec_path, tmp_path / "few")
     spec_path.write_text(spec_path.read_text().replace("labelled = 4", ""))
-    with pytest.raises(InputError, match="knn on one: IntraClassKNN needs one label per sample"):
+    with pytest.raises(InputError, match="knn on one: labels must be one per sample"):
         run_study(spec_path, tmp_path / "knn", methods="knn")
     assert not list((tmp_path / "knn").glob("teachers/*"))
 
