@@ -105,8 +105,8 @@ def _use_extension(a: Tensor) -> bool:
 
     It spreads a batch over the cores, or over a GPU, and takes a fifth to all of LAPACK's time.
     """
-    built = extension.CUDA if a.is_cuda else extension.CPU and a.device.type == "cpu"
-    return built and a.shape[-1] <= EXTENSION_LARGEST
+    runs = extension.runs_cuda_roots(a) or (extension.CPU and a.device.type == "cpu")
+    return runs and a.shape[-1] <= EXTENSION_LARGEST
 
 
 def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tens
     """
     bad = ~a.isfinite().flatten(-2).all(-1)[..., None, None]
     # PyTorch's waits for a GPU.
-    eigh = torch.ops.fastkd.eigh if a.is_cuda and extension.CUDA else torch.linalg.eigh
+    eigh = torch.ops.fastkd.eigh if extension.runs_cuda_roots(a) else torch.linalg.eigh
     values, vectors = eigh(_symmetric(a.double()).masked_fill(bad, 0.0))
     values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
     roots = _root_values(values, inverse, ridge, a.dtype)

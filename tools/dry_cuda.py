@@ -162,17 +162,19 @@ def forward_and_backward(cls: Any, *arguments: Any) -> Any:
     context = _Context(arguments)
     results = cls.forward(context, *arguments)
     outputs = results if isinstance(results, tuple) else (results,)
-    for output in outputs:
+    tensors = [output for output in outputs if output is not None]
+    for output in tensors:
         assert output.device.type == "cuda", f"{cls.__name__} returns a tensor on {output.device}"
     if any(context.needs_input_grad):
-        grads = cls.backward(context, *(torch.empty_like(output) for output in outputs))
+        upstream = (None if x is None else torch.empty_like(x) for x in outputs)
+        grads = cls.backward(context, *upstream)
         for argument, grad in zip(
             arguments, grads if isinstance(grads, tuple) else (grads,), strict=True
         ):
             if grad is not None:
                 assert (grad.shape, grad.device) == (argument.shape, argument.device), cls.__name__
     # The next function's inputs still require grad.
-    for output in outputs:
+    for output in tensors:
         output.requires_grad_(output.is_floating_point() and any(context.needs_input_grad))
     return results
 
@@ -230,6 +232,7 @@ class Device:
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
                 (extension, "CUDA", extension.CPU),
+                (extension, "why_not_gpu", lambda device: None),
             ):
                 stack.enter_context(mock.patch.object(target, name, replacement))
             stack.enter_context(tensors)

@@ -46,7 +46,7 @@ def why_not_triton(function: str, x: Tensor, facts: Mapping[str, Any] | None = N
     runs_on = ("cuda", "cpu") if triton_interpreted() else ("cuda",)
     if x.device.type not in runs_on:
         return f"student is on {x.device}, and Triton kernels run on CUDA"
-    return None
+    return extension.why_not_gpu(x.device) if x.is_cuda else None
 
 
 def why_not_cpp(function: str, x: Tensor, facts: Mapping[str, Any] | None = None) -> str | None:

@@ -1,5 +1,6 @@
 """The C++/CUDA extension ``fastkd._C``, where it is built; the package works without it."""
 
+import functools
 import importlib
 
 import torch
@@ -125,6 +126,34 @@ CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in
 # That of torch's library, which not every build of it has.
 MKL = CPU and bool(torch.ops.fastkd_cpp.has_mkl())
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
+
+LEAST_CAPABILITY = (8, 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    gpu = torch.cuda.get_device_properties(device)  # torch.compile knows it as a constant
+    return gpu.major, gpu.minor
+
+
+_known_capability = functools.cache(_capability)  # torch.compile would warn about the cache
+
+
+def why_not_gpu(device: torch.device) -> str | None:
+    """Why the kernels in Triton and CUDA can't run on a CUDA device, or None if they can."""
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA GPUs, and this torch is built for AMD's"
+    compiling = torch.compiler.is_compiling()
+    capability = (_capability if compiling else _known_capability)(device)
+    if capability < LEAST_CAPABILITY:
+        found = ".".join(map(str, capability))
+        return f"its kernels need compute capability 8.0 or later, and {device} has {found}"
+    return None
+
+
+def runs_cuda_roots(x: Tensor) -> bool:
+    """Whether the CUDA part of the extension runs on the device of ``x``."""
+    return x.is_cuda and CUDA and why_not_gpu(x.device) is None
+
 
 if CPU:
     for name, shapes in ROW_KERNELS.items():

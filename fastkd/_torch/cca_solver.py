@@ -479,7 +479,7 @@ def _squared_rounding(n: int) -> float:
 
 def _use_extension(x: Tensor) -> bool:
     """Whether eigenvectors can be had on x's GPU without waiting for it."""
-    return x.is_cuda and extension.CUDA
+    return extension.runs_cuda_roots(x)
 
 
 def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:

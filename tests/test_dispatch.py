@@ -1,0 +1,65 @@
+"""The choice of a backend by the GPU's vendor and compute capability."""
+
+import types
+
+import pytest
+import torch
+
+from fastkd import linalg
+from fastkd._core import dispatch, extension
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets vendor and capability of a GPU that is not there; returns a tensor on it."""
+
+    def found(capability=(9, 0), hip=None):
+        extension._known_capability.cache_clear()
+        monkeypatch.setattr(torch.version, "hip", hip)
+        properties = types.SimpleNamespace(major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
+        monkeypatch.setattr(extension, "CUDA", True)
+        return types.SimpleNamespace(device=GPU, dtype=torch.float32, is_cuda=True, shape=(3, 3))
+
+    yield found
+    extension._known_capability.cache_clear()
+
+
+def backend(x):
+    return dispatch.backend_of("auto", "layer_norm_mse", x, columns=3)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 1)])
+def test_gpus_from_capability_8_run_kernels(gpu, capability):
+    x = gpu(capability)
+    assert backend(x) == "triton"
+    assert linalg._use_extension(x)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"capability": (7, 5)}, "need compute capability 8.0 or later, and cuda:0 has 7.5"),
+        ({"hip": "6.4"}, "for NVIDIA GPUs, and this torch is built for AMD's"),
+    ],
+)
+def test_other_gpus_run_pytorch(gpu, facts, reason):
+    x = gpu(**facts)
+    assert backend(x) == "torch"
+    assert not linalg._use_extension(x)
+    with pytest.raises(dispatch.BackendUnavailable, match=reason):
+        dispatch.backend_of("triton", "layer_norm_mse", x, columns=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_graph_holds_the_choice(gpu):
+    gpu((7, 5))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def choose(x):
+        return x + (extension.why_not_gpu(GPU) is None)
+
+    assert choose(torch.zeros(())) == 0
