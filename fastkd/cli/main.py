@@ -30,6 +30,8 @@ typer: Any = require("typer", "train")
 require("typer.core", "train")
 
 TRAINING = ("transformers", "accelerate", "safetensors", "sklearn", "scipy")
+# Scores import what they need: most of the time of a short command goes into imports.
+ANSWERING = ("transformers", "safetensors")
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
 
 
@@ -173,7 +175,7 @@ def distill(settings: Settings, console: Console) -> None:
     distill(settings, console)
 
 
-@_command(EvaluateSettings, alone=True)
+@_command(EvaluateSettings, ANSWERING, alone=True)
 def evaluate(settings: EvaluateSettings, console: Console) -> None:
     """Score a model on labelled rows.
 
@@ -186,7 +188,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> None:
     evaluate(settings, console)
 
 
-@_command(UseSettings, alone=True)
+@_command(UseSettings, ANSWERING, alone=True)
 def predict(settings: UseSettings, console: Console) -> None:
     """Label rows with a model: class and probability, or a number.
 
@@ -199,7 +201,7 @@ def predict(settings: UseSettings, console: Console) -> None:
     predict(settings, console)
 
 
-@_command(ExportSettings, alone=True)
+@_command(ExportSettings, ANSWERING, alone=True)
 def export(settings: ExportSettings, console: Console) -> None:
     """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
     from fastkd.cli.export import export

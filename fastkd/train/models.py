@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
@@ -178,7 +178,7 @@ def load_teacher(
     fitting = task.fits(config)
     head = type(task).of(config) if fitting else None
     fit_config(config, task, tokenizer)
-    set_seed(settings.seed)
+    transformers.set_seed(settings.seed)  # with PEFT, which answers alone don't need
     options = attention_for(settings.method, settings.attention)
     if fresh_head:
         options["dtype"] = torch.float32  # see `assemble`

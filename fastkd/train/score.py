@@ -116,30 +116,31 @@ def evaluate(
 
     F1 is that of class ``positive`` of two, or the mean over more.
     """
-    scorers = require("sklearn.metrics", "train")
-    stats = require("scipy.stats", "train")
     if not np.isfinite(logits).all():
         return dict.fromkeys(metrics, float("nan"))
     classes = logits.shape[-1]
     predictions = logits[:, 0] if classes == 1 else logits.argmax(-1)
 
-    def correlation(function: Any) -> float:
+    def scorer(function: str) -> Any:
+        return getattr(require("sklearn.metrics", "train"), function)
+
+    def correlation(function: str) -> float:
         if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
             return 0.0
-        return function(predictions, labels)[0]
+        return getattr(require("scipy.stats", "train"), function)(predictions, labels)[0]
 
     compute = {
         "accuracy": lambda: (predictions == labels).mean(),
-        "mcc": lambda: scorers.matthews_corrcoef(labels, predictions),
-        "f1": lambda: scorers.f1_score(
+        "mcc": lambda: scorer("matthews_corrcoef")(labels, predictions),
+        "f1": lambda: scorer("f1_score")(
             labels,
             predictions,
             average="binary" if classes == 2 else "macro",
             pos_label=positive if classes == 2 else 1,
             zero_division=0.0,
         ),
-        "pearson": lambda: correlation(stats.pearsonr),
-        "spearman": lambda: correlation(stats.spearmanr),
+        "pearson": lambda: correlation("pearsonr"),
+        "spearman": lambda: correlation("spearmanr"),
         "mse": lambda: ((predictions - labels) ** 2).mean(),
     }
     return {name: float(compute[name]()) for name in metrics}

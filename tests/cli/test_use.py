@@ -4,6 +4,8 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,22 @@ def test_the_student_scores_the_same_everywhere(folder, report):
         rtol=0,
         atol=1e-5,
     )
+
+
+@pytest.mark.slow
+def test_answers_import_no_more_than_they_need(tmp_path):
+    """Most of the time that `evaluate` takes on a few rows goes into imports."""
+    model = make_teacher(tmp_path / "model")
+    words = ["evaluate", "--model", str(model), "--data", str(write_tsv(tmp_path / "dev.tsv"))]
+    code = (
+        "import sys, fastkd.__main__ as entry\n"
+        "try:\n    entry.main()\n"
+        "finally:\n    print('imported', {'peft', 'sklearn', 'scipy.stats'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    assert "accuracy" in done.stdout and "imported set()" in done.stdout
 
 
 def test_onnx_gives_the_same_score(folder, report, tmp_path):
