@@ -30,7 +30,7 @@ HEAD = "head.safetensors"
 SPANS = ("start", "end")
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
-    "sentence_last", "problem", "predicts_words", "writes", "class_labels",
+    "sentence_last", "problem", "predicts_words", "writes", "class_labels", "first_position",
 )  # fmt: skip
 
 # Inputs that say which tokens are real and where documents begin: padding and packing, which are
@@ -216,7 +216,7 @@ class TeacherCache(nn.Module):
 
     def outputs(self, part: Part, wanted: dict[str, Any], device: torch.device) -> Outputs:
         """The teacher's outputs on a batch, as if it had run."""
-        keys, mask = sample_keys(part)
+        keys, mask = sample_keys(part, self.model)
         lengths = mask.sum(1).tolist()
         found = [self._rows.get(key) for key in keys]
         if None in found:
@@ -284,11 +284,11 @@ def wanted_of(method: Method) -> dict[str, Any]:
     }
 
 
-def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
+def sample_keys(part: Part, teacher: Model) -> tuple[list[bytes], Tensor]:
     """A digest of all that the teacher reads of each sample, and which tokens (S, L) are real.
 
     Padding around a sample and its place in a packed row leave its key as it is. Positions other
-    than 0, 1, ... and masked tokens between real ones change it. Waits for the device.
+    than the teacher's own and masked tokens between real ones change it. Waits for the device.
     """
     ids = part.batch.get("input_ids")
     if not isinstance(ids, Tensor):
@@ -318,15 +318,18 @@ def sample_keys(part: Part) -> tuple[list[bytes], Tensor]:
             row = row[tokens_kept] if by_tokens else row
             digest.update(b"" if name == "input_ids" else name.encode())
             digest.update(_bytes_of(row))
-    usual = torch.arange(mask.shape[1], device="cpu")
+    ids = tokens if documents is None else documents.unpack(tokens)
+    usual = _usual_positions(ids.cpu(), teacher.first_position)
     for i, digest in enumerate(digests):
         _add_mask(digest, mask[i, : ends[i]])
         if positions is None:
             continue
-        given, expected = positions[i][kept[i]], usual[kept[i]]
+        given, expected = positions[i][kept[i]], usual[i][kept[i]]
         expected = expected.view(-1, *[1] * (given.dim() - 1)).expand_as(given)
         if not torch.equal(given, expected):
-            digest.update(b"position_ids" + _bytes_of(given))
+            # Without a mask transformers takes positions that jump for those of several documents.
+            masked = b"masked" if "attention_mask" in others else b""
+            digest.update(b"position_ids" + masked + _bytes_of(given))
     return [digest.digest() for digest in digests], mask
 
 
@@ -335,6 +338,16 @@ def _ends(mask: Tensor) -> list[int]:
     places = torch.arange(1, mask.shape[1] + 1, device="cpu")
     ends: list[int] = (mask * places).amax(1).tolist()
     return ends
+
+
+def _usual_positions(ids: Tensor, first: int) -> Tensor:
+    """Positions (S, L) that a model numbers its tokens by where it is given none."""
+    if first == 0:
+        return torch.arange(ids.shape[1], device="cpu").expand(ids.shape)
+    padding = first - 1  # a token with this id takes its number for position, and isn't counted
+    real = ids != padding
+    usual: Tensor = real.cumsum(1) * real + padding
+    return usual
 
 
 def _positions_of(part: Part, shape: torch.Size) -> Tensor | None:
@@ -412,7 +425,7 @@ def write_cache(
                 "the teacher has inputs of its own (teacher_...), and a cache knows samples by the "
                 "student's; leave them out of the batches"
             )
-        keys, mask = sample_keys(part)
+        keys, mask = sample_keys(part, teacher)
         if writer is None:
             writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, part)
             known = set(writer.cache._rows)

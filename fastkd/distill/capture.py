@@ -72,6 +72,8 @@ class Model:
     vocabulary: int | None = None
     #: What a head for classes tells apart, in the order of its logits, where that is known.
     class_labels: Sequence[str] = ()
+    #: Number of the first token where no ``position_ids`` are given.
+    first_position: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -243,6 +245,14 @@ class Backbone(Model):
         if problem is None and self.has_head and self.config.num_labels == 1:
             return "regression"
         return problem or self.taught_problem
+
+    @property
+    def first_position(self) -> int:  # type: ignore[override]
+        """Number of the first token: RoBERTa and MPNet count from behind the padding's id."""
+        embeddings = getattr(self.base, "embeddings", None)
+        padding: Any = getattr(embeddings, "padding_idx", None)
+        by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
+        return int(padding) + 1 if by_padding else 0
 
     @property
     def groups_experts(self) -> bool:

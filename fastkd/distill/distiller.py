@@ -181,7 +181,7 @@ class Distiller(InGroup):
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
         """What a `TeacherCache` knows the samples of a batch by: ``key in cache``."""
-        return sample_keys(self.engine.read(batch))[0]
+        return sample_keys(self.engine.read(batch), self._teachers.model)[0]
 
     @property  # type: ignore[override]
     def training(self) -> bool:

@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.analysis.layers import IGNORED, rotate
-from fastkd.distill.blocks import BlocksBackbone
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.documents import MixedDocuments, find_documents
 
@@ -291,11 +290,7 @@ class _Step:
         for model in (engine.student, *engine.teachers.live):
             if not model.takes("position_ids"):
                 raise _CannotDo(f"{model.class_name} takes no position_ids")
-            embeddings: Any = None if isinstance(model, BlocksBackbone) else model.embeddings
-            padding: Any = getattr(embeddings, "padding_idx", None)
-            # RoBERTa and MPNet count positions from behind the padding's.
-            by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
-            starts.add(padding + 1 if by_padding else 0)
+            starts.add(model.first_position)
         if len(starts) > 1:
             raise _CannotDo("teacher and student count positions from different numbers")
         return lengths + starts.pop()

@@ -23,9 +23,10 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from fastkd.distill import cache as cache_module
+from fastkd.distill.documents import MixedDocuments
 from fastkd.distill.verify import verify
 from fastkd.head import output_layer
-from tests.distill.models import BERT, batch, classifier, pair, recipe, step
+from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks
 from tests.distill.support import data_of, model_of
@@ -550,3 +551,59 @@ def test_padding_in_front_of_an_encoder_is_the_same_sample(family, tmp_path):
     cached = Distiller(live.cache_teacher([data], tmp_path), student, SoftTargets()).eval()
     for inputs in (data, {**data, **left}):
         torch.testing.assert_close(cached(**inputs).terms, live(**inputs).terms)
+
+
+def layouts(draw, text, types):
+    """One row of a text: padding, positions, masked tokens and token types are drawn."""
+    n, pad = len(text), int(torch.randint(0, 4, (), generator=draw))
+    before = pad if chance(draw, 0.4) else 0
+    places = (torch.arange(n + pad) - before).clamp(min=0)
+    ids, mask = torch.zeros(2, n + pad, dtype=torch.long)
+    ids[before : before + n] = torch.tensor(text)
+    mask[before : before + n] = 1
+    row = {"input_ids": ids, "attention_mask": mask}
+    if chance(draw, 0.3):
+        mask[before + 1 + int(torch.randint(0, n - 2, (), generator=draw))] = 0
+    if chance(draw, 0.4):
+        start, jump = torch.randint(0, 3, (2,), generator=draw).tolist()
+        row["position_ids"] = start + places * max(1, jump)
+    if types and chance(draw, 0.4):
+        row["token_type_ids"] = torch.full_like(ids, int(chance(draw, 0.3)))
+    if chance(draw, 0.2):
+        del row["attention_mask"]
+    return {name: x[None] for name, x in row.items()}
+
+
+def chance(draw, share):
+    return float(torch.rand((), generator=draw)) < share
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama", "xlnet"])
+def test_samples_of_one_key_have_one_answer(family):
+    """Whatever is drawn: rows that a cache takes for one sample are one to the teacher."""
+    teacher = model(t.AutoModel, family).double()
+    student = student_from_teacher(teacher, [2, 4])
+    engine = Distiller(teacher, student, FCD(task_weight=0)).eval().engine
+    answers, shared = {}, 0
+    draw = torch.Generator().manual_seed(0)
+    for i in range(100):
+        text = [7, 9, 11, 5, 6] if i % 2 else [7, 9, 11, 5, 6, 8]
+        try:
+            part = engine.read(layouts(draw, text, types=family not in ("roberta", "llama")))
+        except MixedDocuments:
+            continue
+        with torch.no_grad():
+            states = engine.run_teacher(part).hidden[4]
+        keys, real = cache_module.sample_keys(part, engine.teachers.model)
+        for key, found in zip(keys, (x[m] for x, m in zip(states, real, strict=True)), strict=True):
+            shared += key in answers
+            torch.testing.assert_close(answers.setdefault(key, found), found)
+    assert len(answers) > 10 and shared > 10
+
+
+def test_positions_that_jump_are_other_documents_without_a_mask():
+    distiller = Distiller(*pair("llama"), SoftTargets())
+    data = {**batch(rows=6, padding=0), "position_ids": torch.arange(0, 20, 2).expand(6, 10)}
+    with_mask = distiller.sample_keys(data)
+    del data["attention_mask"]
+    assert not {*with_mask} & {*distiller.sample_keys(data)}
