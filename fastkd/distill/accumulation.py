@@ -11,26 +11,28 @@ from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
 from fastkd.analysis.layers import IGNORED
-from fastkd.distill.engine import DistillerOutput, Engine
+from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
 from fastkd.distill.step import Items, Outputs, Step, everyones
+from fastkd.distributed import ranks_of
 
 
 def accumulate(
-    engine: Engine, batches: Iterable[dict[str, Any]], model: nn.Module
-) -> Iterator[DistillerOutput]:
-    """See `Distiller.accumulate`."""
-    parts = [MicroBatch(engine, batch) for batch in batches]
+    distiller: Any, batches: Iterable[dict[str, Any]], model: nn.Module
+) -> Iterator[Any]:
+    """See `Distiller.accumulate`, whose module imports this one."""
+    parts = [MicroBatch(distiller, batch) for batch in batches]
     if not parts:
         raise ValueError("batches is empty; pass at least one micro-batch")
-    if engine.perturbs:
-        whole = Whole(engine, parts)
+    if distiller.perturbs:
+        student = distiller.student_model
+        whole = WholeBatch(distiller, parts)
         for i, part in enumerate(parts):
-            with engine.leaf_embeddings() as embeddings:
+            with leaf_embeddings(student) as embeddings:
                 loss = whole.share(i)[0]
-            part.shift = engine.unit_gradient(loss, embeddings, part.inputs)
+            part.shift = unit_gradient(student, loss, embeddings, part.inputs)
         for part in parts:
             part.random = None  # the moved embeddings get a dropout of their own
-    whole = Whole(engine, parts)
+    whole = WholeBatch(distiller, parts)
     for i in range(len(parts)):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last else _unsynchronised(model):
@@ -46,10 +48,10 @@ def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 class MicroBatch:
     """One part: its inputs, its teacher's outputs, the random state its student ran under."""
 
-    def __init__(self, engine: Engine, batch: dict[str, Any]) -> None:
-        self.engine = engine
+    def __init__(self, distiller: Any, batch: dict[str, Any]) -> None:
+        self.distiller = distiller
         # The numbers of items of all parts are known here: num_items has nothing to say.
-        self.inputs = engine.read(batch)
+        self.inputs = distiller.read(batch)
         self.teacher: Outputs | None = None
         self.shift: Tensor | None = None
         self.random: list[Tensor] | None = None
@@ -65,28 +67,31 @@ class MicroBatch:
                 torch.set_rng_state(self.random[0])
                 for device, state in zip(devices, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(self.engine.moved_embeddings(self.shift))
-            student = self.engine.run_student(self.inputs)
-        teacher = self.teacher or self.engine.run_teacher(self.inputs)
-        if not self.engine.student.per_token:
+            stack.enter_context(moved_embeddings(self.distiller.student_model, self.shift))
+            student = self.distiller.student_outputs(self.inputs)
+        distiller = self.distiller
+        teacher = self.teacher or distiller.teachers.outputs(
+            self.inputs, distiller.method, distiller.progress, distiller.uses_lm_head
+        )
+        if not distiller.student_model.per_token:
             self.teacher = teacher
         # Else it runs again: logits of a vocabulary for all parts would fill the memory.
-        return self.engine.step(self.inputs, student, teacher, items)
+        return distiller.make_step(self.inputs, student, teacher, items)
 
 
-class Whole:
+class WholeBatch:
     """The loss of all parts: its gradient at what the method compares, and its numbers of items."""
 
-    def __init__(self, engine: Engine, parts: list[MicroBatch]) -> None:
-        self.engine, self.parts = engine, parts
-        ranks = engine.ranks
+    def __init__(self, distiller: Any, parts: list[MicroBatch]) -> None:
+        self.distiller, self.parts = distiller, parts
+        ranks = ranks_of(distiller.gather, distiller.group)
         steps: list[Step] = []
         counts: list[list[Tensor]] = []
         with torch.no_grad():
             for part in parts:
                 seen: list[Tensor] = []
                 step = part.run(Items(seen=seen))
-                engine.losses(step, "predictions")  # for the numbers of items alone
+                distiller.losses(step, "predictions")  # for the numbers of items alone
                 counts.append(seen)
                 step.student = step.student.without_logits()
                 step.teacher = step.teacher.without_logits()
@@ -113,7 +118,7 @@ class Whole:
             return leaves[-1]
 
         step.student = step.student.features(leaf)
-        loss, terms = self.engine.losses(step.among_ranks(), "features")
+        loss, terms = self.distiller.losses(step.among_ranks(), "features")
         if loss is None:
             return
         if learning:
@@ -127,12 +132,12 @@ class Whole:
         self.compared = dict(zip(terms, compared, strict=True))
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.engine.method.parameters() if p.requires_grad]
+        return [p for p in self.distiller.method.parameters() if p.requires_grad]
 
     def share(self, index: int) -> tuple[Tensor, dict[str, Tensor], Step]:
         """Loss of one part, whose gradients add up, its terms, and its step."""
         step = self.parts[index].run(Items(known=self.items))
-        loss, terms = self.engine.losses(step, "predictions")
+        loss, terms = self.distiller.losses(step, "predictions")
         count = len(self.parts)
         shown = {name: value / count for name, value in self.compared.items()}
         shown.update(terms)

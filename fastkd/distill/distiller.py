@@ -1,28 +1,51 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastkd._core.checks import check_fraction
 from fastkd._core.warn import warn_caller
 from fastkd.analysis.layers import Batches
-from fastkd.distill.accumulation import Whole, accumulate
+from fastkd.distill.accumulation import WholeBatch, accumulate
 from fastkd.distill.adapters import as_teacher
+from fastkd.distill.batch import Part, put_back
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
-from fastkd.distill.engine import DistillerOutput, Engine
-from fastkd.distill.method import Method, check_method
-from fastkd.distill.sides import Teachers, check_in_place
+from fastkd.distill.method import Method, Only, check_method
+from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
+from fastkd.distill.reader import BatchReader
+from fastkd.distill.sides import Teachers, check_in_place, run
+from fastkd.distill.step import Items, Outputs, Step
 from fastkd.distributed import InGroup, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Teacher = PreTrainedModel | Blocks | TeacherCache
+
+
+@dataclass
+class DistillerOutput:
+    """Result of a `Distiller`.
+
+    ``loss`` to call backward on; its ``terms`` by name, detached and before weighting, with their
+    weighted sum as "total"; the student's ``logits``, detached, those of start and end for question
+    answering; None without a head, and for a language model unless ``keep_logits``.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    logits: Tensor | tuple[Tensor, Tensor] | None
+
+
+# DistributedDataParallel(static_graph=True) and FSDP2 find the loss as a leaf of the output.
+torch.utils._pytree.register_dataclass(DistillerOutput)
 
 
 class Distiller(InGroup):
@@ -93,12 +116,12 @@ class Distiller(InGroup):
     ) -> None:
         super().__init__()
         check_method("method", method)
-        self._student = backbone_of(student, "student")
+        self.student_model = backbone_of(student, "student")
         taught: Any = as_teacher(teacher, student)
         if isinstance(teacher, (list, tuple)):
             taught = nn.ModuleList(as_teacher(each, student) for each in teacher)
-        self._teachers = Teachers(taught, method)
-        self._teachers.take_tokenizers(self._student, tokenizers)
+        self.teachers = Teachers(taught, method)
+        self.teachers.take_tokenizers(self.student_model, tokenizers)
         shared = {id(p) for p in taught.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(
@@ -108,13 +131,14 @@ class Distiller(InGroup):
         self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group, self.keep_logits = gather, group, keep_logits
         self._progress: float | None = None
-        method.build(self._teachers.model, self._student)
+        method.build(self.teachers.model, self.student_model)
+        self.reader = BatchReader(self.student_model, self.teachers, method)
         device = next(student.parameters()).device
-        for each, served in self._teachers.with_methods(method):
+        for each, served in self.teachers.with_methods(method):
             each.serve(served, device)
         taught.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
-        method.to(device=device, dtype=self._student.dtype)
+        method.to(device=device, dtype=self.student_model.dtype)
         self.train()  # from_pretrained gives models in eval mode
         self.register_state_dict_post_hook(_leave_teacher_out)
         self.register_load_state_dict_post_hook(_expect_no_teacher)
@@ -122,12 +146,12 @@ class Distiller(InGroup):
     @property
     def config(self) -> Any:
         """The student's configuration."""
-        return self._student.config
+        return self.student_model.config
 
     @property
     def counts_positions(self) -> bool:
         """Whether the head predicts something for each token; see ``num_items`` in `forward`."""
-        return self._student.per_token
+        return self.student_model.per_token
 
     @property
     def progress(self) -> float:
@@ -145,7 +169,7 @@ class Distiller(InGroup):
         Args:
             batches: dicts of model inputs; read once, only if the method needs them.
         """
-        self._teachers.prepare(self.method, map(self.engine.read_by_teacher, batches))
+        self.teachers.prepare(self.method, map(self.reader.teacher_inputs, batches))
 
     def cache_teacher(
         self,
@@ -173,15 +197,14 @@ class Distiller(InGroup):
             ValueError: the folder was written by another teacher, tokenizer or method; the
                 message says what differs.
         """
-        engine = self.engine
-        parts = map(engine.read, batches)
+        parts = map(self.read, batches)
         return write_cache(
-            engine.teachers.to_cache(), self.method, parts, path, tokenizer, shard_bytes
+            self.teachers.to_cache(), self.method, parts, path, tokenizer, shard_bytes
         )
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
         """What a `TeacherCache` knows the samples of a batch by: ``key in cache``."""
-        return sample_keys(self.engine.read(batch), self._teachers.model)[0]
+        return sample_keys(self.read(batch), self.teachers.model)[0]
 
     @property  # type: ignore[override]
     def training(self) -> bool:
@@ -217,7 +240,7 @@ class Distiller(InGroup):
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
-        _share: tuple[Whole, int] | None = None,
+        _share: tuple[WholeBatch, int] | None = None,
         **batch: Any,
     ) -> DistillerOutput:
         """Loss of one batch.
@@ -260,10 +283,32 @@ class Distiller(InGroup):
             )
         if _share is not None:
             whole, index = _share
-            return DistillerOutput.of(*whole.share(index))
+            return self.output(*whole.share(index))
         self._check_schedule()
-        engine = self.engine
-        return engine(engine.read({"labels": labels, "segments": segments, **batch}, num_items))
+        part = self.read({"labels": labels, "segments": segments, **batch}, num_items)
+        teacher = self.teachers.outputs(part, self.method, self.progress, self.uses_lm_head)
+        if not self.perturbs:
+            return self._learn(part, teacher)
+        with leaf_embeddings(self.student_model) as embeddings:
+            loss = self._learn(part, teacher).loss
+        shift = unit_gradient(self.student_model, loss, embeddings, part)
+        with moved_embeddings(self.student_model, shift):
+            return self._learn(part, teacher)
+
+    def _learn(self, part: Part, teacher: Outputs) -> DistillerOutput:
+        """Run the student, and compute the method's loss."""
+        ranks = ranks_of(self.gather, self.group)
+        step = self.make_step(part, self.student_outputs(part), teacher, Items(ranks))
+        loss, terms = self.losses(step)
+        if loss is None:
+            raise ValueError(f"all weights of {type(self.method).__name__} are zero")
+        terms = {**terms, "total": loss.detach()}
+        if ranks is not None:
+            # Each process has its share of the gradient, and all of the value.
+            values = ranks.sum(torch.stack(list(terms.values()))) / ranks.size
+            terms = dict(zip(terms, values, strict=True))
+            loss = values[-1] + (loss - loss.detach())
+        return self.output(loss, terms, step)
 
     def count_items(self, batch: dict[str, Any]) -> Tensor:
         """How many labelled positions of a batch count, of which ``num_items`` are the average.
@@ -273,7 +318,7 @@ class Distiller(InGroup):
         Args:
             batch: arguments as in `forward`, ``labels`` (B, N) among them.
         """
-        return self.engine.count_items(batch)
+        return self.reader.count_items(batch)
 
     def accumulate(
         self, batches: Iterable[dict[str, Any]], model: nn.Module | None = None
@@ -300,22 +345,72 @@ class Distiller(InGroup):
             >>> optimizer.step()  # doctest: +SKIP
         """
         self._check_schedule()
-        yield from accumulate(self.engine, batches, self if model is None else model)
+        yield from accumulate(self, batches, self if model is None else model)
 
     @property
-    def engine(self) -> Engine:
-        """What takes a step: the models, method and mode of the moment.
+    def uses_lm_head(self) -> bool:
+        """Whether terms of language models come from hidden states and heads, not from logits."""
+        possible = self.method.uses_lm_head and not self.student_model.encoder_decoder
+        return possible and not self.keep_logits
 
-        Raises:
-            ValueError: a model has been replaced.
-        """
-        check_in_place("student", self.student, self._student.model)
-        for teacher in self._teachers.each:
+    @property
+    def perturbs(self) -> bool:
+        """Whether a step moves the student's embeddings along the loss's gradient."""
+        training = self.student_model.model.training and torch.is_grad_enabled()
+        return self.method.perturb and training
+
+    def read(self, batch: Mapping[str, Any], num_items: float | Tensor | None = None) -> Part:
+        """A batch of arguments as in `forward`; raises where a model has been replaced."""
+        check_in_place("student", self.student, self.student_model.model)
+        for teacher in self.teachers.each:
             check_in_place("teacher", self.teacher, teacher.module)
-        ranks = ranks_of(self.gather, self.group)
-        return Engine(
-            self._student, self._teachers, self.method, self.progress, ranks, self.keep_logits
-        )
+        return self.reader.read(batch, num_items)
+
+    def student_outputs(self, part: Part) -> Outputs:
+        """The student's outputs on a batch, pooled over spans where the batch has some."""
+        request = self.method.wanted("student")
+        outputs = run(self.student_model, part.batch, request, part, by_head=self.uses_lm_head)
+        if part.spans is None:
+            return outputs
+        return part.spans.pool(outputs, 0, self.student_model, part.feature_mask)
+
+    def make_step(self, part: Part, student: Outputs, teacher: Outputs, items: Items) -> Step:
+        """The step that a method computes its loss from."""
+        return Step(
+            student,
+            teacher,
+            self.student_model,
+            self.teachers.model,
+            part.feature_mask if part.spans is None else part.spans.mask,
+            part.labels,
+            part.num_items,
+            token_mask=part.mask,
+            owner=part.owner,
+            first=part.first,
+            ranks=items.ranks,
+            items=items,
+        ).among_ranks()
+
+    def losses(
+        self, step: Step, only: Only | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Weighted loss, None where no term counts, and detached terms of the method."""
+        device = next(self.student.parameters()).device.type
+        with torch.autocast(device, enabled=False):
+            loss, terms = self.method(step, self.progress, only)
+            router = None if only == "features" else step.router_loss()
+        if router is None:
+            return loss, terms
+        weighted = self.student_model.stack_config.router_aux_loss_coef * router
+        return weighted if loss is None else loss + weighted, {**terms, "router": router.detach()}
+
+    def output(self, loss: Tensor, terms: dict[str, Tensor], step: Step) -> DistillerOutput:
+        """A step's output; its logits are detached and in the order of the batch's own rows."""
+        # Attached, logits that no term uses would make DistributedDataParallel wait for them.
+        logits = tree_map_only(Tensor, Tensor.detach, step.student.logits)
+        if self.student_model.per_token or isinstance(logits, tuple):
+            logits = put_back(logits, step.first)
+        return DistillerOutput(loss, terms, logits)
 
     def _check_schedule(self) -> None:
         if self.training and self.method.scheduled and self._progress is None:

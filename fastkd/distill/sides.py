@@ -22,7 +22,7 @@ from fastkd.distill.capture import QKV, Backbone, Model, Wanted, placed_for, rea
 from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.several import Several, SeveralModels
-from fastkd.distill.step import Outputs, observed, pooled_rows
+from fastkd.distill.step import Outputs, SeveralOutputs, observed, pooled_rows
 from fastkd.distill.vocabulary import other_vocabulary
 
 
@@ -143,6 +143,16 @@ class Teachers:
     def with_methods(self, method: Any) -> Iterator[tuple[Teacher, Method]]:
         """Each with the method that compares it."""
         return zip(self.each, method.each if self.several else [method], strict=True)
+
+    def outputs(self, part: Part, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+        """Outputs of all teachers on a batch; empty where the method doesn't use a teacher."""
+        outputs = tuple(
+            teacher.run(part, each, progress, use_lm_head)
+            if each.uses_teacher
+            else Outputs({}, None)
+            for teacher, each in self.with_methods(method)
+        )
+        return SeveralOutputs({}, None, parts=outputs) if self.several else outputs[0]
 
     def prepare(self, method: Method, batches: Batches) -> None:
         """Let methods choose from data; a cache was written after that."""

@@ -137,7 +137,7 @@ class DistillationTrainer(Trainer):
                     "leave it out"
                 )
         if self.args.label_names is None:
-            student_class = type(self.distiller.engine.student.inner)
+            student_class = type(self.distiller.student_model.inner)
             self.label_names = transformers.utils.find_labels(student_class)
         # Heads with one prediction per token are averaged over the positions of all accumulated
         # batches, which Trainer then counts.
@@ -236,15 +236,15 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
         own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
-        engine, labels = self.distiller.engine, own.pop("labels", None)
-        part = engine.alone(engine.student.readable(own), labels)
+        distiller, labels = self.distiller, own.pop("labels", None)
+        part = distiller.reader.read_student(distiller.student_model.readable(own), labels)
         own = part.batch if labels is None else {**part.batch, "labels": part.labels}
         loss, logits, targets = super().prediction_step(
             self.distiller.student, own, *args, **kwargs
         )
         if part.first is None:
             return loss, logits, targets
-        if engine.student.per_token or isinstance(part.labels, tuple):
+        if distiller.student_model.per_token or isinstance(part.labels, tuple):
             logits = put_back(logits, part.first)
         if targets is not None:
             given = tuple(inputs[name] for name in self.label_names)
@@ -265,9 +265,9 @@ class DistillationTrainer(Trainer):
         if self._signature_columns is None:
             # A wrapped student's own signature may say less, and a teacher may read more of the
             # student's inputs than the student does: token types above all.
-            engine = self.distiller.engine
-            teachers = [backbone.known_inputs for backbone in engine.teachers.live]
-            shared = set().union(engine.student.known_inputs, *teachers)
+            distiller = self.distiller
+            teachers = [backbone.known_inputs for backbone in distiller.teachers.live]
+            shared = set().union(distiller.student_model.known_inputs, *teachers)
             own = {f"teacher_{name}" for name in set().union(*teachers)}
             targets = {"label", "label_ids", *self.label_names}
             # trl's collator reads from seq_lengths where the documents of a packed row begin.

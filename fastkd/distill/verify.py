@@ -286,8 +286,8 @@ class _Step:
 
     def _positions(self, lengths: Tensor) -> Tensor:
         """position_ids of tokens that stand at 0, 1, ... in their documents."""
-        engine, starts = self.distiller.engine, set()
-        for model in (engine.student, *engine.teachers.live):
+        distiller, starts = self.distiller, set()
+        for model in (distiller.student_model, *distiller.teachers.live):
             if not model.takes("position_ids"):
                 raise _CannotDo(f"{model.class_name} takes no position_ids")
             starts.add(model.first_position)
@@ -297,7 +297,7 @@ class _Step:
 
     def left_padded(self) -> Gradients:
         mask = self._mask()
-        if self.distiller.engine.student.reads_last_position(self.batch):
+        if self.distiller.student_model.reads_last_position(self.batch):
             raise _CannotDo("the head reads the last position, padding or not")
         if bool(mask.all()):
             raise _CannotDo("no row is padded")
@@ -308,7 +308,7 @@ class _Step:
 
     def packed(self) -> Gradients:
         mask = self._mask().bool()
-        student = self.distiller.engine.student
+        student = self.distiller.student_model
         if student.has_head and not student.per_token:
             raise _CannotDo("the head gives one prediction a row")
         row = {name: x[mask][None] for name, x in self._of_tokens()}
@@ -352,7 +352,7 @@ class _Step:
 
     def cached(self) -> Gradients:
         try:
-            self.distiller.engine.teachers.to_cache()
+            self.distiller.teachers.to_cache()
         except ValueError as error:
             raise _CannotDo(re.split("[;:]", str(error))[0]) from error
         if any(name.startswith("teacher_") for name in self.batch):
@@ -406,7 +406,7 @@ class _Step:
             optimizer.step()
 
     def compiled(self, backend: str) -> Gradients:
-        if self.distiller.engine.perturbs:
+        if self.distiller.perturbs:
             raise _CannotDo("the method moves the embeddings inside the student")
         twin = copy.deepcopy(self.distiller)
         try:
@@ -445,11 +445,10 @@ def _exact_copy(distiller: Distiller) -> Distiller:
                 setattr(module, name, 0.0)
     twin.set_progress(distiller.progress)
     twin.gather = False
-    engine = twin.engine
     # A router's loss is not a mean over samples: of parts it is another one.
-    if hasattr(engine.student.config, "output_router_logits"):
-        engine.student.config.output_router_logits = False
-    for side in (engine.student, *engine.teachers.live):
+    if hasattr(twin.student_model.config, "output_router_logits"):
+        twin.student_model.config.output_router_logits = False
+    for side in (twin.student_model, *twin.teachers.live):
         if side.groups_experts:
             side.inner.set_experts_implementation("eager")  # type: ignore[operator]
     return twin

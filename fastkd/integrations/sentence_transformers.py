@@ -416,6 +416,7 @@ class LayerDistillLoss(_Alike):
         self.loss = loss
         self.distiller = Distiller(taught, student, method, gather=gather)
         self._inside = _Inside(student)
+        self.distiller.student_model = self.distiller.reader.student = self._inside
 
     @property
     def method(self) -> Method:
@@ -436,13 +437,11 @@ class LayerDistillLoss(_Alike):
             )
         self._follow_first_process()
         columns = list(sentence_features)
-        engine = self.distiller.engine
-        engine.student = self._inside
         layers, embedded = [], []
         for features in columns:
             self._inside.begin(self.model, features)
             read = {name: x for name, x in features.items() if name in self._inside.known_inputs}
-            layers.append(engine(engine.read(read)).loss)
+            layers.append(self.distiller(**read).loss)
             embedded.append(self._inside.output)
         total = torch.stack(layers).mean()
         if self.loss is None:

@@ -16,7 +16,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fastkd.distill.batch import split_inputs
-from fastkd.distill.engine import DistillerOutput
+from fastkd.distill.distiller import DistillerOutput
 from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer

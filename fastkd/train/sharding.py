@@ -52,7 +52,7 @@ def shard(model: nn.Module, device: torch.device, learns: bool = True) -> None:
 def shard_distiller(distiller: Distiller, device: torch.device) -> None:
     """`shard` student, teacher and the method's parameters."""
     shard(distiller.student, device)
-    if distiller.engine.teachers.live:
+    if distiller.teachers.live:
         shard(distiller.teacher, device, learns=False)
     else:  # what it said before
         distiller.teacher.to(device)

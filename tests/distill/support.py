@@ -210,7 +210,7 @@ def verdict(teacher, student, data, name, head):
         return reason(error)
     if not out.loss.isfinite():
         return "the loss is not finite"
-    blocks = distiller.engine.student.blocks
+    blocks = distiller.student_model.blocks
     reached = [any(p.grad is not None and p.grad.any() for p in b.parameters()) for b in blocks]
     return None if all(reached) else "a block gets no gradient"
 

@@ -19,10 +19,10 @@ from fastkd.distill import (
     SoftTargets,
     method_by_name,
     methods,
+    perturbation,
     student_from_teacher,
 )
 from fastkd.distill.capture import Backbone, replaced_embeddings
-from fastkd.distill.engine import Engine
 from tests.distill import support
 from tests.distill.models import (
     FAMILIES,
@@ -212,9 +212,10 @@ def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient(
 def shifts(monkeypatch):
     """Filled with what the embeddings are moved by."""
     found = []
-    original = Engine.unit_gradient
+    original = perturbation.unit_gradient
     monkeypatch.setattr(
-        Engine, "unit_gradient", lambda *run: found.append(original(*run)) or found[0]
+        "fastkd.distill.distiller.unit_gradient",
+        lambda *run: found.append(original(*run)) or found[0],
     )
     return found
 
@@ -258,8 +259,7 @@ def test_unit_gradient_needs_the_embedding_layer(monkeypatch):
     distiller = make("lrc_bert", "gpt2").train()
     embeddings = torch.randn(6, 10, 16)
     with pytest.raises(ValueError, match="pass input_ids, or set perturb=False"):
-        monkeypatch.setattr(Engine, "run_teacher", lambda *inputs: None)
-        monkeypatch.setattr(Engine, "add_up", lambda _, step: (step.student.logits.sum(), {}))
+        monkeypatch.setattr(Distiller, "losses", lambda self, step: (step.student.logits.sum(), {}))
         distiller(inputs_embeds=embeddings, labels=batch()["labels"])
 
 

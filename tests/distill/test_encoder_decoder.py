@@ -99,7 +99,7 @@ def test_padded_labels_change_nothing(family, name):
     data = doubled(data_of(family, FAMILIES[family]))
     out, gradients = step(distiller, data)
     labels = F.pad(data["labels"], (0, 3), value=-100)
-    read = distiller.engine.student.with_decoder_inputs({}, labels)["decoder_input_ids"]
+    read = distiller.student_model.with_decoder_inputs({}, labels)["decoder_input_ids"]
     behind = F.pad(labels, (1, 0), value=0)[:, :-1] == -100
     read = torch.where(behind, 7, read)
     for more in ({"labels": labels}, {"labels": labels, "decoder_input_ids": read}):

@@ -66,7 +66,7 @@ def test_a_model_that_was_replaced_is_named(name):
     old = getattr(distiller, name)
     setattr(distiller, name, torch.nn.Sequential(old))  # around it, as wrappers do
     distiller(**batch())
-    setattr(distiller, name, classifier("bert", len(distiller.engine.student.blocks)))
+    setattr(distiller, name, classifier("bert", len(distiller.student_model.blocks)))
     with pytest.raises(ValueError, match=f"the {name} was replaced .* make a new Distiller"):
         distiller(**batch())
     with pytest.raises(ValueError, match="DataParallel runs copies of the models"):
@@ -170,7 +170,7 @@ def test_hidden_states_of_other_layers_are_refused(family):
         Distiller(compiled, student, method)(**data)
     # Nor by an uncompiled model whose blocks no hook sees.
     distiller = Distiller(teacher, student, method)
-    distiller.engine.student._hooks_reach = False
+    distiller.student_model._hooks_reach = False
     with pytest.raises(ValueError, match=r"student .* doesn't call its blocks as modules"):
         distiller(**data)
     assert all("forward" not in vars(block) for block in student.layers)

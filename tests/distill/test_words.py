@@ -131,7 +131,7 @@ def test_a_model_that_does_more_behind_its_output_layer_keeps_its_logits(where, 
         return
     (out, gradients), (expected, wanted) = (step(x, data) for x in (by_head, by_logits))
     assert_same((out.terms, gradients), (expected.terms, wanted))
-    assert out.logits is not None and by_head.engine.student.other_head
+    assert out.logits is not None and by_head.student_model.other_head
 
 
 def test_a_method_that_perturbs_takes_the_second_run_of_such_a_model():
