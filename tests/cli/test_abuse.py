@@ -148,7 +148,7 @@ BROKEN = {
     "csv": {
         "quote": '"good film,1', "cut": "good film", "wide": "a,b,c", "empty": ",1",
         "after": '"good"film,1', "label": "good film,", "null": "good film,NULL",
-        "latin": "f\xfcr,1".encode("latin-1"), "field": "x" * 200_000 + ",1",
+        "latin": "f\xfcr,1".encode("latin-1"),
     },
     "jsonl": {
         "cut": '{"text": "a"', "array": '["a", 1]', "number": "5", "null": "null",
@@ -218,7 +218,6 @@ OTHER_FILES = [
     ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
     ("lead.tsv", b"\n\n \ntext\tlabel\na\t1\nb\n", "row 6: 1 columns where row 4 has 2"),
     ("open.csv", b'text,label\n"a\nb,1\n', "row 2: unexpected end"),
-    ("wide.csv", b"text,label\n" + b"x" * 200_000 + b",1\n", "row 2: field larger"),
     ("space.tsv", HEAD + "\u3000\t1\n".encode(), "row 2: column 'text' is empty"),
     ("control.tsv", HEAD + b"a\t\x1b[31m\n", "row 2: label"),
     ("long.tsv", HEAD + b"a\t" + b"y" * 10**6 + b"\n", "row 2: label"),
