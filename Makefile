@@ -78,8 +78,16 @@ $(VENV)/peers: $(VENV)/installed
 bench: $(VENV)/peers
 	$(BIN)/fastkd bench --out bench/results --plot runs/bench
 
+# The site needs neither the extension nor the packages of the tests.
+$(VENV)/docs: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0 "setuptools>=77" wheel
+	FASTKD_NO_EXT=1 $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[docs]"
+	touch $@
+
 # The site, in build/site: warnings and links to nowhere are errors, and no network is asked.
-docs: $(VENV)/installed
+docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The kernels as projects of the Hugging Face kernel hub, in hub/.

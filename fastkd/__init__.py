@@ -1,36 +1,27 @@
 """Distillation losses of six papers as fused, exact, drop-in PyTorch functions."""
 
-from fastkd._core import versions  # noqa: F401, I001 - first, for its word on an old torch
-from fastkd import functional
-from fastkd._torch.divergences import Divergence
-from fastkd.attention import AttentionLoss
-from fastkd.cca import CCALoss
-from fastkd.contrastive import CosNCELoss
-from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
-from fastkd.head import Head
-from fastkd.knn import IntraClassKNNLoss
-from fastkd.projection import DualProjectionLoss, OrthogonalProjection
-from fastkd.queue import FeatureQueue
-from fastkd.relation import FCDLoss
-from fastkd.soft_targets import SoftTargetLoss
-from fastkd.targets import CrossEntropy, TopK
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastkd._core import versions  # noqa: F401 - its warning about an old torch
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AttentionLoss",
-    "CCALoss",
-    "CosNCELoss",
-    "CrossEntropy",
-    "Divergence",
-    "DualProjectionLoss",
-    "FCDLoss",
-    "FeatureQueue",
-    "Head",
-    "IntraClassKNNLoss",
-    "OrthogonalProjection",
-    "SoftTargetLoss",
-    "TopK",
-    "functional",
-]
-__all__ += functional.__all__
+if TYPE_CHECKING:
+    from fastkd.public import *  # noqa: F403
+    from fastkd.public import __all__  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    """Import all public names at the first use of one: `fastkd --help` needs no torch."""
+    if name == "__all__" or not name.startswith("__"):
+        public = importlib.import_module("fastkd.public")
+        names = globals()
+        names.update({entry: getattr(public, entry) for entry in (*public.__all__, "__all__")})
+        if name in names:
+            return names[name]
+    raise AttributeError(f"module 'fastkd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

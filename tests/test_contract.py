@@ -91,14 +91,32 @@ def test_readme_example_runs(capsys):
 
 
 def test_import_is_light():
-    """Importing fastkd brings in neither triton nor anything of the extras."""
+    """The public names bring in neither triton nor anything of the extras."""
     code = (
-        "import sys, torch; before = set(sys.modules); import fastkd; "
+        "import sys, torch; before = set(sys.modules); import fastkd; fastkd.FCDLoss; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(new & {'triton', 'transformers', 'datasets', 'sklearn', 'matplotlib', 'typer'})"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_the_package_has_its_public_names_and_no_others():
+    from fastkd import public
+
+    assert fastkd.__all__ == public.__all__ and set(fastkd.__all__) <= set(dir(fastkd))
+    assert all(getattr(fastkd, name) is getattr(public, name) for name in fastkd.__all__)
+    with pytest.raises(AttributeError, match="module 'fastkd' has no attribute 'relation_los'"):
+        _ = fastkd.relation_los
+
+
+def test_a_compiled_function_may_be_the_first_to_use_a_name():
+    code = (
+        "import torch, fastkd; x = torch.randn(2, 4, 8); "
+        "f = torch.compile(lambda: fastkd.relation_loss(x, x), fullgraph=True, backend='eager'); "
+        "assert f() < 1e-6"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("wrong", ([[1.0]], [], "features", [[FEATURES, FEATURES.numpy()]]))

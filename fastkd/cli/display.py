@@ -20,8 +20,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from fastkd.train import processes
 from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.launcher import first
 from fastkd.train.progress import Display, Track, clock, format_scores
 
 # Seconds between two lines of a log file.
@@ -85,7 +85,7 @@ def new_console(plain: bool = False) -> Iterator[Console]:
         RunFailed: in the end, something could not be written.
     """
     stream: Any = Steadfast(sys.stdout)
-    yield Console(file=stream, quiet=not processes.first(), force_terminal=False if plain else None)
+    yield Console(file=stream, quiet=not first(), force_terminal=False if plain else None)
     stream.finish()
 
 

@@ -1,30 +1,37 @@
-"""The `fastkd` command. Each command imports what it needs when it runs."""
+"""The `fastkd` command.
+
+The list of commands needs neither torch nor transformers, whose imports take seconds: a command
+imports its options when it is called, and the rest when it runs.
+"""
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
 import fastkd
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console, say
-from fastkd.cli.options import command
-from fastkd.cli.settings import (
-    AnalyzeSettings,
-    BenchSettings,
-    CacheSettings,
-    DemoSettings,
-    EvaluateSettings,
-    ExportSettings,
-    UseSettings,
-    VerifySettings,
-)
-from fastkd.study.settings import StudySettings
-from fastkd.train import processes
+from fastkd.cli.options import NoOptions, command
 from fastkd.train.errors import InputError, Interrupted, RunFailed
-from fastkd.train.settings import Settings
+from fastkd.train.launcher import first, launched
+
+if TYPE_CHECKING:
+    from fastkd.cli.settings import (
+        AnalyzeSettings,
+        BenchSettings,
+        CacheSettings,
+        DemoSettings,
+        EvaluateSettings,
+        ExportSettings,
+        UseSettings,
+        VerifySettings,
+    )
+    from fastkd.study.settings import StudySettings
+    from fastkd.train.settings import Settings
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -47,6 +54,11 @@ GOES_ON = {
 
 class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
     """Commands whose mistakes are one sentence on stderr."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command with its options; those that are listed have none, see `_command`."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and listed.callback(), rest
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
         with one_sentence():
@@ -115,8 +127,10 @@ def one_sentence(goes_on: Callable[[], str] = str) -> Iterator[None]:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
     except Exception as error:
-        if not processes.launched() or isinstance(error, (typer.Exit, typer.Abort)):
+        if not launched() or isinstance(error, (typer.Exit, typer.Abort)):
             raise
+        from fastkd.train import processes
+
         if processes.is_loss_of_others(error):
             _fail(f"another process of this run has ended{goes_on()}", 1)
         if not processes.first_to_fail():
@@ -131,35 +145,48 @@ def _fail(message: str, code: int) -> None:
 
 def _end(message: str, code: int) -> None:
     """End with a sentence on standard error, printed by one process."""
-    if processes.first_to_fail():
-        typer.echo(" ".join(message.split()), err=True)
+    if launched():
+        from fastkd.train import processes
+
+        if not processes.first_to_fail():
+            raise typer.Exit(code)
+    typer.echo(" ".join(message.split()), err=True)
     raise typer.Exit(code)
 
 
-def _command(cls: Any, needs: Sequence[str] = TRAINING, *, alone: bool = False) -> Callable:
-    """A command whose options are ``cls``, of ``function(settings, console)``.
+def _command(options: str, needs: Sequence[str] = TRAINING, *, alone: bool = False) -> Callable:
+    """List a command, ``function(settings, console)``; exit code 1 if it returns False.
 
-    What it ``needs`` is looked for before an hour of training has passed. One that several
-    processes would only repeat is done by the first ``alone``.
+    ``options`` is the place of the dataclass of its options, such as "train.settings.Settings".
+    The packages that it ``needs`` are looked for before an hour of training has passed. With
+    ``alone`` only the first of several processes runs it, as the others would only repeat it.
     """
 
-    def decorate(function: Callable[[Any, Console], None]) -> Callable[..., None]:
-        @functools.wraps(function)
+    def decorate(function: Callable[[Any, Console], bool | None]) -> Callable[..., Any]:
         def run(settings: Any) -> None:
-            if alone and not processes.first():
+            if alone and not first():
                 return
             for module in needs:
                 require(module, "train")
             with new_console() as console:
-                function(settings, console)
+                if function(settings, console) is False:
+                    raise typer.Exit(1)
 
-        return app.command(cls=Once)(command(cls)(run))
+        def build() -> Any:
+            module, _, cls = options.rpartition(".")
+            settings = getattr(importlib.import_module(f"fastkd.{module}"), cls)
+            single = typer.Typer(add_completion=False)
+            single.command(name, help=function.__doc__, cls=Once)(command(settings)(run))
+            return typer.main.get_command(single)
+
+        name = function.__name__
+        return app.command(name, help=function.__doc__)(build)
 
     return decorate
 
 
-@_command(Settings)
-def distill(settings: Settings, console: Console) -> None:
+@_command("train.settings.Settings")
+def distill(settings: "Settings", console: Console) -> None:
     """Distil a teacher into a smaller student.
 
     For example, on a GLUE task from the hub:
@@ -175,8 +202,8 @@ def distill(settings: Settings, console: Console) -> None:
     distill(settings, console)
 
 
-@_command(EvaluateSettings, ANSWERING, alone=True)
-def evaluate(settings: EvaluateSettings, console: Console) -> None:
+@_command("cli.settings.EvaluateSettings", ANSWERING, alone=True)
+def evaluate(settings: "EvaluateSettings", console: Console) -> None:
     """Score a model on labelled rows.
 
     For example:
@@ -188,8 +215,8 @@ def evaluate(settings: EvaluateSettings, console: Console) -> None:
     evaluate(settings, console)
 
 
-@_command(UseSettings, ANSWERING, alone=True)
-def predict(settings: UseSettings, console: Console) -> None:
+@_command("cli.settings.UseSettings", ANSWERING, alone=True)
+def predict(settings: "UseSettings", console: Console) -> None:
     """Label rows with a model: class and probability, or a number.
 
     For example:
@@ -201,16 +228,16 @@ def predict(settings: UseSettings, console: Console) -> None:
     predict(settings, console)
 
 
-@_command(ExportSettings, ANSWERING, alone=True)
-def export(settings: ExportSettings, console: Console) -> None:
+@_command("cli.settings.ExportSettings", ANSWERING, alone=True)
+def export(settings: "ExportSettings", console: Console) -> None:
     """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
     from fastkd.cli.export import export
 
     export(settings, console)
 
 
-@_command(CacheSettings)
-def cache(settings: CacheSettings, console: Console) -> None:
+@_command("cli.settings.CacheSettings")
+def cache(settings: "CacheSettings", console: Console) -> None:
     """Keep what a fine-tuned teacher says of every training row, for runs without it.
 
     For example:
@@ -224,8 +251,8 @@ def cache(settings: CacheSettings, console: Console) -> None:
     write(settings, console)
 
 
-@_command(VerifySettings, alone=True)
-def verify(settings: VerifySettings, console: Console) -> None:
+@_command("cli.settings.VerifySettings", alone=True)
+def verify(settings: "VerifySettings", console: Console) -> bool:
     """Take one step in every way that should be the same, and tell how far the gradients differ.
 
     Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
@@ -233,30 +260,27 @@ def verify(settings: VerifySettings, console: Console) -> None:
     """
     from fastkd.cli.verify import verify
 
-    if not verify(settings, console):
-        raise typer.Exit(1)
+    return verify(settings, console)
 
 
-@_command(DemoSettings, (*TRAINING, "matplotlib"))
-def demo(settings: DemoSettings, console: Console) -> None:
+@_command("cli.settings.DemoSettings", (*TRAINING, "matplotlib"))
+def demo(settings: "DemoSettings", console: Console) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
     from fastkd.cli import demo, demo_text
 
     (demo_text if settings.task == demo_text.TASK else demo).run_demo(settings, console)
 
 
-@app.command()
-def doctor() -> None:
+@_command("cli.options.NoOptions", ())
+def doctor(settings: NoOptions, console: Console) -> bool:
     """Say what is installed, which backends run and why not, and check them."""
     from fastkd.cli.doctor import examine
 
-    with new_console() as console:
-        if not examine(functools.partial(say, console)):
-            raise typer.Exit(1)
+    return examine(functools.partial(say, console))
 
 
-@_command(BenchSettings, (), alone=True)
-def bench(settings: BenchSettings, console: Console) -> None:
+@_command("cli.settings.BenchSettings", (), alone=True)
+def bench(settings: "BenchSettings", console: Console) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.bench import passes, runner
     from fastkd.train.saving import check_directory, locked
@@ -283,8 +307,8 @@ def bench(settings: BenchSettings, console: Console) -> None:
         raise RunFailed(str(error)) from error
 
 
-@_command(StudySettings, (*TRAINING, "matplotlib"))
-def study(settings: StudySettings, console: Console) -> None:
+@_command("study.settings.StudySettings", (*TRAINING, "matplotlib"))
+def study(settings: "StudySettings", console: Console) -> None:
     """Compare methods with one budget over several seeds, and say what exceeds noise.
 
     For example, from a file, or from options; the same command goes on after a stop:
@@ -298,8 +322,8 @@ def study(settings: StudySettings, console: Console) -> None:
     run(settings, console)
 
 
-@_command(AnalyzeSettings, ("transformers", "matplotlib"))
-def analyze(settings: AnalyzeSettings, console: Console) -> None:
+@_command("cli.settings.AnalyzeSettings", ("transformers", "matplotlib"))
+def analyze(settings: "AnalyzeSettings", console: Console) -> None:
     """How alike the layers of a model are, or of teacher and student, as numbers and pictures.
 
     For example:

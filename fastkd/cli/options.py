@@ -13,6 +13,11 @@ from fastkd.train.options import Option, assignments, options_of
 typer: Any = require("typer", "train")
 
 
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """Options of a command that has none."""
+
+
 def command(cls: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """Turn ``function(settings)`` into a function whose parameters are the options of ``cls``."""
 

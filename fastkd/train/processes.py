@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fastkd._core.extras import MissingExtra
 from fastkd.distributed import world_size
 from fastkd.train.errors import InputError, RunFailed
+from fastkd.train.launcher import first, launched, rank
 
 Result = TypeVar("Result")
 
@@ -24,21 +25,6 @@ TOLD = (InputError, RunFailed, MissingExtra, OSError)
 
 # Seconds in which a launcher ends the other processes of one that failed.
 PATIENCE = 10
-
-
-def launched() -> bool:
-    """Whether a launcher started this process as one of several."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def rank() -> int:
-    """The number of this process, 0 in a run of one."""
-    return int(os.environ["RANK"]) if launched() else 0
-
-
-def first() -> bool:
-    """Whether this process speaks and writes."""
-    return rank() == 0
 
 
 def join(device: str) -> None:

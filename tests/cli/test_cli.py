@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -637,7 +638,8 @@ def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
 
 def test_no_option_is_forgotten(distill, files, tmp_path):
     assert "--eval is given twice" in distill("--eval", files[1], expect=2)
-    typed = get_command(app).commands["distill"]
+    group = get_command(app)
+    _, typed, _ = group.resolve_command(group.make_context("fastkd", ["distill"]), ["distill"])
     assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
     hub = {"train": None, "eval": None, "task": "sst2"}
     assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
@@ -1133,6 +1135,18 @@ def test_help_names_the_commands(words):
     assert result.exit_code == 0
     for command in ("distill", "evaluate", "predict", "export", "demo", "doctor", "analyze"):
         assert command in result.output
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["nosuch"], ["--nosuch"]])
+def test_the_list_of_commands_imports_no_torch(words):
+    """Its import takes seconds, and that of transformers as many again."""
+    code = (
+        f"import atexit, sys; sys.argv[1:] = {words}; atexit.register(lambda: "
+        "print('imported', {'torch', 'transformers', 'numpy'} & set(sys.modules))); "
+        "from fastkd.__main__ import main; main()"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert output.splitlines()[-1] == "imported set()"
 
 
 def test_every_option_has_help_and_a_default_that_passes():

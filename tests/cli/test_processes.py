@@ -273,7 +273,7 @@ def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
     else:
         launch.process.terminate()
         _, errors = launch.end()
-        assert told_once(errors) and "--resume continues from it" in errors
+        assert errors.count("--resume continues from it") == 1, errors
     assert launch.process.exitcode
     # The kill may have come in the middle of a save.
     sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if damage(p) is None]
