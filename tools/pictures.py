@@ -1,11 +1,9 @@
 """The drawings of the site, from the losses themselves: `python -m tools.pictures` writes them all.
 
-Those of the start page are of `docs/pictures/demo.json`, which is what `fastkd demo` wrote, and of
-the classifier's notebook.
+That of the start page is of `docs/pictures/demo.json`, which is what `fastkd demo` wrote.
 """
 
 import argparse
-import base64
 import json
 import math
 from collections.abc import Callable
@@ -345,14 +343,6 @@ KERNELS: dict[str, Callable[[], Figure]] = {
 }
 
 
-def last_picture(notebook: Path) -> bytes:
-    """The last that a notebook shows."""
-    cells = json.loads(notebook.read_text())["cells"]
-    shown = [o["data"]["image/png"] for c in cells for o in c.get("outputs", [])
-             if "image/png" in o.get("data", {})]  # fmt: skip
-    return base64.b64decode("".join(shown[-1]))
-
-
 def write(figure: Figure, path: Path) -> None:
     """An SVG whose bytes depend on the drawing alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -369,8 +359,6 @@ def main() -> None:
             for name, draw in drawings.items():
                 write(draw(), options.out / folder / f"{name}.svg")
         write(demo(), options.out / "demo.svg")
-    notebook = PICTURES.parent / "notebooks" / "classifier.ipynb"
-    (options.out / "before_and_after.png").write_bytes(last_picture(notebook))
 
 
 if __name__ == "__main__":
