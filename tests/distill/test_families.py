@@ -122,6 +122,14 @@ def test_the_last_layer_is_as_wide_as_the_others():
     torch.testing.assert_close(teacher.lm_head(narrow), out.logits)
 
 
+def test_a_model_without_embeddings_is_told_to_leave_them():
+    config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3, layerdrop=0.0)
+    teacher = t.Wav2Vec2ForSequenceClassification(config)
+    distiller = Distiller(teacher, student_from_teacher(teacher, 1), recipe("lrc_bert"))
+    with pytest.raises(ValueError, match=r"student \(Wav2Vec2For.*no embeddings.*perturb=False"):
+        distiller(input_values=torch.randn(4, 2000), labels=LABELS)
+
+
 def test_layers_left_out_at_random_are_not_compared():
     config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3)
     teacher = t.Wav2Vec2ForSequenceClassification(config)

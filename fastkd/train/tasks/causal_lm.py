@@ -211,15 +211,38 @@ def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
     ids = found["input_ids"]
     spans = found.get("offset_mapping")
     if spans is None:  # a slow tokenizer doesn't say; as if all tokens were as long
-        spans = [(0, round((i + 1) * len(text) / len(ids))) for i in range(len(ids))]
-    at = 0
-    for i, (token, (_, stop)) in enumerate(zip(ids, spans, strict=True), 1):
-        if end is None and i == len(ids):
-            stop = len(text)
-        yield token, len(text[at : max(at, stop)].encode())
-        at = max(at, stop)
+        count, length = len(ids), len(text)
+        spans = [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
+    sizes = _sizes(text, spans)
+    rest = len(text[max((stop for _, stop in spans), default=0) :].encode())
     if end is not None:
-        yield end, len(text[at:].encode())
+        ids, sizes = [*ids, end], [*sizes, rest]
+    elif ids:
+        sizes[-1] += rest
+    return zip(ids, sizes, strict=True)
+
+
+def _sizes(text: str, spans: list[tuple[int, int]]) -> list[int]:
+    """UTF-8 bytes of each token, which has the characters from ``start`` to ``stop``.
+
+    Characters that no token has, such as spaces, count with the next one. Tokens of bytes may be
+    parts of one character: its bytes are divided among them, so that a row that begins within it
+    has a part of them.
+    """
+    parts = [0] * len(text)
+    for start, stop in spans:
+        for i in range(start, stop):
+            parts[i] += 1
+    seen, at, sizes = [0] * len(text), 0, []
+    for start, stop in spans:
+        size = len(text[at:start].encode())
+        for i in range(start, stop):
+            whole, part = len(text[i].encode()), seen[i]
+            size += whole * (part + 1) // parts[i] - whole * part // parts[i]
+            seen[i] += 1
+        sizes.append(size)
+        at = max(at, stop)
+    return sizes
 
 
 def _documents(path: Path, option: str) -> files.Records:

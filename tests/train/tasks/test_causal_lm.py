@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -13,13 +14,14 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     JambaConfig,
+    PreTrainedTokenizerFast,
 )
 
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.rows import UNLABELLED, Encoder
 from fastkd.train.settings import Source
-from fastkd.train.tasks.causal_lm import TASK
+from fastkd.train.tasks.causal_lm import TASK, _sizes, _tokens
 from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import refused, through
 
@@ -82,6 +84,19 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     assert [row["labels"][0] for row in longer] == [UNLABELLED, UNLABELLED]
     assert longer[0]["labels"][4] == UNLABELLED
     assert longer.beside["bytes"][:] == [len("  film\nis"), 0]
+
+
+def test_tokens_of_bytes_share_the_bytes_of_a_character(tmp_path):
+    """A row that begins within a character has a part of its bytes."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = "日é🙂 a"
+    backend.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    assert [size for _, size in _tokens(text, tokenizer)] == [1] * len(text.encode()) + [0]
+    assert _sizes("a日b", [(0, 2), (1, 3)]) == [1 + 1, 2 + 1]
+    assert _sizes(" a  b", [(1, 2), (4, 5)]) == [2, 3]
 
 
 def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
