@@ -309,10 +309,12 @@ def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
 
 
 def test_a_head_says_which_task_it_is_of_and_none_says_nothing():
-    found = tasks.of_model(None, None, BertConfig(architectures=["BertForTokenClassification"]))
+    found = tasks.of_model(
+        "--model x", None, None, BertConfig(architectures=["BertForTokenClassification"])
+    )
     assert found.name() == "token-classification"
     bare = BertConfig(architectures=["BertModel"])
-    assert tasks.of_model(None, None, bare) is tasks.named(None)
+    assert tasks.of_model("--model x", None, None, bare) is tasks.named(None)
 
 
 @pytest.mark.parametrize("method", ["fcd", "lrc_bert", "mc3kd", "lrkd", "tinybert"])
