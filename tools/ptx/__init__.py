@@ -1,0 +1,17 @@
+"""PTX executed on the CPU, checked for hazards and counted.
+
+    from tools.ptx import launch, Hazard
+    counts = launch(ptx, grid=(3,), threads=256, shared=4096, args=[student, teacher, out, 3, 1.0])
+
+`parse` makes instructions of the text, `machine` runs CTAs with every register a numpy array over
+their threads, `memory` finds hazards, `count` adds up what a launch costs. The instructions are in
+`arithmetic`, `movement`, `warps` and `tensor`. `executing` makes Triton launch here.
+"""
+
+from .compiled import executing
+from .count import Counts
+from .launches import launch
+from .memory import Hazard
+from .parse import UnknownInstruction, entries
+
+__all__ = ["Counts", "Hazard", "UnknownInstruction", "entries", "executing", "launch"]

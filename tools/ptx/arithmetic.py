@@ -1,0 +1,723 @@
+"""Arithmetic, comparisons, conversions and moves of registers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .instructions import Run, decodes
+from .parse import Immediate, Instruction, Pair, Symbol, Vector, is_type, width
+from .values import (
+    FLOAT,
+    SHARED_WINDOW,
+    UNSIGNED,
+    exact_sum,
+    flush,
+    fma32,
+    fma64,
+    narrow_bf16,
+    numpy_type,
+    reader,
+    round_float32,
+    widen_bf16,
+    writer,
+)
+
+ROUNDINGS = ("rn", "rz", "rm", "rp")
+PACKED = ("f16x2", "bf16x2")
+
+
+def rounding_of(x: Instruction) -> str:
+    return next((word for word in x.modifiers if word in ROUNDINGS), "rn")
+
+
+def compute(x: Instruction, program: Any, function: Callable, types: Any, result: str) -> Run:
+    """The result of a function of all operands behind the first, each of its type."""
+    if isinstance(types, str):
+        types = [types] * (len(x.operands) - 1)
+    reads = [
+        reader(operand, type, program.entry.symbols)
+        for operand, type in zip(x.operands[1:], types, strict=True)
+    ]
+    write = writer(x.operands[0], result)
+    if len(reads) == 1:
+        (a,) = reads
+        return lambda m, mask: write(m.registers, function(a(m.registers)), mask)
+    if len(reads) == 2:
+        a, b = reads
+        return lambda m, mask: write(m.registers, function(a(m.registers), b(m.registers)), mask)
+
+    def run(m: Any, mask: Any) -> None:
+        R = m.registers
+        write(R, function(*[read(R) for read in reads]), mask)
+
+    return run
+
+
+def with_float_rules(x: Instruction, function: Callable) -> Callable:
+    """Flushed operands and results, results between 0 and 1: ``.ftz``, ``.sat``."""
+    if "ftz" in x.modifiers and x.type == "f32":
+        inner = function
+        function = lambda *values: flush(inner(*map(flush, values)))  # noqa: E731
+    if "sat" in x.modifiers:
+        unbounded = function
+
+        def function(*values: np.ndarray) -> np.ndarray:
+            result = unbounded(*values)
+            bounded = np.clip(result, result.dtype.type(0), result.dtype.type(1))
+            return np.where(np.isnan(result), result.dtype.type(0), bounded)
+
+    return function
+
+
+def packed(function: Callable, type: str) -> Callable:
+    """The same for both halves of 32 bits."""
+
+    def run(*values: np.ndarray) -> np.ndarray:
+        halves = []
+        for shift in (0, 16):
+            parts = [(v >> np.uint32(shift)).astype(np.uint16) for v in values]
+            if type == "bf16x2":
+                halves.append(narrow_bf16(function(*map(widen_bf16, parts))))
+            else:
+                halves.append(function(*[p.view(np.float16) for p in parts]).view(np.uint16))
+        low, high = (h.astype(np.uint32) for h in halves)
+        return low | high << 16
+
+    return run
+
+
+# Integers
+
+
+def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded towards zero; all ones where the divisor is 0."""
+    quotient = a // b
+    if a.dtype.kind == "i":
+        quotient = quotient + ((quotient < 0) & (quotient * b != a))
+    return np.where(b == 0, a.dtype.type(-1) if a.dtype.kind == "i" else ~a.dtype.type(0), quotient)
+
+
+def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where(b == 0, a, a - divide(a, b) * b)
+
+
+def high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The upper half of a product of twice the width."""
+    bits = a.dtype.itemsize * 8
+    if bits < 64:
+        wide = np.int64 if a.dtype.kind == "i" else np.uint64
+        return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    ua, ub = a.view(np.uint64), b.view(np.uint64)
+    a0, a1, b0, b1 = ua & low, ua >> shift, ub & low, ub >> shift
+    middle = a1 * b0 + (a0 * b0 >> shift)
+    other = a0 * b1 + (middle & low)
+    high = a1 * b1 + (middle >> shift) + (other >> shift)
+    if a.dtype.kind == "i":
+        zero = np.uint64(0)
+        high = high - np.where(a < 0, ub, zero) - np.where(b < 0, ua, zero)
+    return high.view(a.dtype)
+
+
+def saturated_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.clip(a.astype(np.int64) + b, -(2**31), 2**31 - 1).astype(np.int32)
+
+
+# Floats
+
+
+def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The number where one is NaN; −0 below 0."""
+    whole = UNSIGNED[a.dtype.itemsize * 8]
+    zeros = (a.view(whole) | b.view(whole)).view(a.dtype)
+    return np.where(a == b, zeros, np.fmin(a, b))
+
+
+def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    whole = UNSIGNED[a.dtype.itemsize * 8]
+    zeros = (a.view(whole) & b.view(whole)).view(a.dtype)
+    return np.where(a == b, zeros, np.fmax(a, b))
+
+
+def with_nan(function: Callable) -> Callable:
+    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), function(a, b))
+
+    return run
+
+
+def negate(a: np.ndarray) -> np.ndarray:
+    if a.dtype.kind == "f":
+        bits = a.dtype.itemsize * 8
+        whole = UNSIGNED[bits]
+        return (a.view(whole) ^ whole(1 << (bits - 1))).view(a.dtype)
+    return -a
+
+
+def absolute(a: np.ndarray) -> np.ndarray:
+    return np.abs(a)
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    if a.dtype == np.float64:
+        return fma64(a, b, c)
+    if a.dtype == np.float32:
+        return fma32(a, b, c)
+    wide = (v.astype(np.float64) for v in (a, b, c))
+    return fma_of_half(*wide, np.float16)
+
+
+def fma_of_half(a: np.ndarray, b: np.ndarray, c: np.ndarray, result: Any) -> np.ndarray:
+    """Exact products of halves, and a sum that rounds on as the exact one would."""
+    product, c = np.broadcast_arrays(a * b, c)
+    return exact_sum(product, c).astype(result)
+
+
+def fused_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Float32 that rounds on to bfloat16 as the exact sum would."""
+    wide = fma_of_half(*(v.astype(np.float64) for v in (a, b, c)), np.float64)
+    nearest = wide.astype(np.float32)
+    # Rounded to odd in float32 too: between it and bfloat16 lie 16 digits.
+    bits = nearest.view(np.uint32)
+    inward = np.abs(nearest.astype(np.float64)) > np.abs(wide)
+    odd = (np.where(inward, bits - 1, bits) | 1).view(np.float32)
+    return np.where((nearest == wide) | ~np.isfinite(nearest), nearest, odd)
+
+
+def directed(opcode: str, rounding: str) -> Callable:
+    """Sums and products of float32 rounded otherwise than to nearest."""
+
+    def run(*values: np.ndarray) -> np.ndarray:
+        a, b, *rest = np.broadcast_arrays(*[v.astype(np.float64) for v in values])
+        if opcode == "mul":
+            return round_float32(a * b, rounding)
+        if opcode == "fma":
+            return round_float32(exact_sum(a * b, rest[0]), rounding)
+        return round_float32(exact_sum(a, b if opcode == "add" else -b), rounding)
+
+    return run
+
+
+PLAIN = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": minimum, "max": maximum,
+    "neg": negate, "abs": absolute, "fma": fused,
+}  # fmt: skip
+INTEGER = {
+    **PLAIN, "min": np.minimum, "max": np.maximum, "div": divide, "rem": remainder,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+}  # fmt: skip
+
+
+@decodes("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "div", "rem", "mad", "and", "or",
+         "xor", "not")  # fmt: skip
+def plain(x: Instruction, program: Any) -> Run | None:
+    type, words = x.type, x.modifiers
+    if type[0] in "usbp" and type not in ("bf16", "bf16x2"):
+        return integers(x, program)
+    if x.opcode == "div":
+        return division(x, program)
+    rounding = rounding_of(x)
+    function = PLAIN[x.opcode]
+    if rounding != "rn":
+        if type != "f32" or x.opcode not in ("add", "sub", "mul", "fma"):
+            return None
+        function = directed(x.opcode, rounding)
+    if x.opcode == "fma" and "bf16" in type:
+        function = fused_bf16
+    if "NaN" in words:
+        function = with_nan(function)
+    if "xorsign" in words or "relu" in words:
+        return None
+    function = with_float_rules(x, function)
+    if type in PACKED:
+        return compute(x, program, packed(function, type), "b32", "b32")
+    return compute(x, program, function, type, type)
+
+
+def integers(x: Instruction, program: Any) -> Run | None:
+    type, words = x.type, x.modifiers
+    if x.opcode in ("mul", "mad"):
+        wide = type[0] + str(2 * width(type))
+        if "wide" in words:
+            to = numpy_type(wide)
+            if x.opcode == "mul":
+                return compute(x, program, lambda a, b: a.astype(to) * b, type, wide)
+            return compute(
+                x, program, lambda a, b, c: a.astype(to) * b + c, [type, type, wide], wide
+            )
+        product = high_product if "hi" in words else np.multiply
+        if x.opcode == "mul":
+            return compute(x, program, product, type, type)
+        return compute(x, program, lambda a, b, c: product(a, b) + c, type, type)
+    if "sat" in words:
+        return compute(x, program, saturated_sum, type, type) if x.opcode == "add" else None
+    if "cc" in words:
+        return None
+    return compute(x, program, INTEGER[x.opcode], type, type)
+
+
+@decodes("shl", "shr")
+def shift(x: Instruction, program: Any) -> Run:
+    """By the width or more: 0, or the sign."""
+    bits, as_type = width(x.type), numpy_type(x.type)
+    keeps_sign = x.opcode == "shr" and x.type[0] == "s"
+
+    def function(a: np.ndarray, by: np.ndarray) -> np.ndarray:
+        within = np.minimum(by, np.uint32(bits - 1)).astype(as_type)
+        value = a << within if x.opcode == "shl" else a >> within
+        return value if keeps_sign else np.where(by < bits, value, as_type(0))
+
+    if isinstance(x.operands[2], Immediate) and 0 <= x.operands[2].bits < bits:
+        by = as_type(x.operands[2].bits)
+        shifted = np.left_shift if x.opcode == "shl" else np.right_shift
+        read = reader(x.operands[1], x.type, program.entry.symbols)
+        write = writer(x.operands[0], x.type)
+        return lambda m, mask: write(m.registers, shifted(read(m.registers), by), mask)
+    return compute(x, program, function, [x.type, "u32"], x.type)
+
+
+@decodes("shf")
+def funnel_shift(x: Instruction, program: Any) -> Run:
+    wraps, left = "wrap" in x.modifiers, "l" in x.modifiers
+
+    def function(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
+        by = (by & 31 if wraps else np.minimum(by, np.uint32(32))).astype(np.uint64)
+        both = high.astype(np.uint64) << np.uint64(32) | low
+        moved = both >> (np.uint64(32) - by) if left else both >> by
+        return moved.astype(np.uint32)
+
+    return compute(x, program, function, "b32", "b32")
+
+
+@decodes("bfe")
+def extract(x: Instruction, program: Any) -> Run:
+    bits, as_type = width(x.type), numpy_type(x.type)
+
+    def function(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+        start, length = start & 255, np.minimum(length & 255, np.uint32(bits))
+        if as_type in (np.int32, np.int64):  # the sign is the field's, or the last bit there is
+            wide = np.minimum(start, np.uint32(bits - 1)).astype(as_type)
+            top = np.minimum(start + length, np.uint32(bits)).astype(as_type)
+            up = as_type(bits) - top
+            value = (a << up) >> up >> wide
+            value = np.where(start >= bits, a >> as_type(bits - 1), value)
+        else:
+            value = np.where(
+                start < bits,
+                a >> np.minimum(start, np.uint32(bits - 1)).astype(as_type),
+                as_type(0),
+            )
+            kept = (
+                as_type(1) << np.minimum(length, np.uint32(bits - 1)).astype(as_type)
+            ) - as_type(1)
+            value = np.where(length < bits, value & kept, value)
+        return np.where(length == 0, as_type(0), value)
+
+    return compute(x, program, function, [x.type, "u32", "u32"], x.type)
+
+
+@decodes("bfi")
+def insert(x: Instruction, program: Any) -> Run:
+    bits, as_type = width(x.type), numpy_type(x.type)
+
+    def function(field: np.ndarray, into: np.ndarray, start: np.ndarray, length: np.ndarray):
+        start, length = start & 255, length & 255
+        most = as_type(~as_type(0))
+        kept = np.where(
+            length >= bits, most,
+            (as_type(1) << np.minimum(length, np.uint32(bits - 1)).astype(as_type)) - as_type(1),
+        )  # fmt: skip
+        by = np.minimum(start, np.uint32(bits - 1)).astype(as_type)
+        mask = np.where(start >= bits, as_type(0), kept << by)
+        return (into & ~mask) | (field << by & mask)
+
+    return compute(x, program, function, [x.type, x.type, "u32", "u32"], x.type)
+
+
+@decodes("brev")
+def reverse_bits(x: Instruction, program: Any) -> Run:
+    bits, as_type = width(x.type), numpy_type(x.type)
+
+    def function(a: np.ndarray) -> np.ndarray:
+        places = np.arange(bits, dtype=as_type)
+        return ((a[:, None] >> places & as_type(1)) << places[::-1]).sum(1, dtype=as_type)
+
+    return compute(x, program, function, x.type, x.type)
+
+
+def highest_bit(a: np.ndarray) -> np.ndarray:
+    """Place of the highest bit that is set, −1 for none."""
+    halves = (a >> a.dtype.type(32)).astype(np.float64) if a.dtype.itemsize == 8 else 0.0 * a
+    low = (a & a.dtype.type(0xFFFFFFFF)).astype(np.float64)
+    return np.where(halves > 0, np.frexp(halves)[1] + 31, np.frexp(low)[1] - 1)
+
+
+@decodes("clz")
+def leading_zeros(x: Instruction, program: Any) -> Run:
+    bits = width(x.type)
+    return compute(
+        x, program, lambda a: (bits - 1 - highest_bit(a)).astype(np.uint32), x.type, "u32"
+    )
+
+
+@decodes("bfind")
+def find(x: Instruction, program: Any) -> Run:
+    bits = width(x.type)
+
+    def function(a: np.ndarray) -> np.ndarray:
+        if a.dtype.kind == "i":
+            a = np.where(a < 0, ~a, a).view(UNSIGNED[bits])
+        place = highest_bit(a)
+        if "shiftamt" in x.modifiers:
+            place = np.where(place < 0, -1, bits - 1 - place)
+        return place.astype(np.int32).view(np.uint32)
+
+    return compute(x, program, function, x.type, "u32")
+
+
+@decodes("popc")
+def count_bits(x: Instruction, program: Any) -> Run:
+    return compute(x, program, lambda a: np.bitwise_count(a).astype(np.uint32), x.type, "u32")
+
+
+@decodes("prmt")
+def permute(x: Instruction, program: Any) -> Run | None:
+    """Each byte of the result is one of eight, or its sign."""
+    if x.modifiers != ("b32",):
+        return None
+
+    def function(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+        both = b.astype(np.uint64) << np.uint64(32) | a
+        result = np.zeros(1, np.uint32)
+        for place in range(4):
+            choice = selector >> np.uint32(4 * place) & np.uint32(15)
+            byte = both >> ((choice & 7) * 8).astype(np.uint64) & np.uint64(255)
+            sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+            byte = np.where(choice & 8, sign, byte).astype(np.uint32)
+            result = result | byte << np.uint32(8 * place)
+        return result
+
+    return compute(x, program, function, "b32", "b32")
+
+
+@decodes("lop3")
+def any_logic(x: Instruction, program: Any) -> Run:
+    table = x.operands[4].bits
+
+    def function(a: np.ndarray, b: np.ndarray, c: np.ndarray, _: np.ndarray) -> np.ndarray:
+        result = np.zeros(1, np.uint32)
+        for row in range(8):
+            if table >> row & 1:
+                parts = (v if row & bit else ~v for v, bit in ((a, 4), (b, 2), (c, 1)))
+                p, q, r = parts
+                result = result | (p & q & r)
+        return result
+
+    return compute(x, program, function, "b32", "b32")
+
+
+# What is approximate, by PTX's documentation: the largest relative error of each.
+
+ERRORS = {
+    ("ex2", "f32"): 2.0**-22, ("lg2", "f32"): 2.0**-22.6, ("sqrt", "f32"): 2.0**-23,
+    ("rsqrt", "f32"): 2.0**-22.9, ("rcp", "f32"): 2.0**-23, ("div", "f32"): 2.0**-22,
+    ("sin", "f32"): 2.0**-20.5, ("cos", "f32"): 2.0**-20.5, ("tanh", "f32"): 2.0**-10.987,
+    ("rsqrt", "f64"): 2.0**-22.9, ("rcp", "f64"): 2.0**-20,
+    ("tanh", "f16"): 2.0**-10.987, ("ex2", "f16"): 2.0**-9.9, ("tanh", "bf16"): 2.0**-8,
+    ("ex2", "bf16"): 2.0**-7,
+}  # fmt: skip
+FUNCTIONS = {
+    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos,
+    "tanh": np.tanh, "rsqrt": lambda a: 1 / np.sqrt(a), "rcp": lambda a: 1 / a,
+    "div": lambda a, b: a / b,
+}  # fmt: skip
+
+
+@decodes("ex2", "lg2", "sqrt", "rsqrt", "rcp", "sin", "cos", "tanh")
+def special(x: Instruction, program: Any) -> Run | None:
+    type, words = x.type, x.modifiers
+    if "approx" not in words:
+        if rounding_of(x) != "rn" or x.opcode not in ("sqrt", "rcp"):
+            return None
+        exact = np.sqrt if x.opcode == "sqrt" else np.reciprocal
+        return compute(x, program, with_float_rules(x, exact), type, type)
+    return approximate(x, program)
+
+
+def division(x: Instruction, program: Any) -> Run | None:
+    if "approx" in x.modifiers or "full" in x.modifiers:
+        return approximate(x, program)
+    if rounding_of(x) != "rn":
+        return None
+    return compute(x, program, with_float_rules(x, np.divide), x.type, x.type)
+
+
+def approximate(x: Instruction, program: Any) -> Run | None:
+    """Exact and rounded, or moved by as much as is documented where that is not exact."""
+    type = x.type
+    if type in PACKED:
+        return None
+    function, error = FUNCTIONS[x.opcode], ERRORS[x.opcode, type]
+    reads = [reader(operand, type, program.entry.symbols) for operand in x.operands[1:]]
+    write = writer(x.operands[0], type)
+    ftz = "ftz" in x.modifiers
+
+    def run(m: Any, mask: Any) -> None:
+        values = [read(m.registers) for read in reads]
+        if ftz and type == "f32":
+            values = list(map(flush, values))
+        exact = function(*[v.astype(np.float64) for v in values])
+        result = exact.astype(values[0].dtype)
+        if m.approximate:
+            moved = exact + m.approximate * error * np.abs(exact)
+            if x.opcode == "lg2":  # of values near 1 the absolute error is bounded
+                moved = exact + m.approximate * error * np.maximum(np.abs(exact), 1.0)
+            moved = moved.astype(result.dtype)
+            result = np.where((result != exact) & np.isfinite(exact), moved, result)
+        write(m.registers, flush(result) if ftz and type == "f32" else result, mask)
+
+    return run
+
+
+@decodes("copysign")
+def copy_sign(x: Instruction, program: Any) -> Run:
+    return compute(x, program, lambda a, b: np.copysign(b, a), x.type, x.type)
+
+
+# Comparisons and choices
+
+COMPARED = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+OTHER_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+
+def comparison(name: str, is_float: bool) -> Callable:
+    """By PTX's name: ordered ones are false of NaN, those that end in u true."""
+    if not is_float:
+        return COMPARED[OTHER_NAMES.get(name, name)]
+    if name == "num":
+        return lambda a, b: ~(np.isnan(a) | np.isnan(b))
+    if name == "nan":
+        return lambda a, b: np.isnan(a) | np.isnan(b)
+    if name == "ne":
+        return lambda a, b: (a < b) | (a > b)
+    if name == "neu":
+        return np.not_equal
+    if name in COMPARED:
+        return COMPARED[name]
+    inner = COMPARED[name[:-1]]
+    return lambda a, b: inner(a, b) | np.isnan(a) | np.isnan(b)
+
+
+@decodes("setp")
+def compare(x: Instruction, program: Any) -> Run:
+    type = x.type
+    is_float = type[0] == "f" or type == "bf16"
+    function = comparison(x.modifiers[0], is_float)
+    if "ftz" in x.modifiers:
+        inner = function
+        function = lambda a, b: inner(flush(a), flush(b))  # noqa: E731
+    symbols = program.entry.symbols
+    a, b = (reader(operand, type, symbols) for operand in x.operands[1:3])
+    targets = x.operands[0] if isinstance(x.operands[0], Pair) else Pair(x.operands[0], None)
+    first, second = (writer(target, "pred") for target in targets)
+    join = next((JOINED[word] for word in x.modifiers if word in JOINED), None)
+    if join is None:
+        if targets.second is None:
+            return lambda m, mask: first(
+                m.registers, function(a(m.registers), b(m.registers)), mask
+            )
+        also = None
+    else:
+        also = reader(x.operands[3], "pred", symbols)
+
+    def run(m: Any, mask: Any) -> None:
+        R = m.registers
+        result = function(a(R), b(R))
+        opposite = ~result
+        if also is not None:
+            other = also(R)
+            result, opposite = join(result, other), join(opposite, other)
+        first(R, result, mask)
+        second(R, opposite, mask)
+
+    return run
+
+
+@decodes("set")
+def compare_to_number(x: Instruction, program: Any) -> Run | None:
+    to, of = [word for word in x.modifiers if is_type(word)]
+    function = comparison(x.modifiers[0], of[0] == "f")
+    if len(x.operands) > 3:
+        return None
+    true = np.array([1.0], np.float32) if to == "f32" else np.array([-1], np.int32)
+    return compute(x, program, lambda a, b: np.where(function(a, b), true, true * 0), of, to)
+
+
+@decodes("selp")
+def choose(x: Instruction, program: Any) -> Run:
+    type = f"b{width(x.type)}"
+    return compute(x, program, lambda a, b, p: np.where(p, a, b), [type, type, "pred"], type)
+
+
+# Moves and conversions
+
+
+@decodes("mov")
+def move(x: Instruction, program: Any) -> Run:
+    target, source = x.operands
+    type, symbols = f"b{width(x.type)}" if x.type != "pred" else "pred", program.entry.symbols
+    if isinstance(target, Vector):
+        part = width(x.type) // len(target.items)
+        read = reader(source, type, symbols)
+        writes = [writer(item, f"b{part}") for item in target.items]
+        small, big = UNSIGNED[part], UNSIGNED[width(x.type)]
+
+        def unpack(m: Any, mask: Any) -> None:
+            whole = read(m.registers)
+            for place, write in enumerate(writes):
+                write(m.registers, (whole >> big(part * place)).astype(small), mask)
+
+        return unpack
+    if isinstance(source, Vector):
+        part = width(x.type) // len(source.items)
+        reads = [reader(item, f"b{part}", symbols) for item in source.items]
+        write, big = writer(target, type), UNSIGNED[width(x.type)]
+
+        def pack(m: Any, mask: Any) -> None:
+            whole = big(0)
+            for place, read in enumerate(reads):
+                whole = whole | read(m.registers).astype(big) << big(part * place)
+            write(m.registers, whole, mask)
+
+        return pack
+    return compute(x, program, lambda a: a, type, type)
+
+
+@decodes("cvta")
+def convert_address(x: Instruction, program: Any) -> Run:
+    """Between the generic window and a space's own; global addresses are the same in both."""
+    if not any(word.startswith("shared") for word in x.modifiers):
+        return compute(x, program, lambda a: a, "u64", "u64")
+    offset = np.uint64(SHARED_WINDOW)
+    if "to" in x.modifiers:
+        return compute(x, program, lambda a: a - offset, "u64", "u64")
+    if isinstance(x.operands[1], Symbol):
+        return compute(x, program, lambda a: a + offset, "u64", "u64")
+    return compute(x, program, lambda a: a + offset, "u64", "u64")
+
+
+@decodes("cvt")
+def convert(x: Instruction, program: Any) -> Run | None:
+    to, of = [word for word in x.modifiers if is_type(word)][-2:]
+    words = set(x.modifiers)
+    if to in PACKED:
+        if of != "f32" or "rn" not in words or words & {"relu", "satfinite"}:
+            return None
+        half = bits_of_bf16 if to == "bf16x2" else bits_of_half
+        # The first operand becomes the upper half.
+        return compute(
+            x, program, lambda a, b: half(a).astype(np.uint32) << 16 | half(b), "f32", "b32"
+        )
+    if to == "tf32":
+        if "rna" not in words:
+            return None
+        return compute(x, program, round_tf32, "f32", "b32")
+    if words & {"relu", "satfinite"} or (of, to) == ("bf16", "bf16"):
+        return None
+    function = conversion(of, to, words)
+    if function is None:
+        return None
+    return compute(x, program, function, of, to)
+
+
+def bits_of_half(a: np.ndarray) -> np.ndarray:
+    return a.astype(np.float16).view(np.uint16)
+
+
+def bits_of_bf16(a: np.ndarray) -> np.ndarray:
+    return narrow_bf16(a)
+
+
+def round_tf32(a: np.ndarray) -> np.ndarray:
+    """To 10 digits, halves away from zero."""
+    bits = a.view(np.uint32)
+    return np.where(np.isfinite(a), (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000), bits)
+
+
+def conversion(of: str, to: str, words: set[str]) -> Callable | None:
+    of_float, to_float = (type[0] == "f" or type == "bf16" for type in (of, to))
+    if not of_float and not to_float:
+        return between_integers(of, to, "sat" in words)
+    if of_float and not to_float:
+        return to_integer(of, to, words)
+    rounding = next((word for word in ROUNDINGS if word in words), "rn")
+    inner = (integral_rounding(words) if of_float else None) or (lambda a: a)
+    narrows = width(to) < width(of) or (of, to) in (("f16", "bf16"), ("bf16", "f16"))
+    if rounding != "rn" and (narrows or not of_float):
+        if to != "f32":
+            return None
+        function = lambda a: round_float32(inner(a).astype(np.float64), rounding)  # noqa: E731
+    elif to == "bf16":
+        if of == "f64":
+            return None
+        function = lambda a: inner(a).astype(np.float32)  # noqa: E731
+    else:
+        function = lambda a: inner(a).astype(FLOAT[width(to)])  # noqa: E731
+    if "ftz" in words:
+        unflushed = function
+
+        def function(a: np.ndarray) -> np.ndarray:
+            result = unflushed(flush(a) if of == "f32" else a)
+            return flush(result) if to == "f32" else result
+
+    if "sat" in words:
+        unbounded = function
+
+        def function(a: np.ndarray) -> np.ndarray:
+            result = unbounded(a)
+            return np.where(np.isnan(result), 0, np.clip(result, 0, 1)).astype(result.dtype)
+
+    return function
+
+
+def between_integers(of: str, to: str, saturates: bool) -> Callable:
+    as_type = numpy_type(to)
+    if not saturates:
+        return lambda a: a.astype(as_type)
+    limits = np.iinfo(as_type)
+    own = np.iinfo(numpy_type(of))
+    low, high = max(limits.min, own.min), min(limits.max, own.max)
+    return lambda a: np.clip(a, low, high).astype(as_type)
+
+
+def integral_rounding(words: set[str]) -> Callable | None:
+    names = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+    return next((names[word] for word in names if word in words), None)
+
+
+def to_integer(of: str, to: str, words: set[str]) -> Callable | None:
+    """Values out of range become the nearest; NaN 0, or 2⁶³ where 64 bits are involved."""
+    rounded = integral_rounding(words)
+    if rounded is None:
+        return None
+    as_type = numpy_type(to)
+    limits = np.iinfo(as_type)
+    of_nan = 0
+    if of == "f64" or width(to) == 64:
+        of_nan = limits.min if to[0] == "s" else 1 << (width(to) - 1)
+
+    def function(a: np.ndarray) -> np.ndarray:
+        if "ftz" in words and of == "f32":
+            a = flush(a)
+        whole = rounded(a.astype(np.float64))
+        high, low = whole >= float(limits.max), whole <= float(limits.min)
+        inside = np.where(high | low | np.isnan(whole), 0.0, whole).astype(as_type)
+        result = np.where(high, as_type(limits.max), np.where(low, as_type(limits.min), inside))
+        return np.where(np.isnan(whole), as_type(of_nan), result)
+
+    return function

@@ -1,0 +1,224 @@
+"""Triton's launches on CPU tensors, compiled for a GPU and executed here."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .count import Counts
+from .launches import Written, execute, extent, flat
+from .machine import Program, program
+from .memory import bytes_of
+
+CACHE = Path(__file__).resolve().parents[2] / "build" / "ptx"
+ALLOCATING = (
+    (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
+    (Tensor, "new_empty"), (Tensor, "new_empty_strided"),
+)  # fmt: skip
+
+
+class Compiled(NamedTuple):
+    """A form of a kernel as PTX."""
+
+    name: str
+    ptx: str
+    shared: int  # bytes of a CTA
+    warps: int
+
+
+def compiled(
+    kernel: Any,
+    capability: int,
+    signature: dict[str, Any],
+    constants: dict[Any, Any],
+    attributes: dict[Any, Any],
+    options: dict[str, Any],
+) -> Compiled:
+    """A Triton kernel's form, kept on disk by what it depends on."""
+    import triton
+
+    key = [kernel.cache_key, capability, signature, sorted(map(str, constants.items())),
+           sorted(map(str, attributes.items())), sorted(map(str, options.items())),
+           triton.__version__]  # fmt: skip
+    file = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
+    if not file.exists():
+        from fastkd._core.writing import write_file
+
+        made = _compile(kernel, capability, signature, constants, attributes, options)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps(made._asdict()), shared=True)
+    return Compiled(**json.loads(file.read_text()))
+
+
+def _compile(kernel, capability, signature, constants, attributes, options) -> Compiled:
+    """The compiler's stages up to PTX."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    chosen = backend.parse_options(options | source.parse_options())
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, chosen, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    code = source.make_ir(
+        target,
+        chosen,
+        backend.get_codegen_implementation(chosen),
+        backend.get_module_map(),
+        context,
+    )
+    metadata = {"target": target, **vars(chosen)}
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        code = stages[stage](code, metadata)
+    if metadata.get("global_scratch_size"):
+        raise NotImplementedError(f"{kernel.__name__}: a launch with scratch memory")
+    return Compiled(kernel.__name__, code, metadata["shared"], chosen.num_warps)
+
+
+class Launches(list):
+    """(kernel's name, `Counts`) of each launch, in order."""
+
+
+class Fresh:
+    """New tensors, filled with ones in every bit, and which of their bytes were written since.
+
+    Where PyTorch or an extension wrote is seen by its bits, where a kernel did by its stores.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], tuple[Any, int, np.ndarray]] = {}
+
+    def allocating(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            x = function(*args, **kwargs)
+            if type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
+                self.note(x)
+            return x
+
+        return call
+
+    def note(self, x: Tensor) -> None:
+        start, stop = extent(x)
+        if start < stop and x.dtype != torch.bool and not x.is_inference():
+            bytes_of((start, stop))[:] = 255
+            entry = weakref.ref(x), x.element_size(), np.zeros(stop - start, bool)
+            self.known[start, stop] = entry
+
+    def written(self) -> Written:
+        for key, (reference, size, written) in list(self.known.items()):
+            if reference() is None:
+                del self.known[key]
+            else:
+                changed = (bytes_of(key) != 255).reshape(-1, size).any(1)
+                written |= np.repeat(changed, size)
+        return {key: written for key, (_, _, written) in self.known.items()}
+
+
+class _Kernel:
+    """What JITFunction.run starts in place of a binary on a GPU."""
+
+    function = packed_metadata = None
+
+    def __init__(self, form: Compiled, signature: dict[str, Any], device: "_Device") -> None:
+        self.form, self.device = form, device
+        self.kinds = list(flat(list(signature.values())))
+        self.signature = signature
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return program(self.form.ptx)
+
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        values = flat(list(rest[len(rest) - len(self.signature) :]))
+        args = [v for v, kind in zip(values, self.kinds, strict=True) if kind != "constexpr"]
+        threads = 32 * self.form.warps
+        counts = execute(
+            self.program, (x, y, z), (threads,), self.form.shared, args,
+            self.device.fresh.written(), self.device.approximate,
+        )  # fmt: skip
+        self.device.launches.append((self.form.name, counts))
+
+
+class _Device:
+    """Triton's driver of a GPU that is executed here."""
+
+    def __init__(self, capability: int, approximate: int) -> None:
+        self.capability, self.approximate = capability, approximate
+        self.launches, self.fresh = Launches(), Fresh()
+
+    def get_current_device(self) -> int:
+        return 1000 + self.capability  # no other's: Triton keeps compiled forms by it
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def compile(self, kernel, key, signature, device, constants, options, attributes, warmup):
+        """In place of Triton's own."""
+        known = {at: x for at, x in attributes.items() if x}
+        form = compiled(kernel, self.capability, signature, constants, known, dict(vars(options)))
+        return _Kernel(form, signature, self)
+
+
+@contextlib.contextmanager
+def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
+    """Triton launches on CPU tensors compile for this capability and execute here.
+
+    The value collects (kernel's name, `Counts`) of each launch. ``approximate`` as in `launch`.
+    Kernels that Triton's interpreter took over at their import can't be compiled: without
+    TRITON_INTERPRET in the environment.
+    """
+    import os
+
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from fastkd._core import dispatch
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("executing: TRITON_INTERPRET=1 leaves nothing to compile; unset it")
+    device = _Device(capability, approximate)
+    forms: dict[Any, _Kernel] = {}
+
+    def form(kernel: Any, key: Any, *rest: Any) -> _Kernel:
+        if (kernel, key) not in forms:
+            forms[kernel, key] = device.compile(kernel, key, *rest)
+        return forms[kernel, key]
+
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in (
+            (triton.runtime.driver, "_active", device),
+            (JITFunction, "_do_compile", form),
+            (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
+            (dispatch, "triton_interpreted", lambda: True),
+            *((place, name, device.fresh.allocating(getattr(place, name)))
+              for place, name in ALLOCATING),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield device.launches
+
+
+__all__ = ["Counts", "executing"]
