@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fastkd._core import machine
+from fastkd._core.atomic_files import write_file
 from fastkd._core.checks import check_choice
-from fastkd._core.writing import write_file
 
 from . import roofline, suite, table
 from .harness import FORMAT, Case, add_pass, measure, one_line, row_of

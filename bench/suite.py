@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastkd._core.losses import LOSSES as ROWS
+from fastkd._core.registry import LOSSES as ROWS
 
 from . import step
 from .harness import Case
 
-# bench/<name>.py of every row; tests/test_losses.py names a row without.
+# bench/<name>.py of every row; tests/test_registry.py names a row without.
 WITH_FILE = [row.name for row in ROWS if Path(__file__).with_name(f"{row.name}.py").exists()]
 MODULES = (*(importlib.import_module(f"{__package__}.{name}") for name in WITH_FILE), step)
 LOSSES = tuple(module.LOSS for module in MODULES)

@@ -22,7 +22,7 @@ from fastkd._core.checks import (
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, backend_of
-from fastkd._core.labels import add_by_class, comparable, label_segments
+from fastkd._core.label_matching import add_by_class, comparable, label_segments
 from fastkd._core.numerics import (
     apply,
     autocast_off,

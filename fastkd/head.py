@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fastkd._core.checks import FLOATING, check_device, check_floating, check_number, check_shape
 from fastkd._core.numerics import autocast_off, upcast
-from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.linear_soft_targets import HeadForm
+from fastkd._torch.vocabulary_shard import ALL, Columns
 
 # Attributes of transformers' configurations by which models change the products of their head:
 # a cap, a factor, a divisor.

@@ -19,7 +19,7 @@ from fastkd._core.checks import (
     check_positive_int,
 )
 from fastkd._core.dispatch import Backend, backend_of
-from fastkd._core.labels import add_by_class, comparable, label_ranges, label_segments
+from fastkd._core.label_matching import add_by_class, comparable, label_ranges, label_segments
 from fastkd._core.numerics import (
     apply,
     autocast_off,

@@ -30,7 +30,6 @@ from fastkd._core.numerics import (
     values_readable,
     working_dtype,
 )
-from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
 from fastkd._torch.linear_soft_targets import (
     CHUNK_BYTES,
@@ -40,7 +39,8 @@ from fastkd._torch.linear_soft_targets import (
     Options,
     Recipe,
 )
-from fastkd._torch.rows import Soft, Task, weighed_rows
+from fastkd._torch.row_losses import Soft, Task, weighed_rows
+from fastkd._torch.vocabulary_shard import ALL, Columns
 from fastkd.head import Head, as_head
 from fastkd.targets import CrossEntropy, TopK
 

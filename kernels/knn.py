@@ -524,8 +524,8 @@ def knn_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each row (N,), the gradient's factors (N,) and the neighbours (N, k).
 
-    Rows (N, D) and (M, D) with stride 1 along D. ``low``, ``high``, ``labels`` as
-    `fastkd._core.labels.label_ranges` makes them; losses and factors are divided by ``count``, if
+    Rows (N, D) and (M, D) have stride 1 along D. ``low``, ``high`` and ``labels`` come from
+    `fastkd._core.label_matching.label_ranges`. Losses and factors are divided by ``count``, if
     given.
     """
     (N, D), M = student.shape, teacher.shape[0]

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 from tests.losses import FILES, subjects
 from tests.support import oracles
 from tests.support.compare import TOLERANCE, counted, relative_error

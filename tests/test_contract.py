@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 from tools import contract
 
 FEATURES = torch.ones(2, 3, 4)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import fastkd
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 from tools import calls
 from tools.compile_report import walked
 from tools.dry_cuda import PLANTED

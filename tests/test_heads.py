@@ -12,7 +12,7 @@ import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
 from fastkd._core import extension, products
 from fastkd._torch import linear_soft_targets
-from fastkd._torch.rows import Task, task_rows
+from fastkd._torch.row_losses import Task, task_rows
 from fastkd.head import LowRank
 from fastkd.soft_targets import (
     linear_soft_target_loss,

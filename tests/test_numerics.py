@@ -13,8 +13,8 @@ from torch.autograd import functional
 
 import fastkd
 from fastkd._core import extension, memory
-from fastkd._core.losses import LOSSES
 from fastkd._core.numerics import times_upstream
+from fastkd._core.registry import LOSSES
 from fastkd.distill.spans import Spans
 from fastkd.distill.step import Outputs
 from tests.support.compare import relative_error, values_and_grads

@@ -31,7 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastkd._core.writing import write_file
+from fastkd._core.atomic_files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "compiled"
@@ -122,14 +122,14 @@ def _tuples(x: Any) -> Any:
 
 def modules() -> list[str]:
     """The modules that hold kernels, by file name."""
-    from fastkd._core.losses import LOSSES
+    from fastkd._core.registry import LOSSES
 
     return sorted(file for loss in LOSSES for file in loss.kernel_files)
 
 
 def variants(module: str) -> Iterator[Form]:
     """The forms of ``fastkd.kernels.<module>`` that calls start, on every architecture."""
-    from fastkd._core.losses import LOSSES
+    from fastkd._core.registry import LOSSES
 
     for loss in LOSSES:
         if module in loss.kernel_files:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import fastkd
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 
 PAGE = Path(__file__).parents[1] / "docs" / "design.md"
 BEGIN, END = "<!-- Signatures, by `python -m tools.contract` -->\n", "<!-- end of signatures -->"

@@ -20,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTWARD = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastkd._core import extension
 from fastkd._core.checks import check_choice
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 
 Backend = Literal["auto", "torch", "triton", "cpp"]
 BACKENDS = get_args(Backend)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_fraction
-from fastkd._torch.columns import ALL, Columns
+from fastkd._torch.vocabulary_shard import ALL, Columns
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)

@@ -31,8 +31,8 @@ from fastkd._core.products import (
     product_back,
     ready,
 )
-from fastkd._torch.columns import ALL, Columns
-from fastkd._torch.rows import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
+from fastkd._torch.row_losses import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
+from fastkd._torch.vocabulary_shard import ALL, Columns
 
 # Bytes of logits that stand in memory together, on the CPU and on a GPU: enough positions for
 # products that are not bound by reading the head and by adding to its gradient.

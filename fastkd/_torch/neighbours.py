@@ -72,7 +72,7 @@ def neighbour_losses(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each row (N,) and Σ_k (student - neighbour_k) (N, D), the gradient's direction.
 
-    ``low``, ``high`` and ``labels`` are those of `fastkd._core.labels.label_ranges`.
+    ``low``, ``high`` and ``labels`` are those of `fastkd._core.label_matching.label_ranges`.
     """
     with autocast_off(student):
         search = _Search(student, teacher, low, high, labels, k, ignore_index)

@@ -1,6 +1,6 @@
 """How alike layers are (CCA, SVCCA, PWCCA, CKA), and pictures of layers and relations."""
 
-from fastkd.analysis.layers import (
+from fastkd.analysis.layer_comparison import (
     adjacent_layer_cca,
     cka_matrix,
     layer_intra_class_similarity,
@@ -8,7 +8,6 @@ from fastkd.analysis.layers import (
     rccc,
     svcca_matrix,
 )
-from fastkd.analysis.measures import similarity
 from fastkd.analysis.pictures import (
     plot_layer_similarity,
     plot_relations,
@@ -16,6 +15,7 @@ from fastkd.analysis.pictures import (
     relation_agreement,
     relation_maps,
 )
+from fastkd.analysis.similarity_measures import similarity
 
 __all__ = [
     "adjacent_layer_cca",

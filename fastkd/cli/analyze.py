@@ -14,14 +14,14 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModel
 
-from fastkd.analysis.layers import IntraClass, Pool, check_layers, gathered, rccc, stream
-from fastkd.analysis.measures import Measure, matrix, moments_for
+from fastkd.analysis.layer_comparison import IntraClass, Pool, check_layers, gathered, rccc, stream
 from fastkd.analysis.pictures import (
     plot_layer_panels,
     plot_layer_similarity,
     plot_sentence,
     relation_agreement,
 )
+from fastkd.analysis.similarity_measures import Measure, matrix, moments_for
 from fastkd.cli.display import RichDisplay, say
 from fastkd.cli.settings import AnalyzeSettings
 from fastkd.distill.student import student_from_teacher

@@ -22,7 +22,7 @@ from fastkd._core.dispatch import (
     why_not_cpp,
     why_not_triton,
 )
-from fastkd._core.losses import LOSSES, Inputs
+from fastkd._core.registry import LOSSES, Inputs
 from fastkd._core.versions import TESTED
 from fastkd.train.errors import first_line
 

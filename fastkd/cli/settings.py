@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastkd.analysis.measures import MEASURES
+from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import data_option, given, option, run_option

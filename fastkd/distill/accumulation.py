@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
-from fastkd.analysis.layers import IGNORED
+from fastkd.analysis.model_inputs import IGNORED
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
 from fastkd.distill.step import Items, Outputs, Step, everyones
 from fastkd.distributed import ranks_of

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from fastkd.analysis.layers import in_eval_mode
+from fastkd.analysis.model_inputs import in_eval_mode
 
 
 class AdaptersOff(nn.Module):

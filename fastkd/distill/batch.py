@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.layers import frames_mask, pad_behind, rotate
+from fastkd.analysis.model_inputs import frames_mask, pad_right, rotate
 from fastkd.distill.capture import Backbone
 from fastkd.distill.documents import DECODER_TOKENS, Documents, decoder_tokens, find_documents
 from fastkd.distill.spans import Spans
@@ -50,9 +50,9 @@ class Part:
         """
         rotated = None
         if rotates:
-            batch, rotated = pad_behind(batch)
+            batch, rotated = pad_right(batch)
             if any(batch.get(name) is not None for name in DECODER_TOKENS):
-                batch, rotated = pad_behind(batch, "decoder_")  # what the labels are about
+                batch, rotated = pad_right(batch, "decoder_")  # what the labels are about
         if rotated is not None:
             if student.per_token and labels is not None and labels.dim() == 2:
                 labels = rotate(labels, rotated, 1)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastkd._core.atomic_files import create_file, write_file
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd._core.writing import create_file, write_file
 from fastkd.distill.batch import Part
 from fastkd.distill.blocks import Blocks
 from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits

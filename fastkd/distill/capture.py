@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.layers import in_eval_mode, reads_last_token
+from fastkd.analysis.model_inputs import in_eval_mode, reads_last_token
 from fastkd.distill.families import (
     DESCRIBE,
     NoLayers,

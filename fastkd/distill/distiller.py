@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastkd._core.checks import check_fraction
 from fastkd._core.warn import warn_caller
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.accumulation import WholeBatch, accumulate
 from fastkd.distill.adapters import as_teacher
 from fastkd.distill.batch import Part, put_back

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import values_readable
-from fastkd.analysis.layers import IGNORED, in_eval_mode
+from fastkd.analysis.model_inputs import IGNORED, in_eval_mode
 from fastkd.distill.capture import Backbone, Wanted
 
 # Of a norm: rounding is below, even in bfloat16, and what a document tells another mostly above.

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fastkd._core.checks import check_choice, check_positive_int
-from fastkd.analysis.layers import Batches, adjacent_layer_cca
+from fastkd.analysis import adjacent_layer_cca
+from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.capture import Backbone
 
 SCHEMES = ("uniform", "top", "bottom")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.layers import resolve_layers
 from fastkd.distill.predictions import PredictionOptions

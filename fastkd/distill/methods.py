@@ -29,7 +29,7 @@ from fastkd import cca, knn
 from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
 from fastkd._core.numerics import project, upcast, zero_padding
 from fastkd._core.warn import warn_caller
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.model_inputs import Batches
 from fastkd.attention import AttentionLoss, Heads
 from fastkd.contrastive import CosNCELoss
 from fastkd.distill.capture import Backbone, Model

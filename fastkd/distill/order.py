@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkd.analysis.layers import IGNORED
+from fastkd.analysis.model_inputs import IGNORED
 
 # The least share of labelled rows in a batch, where nothing else is said.
 LABELLED_SHARE = 0.25

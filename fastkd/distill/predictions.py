@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd._core.numerics import upcast, working_dtype
-from fastkd.analysis.layers import IGNORED
+from fastkd.analysis.model_inputs import IGNORED
 from fastkd.distill.capture import Backbone
 from fastkd.distill.words import Words
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import values_readable
-from fastkd.analysis.layers import IGNORED, rotate
+from fastkd.analysis.model_inputs import IGNORED, rotate
 from fastkd.distill.batch import SPAN_LABELS, Part, split_inputs
 from fastkd.distill.capture import Backbone
 from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens

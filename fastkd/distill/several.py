@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.capture import Backbone, Model, Wanted
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.step import Step

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastkd._core.numerics import values_readable
-from fastkd.analysis.layers import Batches
+from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.batch import Part
 from fastkd.distill.blocks import backbone_of

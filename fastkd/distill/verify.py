@@ -24,7 +24,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd.analysis.layers import IGNORED, rotate
+from fastkd.analysis.model_inputs import IGNORED, rotate
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.documents import MixedDocuments, find_documents
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
-from fastkd.analysis.layers import Batches, reads_last_token
+from fastkd.analysis.model_inputs import Batches, reads_last_token
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.capture import Backbone

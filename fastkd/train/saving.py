@@ -20,8 +20,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from fastkd._core.atomic_files import staging_of, sync_names, write_file
 from fastkd._core.extras import require
-from fastkd._core.writing import staging_of, sync_names, write_file
 from fastkd.train.errors import InputError, SaveFailed, first_line
 
 filelock: Any = require("filelock", "train")

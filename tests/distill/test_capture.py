@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.analysis.layers import reads_last_token
+from fastkd.analysis.model_inputs import reads_last_token
 from fastkd.distill.capture import Backbone, capture, replaced_embeddings
 from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
 from tests.distill.models import model as model_of

@@ -5,7 +5,7 @@ import torch
 import transformers as t
 
 from fastkd.analysis import layer_similarity
-from fastkd.analysis.layers import pad_behind, rotate
+from fastkd.analysis.model_inputs import pad_right, rotate
 from fastkd.distill import FCD, MC3KD, Blocks, Distiller, TeacherCache, student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.distill.verify import taken
@@ -181,7 +181,7 @@ def test_rows_whose_padding_cannot_be_read():
     """In a graph every row is rotated, some by 0."""
     right = data_of("bert", "tokens")
     del right["labels"]
-    left, rotated = padded_left(right), torch.compile(pad_behind, backend="eager", fullgraph=True)
+    left, rotated = padded_left(right), torch.compile(pad_right, backend="eager", fullgraph=True)
     for data in (right, left):
         found, first = rotated(data)
         torch.testing.assert_close(found, right)

@@ -11,14 +11,14 @@ an oracle             the paper's equation in float64, sharing no    ``RANDOM``,
                       no tests walk them: every word and choice      tools/compile_report.py
 ====================  =============================================  =======================
 
-tests/test_losses.py names a row without a file, and what a file lacks.
+tests/test_registry.py names a row without a file, and what a file lacks.
 """
 
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 from tests.support.subject import Subject
 
 FILES = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.analysis.layers import in_eval_mode
+from fastkd.analysis.model_inputs import in_eval_mode
 from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, whole
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.rows import UNLABELLED, Encoded, Rows

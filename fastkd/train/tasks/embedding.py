@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
-from fastkd.analysis.layers import reads_last_token
+from fastkd.analysis.model_inputs import reads_last_token
 from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, words_of
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest

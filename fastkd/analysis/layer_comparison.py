@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,8 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_choice
-from fastkd._core.numerics import values_readable
-from fastkd.analysis.measures import (
+from fastkd.analysis.model_inputs import (
+    IGNORED,
+    Batches,
+    frames_mask,
+    in_eval_mode,
+    pad_right,
+    reads_last_token,
+)
+from fastkd.analysis.moments import Covariances, Moments
+from fastkd.analysis.similarity_measures import (
     Measure,
     check_measures,
     check_moments,
@@ -19,12 +27,9 @@ from fastkd.analysis.measures import (
     matrix,
     moments_for,
 )
-from fastkd.analysis.moments import Covariances, Moments
 from fastkd.distributed import Group, world_size
 
-Batches = Iterable[Mapping[str, Any]]
 Pool = Literal["cls", "mean"]
-IGNORED = -100  # a label that is no class
 
 
 def layer_similarity(
@@ -385,96 +390,6 @@ def gathered(
     return moments, max(part[0] for part in parts)  # a process may have had no batch
 
 
-def reads_last_token(config: Any) -> bool:
-    """Whether the classification head of a family reads the last token, not the first."""
-    from transformers.models.auto import modeling_auto
-
-    kind = getattr(config, "model_type", None)
-    if kind == "xlnet":
-        return config.summary_type != "first"
-    code = getattr(config, "auto_map", None) or {}  # that comes with the model
-    encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    decoder = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return (decoder or "AutoModelForCausalLM" in code) and not (
-        encoder or "AutoModelForMaskedLM" in code
-    )
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards every part of it is in its own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def frames_mask(model: Any, batch: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
-    """Which hidden states are real (B, N), where a model of sounds makes frames of their samples.
-
-    ``mask`` is that of what the model reads; the same comes back for all others.
-    """
-    find = getattr(model, "_get_feature_vector_attention_mask", None)
-    if find is None or mask is None or "input_values" not in batch:
-        return mask
-    frames = model._get_feat_extract_output_lengths(torch.tensor(mask.shape[1], device="cpu"))
-    return find(int(frames), mask.long()).bool()  # type: ignore[no-any-return]
-
-
-# Inputs with a row (D,) for each token.
-TOKEN_ROWS = ("inputs_embeds", "input_features", "bbox")
-
-
-def pad_behind(batch: Mapping[str, Any], side: str = "") -> tuple[dict[str, Any], Tensor | None]:
-    """``batch`` with each row's tokens from position 0 on, and the first position (B, 1) of each
-    row's tokens before; None where the batch is unchanged.
-
-    Rows are rotated, so that left padding comes last and every model numbers positions from the
-    first real token. Where the mask's values can't be read, all rows are rotated, by 0 if need be.
-
-    Args:
-        batch: inputs with ``attention_mask`` (B, N), or (B, C, N) for the choices of a question.
-        side: prefix of the inputs, "decoder_" for those of a decoder.
-    """
-    inputs, name = dict(batch), f"{side}attention_mask"
-    mask = inputs.get(name)
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3) or not mask.numel():
-        return inputs, None
-    tokens = [n for n, x in inputs.items() if n.startswith(side) and _of_tokens(n, x, mask, side)]
-    if len(tokens) == 1 or "cu_seq_lens_q" in inputs:  # only the mask; or one row of all tokens
-        return inputs, None
-    if values_readable(mask) and bool(mask[..., 0].all()):
-        return inputs, None
-    first = mask.bool().to(torch.uint8).argmax(-1, keepdim=True)
-    for n in tokens:
-        inputs[n] = rotate(inputs[n], first, mask.dim() - 1)
-    positions = inputs.get(f"{side}position_ids")
-    if isinstance(positions, Tensor) and f"{side}position_ids" not in tokens:
-        # One row for all, or several positions a token (M-RoPE): (3, B, N).
-        positions = positions.expand(*positions.shape[:-2], *mask.shape)
-        inputs[f"{side}position_ids"] = rotate(positions, first, -1)
-    return inputs, first
-
-
-def _of_tokens(name: str, x: Any, mask: Tensor, side: str) -> bool:
-    """Whether an input has an entry, or a row, for each token of ``mask``."""
-    if not isinstance(x, Tensor) or (not side and name.startswith("decoder_")):
-        return False
-    rows = name.removeprefix(side) in TOKEN_ROWS and x.dim() == mask.dim() + 1
-    return x.shape == mask.shape or (rows and x.shape[:-1] == mask.shape)
-
-
-def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:
-    """``x`` with the entry ``first`` (B, 1) of each row at place 0 along ``dim``."""
-    N = x.shape[dim]
-    order = (torch.arange(N, device=first.device) + first) % N
-    order = order.to(x.device).reshape(*order.shape, *(1,) * (x.dim() - 1 - dim % x.dim()))
-    return x.gather(dim, order.expand_as(x))
-
-
 def _hidden_states(
     model: nn.Module, batch: Mapping[str, Any], others: bool
 ) -> tuple[list[Tensor], Tensor]:
@@ -490,7 +405,7 @@ def _hidden_states(
         for name, value in batch.items()
         if name != "labels" and (name in known or not others)
     }
-    inputs = pad_behind(pad_behind(inputs)[0], "decoder_")[0]
+    inputs = pad_right(pad_right(inputs)[0], "decoder_")[0]
     output = model(**inputs, output_hidden_states=True)
     own = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
     hidden = getattr(output, "decoder_hidden_states", getattr(output, "hidden_states", None))

@@ -1,4 +1,4 @@
-"""A loss is announced once, in `fastkd._core.losses`; what it lacks elsewhere is named here."""
+"""A loss is announced once, in `fastkd._core.registry`; what it lacks elsewhere is named here."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ import torch
 
 import fastkd
 from fastkd import functional
-from fastkd._core.losses import LOSSES
+from fastkd._core.registry import LOSSES
 from fastkd.bench import suite
 from tests.losses import FILES, subjects
 from tools import calls
@@ -29,7 +29,7 @@ def announced(loss) -> list[str]:
 def test_every_public_name_has_a_row(name):
     rows = [loss.names for loss in LOSSES]
     assert name in HELPERS or any(name in row for row in rows), (
-        f"{name} stands in no row of fastkd/_core/losses.py"
+        f"{name} stands in no row of fastkd/_core/registry.py"
     )
 
 

@@ -1,7 +1,7 @@
 """The one list of losses: what dispatch, doctor, tests, benchmarks and the README go through.
 
 A row says what a loss is called everywhere: its file in fastkd/ and bench/, its tests, its public
-names, what its kernels can do, and an input for each function. tests/test_losses.py names what a
+names, what its kernels can do, and an input for each function. tests/test_registry.py names what a
 new row still lacks, and what is public without a row.
 """
 

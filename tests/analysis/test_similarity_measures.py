@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastkd.analysis import similarity
-from fastkd.analysis.measures import MEASURES, check_moments, matrix, moments_for
 from fastkd.analysis.moments import Covariances, Factors
+from fastkd.analysis.similarity_measures import MEASURES, check_moments, matrix, moments_for
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 

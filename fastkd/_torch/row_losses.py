@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
-from fastkd._torch.columns import ALL, Columns
 from fastkd._torch.divergences import row_divergence
+from fastkd._torch.vocabulary_shard import ALL, Columns
 
 # Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
 # enough that threads do not wait for each other after every small operation.

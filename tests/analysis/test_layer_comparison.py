@@ -18,8 +18,8 @@ from fastkd.analysis import (
     similarity,
     svcca_matrix,
 )
-from fastkd.analysis.measures import MEASURES
 from fastkd.analysis.moments import Covariances, Factors
+from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.study.measures import PeakMemory
 from tests.distill.models import model as model_of
 from tests.distill.processes import run_ranks
