@@ -583,18 +583,18 @@ def test_samples_of_one_key_have_one_answer(family):
     """Whatever is drawn: rows that a cache takes for one sample are one to the teacher."""
     teacher = model(t.AutoModel, family).double()
     student = student_from_teacher(teacher, [2, 4])
-    engine = Distiller(teacher, student, FCD(task_weight=0)).eval().engine
+    distiller = Distiller(teacher, student, FCD(task_weight=0)).eval()
     answers, shared = {}, 0
     draw = torch.Generator().manual_seed(0)
     for i in range(100):
         text = [7, 9, 11, 5, 6] if i % 2 else [7, 9, 11, 5, 6, 8]
         try:
-            part = engine.read(layouts(draw, text, types=family not in ("roberta", "llama")))
+            part = distiller.read(layouts(draw, text, types=family not in ("roberta", "llama")))
         except MixedDocuments:
             continue
         with torch.no_grad():
-            states = engine.run_teacher(part).hidden[4]
-        keys, real = cache_module.sample_keys(part, engine.teachers.model)
+            states = distiller.teachers.outputs(part, distiller.method, 0.0, False).hidden[4]
+        keys, real = cache_module.sample_keys(part, distiller.teachers.model)
         for key, found in zip(keys, (x[m] for x, m in zip(states, real, strict=True)), strict=True):
             shared += key in answers
             torch.testing.assert_close(answers.setdefault(key, found), found)
