@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
 from fastkd.analysis.model_inputs import IGNORED
+from fastkd.distill.outputs import Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
-from fastkd.distill.step import Items, Outputs, Step, everyones
+from fastkd.distill.step import Items, Step, everyones
 from fastkd.distributed import ranks_of
 
 

@@ -12,7 +12,7 @@ from fastkd._core.checks import check_choice, check_number
 from fastkd._core.numerics import project, upcast
 from fastkd.cca import CCALoss, Ridge
 from fastkd.contrastive import cos_nce_loss
-from fastkd.distill.capture import Backbone, Model
+from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
 from fastkd.distill.step import Step

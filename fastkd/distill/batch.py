@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastkd.analysis.model_inputs import frames_mask, pad_right, rotate
-from fastkd.distill.capture import Backbone
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.documents import DECODER_TOKENS, Documents, decoder_tokens, find_documents
 from fastkd.distill.spans import Spans
 

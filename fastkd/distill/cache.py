@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from fastkd._core.atomic_files import create_file, write_file
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
+from fastkd.distill.backbone import Backbone, Model, placed_for
 from fastkd.distill.batch import Part
 from fastkd.distill.blocks import Blocks
-from fastkd.distill.capture import Backbone, Model, placed_for, reading_logits
+from fastkd.distill.hooks import reading_logits
+from fastkd.distill.lm_head import HeadInputs
 from fastkd.distill.method import Method
+from fastkd.distill.outputs import Outputs, model_outputs, pooled_rows
 from fastkd.distill.predictions import MULTI_LABEL, REGRESSION
-from fastkd.distill.step import Outputs, observed, pooled_rows
-from fastkd.distill.words import Words
 from fastkd.head import Head, LowRank
 
 FORMAT = 7
@@ -246,18 +247,18 @@ class TeacherCache(nn.Module):
         if pooled:
             hidden = {layer: rows[:, None] for layer, rows in hidden.items()}
         logits: Any = None
-        words: Words | None = None
+        head_inputs: HeadInputs | None = None
         if wanted["logits"]:
             raw = part.token_mask
             if self.about["head"]:
-                words = Words(read(self.about["head"]["states"], raw), self._head())
+                head_inputs = HeadInputs(read(self.about["head"]["states"], raw), self._head())
             elif self.about["spans"]:
                 logits = tuple(read(name, raw) for name in SPANS)
             else:
                 logits = read("logits", raw)
                 if not columns["logits"] and _choices(part):
                     logits = logits.view(part.batch["input_ids"].shape[:2])
-        return Outputs(hidden, logits, pooled=pooled, words=words)
+        return Outputs(hidden, logits, pooled=pooled, head_inputs=head_inputs)
 
 
 def _columns(about: dict[str, Any]) -> dict[str, bool]:
@@ -501,7 +502,7 @@ class _Writer:
                 return f"hidden.{last}"
         return "states"
 
-    def _run(self, part: Part, words: bool) -> tuple[Outputs, Words | None]:
+    def _run(self, part: Part, words: bool) -> tuple[Outputs, HeadInputs | None]:
         """The teacher on the batch as it is, whose rows are taken apart later.
 
         With ``words`` what its head reads and the head, in the place of logits, if it has one.
@@ -510,10 +511,10 @@ class _Writer:
         wanted = self.method.wanted("teacher")
         inputs = placed_for(self.teacher.model, part.inputs)
         with torch.no_grad(), reading_logits(self.teacher, reads):
-            outputs = observed(self.teacher, inputs, wanted, by_head=reads and words)
+            outputs = model_outputs(self.teacher, inputs, wanted, reads and words)
         rest = outputs if reads else outputs.without_logits()
-        rest = dataclasses.replace(rest, words=None)  # the head stays where it is
-        return rest.to(part.token_mask.device), outputs.words
+        rest = dataclasses.replace(rest, head_inputs=None)  # the head stays where it is
+        return rest.to(part.token_mask.device), outputs.head_inputs
 
     def add(self, part: Part, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""

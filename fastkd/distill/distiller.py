@@ -18,10 +18,11 @@ from fastkd.distill.batch import Part, put_back
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.method import Method, Only, check_method
+from fastkd.distill.outputs import Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
 from fastkd.distill.reader import BatchReader
-from fastkd.distill.sides import Teachers, check_in_place, run
-from fastkd.distill.step import Items, Outputs, Step
+from fastkd.distill.step import Items, Step
+from fastkd.distill.teachers import Teachers, batch_outputs, check_in_place
 from fastkd.distributed import InGroup, ranks_of
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ class Distiller(InGroup):
     def student_outputs(self, part: Part) -> Outputs:
         """The student's outputs on a batch, pooled over spans where the batch has some."""
         request = self.method.wanted("student")
-        outputs = run(self.student_model, part.batch, request, part, by_head=self.uses_lm_head)
+        outputs = batch_outputs(self.student_model, part.batch, request, part, self.uses_lm_head)
         if part.spans is None:
             return outputs
         return part.spans.pool(outputs, 0, self.student_model, part.feature_mask)

@@ -1,5 +1,6 @@
 """Where the documents of a batch lie: packed rows hold several, left padding moves them."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, in_eval_mode
-from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.outputs import QKV, LayerRequest, Outputs, model_outputs
 
 # Of a norm: rounding is below, even in bfloat16, and what a document tells another mostly above.
 SAME = 1e-2
@@ -92,8 +94,9 @@ def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: D
         return
     last = model.num_layers
     with torch.no_grad(), in_eval_mode(model.model):
+        request = LayerRequest((last,))
         seen, by_another, by_itself = (
-            model.observe({**inputs, tokens: x}, Wanted((last,)))[1].hidden[last][row, rest].float()
+            model_outputs(model, {**inputs, tokens: x}, request).hidden[last][row, rest].float()
             for x in (given, others, _with_other_tokens(given, row, begins))
         )
     torch.clear_autocast_cache()  # weights that it has cast here would get no gradient later
@@ -238,3 +241,15 @@ def _given_segments(shape: tuple[int, int], batch: dict[str, Any]) -> Tensor | N
         tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=ends.dtype)
         return torch.bucketize(tokens, ends, right=True).view(shape)
     return None
+
+
+def unpacked(outputs: Outputs, documents: Documents | None) -> Outputs:
+    """Outputs whose features have each document of packed rows in a row of its own."""
+    if documents is None:
+        return outputs
+    return dataclasses.replace(
+        outputs,
+        hidden={layer: documents.unpack(x) for layer, x in outputs.hidden.items()},
+        attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
+        qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
+    )

@@ -9,7 +9,7 @@ from torch import nn
 from fastkd._core.checks import check_choice, check_positive_int
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.analysis.model_inputs import Batches
-from fastkd.distill.capture import Backbone
+from fastkd.distill.backbone import Backbone
 
 SCHEMES = ("uniform", "top", "bottom")
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fastkd.analysis.model_inputs import Batches
-from fastkd.distill.capture import Backbone, Model, Wanted
+from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import resolve_layers
+from fastkd.distill.outputs import LayerRequest
 from fastkd.distill.predictions import PredictionOptions
 from fastkd.distill.step import Step, check_head, check_same_head, check_same_kind
 
@@ -127,10 +128,10 @@ class Method(nn.Module):
     def teacher_layers(self, layers: list[int]) -> None:
         self._teacher_layers = layers
 
-    def wanted(self, side: str) -> Wanted:
+    def wanted(self, side: str) -> LayerRequest:
         """What to keep of the "student" or the "teacher"."""
         kept = (getattr(self, f"{side}_{what}") for what in ("layers", "attentions", "qkv"))
-        return Wanted(*map(tuple, kept))
+        return LayerRequest(*map(tuple, kept))
 
     def build(self, teacher: Model, student: Backbone) -> None:
         """Create the trainable parts for these two models; a second call must be of like sizes."""

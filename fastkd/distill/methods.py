@@ -32,7 +32,7 @@ from fastkd._core.warn import warn_caller
 from fastkd.analysis.model_inputs import Batches
 from fastkd.attention import AttentionLoss, Heads
 from fastkd.contrastive import CosNCELoss
-from fastkd.distill.capture import Backbone, Model
+from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.predictions import PredictionOptions

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import upcast, zero_padding
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.batch import Part
-from fastkd.distill.capture import Backbone, replaced_embeddings
+from fastkd.distill.hooks import replaced_embeddings
 
 
 def leaf_embeddings(student: Backbone) -> contextlib.AbstractContextManager[list[Tensor]]:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fastkd._core.numerics import upcast, working_dtype
 from fastkd.analysis.model_inputs import IGNORED
-from fastkd.distill.capture import Backbone
-from fastkd.distill.words import Words
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.lm_head import HeadInputs
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
 from fastkd.targets import CrossEntropy
 
@@ -244,8 +244,8 @@ def soft_losses(
 
 
 def head_losses(
-    student: Words,
-    teacher: Words | None,
+    student: HeadInputs,
+    teacher: HeadInputs | None,
     targets: Targets,
     options: PredictionOptions,
     weights: Mapping[str, float],
@@ -259,7 +259,7 @@ def head_losses(
     mask, aligned = targets.counted(student.states, labels)
     states = student.states
     classes = targets.vocabulary or student.head.weight.shape[0]
-    taught = Words(states.detach(), student.head) if teacher is None else teacher
+    taught = HeadInputs(states.detach(), student.head) if teacher is None else teacher
     known = taught.states.to(states.dtype)
     if targets.model.causal:
         states, known = states[:, :-1], known[:, :-1]

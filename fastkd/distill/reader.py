@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, rotate
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.batch import SPAN_LABELS, Part, split_inputs
-from fastkd.distill.capture import Backbone
 from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens
 from fastkd.distill.method import Method
 from fastkd.distill.predictions import countable
-from fastkd.distill.sides import (
+from fastkd.distill.teachers import (
     Teachers,
     check_documents,
     check_side,

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from fastkd.analysis.model_inputs import Batches
-from fastkd.distill.capture import Backbone, Model, Wanted
+from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.method import Method, Only, check_method
+from fastkd.distill.outputs import LayerRequest
 from fastkd.distill.step import Step
 
 
-class SeveralModels(Model):
+class EnsembleModel(Model):
     """What is known of several teachers, in their order."""
 
     def __init__(self, models: Sequence[Model]) -> None:
@@ -70,17 +71,19 @@ class Several(Method):
     def build(self, teacher: Model, student: Backbone) -> None:
         """See `Method.build`."""
         count = len(self.methods)
-        teachers = teacher.models if isinstance(teacher, SeveralModels) else [teacher] * count
+        teachers = teacher.models if isinstance(teacher, EnsembleModel) else [teacher] * count
         if len(teachers) != count:
             raise ValueError(f"pass a teacher for each of the {count} methods, or one for all")
         for method, model in zip(self.each, teachers, strict=True):
             method.build(model, student)
         self.uses_lm_head = all(method.uses_lm_head for method in self.each)
 
-    def wanted(self, side: str) -> Wanted:
+    def wanted(self, side: str) -> LayerRequest:
         """What any method wants."""
         each = [method.wanted(side) for method in self.each]
-        return Wanted(*(tuple(sorted(set().union(*layers))) for layers in zip(*each, strict=True)))
+        return LayerRequest(
+            *(tuple(sorted(set().union(*layers))) for layers in zip(*each, strict=True))
+        )
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:
         """Let each method choose from one teacher."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastkd._core.checks import check_shape
 from fastkd._core.numerics import autocast_off, upcast, zero_padding
-from fastkd.distill.capture import Model
-from fastkd.distill.step import Outputs
+from fastkd.distill.backbone import Model
+from fastkd.distill.outputs import Outputs
 
 __all__ = ["TwoTokenizers", "align_spans"]
 

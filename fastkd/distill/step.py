@@ -1,21 +1,19 @@
 """What a method sees of one batch, and the loss terms that read logits and labels."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from fastkd._core.pooling import pool_tokens
-from fastkd.distill.capture import QKV, Backbone, Kept, Model, Wanted
+from fastkd.distill.backbone import Backbone, Model
+from fastkd.distill.outputs import QKV, EnsembleOutputs, Logits, Outputs, pooled_rows
 from fastkd.distill.predictions import (
     MULTI_LABEL,
     REGRESSION,
-    Logits,
     PredictionOptions,
     Sum,
     Targets,
@@ -24,136 +22,8 @@ from fastkd.distill.predictions import (
     soft_losses,
 )
 from fastkd.distill.vocabulary import shared_words
-from fastkd.distill.words import Words, gathered, is_head, stopped_at_head
 from fastkd.distributed import Ranks
 from fastkd.soft_targets import DivergenceWord
-
-
-@dataclass
-class Outputs:
-    """What is kept of one model's run.
-
-    ``hidden`` states (B, N, D), ``attentions`` (B, H, N, N) and ``qkv`` by layer; ``logits``,
-    for question answering those of the start and the end, None where the model has none;
-    ``words`` where the run was stopped before a language model's head, which then gave none;
-    ``loss`` of a head with targets of its own; ``names`` of all that the model returned.
-    """
-
-    hidden: dict[int, Tensor]
-    logits: Logits | None
-    loss: Tensor | None = None
-    names: tuple[str, ...] = ()
-    pooled: bool = False  # hidden states are one row a sample, (B, 1, D)
-    attentions: dict[int, Tensor] = field(default_factory=dict)
-    qkv: dict[int, QKV] = field(default_factory=dict)
-    spans: bool = False  # they are the sentence token, then the means over spans
-    words: Words | None = None
-    router: Tensor | None = None  # load-balancing loss of a mixture of experts
-
-    @classmethod
-    def of(cls, output: Any, kept: Kept) -> "Outputs":
-        """From the output of a transformers model."""
-        logits = getattr(output, "logits", None)
-        ends = [getattr(output, f"{end}_logits", None) for end in ("start", "end")]
-        if logits is None and all(isinstance(x, Tensor) for x in ends):
-            logits = tuple(ends)
-        names = tuple(output.keys()) if hasattr(output, "keys") else ()
-        loss, router = (getattr(output, name, None) for name in ("loss", "aux_loss"))
-        router = router if isinstance(router, Tensor) else None
-        return cls(
-            kept.hidden, logits, loss, names, False, kept.attentions, kept.qkv, router=router
-        )
-
-    def to(self, device: torch.device | None) -> "Outputs":
-        """All that is kept on another device."""
-        if device is None:
-            return self
-        # Waiting: a copy to the CPU that doesn't block would be read before it is there.
-        moved = self.features(lambda x, tokens: x.to(device))
-        logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
-        words = None if self.words is None else self.words.to(device)
-        return dataclasses.replace(moved, logits=logits, words=words)
-
-    def without_logits(self) -> "Outputs":
-        """What terms on features read."""
-        return dataclasses.replace(self, logits=None, words=None)
-
-    def rows(self, count: int) -> "Outputs":
-        """Of the first ``count`` samples."""
-        logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
-        words = None if self.words is None else self.words.rows(count)
-        kept = self.features(lambda x, tokens: x[:count])
-        return dataclasses.replace(kept, logits=logits, words=words)
-
-    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
-        """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).
-
-        ``tokens`` is the number of dimensions that are tokens: from the last but one on.
-        """
-        return dataclasses.replace(
-            self,
-            hidden={layer: change(x, 1) for layer, x in self.hidden.items()},
-            attentions={layer: change(x, 2) for layer, x in self.attentions.items()},
-            qkv={layer: QKV(*(change(x, 1) for x in qkv)) for layer, qkv in self.qkv.items()},
-        )
-
-    def all_features(self) -> list[Tensor]:
-        """Every feature, in the order of `features`."""
-        kept: list[Tensor] = []
-
-        def keep(x: Tensor, tokens: int) -> Tensor:
-            kept.append(x)
-            return x
-
-        self.features(keep)
-        return kept
-
-    def padded(self, more: int) -> "Outputs":
-        """With ``more`` tokens of zeros behind the others."""
-        if not more or self.pooled:
-            return self
-        return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
-
-
-def observed(backbone: Backbone, inputs: dict[str, Any], wanted: Wanted, by_head: bool) -> Outputs:
-    """What is kept of a model's run; ``by_head`` its `Words`, where they can be had, not logits."""
-    if not by_head:
-        return Outputs.of(*backbone.observe(inputs, wanted))
-    with stopped_at_head(backbone) as found:
-        outputs = Outputs.of(*backbone.observe(inputs, wanted))
-    if not found or not isinstance(outputs.logits, Tensor):
-        return outputs
-    words = gathered(backbone, found[-1], outputs.logits)
-    if not is_head(backbone, words, outputs.logits):
-        backbone.forget_run()
-        return observed(backbone, inputs, wanted, by_head=False)
-    return dataclasses.replace(outputs, logits=None, words=words)
-
-
-@dataclass
-class SeveralOutputs(Outputs):
-    """What is kept of several teachers' runs, in their order."""
-
-    parts: tuple[Outputs, ...] = ()
-
-    def _each(self, change: Callable[[Outputs], Outputs]) -> "SeveralOutputs":
-        return dataclasses.replace(self, parts=tuple(map(change, self.parts)))
-
-    def without_logits(self) -> "Outputs":
-        return self._each(Outputs.without_logits)
-
-    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
-        return self._each(lambda part: part.features(change))
-
-    def padded(self, more: int) -> "Outputs":
-        return self._each(lambda part: part.padded(more))
-
-
-def pooled_rows(pool: str, model: Model, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """One row a sample (B, D) of hidden states (B, N, D): "cls" or "mean"."""
-    if pool == "mean":
-        return pool_tokens(hidden, mask, "mean")
-    return model.sentence_token(hidden, mask)
 
 
 class Items:
@@ -214,7 +84,7 @@ class Step:
 
     def of_teacher(self, number: int) -> "Step":
         """The step with one of several teachers; the same where there is one for all."""
-        if not isinstance(self.teacher, SeveralOutputs):
+        if not isinstance(self.teacher, EnsembleOutputs):
             return self
         teacher, model = self.teacher.parts[number], self.teacher_model.models[number]  # type: ignore[attr-defined]
         return dataclasses.replace(self, teacher=teacher, teacher_model=model)
@@ -418,16 +288,16 @@ class Step:
         self, weights: Mapping[str, float], options: PredictionOptions
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted loss of "task" and "soft" by the LM heads, and each term, detached."""
-        teacher = self.teacher.words if "soft" in weights else None
-        assert self.student.words is not None
-        sums = head_losses(self.student.words, teacher, self.targets, options, weights)
+        teacher = self.teacher.head_inputs if "soft" in weights else None
+        assert self.student.head_inputs is not None
+        sums = head_losses(self.student.head_inputs, teacher, self.targets, options, weights)
         loss, *terms = self._mean(sums).unbind()
         return loss, {name: x.detach() for name, x in zip(weights, terms, strict=True)}
 
     def has_heads(self, terms: Container[str]) -> bool:
         """Whether `head_loss` can compute these terms, of "task" and "soft"."""
-        soft = "soft" not in terms or self.teacher.words is not None
-        return self.student.words is not None and soft
+        soft = "soft" not in terms or self.teacher.head_inputs is not None
+        return self.student.head_inputs is not None and soft
 
     def _average(self, sums: list[Sum]) -> Tensor:
         means = [self._mean(each) for each in sums]
@@ -443,8 +313,8 @@ class Step:
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model
-        if outputs.words is not None:  # the other side's can't be had by its head
-            return outputs.words.logits()
+        if outputs.head_inputs is not None:  # the other side's can't be had by its head
+            return outputs.head_inputs.logits()
         if outputs.logits is None and {"logits", "start_logits"} & {*outputs.names}:
             raise ValueError(
                 f"a term reads the {side}'s logits as {term} terms do, and they are kept only for "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_positive_int
-from fastkd.distill.capture import Backbone
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.layers import check_layers, layer_map
 from fastkd.distill.width import cut, narrowed, without_memory
 

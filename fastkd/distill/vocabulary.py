@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from fastkd.distill.capture import Model
+from fastkd.distill.backbone import Model
 
 # Vocabularies are padded to multiples of up to this.
 LARGEST_PADDING = 1024

@@ -32,7 +32,7 @@ from fastkd._core.extras import require
 from fastkd._core.numerics import project, working_dtype
 from fastkd.cca import CCALoss, Ridge
 from fastkd.contrastive import cos_nce_loss
-from fastkd.distill.capture import Backbone
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.distributed import world_size

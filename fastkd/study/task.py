@@ -16,8 +16,8 @@ import transformers
 from transformers import PreTrainedModel, set_seed
 
 from fastkd._core.extras import require
+from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.cache import TeacherCache, wanted_of
-from fastkd.distill.capture import Backbone, Model
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import resolve_layers, select_layers
 from fastkd.distill.method import Method

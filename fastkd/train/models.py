@@ -16,9 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
 from fastkd.analysis.model_inputs import Batches, reads_last_token
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
-from fastkd.distill.capture import Backbone
 from fastkd.distill.layers import SCHEMES, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first

@@ -35,7 +35,7 @@ from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method
-from fastkd.distill.capture import Backbone
+from fastkd.distill.backbone import Backbone
 from fastkd.train import options, saving, training
 from fastkd.train.errors import InputError
 from fastkd.train.saving import (

@@ -142,7 +142,7 @@ def test_a_number_a_sample_needs_no_dimension_of_its_own():
     torch.testing.assert_close(terms["soft"].double(), (student - teacher).square().mean())
 
 
-class Words(nn.Module):
+class HeadInputs(nn.Module):
     """Knows nothing of padding, and predicts something for each token."""
 
     def __init__(self, layers):
@@ -161,7 +161,7 @@ class Words(nn.Module):
 def test_the_same_step_in_every_way():
     torch.manual_seed(0)
     options = {"hidden_size": 16, "output_size": 50, "per_token": True}
-    models = (Blocks(Words(layers), "blocks", **options) for layers in (4, 2))
+    models = (Blocks(HeadInputs(layers), "blocks", **options) for layers in (4, 2))
     ids, mask = torch.randint(50, (4, 9)), torch.ones(4, 9, dtype=torch.long)
     mask[1:, 6:] = 0
     data = {"input_ids": ids, "attention_mask": mask, "labels": ids}

@@ -440,10 +440,10 @@ def test_modules_that_are_not_from_transformers_too(tmp_path):
         class Encoder(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.words, self.layers = nn.Embedding(60, 16), nn.Sequential(*layers)
+                self.head_inputs, self.layers = nn.Embedding(60, 16), nn.Sequential(*layers)
 
             def forward(self, input_ids):
-                return self.layers(self.words(input_ids))
+                return self.layers(self.head_inputs(input_ids))
 
         return Blocks(Encoder(), "layers", hidden_size=16)
 

@@ -14,7 +14,8 @@ from fastkd.distill import (
     SoftTargets,
     student_from_teacher,
 )
-from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.outputs import LayerRequest, model_outputs
 from fastkd.distill.verify import taken
 from tests.distill.models import eager, pair, recipe, set_dropout, step
 from tests.distill.support import data_of, model_of
@@ -70,7 +71,7 @@ def test_layers_are_the_decoders_hidden_states(family):
     data = Backbone(model).with_decoder_inputs(data, data.pop("labels"))
     with torch.no_grad():
         expected = model(**data, output_hidden_states=True).decoder_hidden_states
-        _, kept = Backbone(model).observe(data, Wanted((0, 1, 2, 3)))
+        kept = model_outputs(Backbone(model), data, LayerRequest((0, 1, 2, 3)))
     for layer, hidden in kept.hidden.items():
         torch.testing.assert_close(hidden, expected[layer])
 

@@ -7,8 +7,9 @@ from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperDecoder, WhisperEncoder
 
 from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, student_from_teacher
-from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.backbone import Backbone
 from fastkd.distill.families import NoLayers, find_stack
+from fastkd.distill.outputs import LayerRequest, model_outputs
 from tests.distill.models import BERT, SMALL, recipe
 from tests.distill.support import data_of, model_of
 
@@ -51,7 +52,9 @@ def test_as_many_convolutions_as_blocks_are_no_blocks(sounds):
     sound = torch.randn(2, 2000)
     with torch.no_grad():
         expected = student.eval()(sound, output_hidden_states=True).hidden_states
-        _, kept = Backbone(student).observe({"input_values": sound}, Wanted((1, 2, 3, 4, 5, 6, 7)))
+        kept = model_outputs(
+            Backbone(student), {"input_values": sound}, LayerRequest((1, 2, 3, 4, 5, 6, 7))
+        )
     for layer in range(1, 8):
         torch.testing.assert_close(kept.hidden[layer], expected[layer])
 
@@ -107,7 +110,7 @@ def test_what_blocks_see_beside_the_tokens_is_cut(family):
     del data["labels"]
     with torch.no_grad():
         expected = teacher(**data, output_hidden_states=True)
-        _, kept = Backbone(teacher).observe(data, Wanted((0, 1, 2, 3)))
+        kept = model_outputs(Backbone(teacher), data, LayerRequest((0, 1, 2, 3)))
     states = getattr(expected, "decoder_hidden_states", None) or expected.hidden_states
     for layer, hidden in kept.hidden.items():
         torch.testing.assert_close(hidden, states[layer])
@@ -117,9 +120,9 @@ def test_the_last_layer_is_as_wide_as_the_others():
     teacher = model_of("opt, narrow embeddings", "next word").eval()
     data = data_of("opt, narrow embeddings", "next word")
     with torch.no_grad():
-        out, kept = Backbone(teacher).observe(data, Wanted((3,)))
+        kept = model_outputs(Backbone(teacher), data, LayerRequest((3,)))
         narrow = teacher.model.decoder.project_out(kept.hidden[3])
-    torch.testing.assert_close(teacher.lm_head(narrow), out.logits)
+    torch.testing.assert_close(teacher.lm_head(narrow), kept.logits)
 
 
 def test_a_model_without_embeddings_is_told_to_leave_them():

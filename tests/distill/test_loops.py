@@ -14,7 +14,8 @@ from fastkd.distill import (
     IntraClassKNN,
     student_from_teacher,
 )
-from fastkd.distill.capture import Backbone, Wanted
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.outputs import LayerRequest, model_outputs
 from tests.distill.models import batch, classifier, eager, pair, recipe
 from tests.distill.support import data_of, method_of, model_of
 from tests.support.compare import counted
@@ -129,9 +130,9 @@ def test_the_last_layer_is_what_the_head_reads():
     teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
     backbone, without_hooks = Backbone(teacher), Backbone(teacher)
     without_hooks._hooks_reach = False
-    inputs, wanted = {"pixel_values": data["pixel_values"]}, Wanted((2, 3))
-    expected = backbone.observe(inputs, wanted)[1].hidden
-    torch.testing.assert_close(without_hooks.observe(inputs, wanted)[1].hidden, expected)
+    inputs, wanted = {"pixel_values": data["pixel_values"]}, LayerRequest((2, 3))
+    expected = model_outputs(backbone, inputs, wanted).hidden
+    torch.testing.assert_close(model_outputs(without_hooks, inputs, wanted).hidden, expected)
     compiled = torch.compile(teacher, backend="eager")
     student = student_from_teacher(teacher, [1, 3])
     with pytest.raises(ValueError, match=r"teacher \(ViTFor\w+\) is compiled.* numbers 3 are not"):

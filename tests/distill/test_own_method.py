@@ -5,7 +5,9 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve
-from fastkd.distill.capture import Backbone, Wanted, capture_qkv
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.hooks import capture_qkv
+from fastkd.distill.outputs import LayerRequest, model_outputs
 from tests.distill.models import CONFIGS, batch, eager, pair, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.support import model_of
@@ -112,7 +114,7 @@ def test_blocks_that_hide_their_projections_are_named():
         Distiller(*eager_pair("albert"), HiddenAndAttention())(**batch())
     squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
     with pytest.raises(ValueError, match="SqueezeBertModel doesn't show"):
-        squeezed.observe({"input_ids": batch()["input_ids"]}, Wanted(qkv=(1,)))
+        model_outputs(squeezed, {"input_ids": batch()["input_ids"]}, LayerRequest(qkv=(1,)))
 
 
 def test_methods_are_found_by_name():

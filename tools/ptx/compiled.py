@@ -51,7 +51,7 @@ def compiled(
            triton.__version__]  # fmt: skip
     file = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
     if not file.exists():
-        from fastkd._core.writing import write_file
+        from fastkd._core.atomic_files import write_file
 
         made = _compile(kernel, capability, signature, constants, attributes, options)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fastkd.distill.capture import Backbone, Hooks, first_tokens
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.hooks import Hooks, first_tokens
 from fastkd.head import Head
 
 # How far a head's logits may be from its model's, over the largest, before it is taken for another.
@@ -19,7 +20,7 @@ EXACT, HALVED = 1e-3, 5e-2
 
 
 @dataclass(eq=False)
-class Words:
+class HeadInputs:
     """What a language model's head multiplies, (B, N, D), and the head."""
 
     states: Tensor
@@ -29,21 +30,21 @@ class Words:
         """(B, N, V)."""
         return self.head.logits(self.states)
 
-    def to(self, device: torch.device) -> "Words":
-        return Words(self.states.to(device), self.head.map(lambda x: x.to(device)))
+    def to(self, device: torch.device) -> "HeadInputs":
+        return HeadInputs(self.states.to(device), self.head.map(lambda x: x.to(device)))
 
-    def rows(self, count: int) -> "Words":
+    def rows(self, count: int) -> "HeadInputs":
         """Of the first ``count`` samples."""
-        return Words(self.states[:count], self.head)
+        return HeadInputs(self.states[:count], self.head)
 
 
 @contextlib.contextmanager
-def stopped_at_head(backbone: Backbone) -> Iterator[list[Words]]:
+def stopped_at_head(backbone: Backbone) -> Iterator[list[HeadInputs]]:
     """The head over a vocabulary reads a token of each row; yields what it would have read.
 
     Nothing, and the head reads all, where it isn't known what it does.
     """
-    found: list[Words] = []
+    found: list[HeadInputs] = []
     hooks = Hooks()
     layer = backbone.inner.get_output_embeddings() if backbone.predicts_words else None
     layer = layer if _can_stop(backbone, layer) else None
@@ -97,13 +98,13 @@ def _head_of(backbone: Backbone) -> Head | None:
     return None if any(x.is_meta for x in head.tensors) else head
 
 
-def _as_multiplied(states: Tensor, head: Head) -> Words:
+def _as_multiplied(states: Tensor, head: Head) -> HeadInputs:
     """In the dtype of autocast, where the model multiplies in that."""
     device = states.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (states.dtype, head.weight.dtype):
         dtype = torch.get_autocast_dtype(device)
-        return Words(states.to(dtype), head.map(lambda x: x.to(dtype)))
-    return Words(states, head)
+        return HeadInputs(states.to(dtype), head.map(lambda x: x.to(dtype)))
+    return HeadInputs(states, head)
 
 
 class _Behind(torch.autograd.Function):
@@ -120,7 +121,7 @@ class _Behind(torch.autograd.Function):
         return grad, grad.new_zeros(shape, dtype=dtype)
 
 
-def gathered(backbone: Backbone, words: Words, logits: Tensor) -> Words:
+def gathered(backbone: Backbone, words: HeadInputs, logits: Tensor) -> HeadInputs:
     """``words``, where FSDP2 lets the weights of a pass go: their head is gathered once more.
 
     The backward pass gathers them again when it comes to the model's output, here ``logits``.
@@ -133,7 +134,7 @@ def gathered(backbone: Backbone, words: Words, logits: Tensor) -> Words:
     return _as_multiplied(states, Head.of(backbone.model))
 
 
-def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:
+def is_head(backbone: Backbone, words: HeadInputs, logits: Tensor) -> bool:
     """Whether the model's own ``logits`` (B, 1, V) are the head's; tried out once.
 
     A model of a family that is not known may do more behind its output layer.
@@ -148,7 +149,7 @@ def is_head(backbone: Backbone, words: Words, logits: Tensor) -> bool:
     if any(part.dropout is not None for part in words.head.low_rank):
         return True
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        made = Words(first_tokens(words.states), words.head).logits().double()
+        made = HeadInputs(first_tokens(words.states), words.head).logits().double()
         error = (made - logits.double()).abs().max()
         half = torch.float16 in (logits.dtype, words.states.dtype) or torch.bfloat16 in (
             logits.dtype,

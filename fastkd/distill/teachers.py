@@ -15,14 +15,21 @@ from torch import nn
 from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.adapters import AdaptersOff
+from fastkd.distill.backbone import Backbone, Model, placed_for
 from fastkd.distill.batch import Part
 from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, wanted_of
-from fastkd.distill.capture import QKV, Backbone, Model, Wanted, placed_for, reading_logits
-from fastkd.distill.documents import check_apart
+from fastkd.distill.documents import check_apart, unpacked
+from fastkd.distill.hooks import reading_logits
 from fastkd.distill.method import Method
-from fastkd.distill.several import Several, SeveralModels
-from fastkd.distill.step import Outputs, SeveralOutputs, observed, pooled_rows
+from fastkd.distill.outputs import (
+    EnsembleOutputs,
+    LayerRequest,
+    Outputs,
+    model_outputs,
+    pooled_rows,
+)
+from fastkd.distill.several import EnsembleModel, Several
 from fastkd.distill.vocabulary import other_vocabulary
 
 
@@ -60,7 +67,7 @@ class Teacher:
                 "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
             )
 
-    def run(self, part: Part, method: Method, progress: float, by_head: bool) -> Outputs:
+    def run(self, part: Part, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         """What it says about a batch; ``by_head`` as in `run`."""
         own, model = part.read_by_teacher, self.model
         if self.module.training:  # put there since, by a module that holds it too
@@ -68,10 +75,9 @@ class Teacher:
         inputs = placed_for(self.module, own.inputs)
         reads = method.compares_logits(progress)
         with torch.no_grad(), reading_logits(model, reads):
-            outputs = run(
-                model, inputs, method.wanted("teacher"), own, part.device, by_head and reads
-            )
-            outputs = outputs if reads else outputs.without_logits()
+            request = method.wanted("teacher")
+            outputs = batch_outputs(model, inputs, request, own, use_lm_head and reads)
+            outputs = (outputs if reads else outputs.without_logits()).to(part.device)
             if part.spans is not None:
                 return part.spans.pool(outputs, 1, model, own.feature_mask)
             if own is part:
@@ -101,7 +107,7 @@ class CachedTeacher(Teacher):
             "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
         )
 
-    def run(self, part: Part, method: Method, progress: float, by_head: bool) -> Outputs:
+    def run(self, part: Part, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         outputs: Outputs = self.module.outputs(part, wanted_of(method), part.device)
         return outputs
 
@@ -121,7 +127,7 @@ class Teachers:
         self.live = [model for teacher in self.each for model in teacher.live]
         models = [teacher.model for teacher in self.each]
         #: What methods ask about them.
-        self.model: Model = SeveralModels(models) if self.several else models[0]
+        self.model: Model = EnsembleModel(models) if self.several else models[0]
 
     def take_tokenizers(self, student: Backbone, tokenizers: Any) -> None:
         """Note whose words are whose: of one tokenizer for all, or of one for each side."""
@@ -152,7 +158,7 @@ class Teachers:
             else Outputs({}, None)
             for teacher, each in self.with_methods(method)
         )
-        return SeveralOutputs({}, None, parts=outputs) if self.several else outputs[0]
+        return EnsembleOutputs({}, None, parts=outputs) if self.several else outputs[0]
 
     def prepare(self, method: Method, batches: Batches) -> None:
         """Let methods choose from data; a cache was written after that."""
@@ -247,30 +253,17 @@ def check_documents(name: str, backbone: Backbone, part: Part) -> None:
         check_apart(backbone, name, inputs, part.documents)
 
 
-def run(
+def batch_outputs(
     backbone: Backbone,
     inputs: dict[str, Any],
-    wanted: Wanted,
+    request: LayerRequest,
     part: Part,
-    device: torch.device | None = None,
-    by_head: bool = False,
+    use_lm_head: bool = False,
 ) -> Outputs:
-    """What the model says about a part, on ``device``.
-
-    ``by_head`` a language model's `Words` in the place of its logits, where they can be had.
-    """
+    """Outputs of a model on a batch, each document of packed rows in a row of its own."""
     if part.empty:
-        return observed(backbone, _one_row(inputs), wanted, by_head).rows(0).to(device)
-    outputs = observed(backbone, inputs, wanted, by_head).to(device)
-    documents = part.documents
-    if documents is None:
-        return outputs
-    return dataclasses.replace(
-        outputs,
-        hidden={layer: documents.unpack(x) for layer, x in outputs.hidden.items()},
-        attentions={layer: documents.unpack_maps(x) for layer, x in outputs.attentions.items()},
-        qkv={layer: QKV(*map(documents.unpack_heads, x)) for layer, x in outputs.qkv.items()},
-    )
+        return model_outputs(backbone, _one_row(inputs), request, use_lm_head).rows(0)
+    return unpacked(model_outputs(backbone, inputs, request, use_lm_head), part.documents)
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

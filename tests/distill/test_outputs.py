@@ -5,7 +5,8 @@ import torch
 import transformers as t
 
 from fastkd.analysis.model_inputs import reads_last_token
-from fastkd.distill.capture import Backbone, capture, replaced_embeddings
+from fastkd.distill.backbone import Backbone
+from fastkd.distill.hooks import capture, replaced_embeddings
 from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
 from tests.distill.models import model as model_of
 
@@ -146,13 +147,13 @@ def test_kinds_of_head(family, model_class, causal):
 
 
 def test_classes_of_ones_own_keep_their_heads():
-    class Words(t.GPT2LMHeadModel):
+    class HeadInputs(t.GPT2LMHeadModel):
         pass
 
     class Tags(t.BertForTokenClassification):
         pass
 
-    words = Backbone(model_of(Words, "gpt2", num_labels=1))
+    words = Backbone(model_of(HeadInputs, "gpt2", num_labels=1))
     assert words.causal and words.per_token
     tags = Backbone(model_of(Tags, "bert", problem_type="regression"))
     assert tags.per_token and not tags.causal

@@ -1,0 +1,364 @@
+"""What fastkd reads of a transformers model: its blocks, embeddings, head and sentence token."""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fastkd.analysis.model_inputs import reads_last_token
+from fastkd.distill.families import (
+    NoLayers,
+    find_stack,
+    is_a,
+    is_encoder_decoder,
+    passed_on,
+    predicts_next_token,
+    reads_whole_rows,
+    rows_of,
+)
+
+# Of models that are their own base: Whisper's audio classifier, T5 for answers.
+HEADS = ("Classification", "QuestionAnswering")
+
+
+class Model:
+    """What a method asks about a model: its sizes, its head, its sentence token."""
+
+    class_name: str
+    num_layers: int
+    hidden_size: int
+    has_head: bool
+    output_size: int | None
+    per_token: bool
+    sentence_last: bool
+    #: transformers' ``problem_type``, None where neither the model nor its configuration says.
+    problem: str | None = None
+    #: Whether it is an encoder-decoder that writes words, and reads those before them.
+    writes: bool = False
+    #: Whether its logits are those of a vocabulary's words, and the tokenizer that has them.
+    predicts_words: bool = False
+    tokenizer: Any = None
+    #: Of a teacher: how many first words are the student's as well, None for all.
+    vocabulary: int | None = None
+    #: What a head for classes tells apart, in the order of its logits, where that is known.
+    class_labels: Sequence[str] = ()
+    #: Number of the first token where no ``position_ids`` are given.
+    first_position: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number and width of the layers; none where they can't be compared."""
+        return (self.num_layers, self.hidden_size)
+
+    def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The token that the classification head reads, (B, D) of (B, N, D).
+
+        The first one in encoders; in decoders and XLNet the last real one, padded on either side.
+        """
+        if not self.sentence_last:
+            return hidden[:, 0]
+        if mask is None:
+            return hidden[:, -1]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        last = (positions * mask).argmax(-1)  # (B,)
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+
+    def check_eager(self, method: str) -> None:
+        """Raise unless the model computes attention maps that can be kept."""
+
+
+class Backbone(Model):
+    """Where a transformers encoder or decoder keeps its blocks, embeddings and sentence token.
+
+    Of an encoder-decoder it is the decoder's blocks that count.
+
+    Layer 0 is what enters the first block, layer l what leaves block l, and the last layer what
+    the head reads (after a final norm, before a projection to the head's size): the numbering of
+    transformers' ``hidden_states``.
+    """
+
+    #: Whether the model can return its hidden states.
+    shows_states = True
+    #: Why there are no layers to compare, where there are none.
+    no_layers: str | None = None
+    encoder_decoder = False
+    #: Section of the configuration that describes the layers, and their number in there.
+    section, depth_name = "", "num_hidden_layers"
+    #: Times that the blocks' hidden states hold the positions of the tokens.
+    streams = 1
+    #: What makes the last hidden states as narrow as the head, after the blocks (opt-350m).
+    narrowing: nn.Module | None = None
+    #: Whether the head's outputs are aligned with labels in the loss alone (CTC).
+    aligns = False
+    #: The teacher's problem, where logits are compared and the student doesn't say its own.
+    taught_problem: str | None = None
+
+    def __init__(self, model: nn.Module, name: str = "model") -> None:
+        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        inner = getattr(inner, "_orig_mod", inner)
+        config, base = getattr(inner, "config", None), getattr(inner, "base_model", None)
+        if config is None or not isinstance(base, nn.Module):
+            raise TypeError(
+                f"{name} must be a transformers model, got {type(model).__name__}; describe any "
+                "other with fastkd.distill.Blocks"
+            )
+        self._model, self.inner, self.base, self.config = model, inner, base, config
+        self._traced = getattr(model, "_orig_mod", model)
+        self.class_name, self._name = type(inner).__name__, name
+        #: Whether the hidden states, attention and predictions that count are a decoder's.
+        self.encoder_decoder = is_encoder_decoder(inner)
+        vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
+        self.writes = self.encoder_decoder and bool(vocabulary_head)
+        self.has_head = base is not inner or bool(vocabulary_head) or is_a(inner, *HEADS)
+        self.aligns = is_a(inner, "ForCTC", "ForRNNT", "ForTDT")
+        #: Labels or vocabulary entries that the head tells apart, where it says so.
+        self.output_size = rows_of(vocabulary_head) if vocabulary_head else config.num_labels
+        if is_a(inner, "ForMultipleChoice"):
+            self.output_size = None  # a logit for each choice
+        #: Whether the head predicts something for each token.
+        self.predicts_words = bool(vocabulary_head)
+        self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
+        self.sentence_last = self.encoder_decoder or reads_last_token(config)
+        self.causal = predicts_next_token(inner)
+        # Hooks on blocks are not seen by compiled code, nor where a model calls block.forward.
+        self.compiled = (
+            hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+        )
+        #: Whether the logits are known to be those of the head as it is read, or of another.
+        self.head_tried = self.other_head = False
+        # Longformer's blocks see tokens padded to a multiple of the window; its states are cut.
+        self._hooks_reach = not self.compiled and config.model_type != "longformer"
+        #: Layers whose states transformers doesn't show under their number; None before a try.
+        self._shown_wrong: set[int] | None = None
+        self._replaced: list[Tensor] = []  # embeddings of the run that goes on
+        #: Kinds of packed inputs whose documents are known not to see each other.
+        self.known_apart: set[tuple[Any, ...]] = set()
+        self._accepts = set(inspect.signature(inner.forward).parameters)
+        self._known = self._accepts | passed_on(inner, base)
+        self._read_layers()
+
+    def _read_layers(self) -> None:
+        """Note where the blocks are, or why their hidden states can't be had."""
+        # ALBERT calls a few groups of weights again and again: its layers are calls.
+        self.shared_blocks = self.config.model_type == "albert"
+        # XLNet's blocks see (N, B, D).
+        self.batch_dim = 1 if self.config.model_type == "xlnet" else 0
+        # ProphetNet's see the tokens, and behind them a stream of predictions for each n-gram.
+        if self.config.model_type == "prophetnet":
+            self.streams = 1 + self.config.ngram
+        self.stack: nn.Module = self.base
+        self.last_modules: set[nn.Module] = {self.base}
+        try:
+            found = find_stack(self.inner)
+        except NoLayers as error:
+            self.no_layers = str(error)
+            return
+        self.section, self.depth_name = found.section, found.depth_name
+        self.blocks_name, self.blocks = found.blocks_name, found.blocks
+        self.num_layers = int(getattr(self.stack_config, found.depth_name))
+        self.hidden_size = int(self.stack_config.hidden_size)
+        #: The module that calls the blocks.
+        self.stack = self.inner.get_submodule(self.blocks_name.rpartition(".")[0])
+        self.narrowing = getattr(self.stack, "project_out", None)
+        # OPT's head calls the decoder itself; elsewhere the base model, which ends later, has the
+        # last word, unless it is one with the head.
+        own = self.encoder_decoder or (self.base is self.inner and self.has_head)
+        self.last_modules = {self.stack} if own else {self.stack, self.base}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return () if self.no_layers else super().sizes
+
+    @property
+    def stack_config(self) -> Any:
+        """What configures the blocks: a section of its own where a model has several parts."""
+        return getattr(self.config, self.section) if self.section else self.config
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("num_layers", "hidden_size", "blocks", "blocks_name") and self.no_layers:
+            raise ValueError(f"{self._name}: {self.no_layers}")
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The module whose output is the embedding layer's output (LRC-BERT's emb)."""
+        module = getattr(self.base, "embeddings", None)
+        if isinstance(module, nn.Module):
+            return module
+        # T5's encoder has a table of its own, tied to its model's.
+        owner: Any = self.stack if hasattr(self.stack, "get_input_embeddings") else self.base
+        return owner.get_input_embeddings()  # type: ignore[no-any-return]
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Rows of the table that ``input_ids`` are looked up in, where there is one."""
+        try:
+            table = self.inner.get_input_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            return None
+        return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.inner.parameters()).dtype
+
+    @property
+    def problem(self) -> str | None:  # type: ignore[override]
+        """transformers' ``problem_type``; one label means regression when it isn't set.
+
+        Heads for tokens, answers and choices don't ask for it, whatever the configuration says.
+        """
+        if self.per_token or is_a(self.inner, "ForQuestionAnswering", "ForMultipleChoice"):
+            return None
+        problem = getattr(self.config, "problem_type", None)
+        if problem is None and self.has_head and self.config.num_labels == 1:
+            return "regression"
+        return problem or self.taught_problem
+
+    @property
+    def first_position(self) -> int:  # type: ignore[override]
+        """Number of the first token: RoBERTa and MPNet count from behind the padding's id."""
+        embeddings = getattr(self.base, "embeddings", None)
+        padding: Any = getattr(embeddings, "padding_idx", None)
+        by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
+        return int(padding) + 1 if by_padding else 0
+
+    @property
+    def groups_experts(self) -> bool:
+        """Whether a mixture of experts runs by torch's grouped product."""
+        return getattr(self.config, "_experts_implementation", None) == "grouped_mm"
+
+    @property
+    def class_labels(self) -> list[str]:  # type: ignore[override]
+        """Names of the classes, where the configuration has one for each logit."""
+        names = getattr(self.config, "id2label", None) or {}
+        return [str(names[i]) for i in sorted(names)] if len(names) == self.output_size else []
+
+    def reads_last_position(self, batch: dict[str, Any]) -> bool:
+        """Whether a head for whole rows may read the last position, padding or not.
+
+        So do XLNet's, whose positions are relative and whose tokenizer pads left, and a decoder's
+        that can't tell padding by its token.
+        """
+        if getattr(self.config, "model_type", None) == "xlnet":
+            return True
+        rows = self.has_head and not self.per_token and not is_a(self.inner, "ForQuestionAnswering")
+        if not (rows and self.sentence_last) or self.encoder_decoder:
+            return False
+        padding = self.config.get_text_config().pad_token_id
+        return batch.get("input_ids") is None or padding is None
+
+    def takes(self, argument: str) -> bool:
+        """Whether the model, or its base model, has an argument of this name, not only **kwargs."""
+        below = inspect.signature(self.base.forward).parameters
+        return argument in self._accepts or argument in below
+
+    def last_hidden(self, output: Any) -> Tensor:
+        """The last hidden states (B, N, D) of what one of `last_modules` returned."""
+        last: Tensor = output[0]
+        return last
+
+    @property
+    def mixes_documents(self) -> bool:
+        """Whether the family is known to read a packed row as one document."""
+        return reads_whole_rows(self.config)
+
+    @property
+    def known_inputs(self) -> set[str]:
+        """Names of the inputs that the model takes, itself or further in."""
+        return self._known
+
+    def readable(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """``batch`` without token types where the model knows none, though another one may."""
+        unread = {"token_type_ids"} - self._known
+        return {name: x for name, x in batch.items() if name not in unread}
+
+    def with_decoder_inputs(self, batch: dict[str, Any], labels: Any) -> dict[str, Any]:
+        """``batch`` with what a decoder that writes ``labels`` reads, the words before them."""
+        given = ("decoder_input_ids", "decoder_inputs_embeds")
+        if not self.writes or any(batch.get(name) is not None for name in given):
+            return batch
+        if not isinstance(labels, Tensor):
+            raise ValueError(
+                f"the {self._name} ({self.class_name}) is an encoder-decoder; pass labels (B, M), "
+                "or decoder_input_ids"
+            )
+        return {**batch, given[0]: self._words_before(labels)}
+
+    def _words_before(self, labels: Tensor) -> Tensor:
+        shift = getattr(self.inner, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None:
+            return shift(labels=labels)  # type: ignore[no-any-return]
+        shifted = labels.roll(1, -1)  # Whisper
+        shifted[:, 0] = self.stack_config.decoder_start_token_id
+        return shifted.masked_fill(shifted == -100, self.stack_config.pad_token_id)
+
+    @property
+    def model(self) -> nn.Module:
+        """What was given; in a graph what that was compiled of, as Dynamo can't take it twice."""
+        return self._traced if torch.compiler.is_compiling() else self._model
+
+    def run(self, batch: dict[str, Any]) -> Any:
+        """The model on ``batch``, without caches; raises for inputs that it doesn't know."""
+        if self.dtype == torch.float64 and self.groups_experts:
+            raise ValueError(
+                f"{self._name} ({self.class_name}) is in float64, in which torch can't multiply "
+                'grouped experts; call its set_experts_implementation("eager")'
+            )
+        return self.model(**self._given(batch))
+
+    def _given(self, batch: dict[str, Any]) -> dict[str, Any]:
+        inputs = self.readable(batch)
+        self.check_inputs(inputs)
+        for cache in ("use_cache", "use_mems"):
+            if cache in self._known:
+                inputs.setdefault(cache, False)
+        if "return_dict" in self._known:
+            inputs["return_dict"] = True
+        return inputs
+
+    def check_inputs(self, inputs: Iterable[str]) -> None:
+        """Raise unless the model knows the inputs of these names."""
+        for argument in inputs:
+            if argument not in self._known:
+                near = difflib.get_close_matches(argument, [*self._known, "labels"], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(
+                    f"{self._name} ({self.class_name}) takes no input {argument!r}{hint}"
+                )
+
+    def forget_run(self) -> None:
+        """Of a run that counts for nothing: one more follows on the same batch."""
+        self._replaced.clear()
+
+    def output_name(self, what: str) -> str:
+        """The name that the model's output has for its hidden states or attention maps."""
+        return f"decoder_{what}" if self.encoder_decoder else what
+
+    def check_eager(self, method: str) -> None:
+        """Raise unless the model computes attention maps that can be kept."""
+        used = getattr(self.config, "_attn_implementation", "eager")
+        if used != "eager":
+            raise ValueError(
+                f"{method} compares attention maps, which {used} attention never holds; load the "
+                f'{self._name} with attn_implementation="eager", or call '
+                f'{self._name}.set_attn_implementation("eager")'
+            )
+
+
+def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs on the device of a model that may be elsewhere, numbers in its dtype."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return inputs
+
+    def place(x: Tensor) -> Tensor:
+        numbers = x.is_floating_point() and first.is_floating_point()
+        return x.to(first.device, first.dtype if numbers else None)
+
+    return {name: tree_map_only(Tensor, place, x) for name, x in inputs.items()}

@@ -1,0 +1,302 @@
+"""Running a model once, and keeping what a method requests of it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from fastkd._core.pooling import pool_tokens
+from fastkd.analysis.model_inputs import in_eval_mode
+from fastkd.distill.backbone import Backbone, Model
+from fastkd.distill.families import DESCRIBE
+from fastkd.distill.hooks import capture, capture_qkv, entering_blocks, is_state
+from fastkd.distill.lm_head import HeadInputs, gathered, is_head, stopped_at_head
+
+Logits = Tensor | tuple[Tensor, Tensor]
+
+
+class LayerRequest(NamedTuple):
+    """Layers whose hidden states, attention maps, queries, keys and values to keep."""
+
+    layers: tuple[int, ...] = ()
+    attentions: tuple[int, ...] = ()
+    qkv: tuple[int, ...] = ()
+
+
+class QKV(NamedTuple):
+    """Queries (B, H, N, D), keys and values (B, G, N, D) of a layer: G groups of heads."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass
+class Outputs:
+    """What is kept of one model's run.
+
+    ``hidden`` states (B, N, D), ``attentions`` (B, H, N, N) and ``qkv`` by layer; ``logits``,
+    for question answering those of the start and the end, None where the model has none;
+    ``words`` where the run was stopped before a language model's head, which then gave none;
+    ``loss`` of a head with targets of its own; ``names`` of all that the model returned.
+    """
+
+    hidden: dict[int, Tensor]
+    logits: Logits | None
+    loss: Tensor | None = None
+    names: tuple[str, ...] = ()
+    pooled: bool = False  # hidden states are one row a sample, (B, 1, D)
+    attentions: dict[int, Tensor] = field(default_factory=dict)
+    qkv: dict[int, QKV] = field(default_factory=dict)
+    spans: bool = False  # they are the sentence token, then the means over spans
+    head_inputs: HeadInputs | None = None
+    router: Tensor | None = None  # load-balancing loss of a mixture of experts
+
+    def to(self, device: torch.device | None) -> "Outputs":
+        """All that is kept on another device."""
+        if device is None:
+            return self
+        # Waiting: a copy to the CPU that doesn't block would be read before it is there.
+        moved = self.features(lambda x, tokens: x.to(device))
+        logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
+        words = None if self.head_inputs is None else self.head_inputs.to(device)
+        return dataclasses.replace(moved, logits=logits, head_inputs=words)
+
+    def without_logits(self) -> "Outputs":
+        """What terms on features read."""
+        return dataclasses.replace(self, logits=None, head_inputs=None)
+
+    def rows(self, count: int) -> "Outputs":
+        """Of the first ``count`` samples."""
+        logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
+        words = None if self.head_inputs is None else self.head_inputs.rows(count)
+        kept = self.features(lambda x, tokens: x[:count])
+        return dataclasses.replace(kept, logits=logits, head_inputs=words)
+
+    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
+        """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).
+
+        ``tokens`` is the number of dimensions that are tokens: from the last but one on.
+        """
+        return dataclasses.replace(
+            self,
+            hidden={layer: change(x, 1) for layer, x in self.hidden.items()},
+            attentions={layer: change(x, 2) for layer, x in self.attentions.items()},
+            qkv={layer: QKV(*(change(x, 1) for x in qkv)) for layer, qkv in self.qkv.items()},
+        )
+
+    def all_features(self) -> list[Tensor]:
+        """Every feature, in the order of `features`."""
+        qkv = [x for layer in self.qkv.values() for x in layer]
+        return [*self.hidden.values(), *self.attentions.values(), *qkv]
+
+    def padded(self, more: int) -> "Outputs":
+        """With ``more`` tokens of zeros behind the others."""
+        if not more or self.pooled:
+            return self
+        return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
+
+
+def model_outputs(
+    backbone: Backbone, inputs: dict[str, Any], request: LayerRequest, use_lm_head: bool = False
+) -> Outputs:
+    """Run a model on ``inputs``, and keep what is requested.
+
+    With ``use_lm_head`` a language model's head inputs are kept in place of its logits, where the
+    head is known to give these logits.
+    """
+    training = backbone.inner.training
+    if training and any(request) and request != LayerRequest((backbone.num_layers,)):
+        _check_layerdrop(backbone)
+    if request.attentions or request.qkv:
+        _check_checkpointing(backbone)
+    inputs = {**inputs, "output_attentions": True} if request.attentions else dict(inputs)
+    with contextlib.ExitStack() as stack:
+        qkv = stack.enter_context(capture_qkv(backbone, request.qkv)) if request.qkv else {}
+        heads = stack.enter_context(stopped_at_head(backbone)) if use_lm_head else []
+        output, hidden = _run_keeping(backbone, inputs, set(request.layers))
+    outputs = Outputs(
+        hidden,
+        _logits(output),
+        getattr(output, "loss", None),
+        tuple(output.keys()) if hasattr(output, "keys") else (),
+        router=_router_loss(output),
+        attentions=_attention_maps(backbone, output, request.attentions),
+        qkv={layer: QKV(*qkv[layer]) for layer in request.qkv},
+    )
+    if not heads or not isinstance(outputs.logits, Tensor):
+        return outputs
+    head = gathered(backbone, heads[-1], outputs.logits)
+    if not is_head(backbone, head, outputs.logits):
+        backbone.forget_run()
+        return model_outputs(backbone, inputs, request)
+    return dataclasses.replace(outputs, logits=None, head_inputs=head)
+
+
+def _logits(output: Any) -> Logits | None:
+    logits = getattr(output, "logits", None)
+    ends = [getattr(output, f"{end}_logits", None) for end in ("start", "end")]
+    if logits is None and all(isinstance(x, Tensor) for x in ends):
+        return tuple(ends)  # type: ignore[return-value]
+    return logits
+
+
+def _router_loss(output: Any) -> Tensor | None:
+    loss = getattr(output, "aux_loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) -> dict[int, Tensor]:
+    """Attention maps of these layers, taken out of the model's output."""
+    name = backbone.output_name("attentions")
+    attentions = {}
+    for layer in layers:
+        maps = getattr(output, name, None)
+        if not maps or maps[layer - 1] is None:
+            raise ValueError(
+                f"{backbone._name} ({backbone.class_name}) returns no attention map of "
+                f"layer {layer}"
+            )
+        if maps[layer - 1].shape[-1] != maps[layer - 1].shape[-2]:
+            raise ValueError(
+                f"{backbone._name} ({backbone.class_name}) attends within windows, whose "
+                "attention maps can't be compared; take another method"
+            )
+        attentions[layer] = maps[layer - 1]
+    setattr(output, name, None)
+    return attentions
+
+
+def _run_keeping(
+    backbone: Backbone, inputs: dict[str, Any], wanted: set[int]
+) -> tuple[Any, dict[int, Tensor]]:
+    # What was compiled by itself is a part of the graph while one is made of the Distiller.
+    opaque = backbone.compiled and not torch.compiler.is_compiling()
+    if backbone._hooks_reach or (backbone.compiled and not opaque):
+        with capture(backbone, wanted) as kept:
+            output = backbone.run(inputs)
+        if kept.keys() >= wanted:
+            return output, kept
+        if not backbone.shows_states:
+            missing = ", ".join(map(str, sorted(wanted - kept.keys())))
+            raise ValueError(
+                f"{backbone._name} ({backbone.class_name}) ran without calling its blocks for "
+                f"layers {missing} as modules"
+            )
+        backbone._hooks_reach = False
+        backbone.forget_run()
+    if not wanted:
+        return backbone.run(inputs), {}
+    _check_checkpointing(backbone)
+    _check_shown(backbone, inputs, wanted, opaque)
+    # Keeps every layer, and works wherever transformers itself can give them.
+    last: set[int] = set() if opaque else {backbone.num_layers}
+    with capture(backbone, last) as kept:
+        output = backbone.run({**inputs, "output_hidden_states": True})
+    states = getattr(output, backbone.output_name("hidden_states"), None)
+    if states is None or len(states) != backbone.num_layers + 1:
+        raise ValueError(
+            f"{backbone._name} ({type(backbone.inner).__name__}) doesn't show the hidden states of "
+            f"its {backbone.num_layers} layers"
+        )
+    setattr(output, backbone.output_name("hidden_states"), None)
+    # Vision models end their list before the final norm.
+    found = {**dict(enumerate(states)), **kept}
+    return output, {layer: found[layer] for layer in wanted}
+
+
+def _check_shown(
+    backbone: Backbone, inputs: dict[str, Any], wanted: set[int], opaque: bool
+) -> None:
+    """Raise unless hidden states are those of the layers that have their number.
+
+    All are compared once, in a pass that isn't compiled: layer l with what enters the next
+    block, the last one with what the head reads.
+    """
+    if backbone._shown_wrong is None:
+        with (
+            torch.no_grad(),
+            in_eval_mode(backbone.inner),
+            entering_blocks(backbone) as entered,
+            capture(backbone, {backbone.num_layers}) as kept,
+        ):
+            given = backbone._given({**inputs, "output_hidden_states": True})
+            output = backbone.inner._call_impl(**given)  # not the compiled one
+        torch.clear_autocast_cache()  # weights cast here would get no gradient later
+        states = getattr(output, backbone.output_name("hidden_states"), None) or ()
+        found = {**entered, **kept}
+        backbone._shown_wrong = {
+            i for i, x in enumerate(states) if i in found and not is_state(x, found[i])
+        }
+    # Without a compiled graph the last one is read by a hook.
+    wrong = wanted & backbone._shown_wrong - (set() if opaque else {backbone.num_layers})
+    if wrong:
+        what = "is compiled" if opaque else "doesn't call its blocks as modules"
+        layers = ", ".join(map(str, sorted(wrong)))
+        raise ValueError(
+            f"{backbone._name} ({backbone.class_name}) {what}, and its hidden states of the "
+            f"numbers {layers} are not the results of these layers; "
+            + ("pass it uncompiled, or compile the Distiller" if opaque else DESCRIBE)
+        )
+
+
+def _check_checkpointing(backbone: Backbone) -> None:
+    """Raise where what is kept inside the blocks would have no gradient."""
+    if not torch.is_grad_enabled() or not backbone.inner.training:
+        return
+    for module in backbone.inner.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        options = getattr(function, "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
+            raise ValueError(
+                "activations are checkpointed with use_reentrant=True, which hides the inside "
+                f"of the blocks of the {backbone._name} ({backbone.class_name}) from the backward "
+                "pass; pass use_reentrant=False"
+            )
+
+
+def _check_layerdrop(backbone: Backbone) -> None:
+    """Raise where training leaves out blocks at random, whose results would then be missing."""
+    side = "decoder_" if backbone.encoder_decoder else ""
+    for name in (f"{side}layerdrop", "layerdrop"):
+        if getattr(backbone.stack_config, name, 0.0):
+            raise ValueError(
+                f"the {backbone._name} ({backbone.class_name}) leaves out layers at random while "
+                f"it trains ({name}={getattr(backbone.stack_config, name)}), and those can't be "
+                f"compared; make it with {name}=0 in its configuration"
+            )
+
+
+@dataclass
+class EnsembleOutputs(Outputs):
+    """What is kept of several teachers' runs, in their order."""
+
+    parts: tuple[Outputs, ...] = ()
+
+    def _each(self, change: Callable[[Outputs], Outputs]) -> "EnsembleOutputs":
+        return dataclasses.replace(self, parts=tuple(map(change, self.parts)))
+
+    def without_logits(self) -> "Outputs":
+        return self._each(Outputs.without_logits)
+
+    def all_features(self) -> list[Tensor]:
+        return [x for part in self.parts for x in part.all_features()]
+
+    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
+        return self._each(lambda part: part.features(change))
+
+    def padded(self, more: int) -> "Outputs":
+        return self._each(lambda part: part.padded(more))
+
+
+def pooled_rows(pool: str, model: Model, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """One row a sample (B, D) of hidden states (B, N, D): "cls" or "mean"."""
+    if pool == "mean":
+        return pool_tokens(hidden, mask, "mean")
+    return model.sentence_token(hidden, mask)
