@@ -51,11 +51,16 @@ class Moments(ABC):
         self.fourth = fourth
         self.count = 0
         self.widths: list[int] = []
+        #: Of each layer's features, whose rounding is no direction.
+        self.eps: list[float] = []
         self.second: dict[Any, Tensor] = {}
         self._forget()
 
-    def update(self, layers: Sequence[Tensor]) -> None:
-        """Add the rows of ``layers``, each ``(n, D_l)``: the same n observations in every layer."""
+    def update(self, layers: Sequence[Tensor], dtypes: Sequence[torch.dtype] = ()) -> None:
+        """Add the rows of ``layers``, each ``(n, D_l)``: the same n observations in every layer.
+
+        ``dtypes`` are those that the features were computed in, if they have others now.
+        """
         rows = torch.cat([x.double() for x in layers], 1)  # (n, W)
         if not len(rows):
             return
@@ -64,6 +69,7 @@ class Moments(ABC):
             self.mean = rows.new_zeros(rows.shape[1])
             sizes = ((len(layers),), (rows.shape[1],), ())
             self.fourths = tuple(rows.new_zeros(len(layers), *size) for size in sizes)
+            self.eps = [torch.finfo(t).eps for t in dtypes or [x.dtype for x in layers]]
             self._begin(rows)
         share = len(rows) / (self.count + len(rows))
         self._move_to(self.mean + (rows.mean(0) - self.mean) * share)
@@ -86,6 +92,7 @@ class Moments(ABC):
         mean = self.mean + (other.mean - self.mean) * share
         for moments in (self, other):
             moments._move_to(mean)
+        self.eps = list(map(max, self.eps, other.eps))
         self._add_fourths(other.fourths)
         self._join(other.second)
         self.count += other.count
@@ -125,6 +132,17 @@ class Moments(ABC):
         if i not in self._known:
             self._known[i] = self._directions(i)
         return self._known[i]
+
+    def noise(self, i: int, squares: Tensor) -> float:
+        """Singular values that rounding of layer i's features may have, of all ``squares`` (r,).
+
+        Rounding errors of n·D features with mean square r² are a matrix with singular values up to
+        about eps·r·(√n + √D)/√12; a LayerNorm rounds more than once, so the bound is ten times
+        that.
+        """
+        mean = self.split(self.mean)[i].square().sum()
+        size = float(squares.sum() + self.count * mean) ** 0.5  # √(nD)·r
+        return 3 * self.eps[i] * size * (max(1, self.widths[i]) ** -0.5 + self.count**-0.5)
 
     def rounding(self, i: int) -> float:
         """Singular values that centring layer i leaves where there is nothing but its mean."""
@@ -220,7 +238,8 @@ class Covariances(Moments):
     def _directions(self, i: int) -> Directions:
         squares, vectors = torch.linalg.eigh(self.cross(i, i))
         squares, vectors = squares.flip(0), vectors.flip(1)
-        least = max(float(squares[:1].sum()) * len(squares) * EPS, self.rounding(i) ** 2)
+        noise = max(self.rounding(i), self.noise(i, squares))
+        least = max(float(squares[:1].sum()) * len(squares) * EPS, noise**2)
         rank = int((squares > least).sum())
         return Directions(squares[:rank].sqrt(), vectors[:, :rank].T)
 
@@ -279,7 +298,8 @@ class Factors(Moments):
     def _directions(self, i: int) -> Directions:
         basis, values, vectors = torch.linalg.svd(self._column(i), full_matrices=False)
         size = max(self.count, self.widths[i])
-        least = max(float(values[:1].sum()) * size * EPS, self.rounding(i))
+        noise = self.noise(i, values.square())
+        least = max(float(values[:1].sum()) * size * EPS, self.rounding(i), noise)
         rank = int((values > least).sum())
         return Directions(values[:rank], vectors[:rank], basis[:, :rank])
 

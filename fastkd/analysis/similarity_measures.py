@@ -36,8 +36,9 @@ def similarity(
     - ``"unbiased_cka"``: the same of the unbiased HSIC (Song et al. 2012), whose expectation
       doesn't depend on the number of observations; may be below 0.
 
-    Features of any rank, fewer rows than dimensions and constant features are fine; what has no
-    direction is like nothing: 0. Float64 throughout. The error of a correlation is about κ·1e-16, κ
+    Features of any rank, fewer rows than dimensions and constant features are fine; directions of
+    no more than the rounding of the features' dtype are none, and what has no direction is like
+    nothing: 0. Float64 throughout. The error of a correlation is about κ·1e-16, κ
     being the ratio of the largest to the smallest singular value that counts: that of the
     decomposition of all rows at once.
 
@@ -66,7 +67,7 @@ def similarity(
     check_shape("y", y, (len(x), y.shape[1]), "a row for each of x's")
     check_measures([measure], variance)
     moments = moments_for([measure], variance)
-    moments.update([_near_one(x), _near_one(y)])
+    moments.update([_near_one(x), _near_one(y)], [x.dtype, y.dtype])
     check_moments(moments, [measure], ("x", "y"))
     return matrix(moments, measure, [0], [1], variance)[0, 0]
 

@@ -44,7 +44,7 @@ def hidden_states(model, batch):
 
 def activations(model, batch):
     real = batch["attention_mask"].bool()
-    return [x[real].double() for x in hidden_states(model, batch)]
+    return [x[real] for x in hidden_states(model, batch)]
 
 
 @pytest.mark.parametrize("variance", [0.5, 0.99, 1.0])

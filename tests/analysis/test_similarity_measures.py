@@ -81,6 +81,19 @@ def streamed(measure, *layers, splits):
     return matrix(moments, measure, [0], [1])[0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("measure", ["cca", "pwcca", "svcca"])
+def test_rounding_of_the_features_is_no_direction(measure, dtype):
+    """Of 8 causes, in 16 and 24 dimensions far from zero: the others hold rounding errors alone."""
+    torch.manual_seed(0)
+    causes = torch.randn(1000, 8, dtype=torch.float64)
+    x, y = (causes @ torch.randn(8, n, dtype=torch.float64) + 5 for n in (16, 24))
+    found = similarity(x.to(dtype), y.to(dtype), measure, variance=1.0)
+    assert found == pytest.approx(1.0, abs=2e-3)
+    one = similarity(x[:, :1].to(dtype), torch.randn(1000, 9).to(dtype), measure)
+    assert found.dtype == one.dtype == torch.float64 and one < 0.3
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("condition", [1, 1e3, 1e6])
 def test_equals_numpy_on_all_features(measure, condition):
