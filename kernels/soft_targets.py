@@ -248,7 +248,8 @@ def _adaptive(
         shares = between & (part >= low) & (part <= high)
         place = taken + tl.cumsum(shares.to(tl.int32), axis=0)  # counts from 1
         taken += tl.sum(shares.to(tl.int32), axis=0)
-        few = shares & (members <= BINS)
+        # Never beyond the row's list, should this pass round a bin's edge differently.
+        few = shares & (members <= BINS) & (place <= BINS)
         tl.store(members_ptr + place - 1, depth, mask=few)
         tl.store(members_ptr + BINS + place - 1, gap, mask=few)
         fits = (place * w_t <= half - above_members) | (place == always)
@@ -258,14 +259,15 @@ def _adaptive(
         g_head += tl.where(in_head, gap, 0.0)
 
     tl.debug_barrier()  # the members come from all threads
-    is_member = (bins < members) & (members <= BINS)
+    listed = tl.where(members <= BINS, tl.minimum(taken, BINS), 0)
+    is_member = bins < listed
     depth = tl.load(members_ptr + bins, mask=is_member, other=float("inf"))
     gap = tl.load(members_ptr + BINS + bins, mask=is_member, other=0.0)
     before = tl.zeros([BINS], dtype=tl.float32)  # mass of the members that rank before each
     rank = tl.zeros([BINS], dtype=tl.int32)
-    for start in range(0, tl.minimum(members, BINS), 16):
+    for start in range(0, listed, 16):
         other = start + tl.arange(0, 16)
-        others = (other < members) & (members <= BINS)
+        others = other < listed
         other_depth = tl.load(members_ptr + other, mask=others, other=float("inf"))
         precedes = other_depth[None, :] < depth[:, None]
         equal = other_depth[None, :] == depth[:, None]
@@ -648,6 +650,7 @@ def fill_gradient(
     Not an operator: it writes to logits that are made where graphs do not see them.
     """
     R, V = student.shape
+    assert dstudent.is_contiguous(), "the kernel finds the rows of dstudent by V alone"
     if R == 0:
         return
     config = blocks(V, divergence)

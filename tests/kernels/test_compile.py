@@ -41,6 +41,15 @@ def test_compiles_without_spills():
     assert not wrong, "\n".join(wrong)
 
 
+def test_barriers_are_in_the_compiled_code():
+    """Some threads load from global memory what others stored: a race without the barrier."""
+    found = json.loads(not_interpreted("tests.kernels.barriers"))
+    assert "st.global bar.sync ld.global" in found["as it is"]  # the members of the head's end
+    assert "st.global ld.global" not in found["as it is"]
+    assert "st.global ld.global" in found["without"]
+    assert found["ends"] == 1
+
+
 def test_a_key_is_of_the_code_alone(tmp_path):
     """An import moved by one line had every form compiled again."""
     keys = []
