@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: bench docs hub release-check gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
-$(VENV)/installed: pyproject.toml setup.py $(wildcard csrc/*)
+$(VENV)/installed: pyproject.toml setup.py $(shell find csrc -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 "setuptools>=77" wheel ninja numpy

@@ -45,7 +45,7 @@ COMPILE_ARGS += ["-fno-math-errno", "-fvisibility=hidden"]
 # Vectors wider than the oldest processor's registers stay inside one function, where no ABI counts.
 COMPILE_ARGS += ["-Wno-psabi"]
 if sys.platform == "linux":  # one binary for every Linux from glibc 2.28 on, too
-    COMPILE_ARGS += ["-include", "csrc/glibc_2_28.h"]
+    COMPILE_ARGS += ["-include", "csrc/base/glibc_2_28.h"]
 GPU_ARCHITECTURES = ("80", "90", "100")
 
 
@@ -83,18 +83,18 @@ def extensions() -> list[Extension]:
     # Metadata of a source distribution needs no torch; `check_torch` stops what does.
     folder, cuda = find_torch() or (Path(), "")
     options = {
-        "include_dirs": [str(folder / "include")],
+        "include_dirs": ["csrc", str(folder / "include")],
         "library_dirs": [str(folder / "lib")],
         "define_macros": MACROS,
         "py_limited_api": LIMITED_API,
         "language": "c++",
-        "depends": [str(path) for path in Path("csrc").glob("*.h")],
+        "depends": [str(path) for path in Path("csrc").rglob("*.h")],
         "optional": not {"FASTKD_REQUIRE_EXT", "FASTKD_LABEL"} & set(os.environ),
     }
     found = [
         Extension(
             "fastkd._C",
-            sorted(str(path) for path in Path("csrc").glob("*.cpp")),
+            sorted(str(path) for path in Path("csrc").rglob("*.cpp")),
             libraries=["torch_cpu"],
             extra_compile_args=COMPILE_ARGS,
             **options,
@@ -104,7 +104,9 @@ def extensions() -> list[Extension]:
         print(f"fastkd: torch has CUDA {cuda} but there is no nvcc, building the C++ part only")
     elif cuda:
         found.append(
-            Extension("fastkd._C_cuda", ["csrc/roots.cu"], libraries=["torch_cuda"], **options)
+            Extension(
+                "fastkd._C_cuda", ["csrc/linalg/roots.cu"], libraries=["torch_cuda"], **options
+            )
         )
     return found
 

@@ -72,7 +72,7 @@ def code_digest() -> str:
     package = Path(fastkd.__file__).resolve().parent
     folders = (package, package / "kernels", HERE)
     files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
-    files |= {path for path in (HERE.parent / "csrc").glob("*") if path.is_file()}
+    files |= {path for path in (HERE.parent / "csrc").rglob("*") if path.is_file()}
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.read_bytes())

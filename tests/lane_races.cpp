@@ -1,9 +1,9 @@
-// csrc/eigen_lanes.h on threads, for ThreadSanitizer: repeated, zero and distinct eigenvalues.
+// csrc/linalg/eigen_lanes.h on threads, for ThreadSanitizer: repeated, zero and distinct eigenvalues.
 #include <cstdio>
 #include <vector>
 
-#include "../csrc/eigen_lanes.h"
-#include "../csrc/thread_lanes.h"
+#include "linalg/eigen_lanes.h"
+#include "thread_lanes.h"
 
 template <typename Lanes>
 void solve(int64_t n, int warps) {

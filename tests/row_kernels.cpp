@@ -12,29 +12,29 @@
 #include <thread>
 #include <vector>
 
-#include "../csrc/attention.h"
-#include "../csrc/cos_nce.h"
-#include "../csrc/knn.h"
-#include "../csrc/layer_norm_mse.h"
-#include "../csrc/processors.h"
-#include "../csrc/products.h"
-#include "../csrc/relation.h"
-#include "../csrc/soft_targets.h"
+#include "losses/attention/attention.h"
+#include "losses/cos_nce/cos_nce.h"
+#include "losses/knn/knn.h"
+#include "losses/layer_norm_mse/layer_norm_mse.h"
+#include "base/processors.h"
+#include "base/products.h"
+#include "losses/relation/relation.h"
+#include "losses/soft_targets/soft_targets.h"
 
-namespace fastkd::usual {
+namespace fastkd::baseline {
 constexpr int kBytes = FASTKD_BYTES;
 constexpr bool kFuses = false;
-#include "../csrc/vectors.h"
-}  // namespace fastkd::usual
+#include "base/vectors.h"
+}  // namespace fastkd::baseline
 
 namespace fastkd::fused {
 constexpr int kBytes = FASTKD_BYTES;
 constexpr bool kFuses = true;
-#include "../csrc/vectors.h"
+#include "base/vectors.h"
 }  // namespace fastkd::fused
 
 using namespace fastkd;
-using namespace fastkd::usual;
+using namespace fastkd::baseline;
 
 constexpr Type kTypes[] = {Type::kBFloat16, Type::kHalf, Type::kFloat, Type::kDouble};
 constexpr int64_t kRows = 7;
@@ -274,7 +274,7 @@ void exponential(const char* what, const Exp& exp_of, int64_t count, const Next&
 // With and without fused products, of floats ``step`` apart and as many doubles.
 template <typename W, typename Next>
 void exponentials(int64_t count, const Next& next) {
-  exponential<W>("exp", [](const W* x, W* e) { usual::store(e, usual::exp<W>(usual::load(x))); },
+  exponential<W>("exp", [](const W* x, W* e) { baseline::store(e, baseline::exp<W>(baseline::load(x))); },
                  count, next);
   exponential<W>("fused exp", [](const W* x, W* e) { fused::store(e, fused::exp<W>(fused::load(x))); },
                  count, next);

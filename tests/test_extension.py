@@ -16,6 +16,7 @@ from fastkd import linalg
 from fastkd._core import extension
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm
 from tests.support.compare import relative_error
+from tests.support.lanes import roots_by_threads
 from tools import cuda_source
 
 from .test_linalg import KINDS, matrix, with_eigenvalues
@@ -67,7 +68,6 @@ def test_roots(n, op_device):
     check_all(n, torch.ops.fastkd.sqrtm, torch.ops.fastkd.inv_sqrtm, device=op_device)
 
 
-@needs_extension
 @pytest.mark.parametrize(
     "n, warps",
     [(1, 1), (2, 2), (3, 1), (3, 5), (16, 3), (31, 1), (31, 4), (32, 2), (33, 3)]
@@ -77,8 +77,8 @@ def test_roots_as_on_a_gpu(n, warps):
     """The CUDA kernels' own source; their lanes are threads, three a warp. 0: a warp alone."""
     check_all(
         n,
-        lambda a: torch.ops.fastkd.roots_by_threads(a, False, 0.0, warps),
-        lambda a, ridge: torch.ops.fastkd.roots_by_threads(a, True, ridge, warps),
+        lambda a: roots_by_threads(a, False, 0.0, warps),
+        lambda a, ridge: roots_by_threads(a, True, ridge, warps),
         KINDS if n < 16 else ["condition 1e+08", "rank-deficient", "repeated"],
     )
 
@@ -103,17 +103,18 @@ def test_no_lane_of_a_gpu_races_another(tmp_path):
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    source = (ROOT / "csrc/eigen_lanes.h").read_text()
+    source = (ROOT / "csrc/linalg/eigen_lanes.h").read_text()
     functions = ["double load(", "void tridiagonalise(", "void reduce_by_columns(", "Sweep next("]
     for i, name in enumerate(functions):
         barrier = re.compile(r"lanes_?\.sync\(\);").search(source, source.index(name))
         source = f"{source[: barrier.start()]}if (left_out != {i}) {source[barrier.start() :]}"
     left_out = 'inline const int left_out = std::atoi(std::getenv("LEFT_OUT"));'
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    (tmp_path / "csrc/eigen_lanes.h").write_text(f"#include <cstdlib>\n{left_out}\n{source}")
+    (tmp_path / "csrc/linalg/eigen_lanes.h").write_text(f"#include <cstdlib>\n{left_out}\n{source}")
     (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/lane_races.cpp", tmp_path / "tests")
-    command = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", "tests/lane_races.cpp"]
+    for name in ("lane_races.cpp", "thread_lanes.h"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    command = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", "-Icsrc", "tests/lane_races.cpp"]
     built = subprocess.run([*command, "-o", "races"], cwd=tmp_path, capture_output=True, text=True)
     if built.returncode:
         assert "sanitize" in built.stderr, built.stderr
@@ -157,7 +158,7 @@ def test_bad_numbers_stay_in_their_matrix(value, op_device):
             torch.ops.fastkd.sqrtm(a.to(op_device)),
             torch.ops.fastkd.inv_sqrtm(a.to(op_device), 0.0),
             torch.ops.fastkd.eigh(a.to(op_device)),
-            *(torch.ops.fastkd.roots_by_threads(a, False, 0.0, warps) for warps in (0, 2)),
+            *(roots_by_threads(a, False, 0.0, warps) for warps in (0, 2)),
             linalg._roots_by_eigh(a, False, 0.0),
         ):
             for x in result:
@@ -187,8 +188,6 @@ def test_opcheck(op_device):
         torch.library.opcheck(torch.ops.fastkd.sqrtm.default, (here,))
         torch.library.opcheck(torch.ops.fastkd.sqrtm.default, (here[:0],))
         torch.library.opcheck(torch.ops.fastkd.inv_sqrtm.default, (here, 0.1))
-        threads = torch.ops.fastkd.roots_by_threads.default
-        torch.library.opcheck(threads, (a.to(dtype), True, 0.1, 2))
     torch.library.opcheck(torch.ops.fastkd.eigh.default, (a.to(op_device),))
 
 
@@ -232,5 +231,5 @@ def test_cuda_source_compiles_without_spills():
     """Which takes long to see, unless kernels/proven.json knows this source and compiler."""
     nvcc = recipe.find_nvcc()
     if nvcc is None:
-        pytest.skip("nvcc is not installed, so csrc/roots.cu was not compiled")
+        pytest.skip("nvcc is not installed, so csrc/linalg/roots.cu was not compiled")
     assert cuda_source.is_proven(nvcc) or not cuda_source.problems(nvcc)

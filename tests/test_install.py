@@ -125,7 +125,7 @@ def test_one_binary_is_right_for_every_linux():
     assert asked
     newer = [f"{name.decode()}_{version.decode()}" for name, version in asked
              if Version(version.decode()) > Version(oldest[name.decode()])]  # fmt: skip
-    assert not newer, "csrc/glibc_2_28.h names what older systems have"
+    assert not newer, "csrc/base/glibc_2_28.h names what older systems have"
 
 
 def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path, in_haste):
@@ -135,7 +135,7 @@ def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path
     (sdist,) = (source / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    sources = {"roots.cpp", "roots.cu", "eigen_lanes.h"}
+    sources = {"linalg/roots.cpp", "linalg/roots.cu", "base/tensors.h"}
     assert {"fastkd/kernels/projection.py", *(f"csrc/{name}" for name in sources)} <= names
     assert not [name for name in names if name.startswith("tests/")], "a few, without their helpers"
 

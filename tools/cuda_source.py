@@ -1,7 +1,8 @@
-"""``python -m tools.cuda_source --prove``: csrc/roots.cu compiles for every GPU without spills.
+"""``python -m tools.cuda_source --prove``: csrc/linalg/roots.cu compiles without register spills.
 
-With nvcc alone: torch's build helper hides CUDA where torch has none. What is wrong is printed; if
-nothing is, kernels/proven.json notes it, and `make test` compiles only what is not noted there.
+nvcc alone compiles it for every GPU, because torch's build helper hides CUDA where torch has none.
+Problems are printed. Without any, kernels/proven.json records the state of the source, and `make
+test` compiles only what is not recorded there.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ KERNELS = 2 * 2 * len(recipe.GPU_ARCHITECTURES)
 
 def problems(nvcc: str) -> str:
     """What nvcc says against it, or of its kernels where one spills."""
-    includes = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
-    command = [*recipe.nvcc_command(nvcc, includes), "-Xptxas=-v", "-c", "csrc/roots.cu"]
+    includes = ["csrc", Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    command = [*recipe.nvcc_command(nvcc, includes), "-Xptxas=-v", "-c", "csrc/linalg/roots.cu"]
     command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in recipe.GPU_ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:
         command += ["-o", f"{folder}/roots.o"]
@@ -38,13 +39,13 @@ def problems(nvcc: str) -> str:
 def state(nvcc: str) -> str:
     """Changes with the sources, how they are compiled, and by what."""
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [*_sources("roots.cu"), *recipe.nvcc_command("nvcc", []), said]
+    parts = [*_sources("linalg/roots.cu"), *recipe.nvcc_command("nvcc", []), said]
     parts += [*recipe.GPU_ARCHITECTURES, torch.__version__.partition("+")[0]]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _sources(name: str) -> list[str]:
-    """The text of a file of csrc/, and of what it includes there."""
+    """The text of a file of csrc/, and of the files there that it includes."""
     text = (ROOT / "csrc" / name).read_text()
     included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
     return [text, *(part for other in included for part in _sources(other))]
@@ -58,7 +59,7 @@ def is_proven(nvcc: str) -> bool:
 def main() -> None:
     nvcc = recipe.find_nvcc()
     if nvcc is None:
-        raise SystemExit("there is no nvcc, so csrc/roots.cu was not compiled")
+        raise SystemExit("there is no nvcc, so csrc/linalg/roots.cu was not compiled")
     wrong = problems(nvcc)
     if not wrong and "--prove" in sys.argv:
         note_proven({CUDA_SOURCE: state(nvcc)})

@@ -60,8 +60,9 @@ def page(gpu: Gpu, rows: list[dict[str, Any]]) -> str:
     if SHOWN in found:
         parts.append(_in_full(gpu, found[SHOWN]))
     if table := [_aim(aim, found[aim.key]) for aim in AIMS if aim.key in found]:
-        # From the loops of csrc/roots.cu's machine code for sm_90, what is not always run counted
-        # too, and from the lines of ``--device h100 --set vocab --only soft_targets --json``.
+        # Counted in the loops of csrc/linalg/roots.cu's machine code for sm_90, loops that do not
+        # always run included, and in the lines of
+        # ``--device h100 --set vocab --only soft_targets --json``.
         by_hand = (TEXTS / "by_hand.md.in").read_text().removesuffix("\n")
         parts.append(AIMS_HEAD + "\n".join([*table, *_serial(rows), *BY_HAND, "", by_hand]))
     parts.append(ALL_HEAD + "\n".join(_row(row) for row in rows))

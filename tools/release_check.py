@@ -38,8 +38,8 @@ IN_WHEEL = {
     "fastkd/study/report.html.jinja", "fastkd/train/card.md.in",
 }  # fmt: skip
 IN_SOURCE = {
-    "csrc/roots.cpp",
-    "csrc/roots.cu",
+    "csrc/linalg/roots.cpp",
+    "csrc/linalg/roots.cu",
     "LICENSE",
     "README.md",
     "fastkd/kernels/relation.py",
@@ -165,11 +165,11 @@ def clang(place: Path) -> Iterator[Finding]:
     folders = (torch / "include", sysconfig.get_paths()["include"])
     options = [*recipe.COMPILE_ARGS, "-fPIC", "-Wall", "-Wextra", "-Werror", "-Qunused-arguments"]
     options += [f"-D{name}={value}" for name, value in recipe.MACROS]
-    options += [f"-isystem{folder}" for folder in folders]
+    options += ["-Icsrc", *(f"-isystem{folder}" for folder in folders)]
     for target in TARGETS:
         before = seconds()
         try:
-            for source in sorted((ROOT / "csrc").glob("*.cpp")):
+            for source in sorted((ROOT / "csrc").rglob("*.cpp")):
                 zig = (sys.executable, "-m", "ziglang", "c++", "-target", target, *options)
                 path = os.environ.get("PYTHONPATH", "")
                 run(*zig, "-c", source, "-o", place / "object.o", cwd=ROOT, PYTHONPATH=path)

@@ -159,5 +159,5 @@ if CPU:
     for name, shapes in ROW_KERNELS.items():
         torch.library.register_fake(f"fastkd_cpp::{name}")(shapes)
     torch.library.register_fake("fastkd::eigh")(_eigh_meta)
-    for name in ("sqrtm", "inv_sqrtm", "roots_by_threads"):
+    for name in ("sqrtm", "inv_sqrtm"):
         torch.library.register_fake(f"fastkd::{name}")(_roots_meta)

@@ -38,7 +38,7 @@ from fastkd._torch.vocabulary_shard import ALL, Columns
 # products that are not bound by reading the head and by adding to its gradient.
 CHUNK_BYTES = (1 << 26, 1 << 31)
 
-# Rows of logits that csrc/cross_entropy.cpp has at a time in bfloat16.
+# Rows of logits that csrc/losses/cross_entropy/operator.cpp has at a time in bfloat16.
 LOGIT_ROWS = 128
 
 # Rows of what the operator says of each position.

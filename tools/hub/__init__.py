@@ -15,8 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = Path(__file__).parent / "files"
-# How C++ is compiled for each kind of processor.
-PROCESSORS = ("each_processor.h", "processors.h", "vectors.h")
+# The headers of the roots: their own, and how C++ is compiled for each kind of processor.
+ROOTS = [f"linalg/{name}.h" for name in ("roots", "roots_tensors", "roots_kernels", "eigen_lanes")]
+ROOTS += [f"base/{name}.h" for name in ("parallel", "each_processor", "processors", "vectors")]
 # What kernels import of the package beside each other, and the module that takes its place.
 MOVED = {"fastkd._core.operator": "operator", "fastkd._core.dispatch": "interpreter"}
 
@@ -67,13 +68,13 @@ def write_roots(project: Path) -> Path:
     """The C++ and CUDA roots, with the binding that the hub's builder compiles."""
     package = _start(project, "fastkd_roots")
     sources = project / "roots"
-    sources.mkdir()
-    for name in ("roots.h", "roots_kernels.h", "eigen_lanes.h", "thread_lanes.h", *PROCESSORS):
-        shutil.copy(ROOT / "csrc" / name, sources)
-    for name in ("roots.cpp", "roots.cu"):
-        text = (ROOT / "csrc" / name).read_text().replace("#include <Python.h>\n", "")
-        functions, registered = text.split("STABLE_TORCH_LIBRARY", 1)
-        assert "FASTKD_PYTHON_MODULE" in registered
+    for folder in ("base", "linalg"):
+        (sources / folder).mkdir(parents=True)
+    for name in ROOTS:
+        shutil.copy(ROOT / "csrc" / name, sources / name)
+    for name in ("linalg/roots.cpp", "linalg/roots.cu"):
+        text = (ROOT / "csrc" / name).read_text().replace('#include "base/module.h"\n', "")
+        functions, _ = text.split("STABLE_TORCH_LIBRARY", 1)
         guard = "#ifndef USE_CUDA\n#define USE_CUDA\n#endif\n" if name.endswith(".cu") else ""
         (sources / name).write_text(guard + functions.rstrip() + "\n")
     linalg = (ROOT / "fastkd/linalg.py").read_text()

@@ -55,7 +55,8 @@ def roots_for_the_cpu(project: Path, *flags: str) -> Path:
     command += [f"-DTORCH_EXTENSION_NAME={name}", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     command += ["-DPy_LIMITED_API=0x03090000", f"-I{sysconfig.get_paths()['include']}"]
     command += [f"-I{installed / 'include'}", f"-I{project / 'roots'}", f"-I{project / 'build'}"]
-    command += [str(project / "torch-ext/torch_binding.cpp"), str(project / "roots/roots.cpp")]
+    sources = "torch-ext/torch_binding.cpp", "roots/linalg/roots.cpp"
+    command += [str(project / source) for source in sources]
     command += [f"-L{installed / 'lib'}", "-ltorch_cpu", *flags]
     subprocess.run([*command, "-o", str(folder / f"{name}.abi3.so")], check=True)
     return folder

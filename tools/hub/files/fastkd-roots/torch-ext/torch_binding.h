@@ -1,6 +1,7 @@
 #pragma once
 
-#include "roots.h"
+#include "linalg/roots.h"
+#include "linalg/roots_tensors.h"
 
 namespace fastkd {
 

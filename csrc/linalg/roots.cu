@@ -1,0 +1,142 @@
+// The same on CUDA: one block per matrix, of one warp for the smallest; no answer from the device is
+// waited for. A matrix and its eigenvectors lie in shared memory if they fit.
+#include "base/module.h"
+
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "linalg/roots.h"
+#include "linalg/roots_tensors.h"
+
+namespace fastkd {
+
+struct WarpLanes {
+  static constexpr int kWarp = 32, count = kWarp;
+  static constexpr bool kOneWarp = true;
+  int index;
+
+  __device__ void sync() const { __syncwarp(); }
+
+  __device__ double warp_sum(double x) const {
+    for (int other = kWarp / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+    return x;
+  }
+
+  __device__ int first(bool mine) const {
+    const unsigned all = __ballot_sync(~0u, mine);
+    return all ? __ffs(all) - 1 : kWarp;
+  }
+
+  template <typename Body>
+  __device__ void each(int n, const Body& body) const {
+    if (index < n) body(index);
+  }
+};
+
+struct BlockLanes : WarpLanes {
+  static constexpr int count = 512;
+  static constexpr bool kOneWarp = false;
+
+  __device__ void sync() const { __syncthreads(); }
+};
+
+// ``scratch`` (batch, bytes) holds what does not fit into shared memory: nothing, the matrices, all.
+template <typename T, typename Lanes>
+__global__ void __launch_bounds__(Lanes::count, 1)
+    eigen_roots_kernel(const T* __restrict__ in, int64_t n, Options options, T* __restrict__ root,
+                       T* __restrict__ values, T* __restrict__ vectors, unsigned char* scratch,
+                       int64_t bytes, bool vectors_in_shared) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int64_t item = blockIdx.x, size = n * n;
+  const Lanes lanes{int(threadIdx.x)};
+  const bool all_in_shared = Lanes::kOneWarp || !scratch;
+  unsigned char* matrices = all_in_shared ? memory : scratch + item * bytes;
+  unsigned char* rest = matrices + EigenScratch::matrices_size(n);
+  if (!all_in_shared && vectors_in_shared) rest = memory;
+  decompose<T>(in + item * size, options, root ? root + item * size : root, values + item * n,
+               vectors + item * size, EigenScratch(n, matrices, rest), lanes);
+}
+
+// Lets launches of a kernel take ``most`` bytes of shared memory. The setting belongs to the process:
+// one for each call would race with the launches of other threads.
+template <typename Kernel>
+void allow_shared_memory(Kernel* kernel, int device, int most) {
+  static std::mutex mutex;
+  static std::set<std::pair<Kernel*, int>> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count({kernel, device})) return;
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+  allowed.insert({kernel, device});
+}
+
+template <typename T>
+void launch(const T* in, const Tensor& a, Sizes sizes, Options options, T* root, T* values,
+            T* vectors) {
+  const auto [batch, n] = sizes;
+  const bool small = n <= WarpLanes::kWarp;
+  const auto kernel = small ? eigen_roots_kernel<T, WarpLanes> : eigen_roots_kernel<T, BlockLanes>;
+  const int lanes = small ? WarpLanes::count : BlockLanes::count;
+  int device = 0, most = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const size_t vectors_size = EigenScratch::vectors_size(n);
+  const size_t bytes = EigenScratch::matrices_size(n) + vectors_size;
+  const bool vectors_in_shared = vectors_size <= size_t(most);
+  size_t shared = bytes;
+  Tensor memory;
+  unsigned char* scratch = nullptr;
+  if (bytes > size_t(most)) {
+    shared = vectors_in_shared ? vectors_size : 0;
+    const int64_t size = batch * int64_t(bytes);
+    memory = torch::stable::new_empty(a, {&size, 1}, torch::headeronly::ScalarType::Byte);
+    scratch = static_cast<unsigned char*>(memory.mutable_data_ptr());
+  }
+  allow_shared_memory(kernel, device, most);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  kernel<<<unsigned(batch), lanes, shared, cudaStream_t(stream)>>>(
+      in, n, options, root, values, vectors, scratch, int64_t(bytes), vectors_in_shared);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+Roots roots_cuda(const Tensor& a, Options options) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  return each_type(a, [&](const auto* in, Sizes sizes, auto*... results) {
+    launch(in, a, sizes, options, results...);
+  });
+}
+
+Roots sqrtm_cuda(const Tensor& a) { return roots_cuda(a, {false, 0}); }
+
+Roots inv_sqrtm_cuda(const Tensor& a, double ridge) { return roots_cuda(a, {true, ridge}); }
+
+Eigen eigh_cuda(const Tensor& input) {
+  const Sizes sizes = check_square_float64(input);
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  const Tensor a = torch::stable::contiguous(input);
+  const Eigen eigen = allocate_eigen(a);
+  if (sizes.batch == 0 || sizes.n == 0) return eigen;
+  const auto& [values, vectors] = eigen;
+  launch<double>(a.const_data_ptr<double>(), a, sizes, {}, nullptr,
+                 values.mutable_data_ptr<double>(), vectors.mutable_data_ptr<double>());
+  return eigen;
+}
+
+}  // namespace fastkd
+
+STABLE_TORCH_LIBRARY_IMPL(fastkd, CUDA, m) {
+  m.impl("sqrtm", TORCH_BOX(&fastkd::sqrtm_cuda));
+  m.impl("inv_sqrtm", TORCH_BOX(&fastkd::inv_sqrtm_cuda));
+  m.impl("eigh", TORCH_BOX(&fastkd::eigh_cuda));
+}
+
+FASTKD_PYTHON_MODULE(_C_cuda)

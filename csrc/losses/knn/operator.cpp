@@ -1,0 +1,78 @@
+// Operator of the nearest-neighbour loss.
+#include <algorithm>
+
+#include "losses/knn/knn.h"
+#include "losses/operators.h"
+
+namespace fastkd {
+namespace {
+
+// Losses (N,), over ``count`` if given, or their sum, and its gradient. Labels are int64 or float64,
+// those of the bank (M,); ``low`` and ``high`` (N,).
+std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tensor& low,
+                        const std::optional<Tensor>& high, const Tensor& labels,
+                        const std::optional<Tensor>& count, int64_t k, int64_t ignore_index,
+                        const std::string& reduction, bool gradient) {
+  const ScalarType type = check_floating(student, "student");
+  check(student, "student", type, {kAnySize, kAnySize});
+  const int64_t N = student.size(0), D = student.size(1);
+  check(teacher, "teacher", type, {kAnySize, D});
+  const int64_t M = teacher.size(0);
+  const bool wide = labels.scalar_type() == ScalarType::Double;
+  const ScalarType label = wide ? ScalarType::Double : ScalarType::Long;
+  check(labels, "labels", label, {M}, Strides::kAny);
+  check(low, "low", label, {N}, Strides::kAny);
+  check(high, "high", label, {N});
+  check_numbers(count, "count");
+  std::vector<Tensor> results{new_losses(student, reduction, {N})};
+  if (gradient) results.push_back(new_large(student, {N, D}, gradient_type(student)));
+  const Rows dx = gradient ? rows_of(results.back()) : Rows{};
+  std::vector<double> losses(N);
+  Neighbours of{rows_of(student), rows_of(teacher), N, M};
+  const Tensor lows = torch::stable::contiguous(low), bank = torch::stable::contiguous(labels);
+  const Tensor highs = high ? torch::stable::contiguous(*high) : lows;
+  of.group(data<const int64_t>(lows), data<const int64_t>(highs));
+  // A bank's label lies between the bounds of a row, and is not the one ignored.
+  const auto fill = [&](auto ignored) {
+    using T = decltype(ignored);
+    const T *lowest = data<T>(lows), *highest = data<T>(highs), *label = data<T>(bank);
+    each_row(of.groups.size(), M * 8, [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; ++g) {
+        const int64_t i = of.groups[g].students[0];
+        for (int64_t j = 0; j < M; ++j) {
+          const bool is_same = label[j] >= lowest[i] && label[j] <= highest[i];
+          if (is_same && label[j] != ignored) of.groups[g].bank.push_back(j);
+        }
+      }
+    });
+  };
+  if (wide) {
+    fill(double(ignore_index));
+  } else {
+    fill(ignore_index);
+  }
+  const std::vector<Neighbours::Tile> tiles = of.tiles();
+  const int64_t depth = std::min(D, +Neighbours::kRange);
+  each_row(tiles.size(), N * depth * 32, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) of.measure(tiles[i]);
+  });
+  const double divisor = count ? std::max(value_of(*count), 1.0) : 1;
+  each_row(N, M * 64 + 4 * D, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) losses[i] = of.row(i, k, 1 / divisor, dx);
+  });
+  put_losses(losses, results[0]);
+  return results;
+}
+
+}  // namespace
+}  // namespace fastkd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
+  m.def(
+      "knn(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels, Tensor? count,"
+      " SymInt k, int ignore_index, str reduction, bool gradient) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
+  m.impl("knn", TORCH_BOX(&fastkd::knn));
+}

@@ -1,0 +1,42 @@
+// Operator of LayerNorm-MSE.
+#include "losses/layer_norm_mse/layer_norm_mse.h"
+#include "losses/operators.h"
+
+namespace fastkd {
+namespace {
+
+// The loss, and the gradients of the sides that need one.
+std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps, int64_t divisor,
+                                   bool needs_dx, bool needs_dy) {
+  check(x, "x", check_floating(x, "x"), {kAnySize, kAnySize});
+  const int64_t R = x.size(0), D = x.size(1);
+  check(y, "y", x.scalar_type(), {R, D});
+  std::vector<Tensor> results{new_losses(x, "sum", {})};
+  const auto gradient = [&](bool needed) {
+    if (!needed) return Rows{};
+    results.push_back(new_large(x, {R, D}, gradient_type(x)));
+    return rows_of(results.back());
+  };
+  const Rows dx = gradient(needs_dx), dy = gradient(needs_dy);
+  const LayerNormMSE of{rows_of(x), rows_of(y), eps, 1 / double(divisor), dx, dy};
+  std::vector<double> losses(D ? R : 0);
+  each_row(losses.size(), 4 * D * x.element_size(), [&](int64_t begin, int64_t end) {
+    of.rows(begin, end, losses.data());
+  });
+  for (double& loss : losses) loss /= double(divisor);
+  put_losses(losses, results[0]);
+  return results;
+}
+
+}  // namespace
+}  // namespace fastkd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
+  m.def(
+      "layer_norm_mse(Tensor x, Tensor y, float eps, SymInt divisor, bool needs_dx, bool needs_dy)"
+      " -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
+  m.impl("layer_norm_mse", TORCH_BOX(&fastkd::layer_norm_mse));
+}

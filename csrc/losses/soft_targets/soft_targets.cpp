@@ -1,0 +1,277 @@
+// Data path. Both logits of a row are read once, in blocks that stay in the nearest cache: each has
+// its own maxima, exponentials below them, and their sums. The exponentials are kept, the student's
+// in the gradient's row, and what the later passes need beside them in the thread's own rows: the
+// gradient is made of these, which are in the cache still. Only adaptive KL, whose head is found
+// among the exponentials of a whole row, reads it for its maxima before. With E = R·V logits of s
+// bytes and a gradient of g, memory moves 2Es + Eg bytes, and Eg more where a write reads its line
+// first.
+#include "losses/soft_targets/soft_targets.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <type_traits>
+
+namespace fastkd {
+namespace {
+
+constexpr int64_t kBlock = 1024;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// Softened further, distributions differ by so little, and τ²·KL weighs its rounding so much, that
+// float32 would leave few digits.
+constexpr double kHot = 10;
+
+// The maximum to subtract: 0 while only −inf was seen, as −inf − (−inf) would be NaN.
+inline double base_of(double top) { return top == -kInfinity ? 0 : top; }
+
+// p·x where a probability of 0 counts nothing even against ∞.
+inline double times(double p, double x) { return p == 0 ? 0 : p * x; }
+
+struct Tops {
+  double s = -kInfinity, t = -kInfinity;
+};
+
+// What a block adds up to, with x = (z − base)/τ; then how its numbers become those of the row.
+struct Part {
+  double base_s, base_t, total_s = 0, total_t = 0;
+  double cross_s = 0, cross_t = 0;  // Σ e^{x_s} (x_s − x_t) and Σ e^{x_t} (x_t − x_s)
+  double mean_t = 0;                // Σ e^{x_t} x_t, of adaptive KL
+  double to_ps = 0, to_pt = 0;      // p = to_p·e^x
+  double to_ratio = 0;              // log(p_s/p_t) = x_s − x_t + to_ratio
+};
+
+// Numbers of a row that are kept for its later passes.
+template <typename W>
+struct Kept {
+  W* weights_s;  // e^{x_s}
+  W* weights_t;  // e^{x_t}; log(p_s/m) after Jensen-Shannon's second pass
+  W* gaps;       // τ·(x_s − x_t)
+
+  Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
+};
+
+// What a row's gradient needs beside what is kept.
+struct Slope {
+  Divergence divergence;
+  double per_gap, weight;  // 1/τ
+  double expectation = 0;  // of the logarithm, under p_s
+  double share = 0;        // of forward KL
+};
+
+constexpr int kEdges = 4;  // that are tried for the head's at a time
+
+}  // namespace
+}  // namespace fastkd
+
+#define FASTKD_KERNELS "losses/soft_targets/soft_targets_kernels.h"
+#include "base/each_processor.h"
+
+namespace fastkd {
+namespace {
+
+// The rows of a thread.
+template <typename W>
+class Work {
+ public:
+  explicit Work(const SoftTargets& of)
+      : of_(of), by_(of.slope), holds_(of.gradient.data != nullptr && is_of(of.gradient.type, W())),
+        own_(new W[3 * of.student.n]), parts_((of.student.n + kBlock - 1) / kBlock),
+        places_(new int64_t[of.divergence == Divergence::kAdaptiveKl ? of.student.n + 1 : 0]) {}
+
+  // The divergence of a row, and its gradient times ``weight``.
+  double fill(int64_t row, double weight) {
+    const int64_t n = of_.student.n;
+    W* own = own_.get();
+    kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n};
+    Tops tops;
+    // Else weights in different blocks could not be compared.
+    if (of_.divergence == Divergence::kAdaptiveKl && n > kBlock) {
+      each_block(row, [&](const W* z_s, const W* z_t, int64_t, int64_t count) {
+        tops = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
+      });
+    }
+    each_block(row, [&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
+      const Tops here = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
+      Part& part = parts_[start / kBlock] = {base_of(here.s), base_of(here.t)};
+      FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, by_, part, kept_.at(start));
+    });
+    const Part whole = join();
+    Slope slope{of_.divergence, of_.slope, weight};
+    const double loss = loss_of(whole, slope);
+    if (of_.gradient.data == nullptr) return loss;
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      W* out = of_.gradient.write(row, start, copies_[0]);
+      FASTKD_CALL(gradient_of, slope, count, part, kept_.at(start), out);
+      of_.gradient.written(row, start, count, out);
+    });
+    return loss;
+  }
+
+ private:
+  // body(student, teacher, start, count), widened where they need to be
+  template <typename Body>
+  void each_block(int64_t row, const Body& body) {
+    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
+      const int64_t count = std::min(kBlock, of_.student.n - start);
+      body(of_.student.read(row, start, count, copies_[0]),
+           of_.teacher.read(row, start, count, copies_[1]), start, count);
+    }
+  }
+
+  // body(start, count, part)
+  template <typename Body>
+  void each_part(const Body& body) const {
+    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
+      body(start, std::min(kBlock, of_.student.n - start), parts_[start / kBlock]);
+    }
+  }
+
+  // What the parts add up to, each of which learns what makes its numbers those of the row.
+  Part join() {
+    Part whole{-kInfinity, -kInfinity};
+    for (const Part& part : parts_) {
+      if (part.total_s != 0) whole.base_s = std::max(whole.base_s, part.base_s);
+      if (part.total_t != 0) whole.base_t = std::max(whole.base_t, part.base_t);
+    }
+    for (Part& part : parts_) {
+      // What weighs nothing has no place among the others.
+      const double shift_s = part.total_s == 0 ? 0 : (part.base_s - whole.base_s) * of_.slope;
+      const double shift_t = part.total_t == 0 ? 0 : (part.base_t - whole.base_t) * of_.slope;
+      part.to_ps = shift_s == 0 ? 1 : std::exp(shift_s);
+      part.to_pt = shift_t == 0 ? 1 : std::exp(shift_t);
+      part.to_ratio = shift_s - shift_t;
+      whole.total_s += part.to_ps * part.total_s, whole.total_t += part.to_pt * part.total_t;
+      whole.cross_s += times(part.to_ps, part.cross_s + times(part.total_s, part.to_ratio));
+      whole.cross_t += times(part.to_pt, part.cross_t - times(part.total_t, part.to_ratio));
+      whole.mean_t += times(part.to_pt, part.mean_t + times(part.total_t, shift_t));
+    }
+    whole.to_ps = 1 / whole.total_s, whole.to_pt = 1 / whole.total_t;
+    whole.to_ratio = std::log(whole.total_t / whole.total_s);
+    for (Part& part : parts_) {
+      part.to_ps *= whole.to_ps, part.to_pt *= whole.to_pt, part.to_ratio += whole.to_ratio;
+    }
+    return whole;
+  }
+
+  double loss_of(const Part& whole, Slope& slope) const {
+    const double forward = whole.cross_t * whole.to_pt - whole.to_ratio;
+    const double reverse = whole.cross_s * whole.to_ps + whole.to_ratio;
+    if (of_.divergence == Divergence::kForwardKl) return forward;
+    if (of_.divergence == Divergence::kReverseKl) return slope.expectation = reverse;
+    if (of_.divergence == Divergence::kAdaptiveKl) {
+      slope.expectation = reverse, slope.share = head_share(whole);
+      return times(slope.share, forward) + times(1 - slope.share, reverse);
+    }
+    double sums[2] = {};
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      FASTKD_CALL(js_of, count, W(of_.slope), part, kept_.at(start), sums);
+    });
+    slope.expectation = sums[0];
+    return (sums[0] + sums[1]) / 2;
+  }
+
+  // What the head, the teacher's most probable entries while they hold at most half of its mass, has
+  // of the gaps between the probabilities.
+  double head_share(const Part& whole) const {
+    const W* weights = kept_.weights_t;
+    const int64_t n = of_.student.n;
+    const double half = whole.total_t / 2;
+    // Weights from ``high`` on are in the head, and those below ``low`` are not. The largest is 1;
+    // at most n entries hold the other half, and the largest of them no less than half/n.
+    W low = W(0.999 * half / double(n)), high = W(1.5 / FloatFormat<W>::kDown);
+    if (!(low > 0)) return 0.5;  // of numbers that are none
+    double from_low = whole.total_t, from_high = 0;
+    // The edges to try: first around the mean logarithm, below which half of the mass is where
+    // logits are as normal ones; then as if the mass between two were spread evenly; then evenly.
+    const double mean = std::exp(whole.mean_t * whole.to_pt) / double(FloatFormat<W>::kDown);
+    for (int tries = 0; from_low - from_high > kFew * double(low); ++tries) {
+      const Bits most = bits_of(high), span = most - bits_of(low);
+      if (span == 1) break;
+      W least[kEdges];
+      double masses[kEdges] = {};
+      const double far = (half - from_high) / (from_low - from_high);
+      for (int j = 0; j < kEdges; ++j) {
+        const Bits edge = tries == 0  ? bits_of(W(mean * kAroundMean[j]))
+                          : tries % 2 ? most - Bits((far + kAround[j]) * double(span))
+                                      : most - (j + 1) * (span / (kEdges + 1));
+        least[j] = from_bits(std::clamp<Bits>(edge, most - span + 1, most - 1));
+      }
+      each_part([&](int64_t start, int64_t count, const Part&) {
+        FASTKD_CALL(masses_of, weights + start, count, least, masses);
+      });
+      int j = 0;
+      for (; j < kEdges && masses[j] <= half; ++j) high = least[j], from_high = masses[j];
+      if (j < kEdges) low = least[j], from_low = masses[j];
+    }
+    double sums[2] = {};
+    int64_t* end = places_.get();
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      end = FASTKD_CALL(gaps_of, start, count, part, kept_.at(start), low, high, sums, end);
+    });
+    std::sort(places_.get(), end, [&](int64_t a, int64_t b) {
+      return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+    });
+    for (const int64_t* i = places_.get(); i < end; ++i) {
+      const bool is_first = from_high == 0;  // always in the head
+      from_high += double(weights[*i]);
+      if (!is_first && from_high > half) break;
+      sums[0] += std::abs(double(weights[*i]) * whole.to_pt -
+                          double(kept_.weights_s[*i]) * whole.to_ps);
+    }
+    return sums[1] > 0 ? std::min(sums[0] / sums[1], 1.0) : 0.5;
+  }
+
+  using Bits = typename FloatFormat<W>::Bits;
+
+  // Positive numbers are in the order of their bits.
+  static Bits bits_of(W x) {
+    Bits bits;
+    std::memcpy(&bits, &x, sizeof(x));
+    return bits;
+  }
+
+  static W from_bits(Bits bits) {
+    W x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  }
+
+  static constexpr double kAroundMean[kEdges] = {1.25, 1.06, 0.94, 0.8};
+  static constexpr double kAround[kEdges] = {-0.125, -0.03125, 0.03125, 0.125};
+  static constexpr int kFew = 12;  // entries that are looked at one by one
+
+  const SoftTargets& of_;
+  const Exponents<W> by_;
+  const bool holds_;  // the gradient's rows can hold weights
+  const std::unique_ptr<W[]> own_;
+  std::vector<Part> parts_;
+  const std::unique_ptr<int64_t[]> places_;  // near the head's edge
+  Kept<W> kept_{};
+  W copies_[2][kBlock];
+};
+
+template <typename W>
+void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* real,
+               const Rows& weights, double* losses) {
+  Work<W> work(of);
+  const Rows& dz = of.gradient;
+  for (int64_t i = begin; i < end; ++i) {
+    if (real && !real[i]) {
+      losses[i] = 0;
+      if (dz.data) std::fill_n(dz.place(i, 0), dz.n * size_of(dz.type), 0);
+      continue;
+    }
+    const double weight = dz.data ? weights.get(i) * of.scale * of.slope : 0;
+    losses[i] = work.fill(i, weight) * of.scale;
+  }
+}
+
+}  // namespace
+
+void SoftTargets::fill(int64_t begin, int64_t end, const bool* real, const Rows& weights,
+                       double* losses) const {
+  const bool wide = student.type == Type::kDouble || slope < 1 / kHot;
+  (wide ? fill_rows<double> : fill_rows<float>)(*this, begin, end, real, weights, losses);
+}
+
+}  // namespace fastkd
