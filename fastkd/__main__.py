@@ -6,25 +6,25 @@ import fastkd
 
 
 def main() -> None:
-    """Run the command line; where only the losses are installed, `doctor` and a short help."""
+    """Run the command line; without the extra `train` only `doctor` and a short help."""
     try:
         from fastkd.cli.main import app
     except ModuleNotFoundError as error:
-        sys.exit(_of_losses(sys.argv[1:], (error.name or "a package").partition(".")[0]))
+        sys.exit(_without_train(sys.argv[1:], (error.name or "a package").partition(".")[0]))
     app()
 
 
-def _of_losses(words: list[str], missing: str) -> int:
-    """What the command can do without the extra `train`; the exit code."""
+def _without_train(arguments: list[str], missing: str) -> int:
+    """Run a command that needs no package of the extra `train`; returns the exit code."""
     from fastkd._core.extras import how_to_get
 
-    if words == ["doctor"]:
+    if arguments == ["doctor"]:
         from fastkd.cli.doctor import examine
 
         return 0 if examine(print) else 1
-    if words == ["--version"]:
+    if arguments == ["--version"]:
         print(f"fastkd {fastkd.__version__}")
-    elif words in ([], ["-h"], ["--help"]):
+    elif arguments in ([], ["-h"], ["--help"]):
         print("Usage: fastkd doctor\n\nSay what is installed, which backends run, and check them.")
         print(f"All other commands need the extra train; {how_to_get('train')}")
     else:

@@ -23,7 +23,7 @@ from fastkd._core.checks import (
     check_shape,
     layer_pairs,
 )
-from fastkd._core.dispatch import Backend, use_triton
+from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.numerics import (
     apply,
     autocast_off,
@@ -132,7 +132,7 @@ def cca_loss(
     if top_k is not None:
         check_positive_int("top_k", top_k)
     check_choice("reduction", reduction, REDUCTIONS)
-    use_triton(backend, "cca_loss", student)
+    backend_of(backend, "cca_loss", student)
     ranks = ranks_of(gather, group)
     loss = _loss(student, teacher, mask, Options(ridges, top_k), ranks)
     if reduction == "mean":  # fewer than two observations leave nothing to compare

@@ -22,7 +22,7 @@ from fastkd._core.checks import (
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, backend_of
-from fastkd._core.label_matching import add_by_class, comparable, label_segments
+from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.numerics import (
     apply,
     autocast_off,
@@ -630,11 +630,11 @@ def _segments(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Te
 
     Rows of a label that no sample has are one more class. None: the rows are the samples.
     """
-    own = label_segments(labels)
+    own = class_numbers(labels)
     classes = int(own.max()) + 1 if readable and own.numel() else labels.shape[0]
     if others is None:
         return own, own, classes
-    among_all = label_segments(torch.cat(comparable(labels, others)))
+    among_all = class_numbers(torch.cat(comparable(labels, others)))
     place = torch.full_like(among_all, classes).scatter_(0, among_all[: len(own)], own)
     return own, place[among_all[len(own) :]], classes + 1
 

@@ -1,4 +1,4 @@
-"""The stateless functions under one roof, like torch.nn.functional."""
+"""All stateless functions and their references, like torch.nn.functional."""
 
 from fastkd.attention import attention_loss, attention_loss_ref
 from fastkd.cca import canonical_correlations, cca_loss, cca_loss_ref

@@ -19,7 +19,7 @@ from fastkd._core.checks import (
     check_positive_int,
 )
 from fastkd._core.dispatch import Backend, backend_of
-from fastkd._core.label_matching import add_by_class, comparable, label_ranges, label_segments
+from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.numerics import (
     apply,
     autocast_off,
@@ -351,7 +351,7 @@ def intra_class_similarity(features: Tensor, labels: Tensor) -> Tensor:
         peak = x.detach().abs().amax(1, keepdim=True) if x.shape[1] else x.new_ones(len(x), 1)
         x = x / torch.where(peak == 0, 1, peak)  # squares of huge or tiny features stay in range
         s_hat = torch.where(peak == 0, 0, x / x.norm(dim=1, keepdim=True).clamp_min(0.5))
-        segments = label_segments(labels)
+        segments = class_numbers(labels)
         # Σ_ij in class c of ŝ_i·ŝ_j = ‖Σ_i ŝ_i‖², one sum per class
         sums = add_by_class(torch.zeros_like(s_hat), segments, s_hat)  # (C = N, D)
         count = add_by_class(x.new_zeros(len(x)), segments, x.new_ones(len(x)))

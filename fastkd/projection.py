@@ -20,13 +20,13 @@ from fastkd._core.checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._core.dispatch import BACKENDS, Backend, backend_of, use_triton
+from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.numerics import (
     apply,
     as_rows,
     autocast_off,
-    in_range,
     once_differentiable,
+    rescale_extreme_rows,
     saveable,
     times_upstream,
     upcast,
@@ -80,7 +80,7 @@ def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
     if skew.shape[-1] != skew.shape[-2]:
         raise ValueError(f"skew must be square in its last two dimensions, got {tuple(skew.shape)}")
     inverse = None
-    if use_triton(backend, "cayley", skew) and skew.numel() > 0:
+    if backend_of(backend, "cayley", skew) == "triton" and skew.numel() > 0:
         with torch.no_grad():
             inverse = _inverse_by_products(upcast(skew), [])
     return _Cayley.apply(skew, inverse)
@@ -423,7 +423,7 @@ def _refined_inverse(
 
     None where a factorisation does it: on the CPU, as it is faster there, and in float64.
     """
-    if not use_triton(projections[0].backend, "OrthogonalProjection", raw[0]):
+    if backend_of(projections[0].backend, "OrthogonalProjection", raw[0]) != "triton":
         return None
     with torch.no_grad():
         last = [p._last(matrices) for p, matrices in zip(projections, raw, strict=True)]
@@ -549,7 +549,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         rstd = _reciprocal_deviation(centred, eps)
         if bool(((mean * rstd).abs() <= LARGE_MEAN).all()):
             return centred.mul_(rstd), rstd
-    x, factor = in_range(x, or_tiny=eps == 0)
+    x, factor = rescale_extreme_rows(x, or_tiny=eps == 0)
     centred = x - x.mean(-1, keepdim=True)
     centred -= centred.mean(-1, keepdim=True)  # what rounding left of the mean
     if x.shape[-1] > 0:  # of equal numbers nothing is left

@@ -157,7 +157,7 @@ class FeatureQueue(InGroup):
             )
         if values_readable(labels) and not fit:
             raise ValueError(f"labels must fit into the bank's {self._labels.dtype}")
-        kept = check_mask(mask, (rows,), features.device, of="features", of_tokens=False)
+        kept = check_mask(mask, (rows,), features.device, of="features", warn_if_empty=False)
         if kept is None:
             kept = torch.ones(rows, dtype=torch.bool, device=features.device)
 

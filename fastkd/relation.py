@@ -62,7 +62,7 @@ def relation_loss_ref(
     eps: float = 1e-8,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """`relation_loss` as the paper writes it: both (N, N) relations in full, autograd behind."""
+    """`relation_loss` as the paper writes it: full (N, N) relations and autograd."""
     if segments is not None:
         [(student, teacher)], mask = _unpacked([(student, teacher)], mask, segments)
     F_s, F_t = upcast(student), upcast(teacher)  # (B, N, D)
@@ -120,11 +120,10 @@ def relation_loss(
     equals the paper's Figure 4. The hidden sizes may differ.
 
     Args:
-        student: (B, N, Ds) features, floating; the gradient goes here. Over samples also (B, Ds),
-            one embedding a sample.
+        student: (B, N, Ds) features, floating. Over samples also (B, Ds), one embedding a sample.
         teacher: (B, N, Dt) or (B, Dt), of the same dtype and device, without gradient.
-        mask: (B, N) or (B,), bool or 0/1, 1 = real token. Pairs with a padded member are left out,
-            and samples (positions) with fewer than two real members don't count in the average.
+        mask: (B, N) or (B,), bool or 0/1, 1 = real token. Pairs with a padded member are left out.
+            Samples (positions) with fewer than two real members don't count in the average.
         over: ``"tokens"`` or ``"samples"``.
         normalize: ``"l2"``, ``"layer_norm"`` (without affine), ``"softmax"`` (over the features)
             or ``"none"``.
@@ -132,12 +131,12 @@ def relation_loss(
             τ²·KL(softmax(R_t/τ) ‖ softmax(R_s/τ)) over all entries of a relation (eq. 11).
         temperature: τ of ``"kl"``.
         eps: added to the product of the two norms in Pearson's denominator, as in Figure 4.
-        segments: (B, N) integers, the document of each token where a row packs several: the loss
-            is that of the documents in rows of their own, padded. On the CPU (whatever the device
-            of the features) or the device. Values on a GPU or in a graph can't be read, and are
-            compared in all pairs: that takes N² numbers for each row, and (B·N)² over samples.
+        segments: (B, N) integers, document ids of the tokens where a row packs several documents:
+            the loss is that of one padded row per document. On the CPU or on the features' device.
+            On a GPU or in a graph the ids can't be read: they are compared in all pairs, which
+            takes N² numbers for each row, and (B·N)² over samples.
         backend: ``"auto"``, ``"torch"``; ``"cpp"``, ``"triton"`` (only ``"l2"``, ``"pearson"``).
-        gather: take the samples of all processes for one batch; see `fastkd.distributed`.
+        gather: compare the samples of all processes as one batch; see `fastkd.distributed`.
         group: the processes that gather, by default all.
 
     Returns:
@@ -146,7 +145,7 @@ def relation_loss(
     Raises:
         TypeError, ValueError: a wrong shape, dtype, device or option, or a teacher that requires
             grad.
-        BackendUnavailable: the backend asked for can't run this call.
+        BackendUnavailable: the requested backend can't run this call.
 
     Example:
         >>> student = torch.randn(2, 16, 64, requires_grad=True)
@@ -212,11 +211,11 @@ class FCDLoss(InGroup):
         segments: Tensor | None = None,
         return_terms: bool = False,
     ) -> Any:
-        """Loss of (B, N, Ds) student and (B, N, Dt) teacher features, or of lists of them.
+        """Loss of student (B, N, Ds) and teacher (B, N, Dt) features, or of lists of them.
 
-        With ``alpha=0`` also of (B, Ds) and (B, Dt). With ``return_terms`` it is
-        ``(loss, {"tokens": ..., "samples": ...})``: the terms whose weight isn't 0, before
-        weighting and detached, from the same pass.
+        With ``alpha=0`` also of (B, Ds) and (B, Dt). With ``return_terms`` the result is
+        ``(loss, {"tokens": ..., "samples": ...})``: the terms whose weight isn't 0, unweighted and
+        detached, from the same pass.
         """
         pairs = layer_pairs(student, teacher)
         options = Options(
@@ -277,9 +276,9 @@ def _relations(
     mask = check_mask(mask, rows, first.device)
     if segments is not None:
         _check_segments(segments, first)
-    if options.tokens == options.samples == 0:  # a zero that hangs on the students
+    if options.tokens == options.samples == 0:  # a zero in the graph of the students
         segments = ranks = None
-    # Rows of other processes have other lengths: their documents can't be compared by pairs.
+    # Processes have different row lengths, so their ids can't be compared in all pairs.
     if segments is not None and (ranks is not None or values_readable(segments)):
         pairs, mask = _unpacked(pairs, mask, segments)
         segments = None
@@ -289,11 +288,11 @@ def _relations(
     widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
     unsupported = None
     if segments is not None:
-        unsupported = "its kernels need segments whose values can be read, on the CPU"
-    words = {"normalize": options.normalize, "distance": options.distance}
-    runs_on = backend_of(backend, "relation_loss", widest, unsupported, **words)
+        unsupported = "its kernels need segments on the CPU, outside of a graph"
+    call = {"normalize": options.normalize, "distance": options.distance}
+    runs_on = backend_of(backend, "relation_loss", widest, unsupported, **call)
     if runs_on == "triton":
-        return _by_kernels(pairs, mask, options, backend)
+        return _in_triton(pairs, mask, options, backend)
     with autocast_off(first):
         if segments is not None:
             return _by_pairs(pairs, mask, segments, options)
@@ -330,19 +329,21 @@ def _are_embeddings(pairs: Pairs) -> bool:
 def _check_embeddings(options: Options, segments: Tensor | None) -> None:
     if options.tokens:
         raise ValueError(
-            "student is (B, D), which has no tokens to relate; pass (B, N, D), or ask for samples "
+            "student is (B, D), which has no tokens to relate; pass (B, N, D), or compare samples "
             "only: over='samples', FCDLoss(alpha=0)"
         )
     if segments is not None:
-        raise ValueError("segments are documents of packed tokens, and student (B, D) has none")
+        raise ValueError(
+            "segments are document ids of tokens, and student (B, D) has no tokens; leave them out"
+        )
 
 
-def _by_kernels(
+def _in_triton(
     pairs: Pairs, mask: Tensor | None, options: Options, backend: str
 ) -> tuple[Tensor, Tensor | None]:
-    """`_relations` in Triton. Layers of one shape share their launches.
+    """`_relations` in Triton; layers of one shape share their launches.
 
-    With ``auto``, relations for which (D, D) products are cheaper on a GPU run in PyTorch.
+    With ``backend="auto"`` relations run in PyTorch if (D, D) products are cheaper on the GPU.
     """
     from fastkd.kernels.pointers import layer_groups
 
@@ -365,10 +366,10 @@ def _by_kernels(
 
 
 def _features_win(over: str, pairs: Pairs) -> bool:
-    """Whether relations are so long against their features that (D, D) products win on a GPU.
+    """Whether (D, D) products are cheaper on a GPU than the kernels' (N, N) relations.
 
-    These are plain matrix products, in float32 by PyTorch; the kernels' (N, N) products run on
-    tensor cores, about eight times as fast for half precision and three times for float32.
+    (D, D) products run in PyTorch in float32. The kernels' (N, N) products run on tensor cores,
+    about eight times as fast for half precision and three times for float32.
     """
     B, N, _ = pairs[0][0].shape
     members = N if over == "tokens" else B
@@ -388,7 +389,7 @@ def _across_ranks(
 ) -> tuple[Tensor, Tensor]:
     """`_relations` of the samples of all processes.
 
-    Between tokens every sample stands for itself, and only the mean is taken over all.
+    Relations between tokens stay within a sample: only their mean is taken over all processes.
     """
     first = pairs[0][0]
     tokens = samples = first.new_zeros((), dtype=working_dtype(first))
@@ -407,11 +408,11 @@ def _across_ranks(
 def _by_pairs(
     pairs: Pairs, mask: Tensor | None, segments: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """`_relations` where values of ``segments`` can't be read: all pairs of tokens, masked."""
+    """`_relations` where the values of ``segments`` can't be read: all pairs of tokens, masked."""
     first = pairs[0][0]
     tokens = samples = first.new_zeros((), dtype=working_dtype(first))
     same = segments[:, :, None] == segments[:, None, :]  # (B, N, N)
-    position = same.tril(-1).sum(-1).view(1, -1)  # (1, B·N), in its document
+    position = same.tril(-1).sum(-1).view(1, -1)  # (1, B·N), of the token in its document
     valid = torch.ones_like(same[..., 0]) if mask is None else mask  # (B, N)
     if options.tokens:
         alike = same & valid[:, :, None] & valid[:, None, :]
@@ -421,7 +422,7 @@ def _by_pairs(
                 for x in (first_order_only(student), teacher)
             )
             tokens = tokens + options.tokens * paired_loss(y_s, y_t, alike, options)
-    if options.samples:  # every token of the batch may meet every other
+    if options.samples:  # any two tokens of the batch may be at one position
         valid = valid.view(1, -1)
         alike = position[:, :, None] == position[:, None, :]
         alike = alike & valid[:, :, None] & valid[:, None, :]
@@ -447,14 +448,14 @@ def _check_segments(segments: Tensor, student: Tensor) -> None:
 def _unpacked(
     pairs: Pairs, mask: Tensor | None, segments: Tensor
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Features (B, N, D) with every document in a row of its own, and the mask of these rows."""
+    """Features (B, N, D) with each document in a row of its own, and the mask of these rows."""
     B, N = segments.shape
     token = torch.arange(B * N, device="cpu")
-    # A document is a number of ``segments`` in one row; its tokens keep their order.
-    named = torch.stack((token // max(N, 1), segments.flatten().cpu()), 1)
-    _, document, lengths = torch.unique(named, dim=0, return_inverse=True, return_counts=True)
+    # An id stands for one document per row; its tokens keep their order.
+    row_and_id = torch.stack((token // max(N, 1), segments.flatten().cpu()), 1)
+    _, document, lengths = torch.unique(row_and_id, dim=0, return_inverse=True, return_counts=True)
     tokens = document.argsort(stable=True).split(lengths.tolist())
-    index = pad_sequence(tokens, batch_first=True, padding_value=-1) if B * N else named[:, :0]
+    index = pad_sequence(tokens, batch_first=True, padding_value=-1) if B * N else row_and_id[:, :0]
     index = index.to(pairs[0][0].device, non_blocking=True)
     real = index >= 0
     if mask is not None:
@@ -467,14 +468,15 @@ def _softmax(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _GradientInForward(torch.autograd.Function):
-    """Weighted relation losses of all layers, (loss, terms); a subclass has the forward pass.
+    """Weighted relation losses of all layers, (loss, terms); subclasses have the forward pass.
 
     The gradient is computed in the forward pass, one chunk of relations at a time, so that no
-    (N, N) buffer outlives its chunk. It stays in the working dtype until the upstream gradient
-    is known: float16 would lose what a loss scale is there to save.
+    (N, N) buffer outlives its chunk. It stays in the working dtype until the upstream gradient is
+    known: in float16 it would underflow before the loss scale is multiplied in.
     """
 
-    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
+    # Subclasses take *tensors: the compiler omits ctx where a call has as many arguments as
+    # forward has parameters.
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
@@ -509,7 +511,7 @@ class _TorchRelations(_GradientInForward):
 
 
 class _CppRelations(_GradientInForward):
-    """One operator computes both kinds of relation of a layer, but where (D, D) products win."""
+    """Both kinds of relation of a layer in one operator, unless (D, D) products are cheaper."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
@@ -527,11 +529,11 @@ class _CppRelations(_GradientInForward):
                 for over, weight in weights.items()
                 if weight and by_features(over, student, teacher, options, needs_grad)
             ]
-            left = (0.0 if over in products else weight for over, weight in weights.items())
-            terms, *made = torch.ops.fastkd_cpp.relation_terms(
-                student, teacher, mask, *left, options.eps, needs_grad
+            remaining = (0.0 if over in products else weight for over, weight in weights.items())
+            terms, *gradient = torch.ops.fastkd_cpp.relation_terms(
+                student, teacher, mask, *remaining, options.eps, needs_grad
             )
-            dx = made[0] if made else None
+            dx = gradient[0] if gradient else None
             if products:
                 losses = dict(zip(OVER, terms.unbind(), strict=True))
                 with autocast_off(student):
@@ -548,7 +550,7 @@ class _CppRelations(_GradientInForward):
 
 
 class _TritonRelations(torch.autograd.Function):
-    """The same for ℓ2-normalised rows and Pearson's correlation, of layers of one shape."""
+    """Layers of one shape, with ℓ2-normalised rows and Pearson's correlation only."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
@@ -578,10 +580,10 @@ class _TritonRelations(torch.autograd.Function):
 
         mask, dx, *students = ctx.saved_tensors
         gradients = kernels.projected(dx, students, mask, grad).unbind()
-        wanted = zip(gradients, ctx.needs_grad, strict=True)
+        requested = zip(gradients, ctx.needs_grad, strict=True)
         return (
             None,
             None,
-            *(dx if needs else None for dx, needs in wanted),
+            *(dx if needs else None for dx, needs in requested),
             *(None for _ in students),
         )

@@ -87,7 +87,7 @@ def pytest_generate_tests(metafunc):
 
 
 def _left_out(item) -> bool:
-    """Whether its parameters name nothing that could be tested."""
+    """Whether the kernels don't support the call that the test's parameters describe."""
     if not hasattr(item, "callspec"):
         return False
     given = item.callspec.params
@@ -100,10 +100,10 @@ def _left_out(item) -> bool:
     if backend not in functions or not item.get_closest_marker("within_kernels"):
         return False
     kernels = functions[backend][item.module.TRITON_FUNCTION]
-    # Options that a test doesn't name are such as the kernels know.
-    known = {name: next(iter(words)) for name, words in kernels.words.items()}
-    facts = {**known, **dict.fromkeys(kernels.at_most, 0), **given}
-    return kernels.lack(given.get("dtype", torch.float32), facts) is not None
+    # Options that a test doesn't name take a value that the kernels support.
+    defaults = {name: next(iter(values)) for name, values in kernels.options.items()}
+    call = {**defaults, **dict.fromkeys(kernels.limits, 0), **given}
+    return kernels.why_not(given.get("dtype", torch.float32), call) is not None
 
 
 def pytest_collection_modifyitems(items):

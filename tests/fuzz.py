@@ -100,10 +100,10 @@ USES = {"compiled": compiled, "made_elsewhere": made_elsewhere, "overflowing": o
 FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
     name: function for file in FILES.values() for name, function in file.RANDOM.items()
 } | USES
-TORCH_ONLY = {name for loss in LOSSES if not loss.kernels for name in FILES[loss.name].RANDOM}
+TORCH_ONLY = {name for loss in LOSSES if not loss.triton for name in FILES[loss.name].RANDOM}
 
 
-CPP = {name for loss in LOSSES if loss.row_kernels for name in FILES[loss.name].RANDOM}
+CPP = {name for loss in LOSSES if loss.cpp for name in FILES[loss.name].RANDOM}
 # Of functions beside them that have no kernels in C++.
 CPP -= {"cayley", "projection"}
 

@@ -17,11 +17,15 @@ from tools import contract
 
 FEATURES = torch.ones(2, 3, 4)
 
-PUBLIC = [name for loss in LOSSES for name in (*loss.compared, *loss.measures, *loss.modules)]
+PUBLIC = [
+    name
+    for loss in LOSSES
+    for name in (*loss.with_reference, *loss.without_reference, *loss.modules)
+]
 
 # What a reference lacks: it is plain PyTorch, in one process.
 AROUND = {"backend", "gather", "group"}
-REFERENCES = [name for loss in LOSSES for name in loss.compared]
+REFERENCES = [name for loss in LOSSES for name in loss.with_reference]
 
 
 def test_the_pages_signatures_are_the_codes():

@@ -49,7 +49,9 @@ def test_every_public_call_is_listed(listed, name):
     public = getattr(fastkd, name)
     function = public.__init__ if inspect.isclass(public) else public
     words = typing.get_type_hints(function)
-    has_kernels = any(loss.kernels for loss in LOSSES if name in {*loss.compared, *loss.modules})
+    has_kernels = any(
+        loss.triton for loss in LOSSES if name in {*loss.with_reference, *loss.modules}
+    )
     for option, parameter in inspect.signature(function).parameters.items():
         kind = words.get(option)
         kinds = (kind,) if typing.get_origin(kind) is typing.Literal else typing.get_args(kind)
@@ -64,7 +66,7 @@ def test_every_public_call_is_listed(listed, name):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_every_tensor_is_given(loss):
     given = walked(loss.name)["given"]
-    for name in (*loss.compared, *loss.modules, *loss.measures):
+    for name in (*loss.with_reference, *loss.modules, *loss.without_reference):
         public = getattr(fastkd, name)
         kinds = typing.get_type_hints(public.forward if inspect.isclass(public) else public)
         tensors = {argument for argument, kind in kinds.items() if "Tensor" in str(kind)}

@@ -121,11 +121,11 @@ def test_bits_do_not_depend_on_threads(size, dtype, unit):
 @pytest.mark.parametrize("has_unit", [pytest.param(True, marks=needs_unit), False])
 def test_products_with_and_without_the_unit(has_unit, monkeypatch):
     monkeypatch.setattr(products, "_has_half_product", lambda: has_unit)
-    monkeypatch.setattr(products, "TILES", (200, 200))
+    monkeypatch.setattr(products, "TILE_ENTRIES", (200, 200))
     x, weight = matrix(20, 33, torch.bfloat16), matrix(50, 33, torch.bfloat16, seed=1)
     grad = matrix(20, 50, torch.bfloat16, seed=2).float()
-    assert products.multiplied_as_is(x) == has_unit
-    assert products.ready(grad, x.dtype) == (grad, None)
+    assert products.multiplied_in_half(x) == has_unit
+    assert products.scaled_for_products(grad, x.dtype) == (grad, None)
     assert_product(products.product(x, weight), x, weight.T)
     assert_product(products.product_back(grad, weight), grad, weight)
     total = torch.full((50, 33), float("nan"))

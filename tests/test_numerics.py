@@ -22,7 +22,7 @@ from tests.support.compare import relative_error, values_and_grads
 FUNCTIONS = {
     name: (getattr(fastkd, name), inputs)
     for loss in LOSSES
-    for name, inputs in loss.compared.items()
+    for name, inputs in loss.with_reference.items()
 }
 FUNCTIONS["relation_loss, plain autograd"] = (
     lambda *args, **options: fastkd.relation_loss(*args, distance="kl", **options),

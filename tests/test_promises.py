@@ -130,13 +130,13 @@ def test_a_mask_without_a_real_token_is_warned_of_once(loss):
         pytest.skip("it takes no mask")
     student, teacher = features()
     for mask in (torch.zeros(B, N, dtype=torch.bool), torch.zeros(B, N)):  # torch's, and additive
-        checks._warn_of_no_token.cache_clear()
+        checks._warn_of_empty_mask.cache_clear()
         with pytest.warns(UserWarning, match="mask has no real token"):
             loss(student, teacher, mask)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             loss(student, teacher, mask)
-    checks._warn_of_no_token.cache_clear()
+    checks._warn_of_empty_mask.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(student, teacher, padding())
@@ -144,7 +144,7 @@ def test_a_mask_without_a_real_token_is_warned_of_once(loss):
 
 
 def test_a_mask_without_a_real_token_in_a_graph():
-    checks._warn_of_no_token.cache_clear()
+    checks._warn_of_empty_mask.cache_clear()
     student, teacher = features()
     call, graphs = counted(fastkd.FCDLoss())
     with warnings.catch_warnings():

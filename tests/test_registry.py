@@ -40,7 +40,7 @@ class TestRow:
             assert name in functional.__all__, f"fastkd.functional lacks {name}"
         for name in loss.modules:
             assert name in fastkd.__all__, f"fastkd lacks {name}"
-        for name in (*loss.compared, *loss.modules, *loss.measures):
+        for name in (*loss.with_reference, *loss.modules, *loss.without_reference):
             home = inspect.getmodule(getattr(fastkd, name)).__name__
             assert home == f"fastkd.{loss.name}", f"{name} is defined in {home}"
 
@@ -48,7 +48,7 @@ class TestRow:
         assert (ROOT / f"tests/test_{loss.name}.py").exists()
         assert loss.name in FILES, f"there is no tests/losses/{loss.name}.py"
         assert list(calls.of(loss.name)), f"tools/calls/{loss.name}.py has no calls"
-        if loss.kernels:
+        if loss.triton:
             file = ROOT / f"tests/kernels/test_{loss.name}_kernel.py"
             assert file.exists(), f"there is no {file.name}"
 
@@ -59,7 +59,7 @@ class TestRow:
         readme, choice, contract = (
             (ROOT / file).read_text() for file in ("README.md", "docs/losses.md", "docs/design.md")
         )
-        for name in (*loss.compared, *loss.modules, *loss.measures):
+        for name in (*loss.with_reference, *loss.modules, *loss.without_reference):
             assert f"`{name}`" in choice + readme, f"README.md and docs/losses.md have no {name}"
             assert f"`{name}" in contract, f"the contract in docs/design.md has no {name}"
         for name in announced(loss):
@@ -70,7 +70,7 @@ class TestRow:
 
     def test_it_is_called_at_random(self, loss):
         source = "".join(inspect.getsource(call) for call in FILES[loss.name].RANDOM.values())
-        for name in (*loss.compared, *loss.measures, *loss.modules):
+        for name in (*loss.with_reference, *loss.without_reference, *loss.modules):
             called = re.search(rf"fastkd\.{name}\b", source)
             assert called, f"no RANDOM call of tests/losses/{loss.name}.py is of {name}"
 
@@ -85,8 +85,8 @@ class TestRow:
     def test_its_kernels_are_files(self, loss):
         for file in loss.kernel_files:
             assert file in KERNEL_FILES, f"there is no kernels/{file}.py"
-        assert bool(loss.kernels) == bool(loss.kernel_files)
-        assert set(loss.kernels) <= {*loss.compared, *loss.modules}
+        assert bool(loss.triton) == bool(loss.kernel_files)
+        assert set(loss.triton) <= {*loss.with_reference, *loss.modules}
 
 
 @pytest.mark.parametrize("file", sorted(set(KERNEL_FILES) - SHARED_KERNEL_FILES))

@@ -310,7 +310,7 @@ def test_embeddings_are_samples_of_one_token(backend, device, masked):
         loss(*rows[:2], torch.ones(7, 1, device=device))
     with pytest.raises(ValueError, match=r"student is \(B, D\), which has no tokens to relate"):
         FCDLoss(backend=backend)(*rows)
-    with pytest.raises(ValueError, match="segments are documents of packed tokens"):
+    with pytest.raises(ValueError, match="segments are document ids of tokens"):
         loss(*rows, segments=torch.zeros(7, dtype=torch.long))
 
 

@@ -57,7 +57,7 @@ def lines() -> Iterator[str]:
     """Those of each file of losses, below its name."""
     for loss in LOSSES:
         yield f"# {loss.name}.py"
-        yield from map(signature, (*loss.compared, *loss.measures, *loss.modules))
+        yield from map(signature, (*loss.with_reference, *loss.without_reference, *loss.modules))
     yield "# What soft targets are told"
     yield from map(signature, PARTS)
 

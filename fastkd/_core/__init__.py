@@ -1,1 +1,1 @@
-"""What every loss stands on: checks, numerics, dispatch, the registry; nothing of a paper."""
+"""Code shared by all losses: checks, numerics, dispatch, the registry. Nothing from a paper."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def staging_of(target: Path) -> Path:
-    """Where ``target`` is written until it is complete; what lies there is ours."""
+    """Temporary path beside ``target`` for writing; fastkd may delete whatever is there."""
     return target.with_name(f".{target.name}.new")
 
 
 def write_file(path: Path, content: str | bytes, shared: bool = False) -> None:
-    """Write a file, replacing ``path`` only once it is complete and on the disk.
+    """Write a file, replacing ``path`` only once the new one is complete and on the disk.
 
-    A ``shared`` one may be written by several processes at a time: each writes beside the others.
+    With ``shared`` several processes may write it at a time: each has a temporary file of its own.
     """
     staging = path.with_name(f".{uuid.uuid4().hex}") if shared else staging_of(path)
     try:
@@ -31,7 +31,7 @@ def write_file(path: Path, content: str | bytes, shared: bool = False) -> None:
 
 
 def create_file(path: Path, content: str) -> None:
-    """Write a complete file unless another process has written ``path`` first, which then stays."""
+    """Write a complete file, unless another process has written ``path`` first."""
     own = path.with_name(f".{uuid.uuid4().hex}")
     write_file(own, content, shared=True)
     try:
@@ -39,13 +39,13 @@ def create_file(path: Path, content: str) -> None:
         own.unlink()
     except FileExistsError:
         own.unlink()
-    except OSError:  # a file system without hard links: the last one stays
+    except OSError:  # a file system without hard links: the last file written wins
         os.replace(own, path)
     sync_names(path.parent)
 
 
 def sync_names(directory: Path) -> None:
-    """See to it that the names in ``directory`` are on the disk, where a system offers that."""
+    """Flush the names in ``directory`` to the disk, where the system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Input checks shared by every public function: one clear sentence per mistake."""
+"""Input checks of the public functions, with one error sentence for each mistake."""
 
 import difflib
 import functools
@@ -32,7 +32,7 @@ def check_floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int 
 def check_pair(
     student: Tensor, teacher: Tensor, ndim: int | None = None, min_ndim: int = 1
 ) -> None:
-    """Check both sides of a loss: floating, same dtype and device, teacher without gradient."""
+    """Raise unless both are floating, of one dtype and device, and the teacher without gradient."""
     check_floating("student", student, ndim, min_ndim)
     check_floating("teacher", teacher, ndim, min_ndim)
     check_like("teacher", teacher, "student", student)
@@ -56,7 +56,7 @@ def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
 
 
 def check_no_grad(name: str, x: Tensor) -> None:
-    """Raise if ``x`` requires grad: nothing is ever learned on the teacher's side."""
+    """Raise if ``x`` requires grad: a teacher gets no gradient."""
     if x.requires_grad:
         raise ValueError(
             f"{name} requires grad; run it under torch.no_grad() or pass {name}.detach()"
@@ -64,7 +64,7 @@ def check_no_grad(name: str, x: Tensor) -> None:
 
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> None:
-    """Raise unless ``x.shape == shape``; ``meaning`` says where the expected shape comes from."""
+    """Raise unless ``x.shape == shape``; ``meaning`` explains the expected shape in the error."""
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)} ({meaning}), got {tuple(x.shape)}")
 
@@ -75,11 +75,12 @@ def check_mask(
     device: torch.device,
     name: str = "mask",
     of: str = "student",
-    of_tokens: bool = True,
+    warn_if_empty: bool = True,
 ) -> Tensor | None:
-    """Return ``mask`` as bool (True = real token), or None. ``shape`` is (B, N) of the features.
+    """``mask`` as bool (True = real token), or None; ``shape`` is (B, N) of the features.
 
-    Warns of one of tokens that has none: other masks may be empty, as those of a bank are.
+    A mask without a real token causes a warning, unless ``warn_if_empty`` is False: the mask of an
+    empty memory bank has none.
     """
     if mask is None:
         return None
@@ -94,13 +95,13 @@ def check_mask(
         if values_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
             raise ValueError(f"{name} must hold only 0 (padding) and 1 (real token)")
         real = mask != 0
-    if of_tokens and values_readable(real) and real.numel() > 0 and not bool(real.any()):
-        _warn_of_no_token(name)
+    if warn_if_empty and values_readable(real) and real.numel() > 0 and not bool(real.any()):
+        _warn_of_empty_mask(name)
     return real
 
 
-@functools.cache  # once a process
-def _warn_of_no_token(name: str) -> None:
+@functools.cache  # warns once a process
+def _warn_of_empty_mask(name: str) -> None:
     warn_caller(
         f"{name} has no real token: fastkd takes 1 or True for real tokens, as "
         "a Hugging Face attention_mask does; pass ~key_padding_mask, or additive_mask == 0",
@@ -110,7 +111,7 @@ def _warn_of_no_token(name: str) -> None:
 def check_labels(
     name: str, labels: Tensor, size: int | Sequence[int], device: torch.device
 ) -> None:
-    """Raise unless ``labels`` has ``size`` entries, or that shape, on ``device``."""
+    """Raise unless ``labels`` is on ``device`` and has ``size`` entries, or the shape ``size``."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(labels).__name__}")
     shape = size if isinstance(size, Sequence) else (size,)
@@ -122,7 +123,7 @@ def check_labels(
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``; the message names the nearest one."""
+    """Raise unless ``value`` is one of ``choices``; the error suggests the most similar one."""
     choices = tuple(choices)
     if value in choices:
         return
@@ -147,7 +148,7 @@ def check_positive_int(name: str, value: int) -> None:
 def check_number(
     name: str, value: float, *, above: float | None = None, at_least: float | None = None
 ) -> None:
-    """Raise unless ``value`` is a finite real number within the bound."""
+    """Raise unless ``value`` is a finite real number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -float("inf") < value < float("inf"):
@@ -168,12 +169,12 @@ def check_fraction(name: str, value: float) -> None:
 def layer_pairs(
     student: Tensor | Sequence[Tensor], teacher: Tensor | Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pair up ``Tensor | list[Tensor]`` arguments, one entry per layer."""
+    """Student and teacher features of each layer; a single Tensor is one layer."""
     students, teachers = _layers("student", student), _layers("teacher", teacher)
     if len(students) != len(teachers):
         raise ValueError(
             f"student has {len(students)} layers but teacher has {len(teachers)}; "
-            "pass as many of one as of the other"
+            "pass one teacher layer for each student layer"
         )
     if not students:
         raise ValueError("student and teacher are empty lists; pass at least one layer")

@@ -1,4 +1,4 @@
-"""The one place that decides which backend runs a loss."""
+"""Choice of the backend that runs a call."""
 
 import importlib.util
 import os
@@ -14,33 +14,33 @@ from fastkd._core.registry import LOSSES
 Backend = Literal["auto", "torch", "triton", "cpp"]
 BACKENDS = get_args(Backend)
 
-# Found once, at import; the package itself is imported only when a kernel starts.
+# Looked up at import, without importing triton itself: that happens when a kernel starts.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# What the kernels behind a public name can do.
-TRITON_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.kernels.items()}
-CPP_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.row_kernels.items()}
+# Public name → what its kernels support.
+TRITON_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.triton.items()}
+CPP_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.cpp.items()}
 
 
 class BackendUnavailable(RuntimeError, ValueError):
-    """The backend that was asked for can't run this call here; the message says why."""
+    """The requested backend can't run this call on this machine; the message gives the reason."""
 
 
 def triton_interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU."""
+    """Whether Triton kernels run on the CPU, in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_not_triton(function: str, x: Tensor, facts: Mapping[str, Any] | None = None) -> str | None:
+def why_not_triton(function: str, x: Tensor, call: Mapping[str, Any] | None = None) -> str | None:
     """Why the Triton kernel of ``function`` can't run on ``x``, or None if it can.
 
-    ``facts`` are the words and sizes that its `Kernels` are limited in; without them the answer is
-    about the device and dtype of ``x`` alone.
+    ``call`` maps the options and sizes that the function's `Kernels` limit to their values in this
+    call. Without it only the device is checked.
     """
     if function not in TRITON_FUNCTIONS:
         return f"{function} has no Triton kernel"
-    if facts is not None and (lack := TRITON_FUNCTIONS[function].lack(x.dtype, facts)):
-        return lack
+    if call is not None and (reason := TRITON_FUNCTIONS[function].why_not(x.dtype, call)):
+        return reason
     if not TRITON_INSTALLED:
         return "the triton package is not installed"
     runs_on = ("cuda", "cpu") if triton_interpreted() else ("cuda",)
@@ -49,12 +49,12 @@ def why_not_triton(function: str, x: Tensor, facts: Mapping[str, Any] | None = N
     return extension.why_not_gpu(x.device) if x.is_cuda else None
 
 
-def why_not_cpp(function: str, x: Tensor, facts: Mapping[str, Any] | None = None) -> str | None:
-    """Why the C++ kernel of ``function`` can't run on ``x``, or None; as `why_not_triton`."""
+def why_not_cpp(function: str, x: Tensor, call: Mapping[str, Any] | None = None) -> str | None:
+    """Why the C++ kernel of ``function`` can't run on ``x``, or None; see `why_not_triton`."""
     if function not in CPP_FUNCTIONS:
         return f"{function} has no C++ kernel"
-    if facts is not None and (lack := CPP_FUNCTIONS[function].lack(x.dtype, facts)):
-        return lack
+    if call is not None and (reason := CPP_FUNCTIONS[function].why_not(x.dtype, call)):
+        return reason
     if not extension.CPU:
         return "the extension is not built"
     if x.device.type != "cpu":
@@ -63,31 +63,28 @@ def why_not_cpp(function: str, x: Tensor, facts: Mapping[str, Any] | None = None
 
 
 def backend_of(
-    backend: str, function: str, x: Tensor, unsupported: str | None = None, **facts: Any
+    backend: str, function: str, x: Tensor, unsupported: str | None = None, **call: Any
 ) -> str:
-    """What ``function`` runs on for input ``x``: "torch", "triton" or "cpp".
+    """The backend that runs ``function`` on ``x``: "torch", "triton" or "cpp".
 
-    ``facts`` as in `why_not_triton`; ``unsupported`` is the caller's own reason against Triton, of
-    what is neither a word nor a size. ``auto`` takes Triton on CUDA and C++ on the CPU when the
-    kernel can run, else PyTorch; an explicit backend that can't run raises BackendUnavailable with
-    the reason.
+    "auto" is Triton on CUDA and C++ on the CPU where the kernel supports the call, else PyTorch.
+
+    Args:
+        unsupported: the caller's own reason against kernels, beside those of `Kernels`.
+        call: options and sizes, as in `why_not_triton`.
+
+    Raises:
+        BackendUnavailable: the requested backend can't run the call; the message gives the reason.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
         on_cpu = x.device.type == "cpu"
-        reason = unsupported or (why_not_cpp if on_cpu else why_not_triton)(function, x, facts)
+        reason = unsupported or (why_not_cpp if on_cpu else why_not_triton)(function, x, call)
         return "torch" if reason is not None else "cpp" if on_cpu else "triton"
     reason = None
     if backend != "torch":
         why_not = why_not_triton if backend == "triton" else why_not_cpp
-        reason = unsupported or why_not(function, x, facts)
+        reason = unsupported or why_not(function, x, call)
     if reason is not None:
         raise BackendUnavailable(f"backend={backend!r} can't run {function}: {reason}")
     return backend
-
-
-def use_triton(
-    backend: str, function: str, x: Tensor, unsupported: str | None = None, **facts: Any
-) -> bool:
-    """Whether ``function`` runs on Triton for input ``x``; see `backend_of`."""
-    return backend_of(backend, function, x, unsupported, **facts) == "triton"

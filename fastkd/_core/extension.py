@@ -1,4 +1,4 @@
-"""The C++/CUDA extension ``fastkd._C``, where it is built; the package works without it."""
+"""The compiled extension ``fastkd._C`` (C++ and CUDA). The package works without it."""
 
 import functools
 import importlib
@@ -16,20 +16,20 @@ def _load(module: str) -> bool:
 
 
 def _eigh_meta(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes of (values, vectors), for tracing."""
+    """Shapes of eigenvalues and eigenvectors."""
     torch._check(a.dim() >= 2 and a.shape[-1] == a.shape[-2], lambda: "a must be square")
     return a.new_empty(a.shape[:-1]), a.new_empty(a.shape)
 
 
 def _roots_meta(a: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes of (root, values, vectors)."""
+    """Shapes of root, eigenvalues and eigenvectors."""
     return a.new_empty(a.shape), *_eigh_meta(a)
 
 
 def _layer_norm_mse_meta(
     x: Tensor, y: Tensor, eps: float, divisor: int, needs_dx: bool, needs_dy: bool
 ) -> list[Tensor]:
-    """Shapes of the loss, and of the gradients needed."""
+    """Shapes of the loss and of the requested gradients."""
     return [_scalar(x), *(_gradient(x) for needed in (needs_dx, needs_dy) if needed)]
 
 
@@ -42,7 +42,7 @@ def _relation_terms_meta(
     eps: float,
     gradient: bool,
 ) -> list[Tensor]:
-    """Shapes of the weighted losses, and of the student's gradient."""
+    """Shapes of the two weighted losses and of the student's gradient."""
     terms = student.new_empty(2, dtype=_scalar(student).dtype)
     return [terms, student.new_empty(student.shape, dtype=terms.dtype)] if gradient else [terms]
 
@@ -56,10 +56,10 @@ def _cca_meta(
     top_k: int,
     gradient: bool,
 ) -> list[Tensor]:
-    """Shapes of the items' correlations, and of the gradient."""
+    """Shapes of the items' correlations and of the gradient."""
     correlations = student.new_empty(student.shape[0], dtype=torch.float64)
-    made = student.new_empty(student.shape, dtype=_scalar(student).dtype)
-    return [correlations, made] if gradient else [correlations]
+    dx = student.new_empty(student.shape, dtype=_scalar(student).dtype)
+    return [correlations, dx] if gradient else [correlations]
 
 
 def _scalar(x: Tensor) -> Tensor:
@@ -69,18 +69,18 @@ def _scalar(x: Tensor) -> Tensor:
 def _loss_meta(
     student: Tensor, samples: torch.Size, reduction: str, gradient: bool, wide: bool = False
 ) -> list[Tensor]:
-    """Shapes of the loss, or with reduction "none" of each sample's, and of the gradient.
+    """Shapes of the loss (one a sample for reduction "none") and of the gradient.
 
-    ``wide``: the gradient stays in the dtype that the loss is computed in.
+    With ``wide`` the gradient has the dtype of the loss.
     """
     loss = _scalar(student)
     loss = loss.new_empty(samples) if reduction == "none" else loss
-    made = loss.new_empty(student.shape) if wide else _gradient(student)
-    return [loss, made] if gradient else [loss]
+    dx = loss.new_empty(student.shape) if wide else _gradient(student)
+    return [loss, dx] if gradient else [loss]
 
 
 def _gradient(x: Tensor) -> Tensor:
-    """One made along with its loss: float16 would lose what a loss scale is there to save."""
+    """A gradient computed in the forward pass: float16 would underflow before the loss scale."""
     return x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
@@ -94,17 +94,18 @@ def _states_meta(
     count: float,
     *options: object,
 ) -> list[Tensor]:
-    """Shapes of the loss, the terms, and the gradients needed."""
+    """Shapes of the loss, the terms, and the requested gradients."""
     shape = () if count else (hidden.shape[0],)
-    found = [_scalar(hidden).new_empty(sizes) for sizes in (shape, (4, *shape))]
+    results = [_scalar(hidden).new_empty(sizes) for sizes in (shape, (4, *shape))]
     for x, needed in zip((hidden, weight, bias), options, strict=False):
         if x is not None and needed:
             narrow = x is weight and options[-1] and x.dtype == torch.bfloat16
-            found.append(x.new_empty(x.shape, dtype=x.dtype if narrow else _scalar(x).dtype))
-    return found
+            results.append(x.new_empty(x.shape, dtype=x.dtype if narrow else _scalar(x).dtype))
+    return results
 
 
-ROW_KERNELS = {
+# Name of an operator → function that returns empty results, for tracing.
+CPP_OPERATORS = {
     "layer_norm_mse": _layer_norm_mse_meta,
     "soft_target_loss": lambda student, *rest: _loss_meta(
         student, student.shape[:1], rest[-2], rest[-1], wide=True
@@ -121,9 +122,9 @@ ROW_KERNELS = {
     "take_pages": lambda x: None,
 }
 
-# A library left from an older build lacks operators.
-CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in ROW_KERNELS)
-# That of torch's library, which not every build of it has.
+# A library of an older build lacks operators.
+CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in CPP_OPERATORS)
+# Not every build of torch contains MKL.
 MKL = CPU and bool(torch.ops.fastkd_cpp.has_mkl())
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
@@ -131,7 +132,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    gpu = torch.cuda.get_device_properties(device)  # torch.compile knows it as a constant
+    gpu = torch.cuda.get_device_properties(device)  # a constant to torch.compile
     return gpu.major, gpu.minor
 
 
@@ -139,7 +140,7 @@ _known_capability = functools.cache(_capability)  # torch.compile would warn abo
 
 
 def why_not_gpu(device: torch.device) -> str | None:
-    """Why the kernels in Triton and CUDA can't run on a CUDA device, or None if they can."""
+    """Why Triton and CUDA kernels can't run on a CUDA device, or None if they can."""
     if torch.version.hip is not None:
         return "its kernels are for NVIDIA GPUs, and this torch is built for AMD's"
     compiling = torch.compiler.is_compiling()
@@ -156,7 +157,7 @@ def runs_cuda_roots(x: Tensor) -> bool:
 
 
 if CPU:
-    for name, shapes in ROW_KERNELS.items():
+    for name, shapes in CPP_OPERATORS.items():
         torch.library.register_fake(f"fastkd_cpp::{name}")(shapes)
     torch.library.register_fake("fastkd::eigh")(_eigh_meta)
     for name in ("sqrtm", "inv_sqrtm"):

@@ -1,4 +1,4 @@
-"""One sentence for an import that an optional extra brings."""
+"""Imports of packages that an optional extra installs."""
 
 import importlib
 from pathlib import Path
@@ -6,15 +6,15 @@ from types import ModuleType
 
 
 class MissingExtra(ModuleNotFoundError):
-    """A package of an optional extra is not installed; the message says how to get it."""
+    """A package of an optional extra is not installed; the message has the command for it."""
 
 
-# Packages that are called otherwise than what is imported.
+# Import names that differ from the package's name.
 PACKAGES = {"google": "protobuf", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 
 
 def how_to_get(extra: str) -> str:
-    """The command that brings ``extra``, from a checkout where this is one."""
+    """The pip command that installs ``extra``, from the checkout if fastkd runs from one."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         where = "." if checkout == Path.cwd() else str(checkout)
@@ -23,7 +23,7 @@ def how_to_get(extra: str) -> str:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise MissingExtra naming the extra that brings it."""
+    """Import ``module``, or raise MissingExtra with the command that installs ``extra``."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Labels: which ones match, and sums over the samples of a class."""
+"""Labels: which ones match, and sums over the samples of each class."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def label_segments(labels: Tensor) -> Tensor:
-    """Number the distinct labels from 0 in ascending order: one class number per sample (B,)."""
+def class_numbers(labels: Tensor) -> Tensor:
+    """Class of each sample (B,): the distinct labels are numbered from 0 in ascending order."""
     if labels.numel() == 0:
         return labels.new_zeros(0, dtype=torch.int64)
     ordered, order = labels.sort()
@@ -16,15 +16,15 @@ def label_segments(labels: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, first.cumsum(0))
 
 
-def add_by_class(sums: Tensor, segments: Tensor, x: Tensor) -> Tensor:
-    """Add each row of ``x`` (B, ...) to its class's row of ``sums`` (C, ...), in place.
+def add_by_class(sums: Tensor, classes: Tensor, x: Tensor) -> Tensor:
+    """Add each row of ``x`` (B, ...) to the row of its class in ``sums`` (C, ...), in place.
 
-    The same bits on every run: ``index_add_`` is sequential on the CPU but uses atomics on CUDA,
-    where accumulating ``index_put_`` sorts instead.
+    Deterministic: ``index_add_`` is sequential on the CPU but uses atomics on CUDA, where
+    accumulating ``index_put_`` sorts instead.
     """
     if x.is_cuda:
-        return sums.index_put_((segments,), x, accumulate=True)
-    return sums.index_add_(0, segments, x)
+        return sums.index_put_((classes,), x, accumulate=True)
+    return sums.index_add_(0, classes, x)
 
 
 def comparable(*labels: Tensor) -> list[Tensor]:
@@ -38,19 +38,19 @@ def label_ranges(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """``low``, ``high`` (N,) and ``labels`` (M,): row i matches low_i <= labels_j <= high_i.
 
-    Without a tolerance ``high`` is None and stands for ``low``. A bank's label ``ignore_index``
-    matches nothing though it is in a range, and so does a NaN.
+    Without a tolerance ``high`` is None: the range is ``low`` alone. A teacher's label
+    ``ignore_index`` matches nothing, even inside a range, and neither does a NaN.
     """
     student, teacher = comparable(student, teacher)
     if tolerance is None:
         return student, None, teacher
     low, high = (_real_range if student.is_floating_point() else _whole_range)(student, tolerance)
-    ignored = student == ignore_index  # a range that only holds what matches nothing
+    ignored = student == ignore_index  # its range becomes ignore_index, which matches nothing
     return low.masked_fill(ignored, ignore_index), high.masked_fill(ignored, ignore_index), teacher
 
 
 def _whole_range(labels: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """The int64 within ``tolerance``, in three steps because it may be larger than any of them."""
+    """Ends of the int64 range, in three steps: ``tolerance`` may exceed the largest int64."""
     least, greatest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     whole = min(math.floor(tolerance), greatest - least)
     low = high = labels
@@ -61,7 +61,7 @@ def _whole_range(labels: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
 
 
 def _real_range(labels: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """The first and last float64 whose difference, as it is computed, is within ``tolerance``."""
+    """First and last float64 whose computed difference from the label is within ``tolerance``."""
     ends = []
     for sign in (-1, 1):
         end = labels + sign * tolerance

@@ -1,4 +1,4 @@
-"""What a result was measured on: machine, versions, commit."""
+"""Machine, versions and commit that a result was measured with."""
 
 import datetime
 import importlib.metadata
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """Everything that a reader needs to know about where the numbers come from."""
+    """Machine, package versions, commit and date, for a file of results."""
     return {
         "machine": _machine(device),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -35,7 +35,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
 
 def slug(device: torch.device) -> str:
-    """A file name for the machine."""
+    """Name of the machine for a file: its GPU, or its CPU and threads."""
     if device.type == "cuda":
         text = torch.cuda.get_device_name(device)
     else:
@@ -60,7 +60,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """With its instructions, as PyTorch uses them: in the cloud a name may stand for many kinds."""
+    """CPU and vector instructions that PyTorch uses; in a cloud one name covers several models."""
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -83,7 +83,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit, with "+" for local changes; the package's version outside one."""
+    """Commit of the checkout, with "+" for local changes; without a checkout fastkd's version."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

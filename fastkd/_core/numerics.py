@@ -1,4 +1,4 @@
-"""Working precision and derivative rules that every loss keeps."""
+"""Precision and derivative rules of all losses."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a loss accumulates and comes back in: float64 for float64, else float32."""
+    """Dtype of a loss and its sums: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -21,14 +21,14 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def values_readable(x: Tensor) -> bool:
-    """Whether Python may look at the values of ``x``: on the CPU, not traced, not made up.
+    """Whether Python may read the values of ``x``: on the CPU, neither traced nor fake.
 
-    On a GPU reading would wait for the device; under torch.compile, torch.export, vmap, on the
-    meta device and for fake tensors there is nothing to read.
+    On a GPU reading would wait for the device. Under torch.compile, torch.export and vmap, on the
+    meta device and in fake tensors there are no values.
     """
     if torch.compiler.is_compiling():
         return False
-    # Plain tensors are not made up, and the full question costs more than all others.
+    # A plain tensor is not fake, and `is_fake` costs more than the other checks together.
     plain = type(x) is Tensor and not torch._is_functional_tensor(x)
     return (
         x.is_cpu
@@ -38,19 +38,19 @@ def values_readable(x: Tensor) -> bool:
 
 
 def saveable(x: Tensor) -> Tensor:
-    """``x``, copied if it was made under ``torch.inference_mode``: autograd can't save that."""
-    # The compiler does not trace the question, and refuses such inputs by itself.
+    """``x``, copied if it is an inference tensor, which autograd can't save."""
+    # The compiler does not trace `is_inference`, and refuses inference tensors itself.
     return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply(*arguments)``, in which under torch.compile too a tensor may come twice.
+    """``function.apply(*arguments)``, where a tensor may be passed twice, also under torch.compile.
 
-    Under ``torch.no_grad`` no argument asks for its gradient: ``ctx.needs_input_grad`` doesn't know
-    of that, and what makes gradients along with the loss would make them for nobody.
+    Under ``torch.no_grad`` the arguments are detached: ``ctx.needs_input_grad`` ignores that mode,
+    and a function that computes gradients in its forward pass would compute them for nothing.
 
-    A constant that is a float stands as a literal in what the function calls: the compiler takes a
-    module's floats for inputs where all is dynamic, and then fails at a second call.
+    Float constants must be literals in the code that ``function`` calls: with dynamic shapes the
+    compiler treats a module's floats as inputs, and then fails at a second call.
     """
     if torch.compiler.is_compiling():
         given: list[Any] = []
@@ -63,11 +63,11 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def in_range(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tensor | None]:
-    """``x`` (..., D), rows whose squares would overflow times a power of two, and that (..., 1).
+def rescale_extreme_rows(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tensor | None]:
+    """``x`` (..., D) with a power of two multiplied into rows whose squares would overflow.
 
-    The factor is 1 for other rows, and None where it can be seen that it is so for all. With
-    ``or_tiny`` squares don't underflow either.
+    With ``or_tiny`` also into rows whose squares would underflow. Returns the factors (..., 1) too,
+    which are 1 for other rows; None instead if values can be read and all factors are 1.
     """
     if x.shape[-1] == 0:
         return x, None
@@ -84,34 +84,34 @@ def in_range(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tensor | None]:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(..., D) as (R, D); rows stay what they are, since a view costs the host backward too."""
+    """(..., D) as (R, D). (R, D) is returned itself: a view costs host time, in backward too."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:
-    """``linear`` of ``x`` (B, ..., D) in the wider of both dtypes, as outside autocast.
+    """``linear`` of ``x`` (B, ..., D) in the wider of both dtypes, without autocast.
 
-    Positions outside ``mask`` (bool, the leading dimensions of ``x``) enter no product, and come
-    back as zeros.
+    Positions outside ``mask`` (bool, the leading dimensions of ``x``) give zeros, whatever they
+    hold.
     """
     dtype = torch.promote_types(linear.weight.dtype, x.dtype)
     x = zero_padding(x, mask)
     with autocast_off(x):
         if dtype == linear.weight.dtype:
             projected = linear(x.to(dtype))
-        else:  # means of a half type's tokens are wider than its weight
+        else:  # the mean of half-precision tokens is float32, but the weight is not
             bias = None if linear.bias is None else linear.bias.to(dtype)
             projected = F.linear(x, linear.weight.to(dtype), bias)
     return zero_padding(projected, mask)
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` (B, ..., D) with the padded positions zeroed, whatever stood there."""
+    """``x`` (B, ..., D) with zeros at padded positions, even where they hold NaN."""
     return x if mask is None else torch.where(mask[..., None], x, 0)
 
 
 def reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
-    """``losses``, zero where they are not ``counted``: "none", "sum", or "mean" of the others."""
+    """Reduction ("none", "sum", or "mean" over ``counted``) of losses that are 0 elsewhere."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -119,22 +119,22 @@ def reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager:
-    """Context in which autocast does not touch the loss; needed in forward and backward alike."""
+    """Context without autocast; forward and backward both need it."""
     device = x.device.type
-    if device == "meta":  # which autocast refuses
+    if device == "meta":  # autocast refuses it
         return nullcontext()
-    # Entering and leaving it costs as much as a small loss; in a graph it costs nothing.
+    # Entering and leaving the context costs as much as a small loss; in a graph it costs nothing.
     if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
 
 
 def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A gradient made along with its loss, times the loss's own, in another dtype.
+    """A gradient computed in the forward pass, times the upstream gradient, in ``dtype``.
 
-    ``upstream`` is that of one loss (), None for 1, or of losses of the first dimensions. The
-    gradient may be of a vocabulary's size: it is copied only if it changes. An upstream of 1, as of
-    a loss that stands alone, is known on the CPU.
+    ``upstream`` is () for a scalar loss, of the gradient's first dimensions for several losses, or
+    None for 1. The gradient may have a vocabulary's size: it is copied only if it changes. On the
+    CPU an upstream of 1, as ``loss.backward()`` passes it, is recognised.
     """
     if upstream is None or (
         upstream.dim() == 0 and values_readable(upstream) and upstream.item() == 1
@@ -145,7 +145,7 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
         upstream = upstream[(...,) + (None,) * (gradient.dim() - upstream.dim())]
     if working_dtype(gradient) == dtype or torch.compiler.is_compiling():
         return (upcast(gradient) * upstream).to(dtype)
-    # In parts, so that no product of the whole stands beside it.
+    # Chunks of rows, so that the float32 product exists for one chunk at a time.
     product = torch.empty_like(gradient, dtype=dtype)
     step = max((1 << 24) // max(gradient[:1].numel(), 1), 1)
     parts = (x.split(step) for x in (gradient, upstream.expand_as(gradient), product))
@@ -157,9 +157,8 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
 def once_differentiable(backward):
     """Decorate the ``backward`` of a Function: ``create_graph=True`` raises.
 
-    A gradient that raised only once it is differentiated would hang on nothing, and PyTorch runs
-    no more than leads to the inputs that are asked for: a Hessian would be zeros, as it is by
-    PyTorch's decorator of this name.
+    PyTorch's decorator of this name raises only when the gradient is differentiated. That gradient
+    doesn't depend on the inputs in the graph, so PyTorch skips the error and a Hessian is zeros.
     """
 
     @functools.wraps(backward)
@@ -186,5 +185,5 @@ class _FirstOrderOnly(torch.autograd.Function):
 
 
 def first_order_only(x: Tensor) -> Tensor:
-    """``x`` itself; a second derivative through it raises instead of being silently wrong."""
+    """``x``, through which a second derivative raises an error instead of being silently wrong."""
     return _FirstOrderOnly.apply(x) if x.requires_grad else x

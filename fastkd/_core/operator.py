@@ -1,7 +1,7 @@
-"""The border between Python and Triton: one callable a launcher, eager or compiled.
+"""Triton launchers as operators: one callable for eager and compiled code.
 
 A launcher takes tensors (or lists of them) and plain numbers, allocates its results and starts
-kernels. `operator` makes it what an autograd.Function calls:
+kernels. The decorator `operator` makes it callable from an autograd.Function:
 
     def _scaled_shapes(x, factor): return x.new_empty(x.shape)
 
@@ -12,11 +12,12 @@ kernels. `operator` makes it what an autograd.Function calls:
         def forward(ctx, options, x): ctx.options = options; return scaled(x, options.factor)
         def backward(ctx, grad): return None, scaled(grad, ctx.options.factor)
 
-    apply(_Scaled, Options(factor), x)  # `fastkd._core.numerics.apply`: a tensor may come twice
+    apply(_Scaled, Options(factor), x)  # `fastkd._core.numerics.apply`: x may be passed twice
 
 Options are one frozen dataclass, so that ``backward`` returns one None for them. They hold no
-number made of sizes: a float of those is a new graph a size, and ``backward`` can't see an int of
-them in a graph. It takes sizes from its tensors again, and the launcher divides.
+number computed from sizes: under torch.compile such a float compiles a graph for each size, and an
+int isn't visible in ``backward``. So ``backward`` reads sizes from its tensors, and the launcher
+divides by them.
 """
 
 import functools
@@ -32,14 +33,15 @@ Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 def operator(
     shapes: Callable[..., Any], mutates: Sequence[int] = ()
 ) -> Callable[[Launcher], Launcher]:
-    """Decorate a launcher: a custom operator under torch.compile, the plain call otherwise.
+    """Decorate a launcher: a custom operator under torch.compile, a plain call in eager mode.
 
-    A custom operator costs more than the launches behind it, so only graphs get it. Its schema
-    comes from the launcher's annotations; arguments are positional. ``shapes`` takes the same
-    arguments and returns empty results; ``mutates`` gives the places of arguments that are written.
+    In eager mode a custom operator would cost more than its kernel launches. Its schema comes from
+    the launcher's annotations, and its arguments are positional. The launcher runs on the device of
+    its first tensor; its tensors are `aligned`, except for those that it writes to.
 
-    The launcher runs on the device of its first tensor, and sees its tensors `aligned`, but for
-    those that it writes to.
+    Args:
+        shapes: takes the launcher's arguments and returns empty results.
+        mutates: positions of the arguments that the launcher writes to.
     """
 
     def decorate(launcher: Launcher) -> Launcher:
@@ -65,9 +67,10 @@ def operator(
 
 
 def aligned(x: Any) -> Any:
-    """A tensor, or list of tensors, at addresses that are multiples of 16; copies only if not so.
+    """``x`` with its tensors at addresses that are multiples of 16, copied where they are not.
 
-    Triton compiles a kernel anew for a pointer that is none. Other values come back as they are.
+    Triton compiles another kernel for an unaligned pointer. ``x`` may be a tensor, a list, or any
+    other value, which is returned unchanged.
     """
     if isinstance(x, Tensor):
         return x if x.data_ptr() % 16 == 0 else x.clone()

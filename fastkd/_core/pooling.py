@@ -1,4 +1,4 @@
-"""From token features to one row per sample, for the losses that compare samples."""
+"""Pooling of token features to one row per sample."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from fastkd._core.numerics import working_dtype, zero_padding
 
 
 def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """Pool (B, N, D) to (B, D): ``"cls"`` the first real token, ``"mean"`` their average.
+    """Rows (B, D) from (B, N, D): the first real token (``"cls"``) or the mean (``"mean"``).
 
-    ``mask`` (B, N) is bool. A sample without a real token gives zeros. An average comes in the
-    working dtype: rounded to a half type it would lose what its sum has kept.
+    ``mask`` (B, N) is bool. A sample without a real token gives zeros. The mean is in the working
+    dtype: half precision would round it.
     """
     dtype = working_dtype(x) if how == "mean" else x.dtype
     if x.shape[1] == 0:
@@ -18,7 +18,7 @@ def pool_tokens(x: Tensor, mask: Tensor | None, how: str) -> Tensor:
     if mask is None:
         return x[:, 0] if how == "cls" else x.mean(1, dtype=dtype)
     if how == "cls":
-        # Not position 0: decoders' tokenizers pad on the left.
+        # With left padding the first real token is not at position 0.
         first = mask.to(torch.uint8).argmax(1)  # (B,)
         rows = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
         return torch.where(mask.any(1, keepdim=True), rows, 0)

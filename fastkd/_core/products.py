@@ -1,8 +1,8 @@
-"""Matrix products: of half types that leave in float32, as sums in the losses do, and symmetric.
+"""Matrix products: half precision with float32 results, and symmetric ones.
 
-A product in a half type rounds every logit to 8 or 11 bits, and gradients of logits with it. GPUs
-multiply half types into float32 as they are; so do some CPUs, by the extension, and bfloat16 alone.
-On others the matrices are widened a part at a time.
+A half-precision result would round every logit, and its gradient, to 8 or 11 bits. GPUs multiply
+half-precision matrices into float32. Some CPUs do so for bfloat16, through the extension. On other
+CPUs the matrices are converted to float32 one tile at a time.
 """
 
 import functools
@@ -14,11 +14,11 @@ from fastkd._core import extension
 from fastkd._core.memory import empty
 from fastkd._core.numerics import upcast, working_dtype
 
-# Entries of a matrix that are widened, or added to another, at a time: on the CPU and on a GPU.
-TILES = (1 << 20, 1 << 24)
+# Entries of a matrix that are converted or added at a time: on the CPU, on a GPU.
+TILE_ENTRIES = (1 << 20, 1 << 24)
 
-# Largest n of a symmetric product that is not worth dividing into blocks.
-WHOLE_PRODUCT = 256
+# A symmetric product of smaller n isn't worth dividing into blocks.
+LEAST_BLOCKED = 256
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -32,7 +32,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     out = empty((len(x), len(weight)), working_dtype(x), x.device)
     if x.dtype not in HALF:
         return torch.mm(x, weight.T, out=out)
-    if _by_half_product(x):
+    if _uses_half_product(x):
         torch.ops.fastkd_cpp.half_product(out, x, weight.T, False)
         return out
     wide = x.float()
@@ -42,12 +42,12 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def product_back(grad: Tensor, weight: Tensor) -> Tensor:
-    """grad (M, N) · weight (N, K), where ``grad`` is `ready` for ``weight``."""
+    """grad (M, N) · weight (N, K); ``grad`` comes from `scaled_for_products`."""
     if weight.dtype not in HALF:
         return grad @ weight
     if _on_gpu(weight):
         return torch.mm(grad, weight, out_dtype=torch.float32)
-    if _by_half_product(weight):
+    if _uses_half_product(weight):
         out = grad.new_empty(len(grad), weight.shape[1])
         torch.ops.fastkd_cpp.half_product(out, grad, weight, False)
         return out
@@ -60,11 +60,11 @@ def product_back(grad: Tensor, weight: Tensor) -> Tensor:
 def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, first: bool) -> None:
     """Add gradᵀ (N, M) · x (M, K), times ``factor``, to ``total`` (N, K) of the working dtype.
 
-    The ``first`` to be added takes the place of what stands there; if no other follows, that may be
-    of bfloat16 on the CPU. ``grad`` and ``factor`` are `ready` for ``x``. No second matrix of the
-    size of ``total``.
+    With ``first`` the product overwrites ``total``. If it is the only product, ``total`` may be
+    bfloat16 on the CPU. ``grad`` and ``factor`` come from `scaled_for_products`. No second matrix
+    of the size of ``total`` is allocated.
     """
-    if _by_half_product(x):
+    if _uses_half_product(x):
         torch.ops.fastkd_cpp.half_product(total, grad.T, x, not first)
         return
     if x.dtype not in HALF or not _on_gpu(x):
@@ -85,12 +85,12 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
             out += part
 
 
-def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """A gradient in the working dtype for products with tensors of ``dtype``, and their factor.
+def scaled_for_products(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """``grad`` for products with tensors of ``dtype``, and the factor to multiply those by.
 
-    On a CPU that multiplies bfloat16 its products round it, as is done here for a GPU. Float16 has
-    no room for small probabilities: there the gradient is multiplied by a power of 2 that takes its
-    largest entry near the largest number, and the products are divided by it.
+    For a GPU the gradient is rounded to ``dtype``; a CPU's bfloat16 products round it themselves.
+    In float16 small probabilities would underflow: the gradient is divided by a power of 2, the
+    factor, that brings its largest entry near float16's largest number.
     """
     if dtype not in HALF or not _on_gpu(grad):
         return grad, None
@@ -101,9 +101,9 @@ def ready(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
-    """XY where it is symmetric: of a large one only the lower blocks are multiplied."""
+    """XY, which must be symmetric: for large n only the lower blocks are multiplied."""
     n = x.shape[-2]
-    if n < WHOLE_PRODUCT:
+    if n < LEAST_BLOCKED:
         return x @ y
     product = x.new_empty(*x.shape[:-1], n)
     for i in range(4):
@@ -114,18 +114,18 @@ def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
     return product
 
 
-def multiplied_as_is(x: Tensor) -> bool:
-    """Whether ``x`` is of a half type and enters products as such."""
-    return x.dtype in HALF and (_on_gpu(x) or _by_half_product(x))
+def multiplied_in_half(x: Tensor) -> bool:
+    """Whether ``x`` is half precision and products take it without conversion."""
+    return x.dtype in HALF and (_on_gpu(x) or _uses_half_product(x))
 
 
-def _by_half_product(x: Tensor) -> bool:
+def _uses_half_product(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_half_product()
 
 
 @functools.cache
 def _has_half_product() -> bool:
-    older = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")  # or is told to be
+    older = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")  # CPU or environment
     return extension.CPU and not older and bool(torch.ops.fastkd_cpp.has_half_product())
 
 
@@ -135,5 +135,5 @@ def _on_gpu(x: Tensor) -> bool:
 
 def _tiles(matrix: Tensor) -> list[slice]:
     rows, columns = matrix.shape
-    step = max(TILES[matrix.device.type == "cuda"] // max(columns, 1), 1)
+    step = max(TILE_ENTRIES[matrix.device.type == "cuda"] // max(columns, 1), 1)
     return [slice(start, start + step) for start in range(0, rows, step)]

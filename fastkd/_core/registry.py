@@ -1,8 +1,8 @@
-"""The one list of losses: what dispatch, doctor, tests, benchmarks and the README go through.
+"""Registry of the losses, read by dispatch, `fastkd doctor`, tests, benchmarks and the README.
 
-A row says what a loss is called everywhere: its file in fastkd/ and bench/, its tests, its public
-names, what its kernels can do, and an input for each function. tests/test_registry.py names what a
-new row still lacks, and what is public without a row.
+A row holds a loss's file name in fastkd/, bench/ and tests/, its public names, what its kernels
+support, and an input for each function. tests/test_registry.py reports what a new row still lacks
+and public names without a row.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,62 +12,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tensors that get a gradient, the others, tensors by keyword; in float64, on the CPU.
+# Makes tensors with a gradient, tensors without, and tensors by keyword; float64, on the CPU.
 Inputs = Callable[[torch.Generator], tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the kernels behind a public name can do; everything else is left to PyTorch."""
+    """Calls that the kernels of a public name support; PyTorch runs all others."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    words: Mapping[str, Collection[str]] = field(default_factory=dict)  # option → what they know
-    at_most: Mapping[str, int] = field(default_factory=dict)  # size → their largest
+    options: Mapping[str, Collection[str]] = field(default_factory=dict)  # name → supported values
+    limits: Mapping[str, int] = field(default_factory=dict)  # name of a size → largest supported
 
-    def lack(self, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
-        """What of a call they can't do, in words; ``facts`` has its words and sizes."""
+    def why_not(self, dtype: torch.dtype, call: Mapping[str, Any]) -> str | None:
+        """Why the kernels don't support a call, or None; ``call`` has its options and sizes."""
         if dtype not in self.dtypes:
             return f"{str(dtype).removeprefix('torch.')} is left to PyTorch"
-        for name, words in self.words.items():
-            if facts[name] not in words:
-                known = " or ".join(map(repr, words))
-                return f"its kernels know {name}={known}, got {facts[name]!r}"
-        for name, most in self.at_most.items():
-            if facts[name] > most:
-                return f"its kernels take at most {most} {name}, got {facts[name]}"
+        for name, values in self.options.items():
+            if call[name] not in values:
+                supported = " or ".join(map(repr, values))
+                return f"its kernels support {name}={supported}, got {call[name]!r}"
+        for name, largest in self.limits.items():
+            if call[name] > largest:
+                return f"its kernels take at most {largest} {name}, got {call[name]}"
         return None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What belongs together under one file name."""
+    """One row of the registry."""
 
     name: str  # fastkd/<name>.py, bench/<name>.py, tests/test_<name>.py, tests/losses/<name>.py
     title: str
     paper: str = ""
-    functions: Mapping[str, Inputs] = field(default_factory=dict)  # each has a twin `*_ref`
-    parts: Mapping[str, Inputs] = field(default_factory=dict)  # likewise, but no losses
+    functions: Mapping[str, Inputs] = field(default_factory=dict)  # losses with a `*_ref`
+    building_blocks: Mapping[str, Inputs] = field(default_factory=dict)  # others with a `*_ref`
     modules: tuple[str, ...] = ()
-    measures: tuple[str, ...] = ()  # public functions without a reference
-    kernels: Mapping[str, Kernels] = field(default_factory=dict)  # Triton's, by public name
-    row_kernels: Mapping[str, Kernels] = field(default_factory=dict)  # C++ ones, likewise
+    without_reference: tuple[str, ...] = ()  # other public functions
+    triton: Mapping[str, Kernels] = field(default_factory=dict)  # public name → its kernels
+    cpp: Mapping[str, Kernels] = field(default_factory=dict)
     kernel_files: tuple[str, ...] = ()  # kernels/<file>.py
 
     @property
-    def compared(self) -> dict[str, Inputs]:
-        """All functions that have a reference."""
-        return {**self.functions, **self.parts}
+    def with_reference(self) -> dict[str, Inputs]:
+        """Inputs of all functions that have a reference."""
+        return {**self.functions, **self.building_blocks}
 
     @property
     def names(self) -> list[str]:
-        """All that is public of it."""
-        references = (f"{function}_ref" for function in self.compared)
-        return [*self.compared, *references, *self.modules, *self.measures]
+        """All public names of the loss."""
+        references = (f"{function}_ref" for function in self.with_reference)
+        return [*self.with_reference, *references, *self.modules, *self.without_reference]
 
 
 _RELATIONS = {"normalize": ("l2",), "distance": ("pearson",)}
-# The C++ kernels know them all.
-_ROWS = Kernels(dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64))
+_CPP = Kernels(dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
@@ -101,7 +100,7 @@ def _maps(B: int, H: int, N: int) -> Inputs:
     return make
 
 
-def _two(*shape: int) -> Inputs:
+def _two_features(*shape: int) -> Inputs:
     return lambda generator: ([_random(generator, *shape) for _ in range(2)], [], {})
 
 
@@ -109,8 +108,8 @@ def _heads(rows: int, student: int, teacher: int, vocabulary: int) -> Inputs:
     shapes = ((rows, student), (vocabulary, student)), ((rows, teacher), (vocabulary, teacher))
 
     def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        learning, given = ([_random(generator, *shape) for shape in side] for side in shapes)
-        return learning, given, {}
+        trained, fixed = ([_random(generator, *shape) for shape in model] for model in shapes)
+        return trained, fixed, {}
 
     return make
 
@@ -128,9 +127,9 @@ def _definite(n: int) -> Inputs:
 
 
 _SOFT_TARGETS = Kernels(
-    words={
+    options={
         "divergence": ("forward_kl", "reverse_kl", "adaptive_kl", "js"),
-        "teacher": ("logits",),  # not its top k
+        "teacher": ("logits",),  # no TopK
     }
 )
 
@@ -142,8 +141,8 @@ LOSSES = (
         "Correlation Distillation*, 2023",
         functions={"relation_loss": _features(4, 10, 16, teacher=(4, 10, 24), masked=True)},
         modules=("FCDLoss",),
-        row_kernels={"relation_loss": replace(_ROWS, words=_RELATIONS)},
-        kernels={"relation_loss": Kernels(words=_RELATIONS)},
+        cpp={"relation_loss": replace(_CPP, options=_RELATIONS)},
+        triton={"relation_loss": Kernels(options=_RELATIONS)},
         kernel_files=("relation", "relation_rows", "relation_small", "relation_long"),
     ),
     Loss(
@@ -152,10 +151,10 @@ LOSSES = (
         paper="Saadi et al., *Intra-Class Similarity-Guided Feature Distillation*, 2023",
         functions={"knn_feature_loss": _features(20, 16, labelled=True)},
         modules=("IntraClassKNNLoss",),
-        measures=("intra_class_similarity",),
-        # Beyond, matrix products of all pairs cost less than differences of those of one label.
-        row_kernels={"knn_feature_loss": replace(_ROWS, at_most={"products": 2**27})},
-        kernels={"knn_feature_loss": Kernels(at_most={"neighbours": 32})},
+        without_reference=("intra_class_similarity",),
+        # Beyond it matrix products of all pairs cost less than differences of pairs of one label.
+        cpp={"knn_feature_loss": replace(_CPP, limits={"products": 2**27})},
+        triton={"knn_feature_loss": Kernels(limits={"neighbours": 32})},
         kernel_files=("knn",),
     ),
     Loss(
@@ -165,8 +164,8 @@ LOSSES = (
         "2021",
         functions={"cos_nce_loss": _features(6, 10, 16)},
         modules=("CosNCELoss",),
-        row_kernels={"cos_nce_loss": _ROWS},
-        kernels={"cos_nce_loss": Kernels()},
+        cpp={"cos_nce_loss": _CPP},
+        triton={"cos_nce_loss": Kernels()},
         kernel_files=("contrastive",),
     ),
     Loss(
@@ -176,22 +175,22 @@ LOSSES = (
         "Compression*, 2025",
         functions={"cca_loss": _features(64, 12, teacher=(64, 16))},
         modules=("CCALoss",),
-        measures=("canonical_correlations",),
+        without_reference=("canonical_correlations",),
     ),
     Loss(
         name="projection",
         title="Dual orthogonal projection",
         paper="LRKD: Hu et al., *Learnable Relational Knowledge Distillation for Language Model "
         "Compression*, 2025",
-        functions={"layer_norm_mse": _two(20, 16)},
-        parts={"cayley": _skew(12)},
+        functions={"layer_norm_mse": _two_features(20, 16)},
+        building_blocks={"cayley": _skew(12)},
         modules=("DualProjectionLoss", "OrthogonalProjection"),
-        kernels={
-            "layer_norm_mse": Kernels(at_most={"columns": 16384}),
+        triton={
+            "layer_norm_mse": Kernels(limits={"columns": 16384}),
             "cayley": Kernels(),
             "OrthogonalProjection": Kernels(dtypes=(torch.float32,)),
         },
-        row_kernels={"layer_norm_mse": _ROWS},
+        cpp={"layer_norm_mse": _CPP},
         kernel_files=("projection", "cayley"),
     ),
     Loss(
@@ -200,8 +199,8 @@ LOSSES = (
         paper="Jiao et al., *TinyBERT: Distilling BERT for Natural Language Understanding*, 2020",
         functions={"attention_loss": _maps(3, 4, 6)},
         modules=("AttentionLoss",),
-        row_kernels={"attention_loss": _ROWS},
-        kernels={"attention_loss": Kernels()},
+        cpp={"attention_loss": _CPP},
+        triton={"attention_loss": Kernels()},
         kernel_files=("attention",),
     ),
     Loss(
@@ -213,16 +212,16 @@ LOSSES = (
             "linear_soft_target_loss": _heads(20, 8, 12, 33),
         },
         modules=("SoftTargetLoss",),
-        row_kernels={
-            name: replace(_SOFT_TARGETS, dtypes=_ROWS.dtypes)
+        cpp={
+            name: replace(_SOFT_TARGETS, dtypes=_CPP.dtypes)
             for name in ("soft_target_loss", "linear_soft_target_loss")
         },
-        kernels={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
+        triton={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
         kernel_files=("soft_targets",),
     ),
     Loss(
         name="linalg",
         title="Roots of symmetric matrices, for the losses above",
-        parts={"sqrtm": _definite(12), "inv_sqrtm": _definite(12)},
+        building_blocks={"sqrtm": _definite(12), "inv_sqrtm": _definite(12)},
     ),
 )

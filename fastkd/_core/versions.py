@@ -1,4 +1,4 @@
-"""The versions that the suite's core was run with; docs/versions.md is the table of those runs."""
+"""Oldest and newest versions that the core tests ran with; docs/versions.md lists the runs."""
 
 import warnings
 from importlib.metadata import version

@@ -9,7 +9,7 @@ LIBRARIES = ("fastkd", "torch")
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the nearest line outside of fastkd and torch, which calls Modules."""
+    """Warn at the nearest calling line outside of fastkd and of torch, which calls Modules."""
     if torch.compiler.is_compiling():  # Dynamo reads no frames
         warnings.warn(message, stacklevel=2)
         return

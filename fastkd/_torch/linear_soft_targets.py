@@ -26,10 +26,10 @@ from fastkd._core.operator import operator
 from fastkd._core.products import (
     HALF,
     add_product,
-    multiplied_as_is,
+    multiplied_in_half,
     product,
     product_back,
-    ready,
+    scaled_for_products,
 )
 from fastkd._torch.row_losses import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
 from fastkd._torch.vocabulary_shard import ALL, Columns
@@ -302,7 +302,7 @@ def _at_once(
     plain = labels is not None and len(student) == 3 and not recipe.student.softcap
     if not plain or teacher or recipe.terms or recipe.task_weight == 0:
         return False
-    if hidden.dtype in HALF and not multiplied_as_is(hidden):
+    if hidden.dtype in HALF and not multiplied_in_half(hidden):
         return False
     V, R = recipe.vocabulary or weight.shape[0], hidden.shape[0]
     if hidden.dtype in HALF and R > 1:  # of all rows it keeps the gradient, rounded
@@ -571,14 +571,14 @@ class _Pass:
         round these.
         """
         states, head = self.student.states, self.student.weights
-        if weights is not None and any(multiplied_as_is(x) for x in states):
+        if weights is not None and any(multiplied_in_half(x) for x in states):
             grad, weights = grad.mul_(weights), None
         bias = 2 * len(states)
         if bias in self.grads:
             self.grads[bias][: self.V] += (grad if weights is None else grad * weights).sum(0)
         if not self.grads.keys() - {bias}:
             return
-        made = {x.dtype: ready(grad.to(working_dtype(x)), x.dtype) for x in states}
+        made = {x.dtype: scaled_for_products(grad.to(working_dtype(x)), x.dtype) for x in states}
         for i, (x, w) in enumerate(zip(states, head, strict=True)):
             ready_grad, factor = made[x.dtype]
             if 2 * i in self.grads:

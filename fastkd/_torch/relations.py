@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd._core.numerics import in_range, upcast, working_dtype
+from fastkd._core.numerics import rescale_extreme_rows, upcast, working_dtype
 
-# Up to this many rows a relation is never replaced by products of its features under
-# torch.compile, nor in the kernels: one graph serves all these sizes.
+# Under torch.compile and in the kernels (D, D) products never replace relations of up to this many
+# rows: one graph serves all these sizes.
 SIZES_OF_ONE_GRAPH = 128
 
 
@@ -18,8 +18,8 @@ SIZES_OF_ONE_GRAPH = 128
 class Options:
     """Options shared by all layer pairs of one call."""
 
-    tokens: float  # weight of a layer's relations between tokens
-    samples: float
+    tokens: float  # weight of relations between tokens, for each layer
+    samples: float  # weight of relations between samples
     normalize: str = "l2"
     distance: str = "pearson"
     temperature: float = 10.0
@@ -29,7 +29,7 @@ class Options:
 
 
 def normalized(x: Tensor, normalize: str) -> Tensor:
-    """Features (..., D) as their relations take them (Table 4)."""
+    """Features (..., D), normalised for their relations (Table 4)."""
     if normalize == "l2":
         return F.normalize(x, dim=-1)
     if normalize == "layer_norm":
@@ -51,7 +51,7 @@ def relation_term(
         student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
         mask = None if mask is None else mask.transpose(0, 1)
         dx = None if dx is None else dx.transpose(0, 1)
-    groups, N, Ds = student.shape  # from here on a group is what has one (N, N) relation
+    groups, N, Ds = student.shape  # a group has one (N, N) relation: a sample, or a position
     Dt = teacher.shape[-1]
     loss = student.new_zeros((), dtype=working_dtype(student))
     if groups == 0 or N < 2:
@@ -59,7 +59,7 @@ def relation_term(
 
     weight = loss + (options.tokens if over == "tokens" else options.samples)  # ()
     if mask is None:
-        group_weight = weight / groups  # not in Python: a float made of sizes is a graph a size
+        group_weight = weight / groups  # a Python float of sizes would compile a graph a size
     else:
         counts = mask.sum(1, keepdim=True) >= 2  # (groups, 1)
         mask = mask & counts
@@ -86,7 +86,7 @@ def relation_term(
 def by_features(
     over: str, student: Tensor, teacher: Tensor, options: Options, gradient: bool
 ) -> bool:
-    """Whether (D, D) products take the place of relations."""
+    """Whether the loss is computed from (D, D) products instead of (N, N) relations."""
     members = student.shape[1 if over == "tokens" else 0]
     of_any_size = not options.in_cpp and not torch.compiler.is_compiling()
     return (
@@ -97,7 +97,7 @@ def by_features(
 
 
 def feature_side_is_cheaper(N: int, Ds: int, Dt: int, gradient: bool) -> bool:
-    """Whether D×D products cost less than N×N ones; multiplications for each of the N rows."""
+    """Whether (D, D) products need fewer multiplications for each of N rows than (N, N) ones."""
     relation_side = N * (Ds + Dt)
     feature_side = Ds * Ds + Ds * Dt + Dt * Dt
     if gradient:
@@ -107,10 +107,10 @@ def feature_side_is_cheaper(N: int, Ds: int, Dt: int, gradient: bool) -> bool:
 
 
 def _chunks(x: Tensor, D: int, feature_side: bool) -> int:
-    """In how many parts to work on the relations of ``x`` (groups, N, Ds); ``D`` is Ds + Dt.
+    """Number of chunks for the relations of ``x`` (groups, N, Ds); ``D`` is Ds + Dt.
 
-    Eager on the CPU a part should stay in the cache; elsewhere it only bounds the memory, and
-    long loops cost launches or time to compile. A power of two: few graphs while sizes change.
+    Eager on the CPU a chunk should stay in the cache. Elsewhere it only bounds the memory, and long
+    loops cost launches or compile time. A power of two gives few graphs as sizes change.
     """
     groups, N, _ = x.shape
     eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -123,12 +123,12 @@ def _chunks(x: Tensor, D: int, feature_side: bool) -> int:
 
 
 class Centred:
-    """Rows y of ``x`` (G, N, D), normalised as asked for, minus their mean.
+    """Rows y of ``x`` (G, N, D), normalised by ``normalize``, minus their mean.
 
-    Relations come from centred rows: at mean cosine 0.99 the moments of raw rows lose four
-    digits. Normalised rows are of known length, |y_i|² = size·(1 − slack_i), and
-    R_ij = ½|y_i|² + ½|y_j|² − ½|y_i − y_j|², which also keeps the rounding of the row norms out
-    of the relations.
+    Relations are computed from centred rows: at mean cosine 0.99 the moments of raw rows lose four
+    digits. Normalised rows have a known length, |y_i|² = size·(1 − slack_i), and
+    R_ij = ½|y_i|² + ½|y_j|² − ½|y_i − y_j|², which also keeps the rounding error of the row norms
+    out of the relations.
     """
 
     def __init__(self, x: Tensor, mask: Tensor | None, normalize: str) -> None:
@@ -136,7 +136,7 @@ class Centred:
         x = upcast(x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
-        # Rows that are there: (G, 1), or (1, 1) for all groups.
+        # Number of real rows: (G, 1), or (1, 1) for all groups.
         if mask is None:
             self.count = x.new_full((1, 1), x.shape[1])
         else:
@@ -145,13 +145,13 @@ class Centred:
         self.size: int | Tensor = 1
         factor = None
         if self.normalized and not half:
-            x, factor = in_range(x)
+            x, factor = rescale_extreme_rows(x)
         if normalize == "l2":
             smallest = 1e-12  # torch.nn.functional.normalize divides by max(‖x‖, this)
             norm = torch.linalg.vector_norm(x, dim=-1)  # (G, N)
-            self.short = norm < smallest  # of any length
+            self.short = norm < smallest  # rows without the known length
             self.slack = self.short.to(x.dtype)
-            # NaN where the norm overflows: 1/inf would pass the row off as zero.
+            # NaN where the norm overflows: with 1/inf the row would count as zero.
             self.scale = 1 / norm.clamp_min(smallest) + (norm - norm)  # (G, N)
         elif normalize == "layer_norm":
             # torch.nn.functional.layer_norm adds this to the variance.
@@ -159,7 +159,7 @@ class Centred:
             self.size = x.shape[-1]
             columns = max(x.shape[-1], 1)
             x = x - x.sum(-1, keepdim=True) / columns
-            x = x - x.sum(-1, keepdim=True) / columns  # what rounding left of a large mean
+            x = x - x.sum(-1, keepdim=True) / columns  # the rounding error of a large mean
             variance = x.square().sum(-1) / columns
             self.short = torch.zeros_like(variance, dtype=torch.bool)
             self.slack = eps / (variance + eps)
@@ -169,8 +169,8 @@ class Centred:
         self.x, self.mask = x, mask
         mean = torch.bmm((self.scale / self.count)[:, None], x)  # (G, 1, D)
         rows = torch.addcmul(-mean, x, self.scale[..., None]) if self.normalized else x - mean
-        # Rows that are alike would keep what rounding left of their mean, by how the processor
-        # sums, for a difference, and 1/eps multiplies it.
+        # Between equal rows the rounding error of the mean, which depends on the processor's order
+        # of summation, would count as a difference, and 1/eps multiplies it: centre again.
         real = torch.ones_like(self.scale)  # (G, N)
         if mask is not None:
             real.masked_fill_(~mask, 0)
@@ -180,38 +180,37 @@ class Centred:
             rows.masked_fill_(~mask[..., None], 0)
         self.mean, self.rows = mean + rest, rows  # (G, 1, D), (G, N, D)
         if not self.normalized:
-            # (G, 1); differences of two are small.
+            # (G, 1); float64, because student and teacher sizes are subtracted.
             self.size = (mean.double() + rest).square().sum(-1)
         self.derivative = self.scale if factor is None else self.scale * factor.squeeze(-1)
-        # float16 could not hold 1e12, so there a row too short to normalise gets the gradient of
-        # its normalised row.
+        # float16 can't hold 1e12: there a row too short to normalise gets the gradient of its
+        # normalised row.
         if half and normalize == "l2":
             self.derivative = self.scale.masked_fill(self.short, 1)
 
     def offsets(self, squares: Tensor, centred: bool = False) -> Tensor:
-        """h with R_ij = s_i·s_j + h_i + h_j + size, from the squared lengths of ``rows``.
+        """h (G, N) with R_ij = s_i·s_j + h_i + h_j + size; ``squares`` are |s_i|².
 
-        The size of rows of any length is that of their mean, squared. Of two equal forms for
-        normalised rows, the first errs with the squared length of the mean, the second with that
-        of the centred rows. Where the first serves all rows of an h that will be ``centred``, it
-        needs no constant: beside one, rows too short to normalise vanish.
+        Without normalisation ``size`` is the squared length of the mean. For normalised rows h has
+        two equal forms: the error of the first grows with the squared length of the mean, that of
+        the second with that of the centred rows. The first drops its constant if h will be
+        ``centred`` and all rows use it: beside the constant, rows too short to normalise vanish.
         """
         h = torch.bmm(self.rows, self.mean.mT).squeeze(-1)  # (G, N)
         if self.normalized:
             length = torch.bmm(self.mean, self.mean.mT).squeeze(-1)  # (G, 1), squared
-            apart = length < self.size / 2
+            spread = length < self.size / 2  # the mean is shorter than the centred rows
             constant = (length - self.size) / 2
-            h = h + (constant.masked_fill(apart, 0) if centred else constant)
+            h = h + (constant.masked_fill(spread, 0) if centred else constant)
             known = -(squares + self.size * self.slack) / 2
-            h = torch.where(apart | self.short, h, known)
+            h = torch.where(spread | self.short, h, known)
         return h if self.mask is None else h.masked_fill(~self.mask, 0)
 
     def unscaled_gradient(self, h: Tensor, row_sums: Tensor) -> Tensor:
-        """‖x_i‖ · ∂/∂x_i from ``h``, H_i = Σ_j A_ij (s_j − s_i), in place, and Σ_j A_ij.
+        """‖x_i‖ · ∂/∂x_i from H_i = Σ_j A_ij (s_j − s_i), overwriting ``h``, and Σ_j A_ij.
 
-        The derivative of normalising takes out what lies along a row of known length, and leaves
-        a row of any length all of it. It is taken from H_i and the rows themselves: what rounding
-        left along them goes out with it.
+        The derivative of normalisation removes the component along a row of known length. It is
+        computed from H_i and the row itself, which also removes the rounding error along the row.
         """
         along = row_sums
         if self.normalized:
@@ -222,13 +221,13 @@ class Centred:
     def centred_offsets(self, squares: Tensor) -> Tensor:
         """h minus its mean: R̃_ij = s_i·s_j + u_i + u_j is then the centred relation."""
         u = self.offsets(squares, centred=True)  # (G, N)
-        for _ in range(2):  # of rows that are alike nothing must be left, not a mean's rounding
+        for _ in range(2):  # equal rows must give exactly 0, without the mean's rounding error
             u = u - u.sum(1, keepdim=True) / self.count
             u = u if self.mask is None else u.masked_fill(~self.mask, 0)
         return u
 
     def relations(self, centred: bool) -> Tensor:
-        """(G, N, N) relations less a constant: their mean, or ``size``; 0 at padding."""
+        """Relations (G, N, N) minus their mean if ``centred``, or minus ``size``; 0 at padding."""
         R = torch.bmm(self.rows, self.rows.mT)
         squares = R.diagonal(dim1=1, dim2=2)
         h = self.centred_offsets(squares) if centred else self.offsets(squares)
@@ -282,7 +281,7 @@ def _distances(s: Centred, t: Centred, options: Options, gradient: bool) -> _Dis
             A = A.masked_fill_(padding, 0)
         losses = _norms(A).square() / (2 * M)
         return _Distances(losses, A, one / M)
-    # Softened relations differ by little, and KL by its square: float32 would cancel.
+    # Softened relations differ little, and KL is quadratic in the difference: float32 would cancel.
     log_p_s = _log_softmax(R_s.double() / temperature, padding)
     log_p_t = _log_softmax(R_t.double() / temperature, padding)
     kl = (log_p_t.exp() * (log_p_t - log_p_s)).sum((1, 2))
@@ -295,10 +294,10 @@ def _distances(s: Centred, t: Centred, options: Options, gradient: bool) -> _Dis
 def _distance_by_relations(
     s: Centred, t: Centred, weight: Tensor, options: Options, dx: Tensor | None
 ) -> Tensor:
-    """Losses (G,) from (N, N) relations; weight · their gradient is added to ``dx`` (G, N, Ds).
+    """Losses (G,) from (N, N) relations; adds weight · their gradient to ``dx`` (G, N, Ds).
 
-    ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i): alike rows
-    lose no digits, as Σ_j A_ij y_j would.
+    ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i). Σ_j A_ij y_j
+    itself would lose digits between similar rows.
     """
     losses, A, k = _distances(s, t, options, dx is not None)
     if dx is None:
@@ -346,7 +345,7 @@ def pearson_by_features(
     p, q = 2 * weight * p[:, None], 2 * weight * q[:, None]  # (G, 1)
     w = p * v + q * u  # (G, N)
     row_sums = n * w
-    # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS) + w(1ᵀS), and 1ᵀS is what rounding left.
+    # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS) + w(1ᵀS), where 1ᵀS is rounding error.
     h = torch.bmm(t.rows, TtS.mul_(p[..., None]))
     h.baddbmm_(s.rows, StS.mul_(q[..., None]))
     ones = torch.ones_like(w)
@@ -357,34 +356,34 @@ def pearson_by_features(
     return losses
 
 
-def paired_loss(y_s: Tensor, y_t: Tensor, alike: Tensor, options: Options) -> Tensor:
-    """Mean loss of the groups within each of (G, M, D) rows; ``alike`` (G, M, M) pairs them.
+def paired_loss(y_s: Tensor, y_t: Tensor, same: Tensor, options: Options) -> Tensor:
+    """Mean loss of the groups of rows in (G, M, D); ``same`` (G, M, M) is True within a group.
 
-    What a group has one of stands at each of its M_i rows, and sums over a group are products
-    with ``alike``: the same bits on every run. Autograd gives the gradient.
+    A value of a group, such as its size, is repeated at each of its rows, and sums over a group
+    are products with ``same``, which are deterministic. Autograd computes the gradient.
     """
-    weight = alike.to(y_s.dtype)
-    size = weight.sum(-1)  # (G, M), of the group of each row
-    share = torch.where(size >= 2, 1 / size.clamp_min(1), 0)  # of each row in its group
+    member = same.to(y_s.dtype)
+    size = member.sum(-1)  # (G, M), of the row's group
+    weight = torch.where(size >= 2, 1 / size.clamp_min(1), 0)  # of a row in its group
     size = size.clamp_min(1)
-    first = alike.to(torch.uint8).argmax(-1)  # (G, M), member of the group of each row
+    first = same.to(torch.uint8).argmax(-1)  # (G, M), first row of the row's group
 
     def group_sum(x: Tensor) -> Tensor:
-        return torch.bmm(weight, x[..., None]).squeeze(-1)
+        return torch.bmm(member, x[..., None]).squeeze(-1)
 
     def relations(y: Tensor) -> Tensor:
-        """R_ij = s_i·s_j + h_i + h_j of centred rows s, less what a distance does not see."""
-        # Less a row of the group, which rows alike have no difference from, and which no gradient
-        # comes to: neither the rows nor the mean depend on it.
-        one = y.detach().gather(1, first[..., None].expand_as(y))
-        mean = torch.bmm(weight, y - one) / size[..., None]
-        rows = torch.where((size > 1)[..., None], y - one - mean, 0)
-        mean = one + mean
+        """R_ij = s_i·s_j + h_i + h_j of centred rows s, minus a constant of no effect."""
+        # The group's first row is subtracted before its mean, so that equal rows give exactly 0.
+        # It is detached: neither the centred rows nor the mean depend on it.
+        origin = y.detach().gather(1, first[..., None].expand_as(y))
+        mean = torch.bmm(member, y - origin) / size[..., None]
+        rows = torch.where((size > 1)[..., None], y - origin - mean, 0)
+        mean = origin + mean
         h = (rows * mean).sum(-1)
         shift = mean.square().sum(-1) / 2 if options.distance == "mse" else -group_sum(h) / size
         h = h + shift
         R = torch.bmm(rows, rows.mT) + h[:, :, None] + h[:, None, :]
-        return torch.where(alike, R, 0)
+        return torch.where(same, R, 0)
 
     R_s, R_t = relations(y_s), relations(y_t)
     if options.distance == "pearson":
@@ -397,14 +396,14 @@ def paired_loss(y_s: Tensor, y_t: Tensor, alike: Tensor, options: Options) -> Te
     elif options.distance == "mse":
         losses = group_sum((R_s - R_t).square().sum(-1)) / (2 * size.square())
     else:
-        log_p_s, log_p_t = (_log_softmax_of_groups(R, alike, options) for R in (R_s, R_t))
-        kl = (log_p_t.exp() * (log_p_t - log_p_s)).masked_fill(~alike, 0).sum(-1)
+        log_p_s, log_p_t = (_log_softmax_of_groups(R, same, options) for R in (R_s, R_t))
+        kl = (log_p_t.exp() * (log_p_t - log_p_s)).masked_fill(~same, 0).sum(-1)
         losses = options.temperature**2 * group_sum(kl.to(size.dtype))
-    return (losses * share).sum() / share.sum().clamp_min(1)
+    return (losses * weight).sum() / weight.sum().clamp_min(1)
 
 
-def _log_softmax_of_groups(R: Tensor, alike: Tensor, options: Options) -> Tensor:
+def _log_softmax_of_groups(R: Tensor, same: Tensor, options: Options) -> Tensor:
     lowest = torch.finfo(torch.float64).min
-    logits = (R.double() / options.temperature).masked_fill(~alike, lowest)
+    logits = (R.double() / options.temperature).masked_fill(~same, lowest)
     rows = logits.logsumexp(-1)[:, None, :]  # (G, 1, M)
-    return logits - rows.masked_fill(~alike, lowest).logsumexp(-1, keepdim=True)
+    return logits - rows.masked_fill(~same, lowest).logsumexp(-1, keepdim=True)

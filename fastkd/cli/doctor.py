@@ -83,7 +83,7 @@ def _relative(actual: Tensor, oracle: Tensor) -> float:
 TRIALS = tuple(
     Trial(loss.name, function, inputs)
     for loss in LOSSES
-    for function, inputs in loss.compared.items()
+    for function, inputs in loss.with_reference.items()
 )
 
 

@@ -15,7 +15,7 @@ from fastkd._core.dispatch import TRITON_FUNCTIONS
 from tests.kernels.launches import count_launches
 from tests.support.compare import assert_matches_reference
 
-MOST_COLUMNS = TRITON_FUNCTIONS["layer_norm_mse"].at_most["columns"]
+MOST_COLUMNS = TRITON_FUNCTIONS["layer_norm_mse"].limits["columns"]
 
 
 def test_few_launches(device):

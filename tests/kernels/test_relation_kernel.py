@@ -69,7 +69,7 @@ def test_rows_of_many_features(device, D, masked):
 
 def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monkeypatch):
     """160 tokens of 4 features, 3 samples: tokens on the D×D side, samples by the kernels."""
-    monkeypatch.setattr("fastkd.relation.backend_of", lambda *arguments, **facts: "triton")
+    monkeypatch.setattr("fastkd.relation.backend_of", lambda *arguments, **call: "triton")
     student = torch.randn(3, 160, 4, device=device, requires_grad=True)
     teacher, mask = torch.randn(3, 160, 5, device=device), torch.rand(3, 160, device=device) < 0.8
     found = []
@@ -153,7 +153,7 @@ def test_compiles_in_one_graph(device):
 def test_options_left_to_pytorch(device, options):
     student, teacher = torch.randn(2, 2, 5, 8, device=device)
     (name, value), *_ = options.items()
-    with pytest.raises(dispatch.BackendUnavailable, match=f"know {name}='.*', got '{value}'"):
+    with pytest.raises(dispatch.BackendUnavailable, match=f"support {name}='.*', got '{value}'"):
         relation_loss(student, teacher, backend="triton", **options)
     with pytest.raises(dispatch.BackendUnavailable, match="float64 is left to PyTorch"):
         relation_loss(student.double(), teacher.double(), backend="triton")

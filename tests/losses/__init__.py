@@ -30,10 +30,10 @@ FILES = {
 
 def subjects(backend: str) -> Iterator[Subject]:
     for loss in LOSSES:
-        kernels = loss.row_kernels if backend == "cpp" else loss.kernels
+        kernels = loss.cpp if backend == "cpp" else loss.triton
         if kernels or backend == "torch":
             for subject in getattr(FILES.get(loss.name), "subjects", lambda backend: ())(backend):
                 function = subject.name.split()[0]
                 # In C++ some of a file's functions have kernels, others none.
-                if backend != "cpp" or function in kernels or function not in loss.compared:
+                if backend != "cpp" or function in kernels or function not in loss.with_reference:
                     yield subject
