@@ -229,6 +229,7 @@ def _check_shown(
             given = backbone._given({**inputs, "output_hidden_states": True})
             output = backbone.inner._call_impl(**given)  # not the compiled one
         torch.clear_autocast_cache()  # weights cast here would get no gradient later
+        backbone.forget_run()
         states = getattr(output, backbone.output_name("hidden_states"), None) or ()
         found = {**entered, **kept}
         backbone._shown_wrong = {
