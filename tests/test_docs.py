@@ -84,9 +84,9 @@ def started(words, monkeypatch):
 
     for place in (
         "train.run.distill", "cli.demo.run_demo", "cli.demo_text.run_demo",
-        "cli.evaluate.evaluate", "cli.predict.predict",
-        "cli.export.export", "cli.analyze.run", "cli.cache.write", "cli.verify.verify",
-        "bench.runner.run", "cli.study.run", "train.stages.read",
+        "cli.evaluate_command.evaluate", "cli.predict_command.predict",
+        "cli.export_command.export", "cli.analyze_command.run", "cli.cache_command.write", "cli.verify_command.verify",
+        "bench.runner.run", "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)
     return CliRunner().invoke(app, words).stderr

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from fastkd._core.machine import describe
+from fastkd.train.distill_settings import Settings
 from fastkd.train.docstrings import load_docstrings
-from fastkd.train.packaged import teacher_path
+from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.progress import Display
 from fastkd.train.run import distill
-from fastkd.train.settings import Settings
 
 SEEDS = range(4)
 TEXTS, HELD_OUT, WORDS = 30 * 32, 300, 16

@@ -38,7 +38,7 @@ from fastkd.integrations.sentence_transformers import (
     RelationDistillLoss,
 )
 from fastkd.train.docstrings import load_docstrings, load_pairs
-from fastkd.train.packaged import teacher_path
+from fastkd.train.packaged_teacher import teacher_path
 
 SEEDS = (1, 2, 3, 4)
 WORDS, TOKENS, HELD_OUT, NEIGHBOURS = 12, 24, 300, 10

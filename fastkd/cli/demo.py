@@ -20,16 +20,16 @@ from torch import nn
 import fastkd
 from fastkd.analysis import plot_relations
 from fastkd.analysis.pictures import new_figure
+from fastkd.cli.command_settings import DemoSettings
 from fastkd.cli.display import RichDisplay, say
-from fastkd.cli.settings import DemoSettings
 from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import LEVEL, Difference, summarize
-from fastkd.study.task import TaskWork
-from fastkd.study.work import Runs, leave_launcher
+from fastkd.study.study_runs import Runs, leave_launcher
+from fastkd.study.task_runs import TaskWork
 from fastkd.train.errors import InputError
 from fastkd.train.models import be_quiet
-from fastkd.train.packaged import teacher_path
+from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.run import save_model
 from fastkd.train.saving import MARKER, locked, read_json, read_marker, write_json
 from fastkd.train.training import stopping_at_once

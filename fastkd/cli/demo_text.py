@@ -24,20 +24,20 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 
 import fastkd
 from fastkd.analysis.pictures import new_figure
+from fastkd.cli.command_settings import DemoSettings
 from fastkd.cli.demo import TITLES, Sizes, either
 from fastkd.cli.display import RichDisplay, say
-from fastkd.cli.settings import DemoSettings
 from fastkd.distill.methods import METHODS
-from fastkd.study.work import leave_launcher
+from fastkd.study.study_runs import leave_launcher
 from fastkd.train import data
+from fastkd.train.distill_settings import Pairing
 from fastkd.train.docstrings import SKIPPED
 from fastkd.train.errors import InputError
 from fastkd.train.models import be_quiet, count
-from fastkd.train.plan import Plan, choose_device
 from fastkd.train.run import Run, assemble, save_model
 from fastkd.train.saving import locked, read_marker, saving, write_json
-from fastkd.train.settings import Pairing
 from fastkd.train.training import stopping_at_once
+from fastkd.train.training_config import Plan, choose_device
 
 TASK = "causal-lm"
 END = "<end>"

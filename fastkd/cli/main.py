@@ -15,12 +15,12 @@ from rich.console import Console
 import fastkd
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console, say
-from fastkd.cli.options import NoOptions, command
+from fastkd.cli.typer_commands import NoOptions, command
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import first, launched
 
 if TYPE_CHECKING:
-    from fastkd.cli.settings import (
+    from fastkd.cli.command_settings import (
         AnalyzeSettings,
         BenchSettings,
         CacheSettings,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         UseSettings,
         VerifySettings,
     )
-    from fastkd.study.settings import StudySettings
-    from fastkd.train.settings import Settings
+    from fastkd.study.study_settings import StudySettings
+    from fastkd.train.distill_settings import Settings
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -155,11 +155,11 @@ def _end(message: str, code: int) -> None:
 
 
 def _command(options: str, needs: Sequence[str] = TRAINING, *, alone: bool = False) -> Callable:
-    """List a command, ``function(settings, console)``; exit code 1 if it returns False.
+    """Register a command, ``function(settings, console)``; exit code 1 if it returns False.
 
-    ``options`` is the place of the dataclass of its options, such as "train.settings.Settings".
-    The packages that it ``needs`` are looked for before an hour of training has passed. With
-    ``alone`` only the first of several processes runs it, as the others would only repeat it.
+    ``options`` names the dataclass of its options: "train.distill_settings.Settings". The packages
+    in ``needs`` are imported before the command starts work. With ``alone`` only the first of
+    several processes runs the command.
     """
 
     def decorate(function: Callable[[Any, Console], bool | None]) -> Callable[..., Any]:
@@ -185,7 +185,7 @@ def _command(options: str, needs: Sequence[str] = TRAINING, *, alone: bool = Fal
     return decorate
 
 
-@_command("train.settings.Settings")
+@_command("train.distill_settings.Settings")
 def distill(settings: "Settings", console: Console) -> None:
     """Distil a teacher into a smaller student.
 
@@ -197,12 +197,12 @@ def distill(settings: "Settings", console: Console) -> None:
 
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """
-    from fastkd.cli.distill import distill
+    from fastkd.cli.distill_command import distill
 
     distill(settings, console)
 
 
-@_command("cli.settings.EvaluateSettings", ANSWERING, alone=True)
+@_command("cli.command_settings.EvaluateSettings", ANSWERING, alone=True)
 def evaluate(settings: "EvaluateSettings", console: Console) -> None:
     """Score a model on labelled rows.
 
@@ -210,12 +210,12 @@ def evaluate(settings: "EvaluateSettings", console: Console) -> None:
 
         fastkd evaluate --model runs/distill/student --data dev.tsv
     """
-    from fastkd.cli.evaluate import evaluate
+    from fastkd.cli.evaluate_command import evaluate
 
     evaluate(settings, console)
 
 
-@_command("cli.settings.UseSettings", ANSWERING, alone=True)
+@_command("cli.command_settings.UseSettings", ANSWERING, alone=True)
 def predict(settings: "UseSettings", console: Console) -> None:
     """Label rows with a model: class and probability, or a number.
 
@@ -223,20 +223,20 @@ def predict(settings: "UseSettings", console: Console) -> None:
 
         fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
     """
-    from fastkd.cli.predict import predict
+    from fastkd.cli.predict_command import predict
 
     predict(settings, console)
 
 
-@_command("cli.settings.ExportSettings", ANSWERING, alone=True)
+@_command("cli.command_settings.ExportSettings", ANSWERING, alone=True)
 def export(settings: "ExportSettings", console: Console) -> None:
     """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
-    from fastkd.cli.export import export
+    from fastkd.cli.export_command import export
 
     export(settings, console)
 
 
-@_command("cli.settings.CacheSettings")
+@_command("cli.command_settings.CacheSettings")
 def cache(settings: "CacheSettings", console: Console) -> None:
     """Keep what a fine-tuned teacher says of every training row, for runs without it.
 
@@ -246,24 +246,24 @@ def cache(settings: "CacheSettings", console: Console) -> None:
 
         fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
     """
-    from fastkd.cli.cache import write
+    from fastkd.cli.cache_command import write
 
     write(settings, console)
 
 
-@_command("cli.settings.VerifySettings", alone=True)
+@_command("cli.command_settings.VerifySettings", alone=True)
 def verify(settings: "VerifySettings", console: Console) -> bool:
     """Take one step in every way that should be the same, and tell how far the gradients differ.
 
     Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
     your teacher, student, method and rows, in float64, without dropout.
     """
-    from fastkd.cli.verify import verify
+    from fastkd.cli.verify_command import verify
 
     return verify(settings, console)
 
 
-@_command("cli.settings.DemoSettings", (*TRAINING, "matplotlib"))
+@_command("cli.command_settings.DemoSettings", (*TRAINING, "matplotlib"))
 def demo(settings: "DemoSettings", console: Console) -> None:
     """Distil a real teacher with every method, offline, in a few minutes."""
     from fastkd.cli import demo, demo_text
@@ -271,7 +271,7 @@ def demo(settings: "DemoSettings", console: Console) -> None:
     (demo_text if settings.task == demo_text.TASK else demo).run_demo(settings, console)
 
 
-@_command("cli.options.NoOptions", ())
+@_command("cli.typer_commands.NoOptions", ())
 def doctor(settings: NoOptions, console: Console) -> bool:
     """Say what is installed, which backends run and why not, and check them."""
     from fastkd.cli.doctor import examine
@@ -279,7 +279,7 @@ def doctor(settings: NoOptions, console: Console) -> bool:
     return examine(functools.partial(say, console))
 
 
-@_command("cli.settings.BenchSettings", (), alone=True)
+@_command("cli.command_settings.BenchSettings", (), alone=True)
 def bench(settings: "BenchSettings", console: Console) -> None:
     """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
     from fastkd.bench import passes, runner
@@ -307,7 +307,7 @@ def bench(settings: "BenchSettings", console: Console) -> None:
         raise RunFailed(str(error)) from error
 
 
-@_command("study.settings.StudySettings", (*TRAINING, "matplotlib"))
+@_command("study.study_settings.StudySettings", (*TRAINING, "matplotlib"))
 def study(settings: "StudySettings", console: Console) -> None:
     """Compare methods with one budget over several seeds, and say what exceeds noise.
 
@@ -317,12 +317,12 @@ def study(settings: "StudySettings", console: Console) -> None:
 
         fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
     """
-    from fastkd.cli.study import run
+    from fastkd.cli.study_command import run
 
     run(settings, console)
 
 
-@_command("cli.settings.AnalyzeSettings", ("transformers", "matplotlib"))
+@_command("cli.command_settings.AnalyzeSettings", ("transformers", "matplotlib"))
 def analyze(settings: "AnalyzeSettings", console: Console) -> None:
     """How alike the layers of a model are, or of teacher and student, as numbers and pictures.
 
@@ -332,6 +332,6 @@ def analyze(settings: "AnalyzeSettings", console: Console) -> None:
 
         fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
     """
-    from fastkd.cli.analyze import run
+    from fastkd.cli.analyze_command import run
 
     run(settings, console)

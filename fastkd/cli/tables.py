@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fastkd.cli.settings import UseSettings
+from fastkd.cli.command_settings import UseSettings
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.finished import Finished
 from fastkd.train.models import be_quiet
-from fastkd.train.plan import Plan, choose_device
 from fastkd.train.saving import check_new_file, csv_text
+from fastkd.train.trained_model import Finished
+from fastkd.train.training_config import Plan, choose_device
 
 
 def begin(settings: UseSettings) -> Finished:

@@ -27,14 +27,13 @@ from fastkd.distill.baselines import NAMES
 from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
 from fastkd.distill.order import LABELLED_SHARE
-from fastkd.study.settings import StudySettings
+from fastkd.study.study_settings import StudySettings
+from fastkd.train.distill_settings import Checked, ColumnOptions, Source, device, precision
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
-from fastkd.train.options import fits, given, option
-from fastkd.train.settings import Checked, ColumnOptions, Source, device, precision
-from fastkd.train.tasks import NAMES as NAMED_TASKS
-from fastkd.train.written import (
+from fastkd.train.option_fields import fits, given, option
+from fastkd.train.option_files import (
     as_keys,
     check_name,
     check_types,
@@ -42,6 +41,7 @@ from fastkd.train.written import (
     table_of_tables,
     tables,
 )
+from fastkd.train.tasks import NAMES as NAMED_TASKS
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")

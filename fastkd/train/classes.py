@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastkd.train.errors import InputError
-from fastkd.train.labels import as_number
+from fastkd.train.label_values import as_number
 
 MOST_CLASSES_SHOWN = 20
 

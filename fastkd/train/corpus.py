@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastkd.train.rows import Rows
+from fastkd.train.arrow_rows import Rows
 
 if TYPE_CHECKING:
-    from fastkd.train.tasks.task import Task
+    from fastkd.train.tasks.base import Task
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The job behind `fastkd distill`: check everything, fine-tune the teacher, train the student.
 
-What lands in the output directory is told in `fastkd.train.output`.
+What lands in the output directory is told in `fastkd.train.run_directory`.
 """
 
 import contextlib
@@ -27,10 +27,12 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.distributed import world_size
 from fastkd.train import data, lora, processes, sharding, tasks, trainer_args
+from fastkd.train.arrow_rows import Encoded, Encoder, Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
 from fastkd.train.corpus import Corpus
+from fastkd.train.distill_settings import MAX_LENGTH, SELECT, Pairing, Settings
 from fastkd.train.errors import InputError
-from fastkd.train.feed import Feed, ForBoth, OnPolicy, StudentTrainer, TeacherTrainer
+from fastkd.train.evaluation import accepted, predict
 from fastkd.train.models import (
     STUDENT,
     attention_for,
@@ -45,16 +47,14 @@ from fastkd.train.models import (
     make_student,
     num_bytes,
 )
-from fastkd.train.output import (
+from fastkd.train.progress import Display, format_scores
+from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
     Output,
     corpus_fingerprints,
     model_fingerprint,
 )
-from fastkd.train.plan import Plan, choose_device
-from fastkd.train.progress import Display, format_scores
-from fastkd.train.rows import Encoded, Encoder, Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.saving import (
     MARKER,
     damage,
@@ -67,10 +67,10 @@ from fastkd.train.saving import (
     reseal,
     saving,
 )
-from fastkd.train.score import accepted, predict
-from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing, Settings
-from fastkd.train.tasks.task import Task
+from fastkd.train.tasks.base import Task
+from fastkd.train.trainers import Feed, ForBoth, OnPolicy, StudentTrainer, TeacherTrainer
 from fastkd.train.training import Checkpoints, Watch, check_trackers, stopping_at_once, train
+from fastkd.train.training_config import Plan, choose_device
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
 SELECTION_ROWS = 2048

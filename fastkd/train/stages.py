@@ -23,14 +23,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from fastkd.train import data, processes, run
+from fastkd.train.distill_settings import OF_ALL_STAGES, Settings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.models import STUDENT, be_quiet, load
-from fastkd.train.options import option
-from fastkd.train.output import RESULTS
-from fastkd.train.progress import Display
-from fastkd.train.saving import read_marker
-from fastkd.train.settings import OF_ALL_STAGES, Settings
-from fastkd.train.written import (
+from fastkd.train.option_fields import option
+from fastkd.train.option_files import (
     as_keys,
     check_name,
     check_types,
@@ -39,6 +36,9 @@ from fastkd.train.written import (
     table_of_tables,
     tables,
 )
+from fastkd.train.progress import Display
+from fastkd.train.run_directory import RESULTS
+from fastkd.train.saving import read_marker
 
 PATHS = ("train", "evals", "test", "unlabelled", "trainer_args", "teacher_cache")
 MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub

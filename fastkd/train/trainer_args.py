@@ -9,7 +9,7 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import fits
+from fastkd.train.option_fields import fits
 
 # Fields that options of ours set, and these options.
 OURS = {

@@ -26,11 +26,9 @@ from transformers.integrations import get_available_reporting_integrations
 
 from fastkd.distill.order import Order
 from fastkd.train import processes
+from fastkd.train.arrow_rows import Encoded
 from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
-from fastkd.train.feed import Feed
-from fastkd.train.plan import Plan
 from fastkd.train.progress import Display, format_scores
-from fastkd.train.rows import Encoded
 from fastkd.train.saving import (
     MARKER,
     damage,
@@ -41,6 +39,8 @@ from fastkd.train.saving import (
     saving,
     seal,
 )
+from fastkd.train.trainers import Feed
+from fastkd.train.training_config import Plan
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}

@@ -20,7 +20,7 @@ from fastkd.analysis import (
 )
 from fastkd.analysis.moments import Covariances, Factors
 from fastkd.analysis.similarity_measures import MEASURES
-from fastkd.study.measures import PeakMemory
+from fastkd.study.run_measurements import PeakMemory
 from tests.distill.models import model as model_of
 from tests.distill.processes import run_ranks
 

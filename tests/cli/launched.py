@@ -24,7 +24,7 @@ from fastkd import __main__ as entry
 from fastkd.cli import demo
 from fastkd.cli.main import app
 from fastkd.distill import LRKD, METHODS, Method
-from fastkd.study import task
+from fastkd.study import task_runs
 from fastkd.train import docstrings, processes
 from tests.distill.processes import CONTEXT
 
@@ -122,8 +122,10 @@ def packaged(folder: Path, words: list[str]) -> None:
     Of the demo's methods two are enough for processes to share.
     """
     demo.METHODS = {name: METHODS[name] for name in (demo.LABELS_ONLY, "fcd")}
-    demo.teacher_path = task.teacher_path = lambda: folder / "teacher"
-    task.load_docstrings = functools.partial(docstrings.load_docstrings, root=folder / "library")
+    demo.teacher_path = task_runs.teacher_path = lambda: folder / "teacher"
+    task_runs.load_docstrings = functools.partial(
+        docstrings.load_docstrings, root=folder / "library"
+    )
     command(words)
 
 

@@ -16,8 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from fastkd.cli.main import app
-from fastkd.cli.settings import (
+from fastkd.cli.command_settings import (
     AnalyzeSettings,
     BenchSettings,
     CacheSettings,
@@ -27,9 +26,10 @@ from fastkd.cli.settings import (
     UseSettings,
     VerifySettings,
 )
+from fastkd.cli.main import app
+from fastkd.train.distill_settings import Settings
 from fastkd.train.errors import TrainingFailed
-from fastkd.train.options import options_of
-from fastkd.train.settings import Settings
+from fastkd.train.option_fields import options_of
 from tests.support.tiny import make_teacher, words_of, write_tsv
 
 COMMANDS = {
@@ -78,7 +78,7 @@ def invoke(folder, tmp_path, monkeypatch):
         raise TrainingFailed("reached the training")
 
     monkeypatch.setattr("fastkd.train.run.train", trains)
-    monkeypatch.setattr("fastkd.cli.cache.counted", trains)
+    monkeypatch.setattr("fastkd.cli.cache_command.counted", trains)
     monkeypatch.setattr("fastkd.distill.verify.verify", trains)
     monkeypatch.setattr("fastkd.bench.runner.run_cases", trains)
     monkeypatch.chdir(tmp_path)

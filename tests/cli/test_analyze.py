@@ -19,9 +19,9 @@ from fastkd.analysis import (
     layers,
     svcca_matrix,
 )
-from fastkd.cli import analyze as report
+from fastkd.cli import analyze_command as report
 from fastkd.cli import display
-from fastkd.cli.settings import AnalyzeSettings
+from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.distill import student_from_teacher
 from fastkd.train.data import read_file
 from fastkd.train.saving import MARKER

@@ -36,7 +36,8 @@ from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method
 from fastkd.distill.backbone import Backbone
-from fastkd.train import options, saving, training
+from fastkd.train import option_fields, saving, training
+from fastkd.train.distill_settings import Settings
 from fastkd.train.errors import InputError
 from fastkd.train.saving import (
     MARKER,
@@ -44,7 +45,6 @@ from fastkd.train.saving import (
     recover_directory,
     replace_directory,
 )
-from fastkd.train.settings import Settings
 from tests.support.tiny import make_teacher, read_otherwise, run, sentences, write_tsv
 
 
@@ -199,7 +199,7 @@ def test_options_reach_the_method(distill, tmp_path):
     distill("--set", "k=3", "--set", "pool=mean", method="knn")
     assert report_of(tmp_path / "out")["settings"]["options"] == {"k": 3, "pool": "mean"}
     words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
-    assert options.assignments("--set", words) == {
+    assert option_fields.assignments("--set", words) == {
         "a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]
     }  # fmt: skip
 
@@ -924,7 +924,7 @@ def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    for place in ("fastkd.train.run.reseal", "fastkd.train.output.Output.finish"):
+    for place in ("fastkd.train.run.reseal", "fastkd.train.run_directory.Output.finish"):
         with monkeypatch.context() as patch:
             patch.setattr(place, killed)
             distill("--resume", expect=130)
@@ -1151,10 +1151,10 @@ def test_the_list_of_commands_imports_no_torch(words):
 
 def test_every_option_has_help_and_a_default_that_passes():
     output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
-    for name, option in options.options_of(Settings).items():
+    for name, option in option_fields.options_of(Settings).items():
         assert option.flag in output and option.help
         if option.saved:
-            assert name in options.as_json(Settings(teacher="t", task="sst2"))
+            assert name in option_fields.as_json(Settings(teacher="t", task="sst2"))
 
 
 def test_version():

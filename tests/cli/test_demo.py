@@ -11,10 +11,10 @@ import pytest
 from fastkd._core.extras import MissingExtra
 from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
-from fastkd.cli.settings import DemoSettings
+from fastkd.cli.command_settings import DemoSettings
 from fastkd.distill import METHODS
-from fastkd.study import task
-from fastkd.train import packaged, saving
+from fastkd.study import task_runs
+from fastkd.train import packaged_teacher, saving
 from fastkd.train.docstrings import AREAS, docstrings, load_docstrings, load_pairs
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
@@ -91,9 +91,9 @@ def write_packaged(folder):
 def tiny(tmp_path, monkeypatch):
     write_packaged(tmp_path)
     monkeypatch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
-    monkeypatch.setattr(task, "teacher_path", lambda: tmp_path / "teacher")
+    monkeypatch.setattr(task_runs, "teacher_path", lambda: tmp_path / "teacher")
     load = functools.partial(load_docstrings, root=tmp_path / "library")
-    monkeypatch.setattr(task, "load_docstrings", load)
+    monkeypatch.setattr(task_runs, "load_docstrings", load)
 
 
 def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
@@ -188,7 +188,7 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
 def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
     """What is kept was trained once more: it answers as the run's file says."""
     study = demo.make_study(demo.Size.of(DemoSettings(fast=True)), 5, "cpu")
-    work = task.TaskWork(study, study.tasks[0], tmp_path / "runs")
+    work = task_runs.TaskWork(study, study.tasks[0], tmp_path / "runs")
     first = work.train(study.variants[2], 5)
     again = work.distil(study.variants[2], 5)
     assert again.run.answers == first["predictions"]
@@ -201,8 +201,8 @@ def test_the_demo_leaves_another_student_alone(tiny, tmp_path):
 
 
 def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(packaged, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(packaged_teacher, "PACKAGE", "no_such_package")
     with pytest.raises(MissingExtra, match=r"\[demo\]"):
-        packaged.teacher_path()
+        packaged_teacher.teacher_path()
     assert "[demo]'" in run("demo", out=tmp_path / "x", expect=1)
     assert "--steps" in run("demo", out=tmp_path / "x", steps=0, expect=2)

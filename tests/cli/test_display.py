@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fastkd.cli import display
 from fastkd.cli.display import RichDisplay, Steadfast, new_console, say
-from fastkd.cli.distill import show
+from fastkd.cli.distill_command import show
 from fastkd.train.card import write_card
 from fastkd.train.errors import RunFailed
 from fastkd.train.progress import counted

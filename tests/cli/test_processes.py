@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from fastkd.distill.order import Order
-from fastkd.train.feed import Steps
 from fastkd.train.saving import damage
+from fastkd.train.trainers import Steps
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
 from tests.cli.test_cli import report_of, same_weights, stop_at, visible
 from tests.cli.test_demo import write_packaged

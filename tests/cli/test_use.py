@@ -152,8 +152,8 @@ def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
         assert batch["input_ids"].shape[1] <= 8
         path.write_bytes(b"a graph")
 
-    monkeypatch.setattr("fastkd.cli.export._write", written)
-    monkeypatch.setattr("fastkd.cli.export._difference", lambda *_: 0.0)
+    monkeypatch.setattr("fastkd.cli.export_command._write", written)
+    monkeypatch.setattr("fastkd.cli.export_command._difference", lambda *_: 0.0)
     model = make_teacher(tmp_path / "model", max_position_embeddings=8)
     saving.seal(model, {})
     for _ in range(2):

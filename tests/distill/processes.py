@@ -11,7 +11,7 @@ import torch.distributed as dist
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, not by every process.
 CONTEXT.set_forkserver_preload(
-    ["tests.distill.models", "tests.cli.launched", "fastkd.cli.study", "sklearn.metrics"]
+    ["tests.distill.models", "tests.cli.launched", "fastkd.cli.study_command", "sklearn.metrics"]
 )
 
 

@@ -8,7 +8,6 @@ import pytest
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from fastkd.study.report import cells, told
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import (
     ABOVE,
@@ -24,6 +23,7 @@ from fastkd.study.statistics import (
     resampled,
     summarize,
 )
+from fastkd.study.study_report import cells, told
 
 LABELS = [i % 2 for i in range(1000)]
 

@@ -16,16 +16,16 @@ from transformers import AutoModel
 from typer.testing import CliRunner
 
 from fastkd.cli import display
-from fastkd.cli import study as command
+from fastkd.cli import study_command as command
 from fastkd.cli.display import new_console
 from fastkd.cli.main import app
 from fastkd.distill.baselines import BASELINES
-from fastkd.study import report, spec, work
-from fastkd.study.settings import StudySettings
-from fastkd.study.task import TaskWork, few_labels
+from fastkd.study import spec, study_report, study_runs
+from fastkd.study.study_settings import StudySettings
+from fastkd.study.task_runs import TaskWork, few_labels
+from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display
-from fastkd.train.rows import UNLABELLED
 from fastkd.train.run import Run
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import stop_at, terminate
@@ -150,7 +150,7 @@ def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
     assert len(runs(out)) < 10
     (out / "runs" / "left.lock").touch()
     # The workers get the same as new interpreters would, and import less.
-    monkeypatch.setattr(work.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
+    monkeypatch.setattr(study_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
     study(path, out, jobs=2)
     assert runs(out) == runs(whole)
 
@@ -222,11 +222,11 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     assert usual.config.num_hidden_layers == found.student_layers
     cached = task._distiller(found.variants[1], cached=True)  # another depth, so other layers
     assert len(cached.method.teacher_layers) == model.config.num_hidden_layers
-    kept = [job.path for job in work.Runs(found, root / "out").jobs]
+    kept = [job.path for job in study_runs.Runs(found, root / "out").jobs]
     with torch.no_grad():
         model.get_parameter(word).add_(1.0)
     model.save_pretrained(mine)
-    now = [job.path for job in work.Runs(found, root / "out").jobs]
+    now = [job.path for job in study_runs.Runs(found, root / "out").jobs]
     assert [a == b for a, b in zip(kept, now, strict=True)] == [True, False] * (len(now) // 2)
     shutil.copy(tiny / "vocab.txt", mine)
     read_otherwise(mine)
@@ -246,7 +246,7 @@ def test_students_of_another_shape(root):
     student = task._distiller(found.variants[0], cached=False).student
     assert student.config.hidden_size == 24 and student.config.num_hidden_layers == 2
     same = spec.read(StudySettings(spec=write(root)))
-    kept, other = (work.Runs(each, root / "out").jobs[0] for each in (same, found))
+    kept, other = (study_runs.Runs(each, root / "out").jobs[0] for each in (same, found))
     assert other.identity["student_weights"] == "random" and other.path != kept.path
     assert not {"student_weights", "student_config"} & kept.identity.keys()
 
@@ -444,7 +444,7 @@ def test_a_teacher_that_was_lost_is_made_again(root, finished):
 
 
 def test_files_of_others_are_not_replaced(root, finished):
-    for name in (*report.FILES, "fastkd.json"):
+    for name in (*study_report.FILES, "fastkd.json"):
         out = root / name
         out.mkdir()
         (out / name).write_text("mine")
@@ -495,7 +495,7 @@ def test_a_process_that_dies_is_not_passed_over(root, finished, monkeypatch):
     next((out / "runs").glob("*.json")).unlink()
     dead = SimpleNamespace(exitcode=-9, start=bool, is_alive=bool)
     context = SimpleNamespace(Process=lambda **_: dead)
-    monkeypatch.setattr(work.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(study_runs.multiprocessing, "get_context", lambda _: context)
     words = ["study", str(write(root)), "--out", str(out), "--jobs", "2"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and "a process died; the same command" in result.stderr
@@ -507,7 +507,7 @@ def test_what_stops_another_process_is_one_sentence(root, finished):
     shared = SHARED.replace("student_layers = 2", "student_layers = 9")
     found = spec.read(StudySettings(spec=write(root, shared=shared)))
     with pytest.raises(SystemExit, match="Error: student_layers 9: the teacher has only 4 layers"):
-        work._worker(found, out, torch.get_num_threads(), Display)
+        study_runs._worker(found, out, torch.get_num_threads(), Display)
 
 
 def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatch):
@@ -524,9 +524,9 @@ def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatc
             "measured": {"seconds": 1.0, "peak_bytes": None},
         }
     teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
-    summaries = report.summarize(found, results, {"one": teacher})
-    monkeypatch.setattr(report, "_png", lambda figure: figure)
-    (ax,) = report._curves(found, summaries, results).axes
+    summaries = study_report.summarize(found, results, {"one": teacher})
+    monkeypatch.setattr(study_report, "_png", lambda figure: figure)
+    (ax,) = study_report._curves(found, summaries, results).axes
     _, *lines = ax.lines  # the teacher's first
     assert ax.get_xlabel() == "share of the steps" and len(lines) == len(found.variants)
     for line in lines:
@@ -541,13 +541,13 @@ def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
         found, tasks=(found.tasks[0], dataclasses.replace(found.tasks[0], name="two"))
     )
     teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
-    known = work.Runs(spec.read(StudySettings(spec=write(root))), finished[1]).results()
+    known = study_runs.Runs(spec.read(StudySettings(spec=write(root))), finished[1]).results()
     results = {("two", *rest): run for (_, *rest), run in known.items()}
     left_out = found.variants[1].name
     results |= {key: run for key, run in known.items() if key[1] != left_out}
-    summaries = report.summarize(found, results, {"one": teacher, "two": teacher})
-    monkeypatch.setattr(report, "_png", lambda figure: figure)
-    figure = report._curves(found, summaries, results)
+    summaries = study_report.summarize(found, results, {"one": teacher, "two": teacher})
+    monkeypatch.setattr(study_report, "_png", lambda figure: figure)
+    figure = study_report._curves(found, summaries, results)
     (legend,) = figure.legends
     colours = {
         text.get_text(): line.get_color()
@@ -573,12 +573,12 @@ def test_pictures_say_what_would_be_hidden(root, finished, monkeypatch):
             "measured": {"seconds": 1.0, "peak_bytes": None},
         }
     teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
-    summaries = report.summarize(found, results, {"one": teacher})
-    monkeypatch.setattr(report, "_png", lambda figure: figure)
-    (ax,) = report._curves(found, summaries, results).axes
+    summaries = study_report.summarize(found, results, {"one": teacher})
+    monkeypatch.setattr(study_report, "_png", lambda figure: figure)
+    (ax,) = study_report._curves(found, summaries, results).axes
     widths = [line.get_linewidth() for line in ax.lines[1:]]
     assert widths[0] > widths[1] > widths[2] == widths[3]
-    figure = report._forest(found, summaries, results)
+    figure = study_report._forest(found, summaries, results)
     assert "hollow: all seeds agree" in figure.get_suptitle()
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     hollow = [line.get_markerfacecolor() == "white" for line in dots]
@@ -634,4 +634,4 @@ def test_ready_studies_can_be_read(path):
         names = {variant.name for variant in found.variants}
         assert set(found.paper["rows"]) <= names and found.baseline in names
         assert all(len(v) == len(found.paper["columns"]) for v in found.paper["rows"].values())
-    assert report.beside_paper(found, []) is None or found.paper
+    assert study_report.beside_paper(found, []) is None or found.paper

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fastkd.cli.main import app
-from fastkd.study import report, spec
-from fastkd.study.settings import StudySettings
+from fastkd.study import spec, study_report
 from fastkd.study.statistics import ABOVE, ALIKE, BELOW, recovered, summarize
+from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
 from tests.study.test_statistics import study
@@ -136,10 +136,10 @@ def test_less_perplexity_is_better(table):
     assert rows["lower"].rows_interval is None and not rows["lower"].constant
     assert rows["lower"].recovered.mean == pytest.approx(4.8 / 8.6, abs=0.01)
     assert rows["higher"].recovered.mean < 0
-    words = report.told(summary)
+    words = study_report.told(summary)
     assert "Below the baseline beyond noise: lower. Above it beyond noise: higher." in words
-    assert "below (better)" in report.cells(rows["lower"])
-    assert "above (worse)" in report.cells(rows["higher"])
+    assert "below (better)" in study_report.cells(rows["lower"])
+    assert "above (worse)" in study_report.cells(rows["higher"])
     # Of 20 in perplexity 0.1 is nothing; the teacher must be ahead at all.
     assert recovered([(20.0, 20.1)], 20.0, True) is None
     assert recovered([(20.0, 20.0)], 25.0, True) is None
@@ -149,26 +149,26 @@ def test_a_score_in_percent_is_told_as_it_is(table, monkeypatch):
     made, results, _ = table
     percent = {**TEACHER, "smaller": [], "percent": ["perplexity"]}
     (summary,) = summarize(made, results, {"t": percent})
-    monkeypatch.setattr(report, "_png", lambda figure: figure)
-    (ax,) = report._forest(made, [summary], results).axes
+    monkeypatch.setattr(study_report, "_png", lambda figure: figure)
+    (ax,) = study_report._forest(made, [summary], results).axes
     dots = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
     assert dots[0] == pytest.approx(-4.8)
-    assert report.beside_paper(made, [summary])["rows"][1] == ["lower", "23.7", "23.8"]
+    assert study_report.beside_paper(made, [summary])["rows"][1] == ["lower", "23.7", "23.8"]
     assert recovered([(60.0, 60.5)], 61.0, percent=True) is None
 
 
 def test_pictures_and_papers_of_perplexity(table, monkeypatch):
     made, results, summaries = table
-    monkeypatch.setattr(report, "_png", lambda figure: figure)
-    (ax,) = report._forest(made, summaries, results).axes
+    monkeypatch.setattr(study_report, "_png", lambda figure: figure)
+    (ax,) = study_report._forest(made, summaries, results).axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["higher", "alike", "lower"]
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert [line.get_color() for line in dots][::2] == ["#b42318", "#1a7f37"]
     assert dots[-1].get_xdata()[0] == pytest.approx(-4.8)  # no points of a hundred
     assert ax.get_xlabel() == "perplexity (less is better) above labels"
-    (ax,) = report._curves(made, summaries, results).axes
+    (ax,) = study_report._curves(made, summaries, results).axes
     assert ax.get_title() == "t: perplexity (less is better)"
-    beside = report.beside_paper(made, summaries)
+    beside = study_report.beside_paper(made, summaries)
     assert beside["rows"][1] == ["lower", "23.7", "23.80"]
     lower, higher, alike = beside["order"]
     assert lower.startswith("t: lower is below labels in the paper (-4.8); here the same, beyond")

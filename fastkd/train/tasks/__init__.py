@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fastkd.train.columns import Columns
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
-from fastkd.train.tasks.task import Task
+from fastkd.train.input_columns import Columns
+from fastkd.train.tasks.base import Task
 
 __all__ = ["NAMES", "Columns", "Task", "check", "check_metric", "named", "of_file", "of_model"]
 
@@ -22,7 +22,7 @@ NAMES = tuple(
     sorted(
         module.name.replace("_", "-")
         for module in pkgutil.iter_modules(__path__)
-        if module.name != "task"
+        if module.name != "base"
     )
 )
 # What is read without --task, unless file or model are another task's alone.

@@ -14,11 +14,11 @@ from torch import nn
 from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
-from fastkd.train.columns import Columns
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import Collate, OnOwnSide, Task, Tokens, logits, sums_of_losses
+from fastkd.train.input_columns import Columns
+from fastkd.train.tasks.base import Collate, OnOwnSide, Task, Tokens, logits, sums_of_losses
 
 
 @dataclass(frozen=True)

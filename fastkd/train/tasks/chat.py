@@ -14,12 +14,12 @@ from torch import nn
 
 from fastkd._core.extras import require
 from fastkd.analysis.model_inputs import in_eval_mode
-from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, whole
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, first_line
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.score import rouge_l
+from fastkd.train.evaluation import rouge_l
+from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
+from fastkd.train.tasks.base import Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, perplexity, sums_of_next
-from fastkd.train.tasks.task import Task, Tokens
 
 MESSAGES = "messages"
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"

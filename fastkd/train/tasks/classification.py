@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.classes import (
     MOST_CLASSES_SHOWN,
     class_names,
@@ -21,12 +22,11 @@ from fastkd.train.classes import (
 )
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.evaluation import doubt, evaluate
 from fastkd.train.glue import Glue
-from fastkd.train.labels import as_name, as_number
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.score import doubt, evaluate
+from fastkd.train.label_values import as_name, as_number
+from fastkd.train.tasks.base import ClassTask, Fitted, Given, Task, probabilities
 from fastkd.train.tasks.regression import Regression
-from fastkd.train.tasks.task import ClassTask, Fitted, Given, Task, probabilities
 
 # What spreadsheets and data frames write where a label is missing.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}

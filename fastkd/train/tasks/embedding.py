@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from fastkd._core.extras import require
 from fastkd.analysis.model_inputs import reads_last_token
-from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, words_of
+from fastkd.train.arrow_rows import BATCH, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.evaluation import accepted, evaluate
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
-from fastkd.train.labels import as_number
-from fastkd.train.rows import BATCH, Encoded, Rows
-from fastkd.train.score import accepted, evaluate
-from fastkd.train.tasks.task import LABEL, Fitted, Given, Task, Tokens
+from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, words_of
+from fastkd.train.label_values import as_number
+from fastkd.train.tasks.base import LABEL, Fitted, Given, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"

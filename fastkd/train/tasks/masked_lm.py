@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
+from fastkd.train.tasks.base import Collate, Tokens, logits, sums_of_losses
 from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
-from fastkd.train.tasks.task import Collate, Tokens, logits, sums_of_losses
 
 
 @dataclass(frozen=True)

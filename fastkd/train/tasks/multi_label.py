@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import require
+from fastkd.train.arrow_rows import UNLABELLED, Encoded
 from fastkd.train.classes import MOST_CLASSES_SHOWN
-from fastkd.train.columns import Columns, field, whole
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.labels import as_name
-from fastkd.train.rows import UNLABELLED, Encoded
-from fastkd.train.tasks.task import (
+from fastkd.train.input_columns import Columns, field, whole
+from fastkd.train.label_values import as_name
+from fastkd.train.tasks.base import (
     LABELS,
     ListedTask,
     Tokens,

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import require
-from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, words_of
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.labels import as_number
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.score import doubt
-from fastkd.train.tasks.task import (
+from fastkd.train.evaluation import doubt
+from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, words_of
+from fastkd.train.label_values import as_number
+from fastkd.train.tasks.base import (
     LABEL,
     Collate,
     Fitted,

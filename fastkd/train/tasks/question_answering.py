@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from fastkd.train import files
-from fastkd.train.columns import Columns, field, holds_text, text_of, whole
+from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.score import accepted
-from fastkd.train.tasks.task import Collate, Fitted, Given, Task, Tokens
+from fastkd.train.evaluation import accepted
+from fastkd.train.input_columns import Columns, field, holds_text, text_of, whole
+from fastkd.train.tasks.base import Collate, Fitted, Given, Task, Tokens
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
 FROM, TO = "start_positions", "end_positions"

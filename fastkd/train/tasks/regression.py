@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
+from fastkd.train.evaluation import doubt, evaluate
 from fastkd.train.glue import Glue
-from fastkd.train.labels import LARGEST, as_name, as_number
-from fastkd.train.rows import UNLABELLED, Encoded, Rows
-from fastkd.train.score import doubt, evaluate
-from fastkd.train.tasks.task import Fitted, Given, Task
+from fastkd.train.label_values import LARGEST, as_name, as_number
+from fastkd.train.tasks.base import Fitted, Given, Task
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.train.columns import Columns, holds_text, text_of
+from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.rows import Encoded, Rows
-from fastkd.train.score import rouge_l
-from fastkd.train.tasks.task import LABEL, Collate, OnOwnSide, Task, Tokens, sums_of_losses
+from fastkd.train.evaluation import rouge_l
+from fastkd.train.input_columns import Columns, holds_text, text_of
+from fastkd.train.tasks.base import LABEL, Collate, OnOwnSide, Task, Tokens, sums_of_losses
 
 SOURCE, TARGET = "source", "target"
 # New tokens of a generated text at most.

@@ -12,13 +12,13 @@ from torch import nn
 
 from fastkd._core.extras import require
 from fastkd.train import files
-from fastkd.train.columns import Columns, words_of
+from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
-from fastkd.train.rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.tasks.task import LABELS, Collate, ListedTask, OnOwnSide, Tokens, logits
+from fastkd.train.input_columns import Columns, words_of
+from fastkd.train.tasks.base import LABELS, Collate, ListedTask, OnOwnSide, Tokens, logits
 
 CONLL = ".conll"
 TOKENS = "tokens"

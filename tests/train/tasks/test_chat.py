@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
+from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import read_file
 from fastkd.train.errors import InputError
-from fastkd.train.feed import OnPolicy
-from fastkd.train.rows import Encoder
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, Draw, prompts_of, write
+from fastkd.train.trainers import OnPolicy
 from tests.cli.launched import Launch, commands
 from tests.cli.test_cli import crash, stop_at
 from tests.support.tiny import run, sentences, words_of

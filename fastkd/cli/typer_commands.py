@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from fastkd._core.extras import require
-from fastkd.train.options import Option, assignments, options_of
+from fastkd.train.option_fields import Option, assignments, options_of
 
 typer: Any = require("typer", "train")
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.train import tasks
-from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import data_option, given, option, run_option
-from fastkd.train.settings import (
+from fastkd.train.distill_settings import (
     MAX_LENGTH,
     Checked,
     ColumnOptions,
@@ -17,6 +15,8 @@ from fastkd.train.settings import (
     remote_code,
     seed,
 )
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.option_fields import data_option, given, option, run_option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes, sharding
-from fastkd.train.rows import TEACHER, UNLABELLED
+from fastkd.train.arrow_rows import TEACHER, UNLABELLED
+from fastkd.train.evaluation import accepted
 from fastkd.train.saving import saving
-from fastkd.train.score import accepted
 
 _Trainer: Any = Trainer
 

@@ -30,12 +30,12 @@ from fastkd.train.errors import InputError
 from fastkd.train.saving import saving
 
 if TYPE_CHECKING:
-    from fastkd.train.tasks.task import Task
+    from fastkd.train.tasks.base import Task
 
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
 FEW = 8  # rows that may all be of unknown words
-CODE = ("rows.py", "columns.py", "data.py", "files.py", "tasks/task.py")
+CODE = ("arrow_rows.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
 # What the teacher's own inputs begin with, as a Distiller takes them.
 TEACHER = "teacher_"
 # The class of a row without one, as transformers has it.

@@ -4,9 +4,9 @@ import dataclasses
 
 from rich.console import Console
 
-from fastkd.cli.cache import load
+from fastkd.cli.cache_command import load
+from fastkd.cli.command_settings import VerifySettings
 from fastkd.cli.display import RichDisplay
-from fastkd.cli.settings import VerifySettings
 from fastkd.distill import verify as checks
 from fastkd.train.errors import RunFailed
 from fastkd.train.models import be_quiet

@@ -4,7 +4,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 
-from fastkd.train.score import Words, rouge_l
+from fastkd.train.evaluation import Words, rouge_l
 
 
 @pytest.mark.parametrize(

@@ -23,24 +23,24 @@ from fastkd.distill.layers import resolve_layers, select_layers
 from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
 from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
-from fastkd.study.measures import PeakMemory, machine_of, similarities
+from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
+from fastkd.train.arrow_rows import Encoded, file_fingerprint, fingerprint
 from fastkd.train.corpus import Corpus
+from fastkd.train.distill_settings import Source
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
+from fastkd.train.evaluation import predict
 from fastkd.train.models import check_depth, check_words, count, fit_config, load, tokenizer_of
-from fastkd.train.output import corpus_fingerprints
-from fastkd.train.packaged import teacher_path
-from fastkd.train.plan import Plan, choose_device
+from fastkd.train.option_files import as_keys
+from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.progress import Display, format_scores
-from fastkd.train.rows import Encoded, file_fingerprint, fingerprint
 from fastkd.train.run import Run, save_model
+from fastkd.train.run_directory import corpus_fingerprints
 from fastkd.train.saving import damage
-from fastkd.train.score import predict
-from fastkd.train.settings import Source
-from fastkd.train.tasks.task import Task
-from fastkd.train.written import as_keys
+from fastkd.train.tasks.base import Task
+from fastkd.train.training_config import Plan, choose_device
 
 filelock: Any = require("filelock", "train")
 

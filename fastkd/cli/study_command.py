@@ -6,10 +6,10 @@ import os
 from rich.console import Console
 
 from fastkd.cli.display import RichDisplay
-from fastkd.study import report
-from fastkd.study.settings import StudySettings
+from fastkd.study import study_report
 from fastkd.study.spec import read
-from fastkd.study.work import Runs, leave_launcher
+from fastkd.study.study_runs import Runs, leave_launcher
+from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_directory
@@ -31,7 +31,7 @@ def run(settings: StudySettings, console: Console) -> None:
     if settings.runs is not None:
         check_directory("--runs", settings.runs)
     if not number:
-        report.claim(settings.out)
+        study_report.claim(settings.out)
     with stopping_at_once(), RichDisplay(console) as display:
         parts = {"data set": study.tasks, "variant": study.variants, "seed": study.seeds}
         count = math.prod(map(len, parts.values()))
@@ -43,9 +43,9 @@ def run(settings: StudySettings, console: Console) -> None:
             return
         if together > 1:
             runs.finish()
-        summaries = report.write(runs, settings.out)
+        summaries = study_report.write(runs, settings.out)
         for summary in summaries:
-            display.say(f"{summary.task}: {report.told(summary)}")
+            display.say(f"{summary.task}: {study_report.told(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")
     if not whole:
         raise RunFailed("a process died; the same command trains the runs that it left")

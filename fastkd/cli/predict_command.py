@@ -2,8 +2,8 @@
 
 from rich.console import Console
 
+from fastkd.cli.command_settings import UseSettings
 from fastkd.cli.display import beside_the_answer, say
-from fastkd.cli.settings import UseSettings
 from fastkd.cli.tables import begin, table
 from fastkd.train.errors import InputError
 from fastkd.train.saving import write_file

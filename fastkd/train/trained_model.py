@@ -11,18 +11,18 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.train import tasks
-from fastkd.train.columns import Columns
+from fastkd.train.arrow_rows import Encoded, Encoder, Rows
 from fastkd.train.data import file_columns, read_file
 from fastkd.train.errors import InputError, RunFailed, first_line
+from fastkd.train.evaluation import predict
 from fastkd.train.files import first_row
 from fastkd.train.glue import GLUE_TASKS
+from fastkd.train.input_columns import Columns
 from fastkd.train.models import load_finished, longest
-from fastkd.train.plan import Plan
 from fastkd.train.progress import Display
-from fastkd.train.rows import Encoded, Encoder, Rows
 from fastkd.train.saving import read_marker
-from fastkd.train.score import predict
-from fastkd.train.tasks.task import Task
+from fastkd.train.tasks.base import Task
+from fastkd.train.training_config import Plan
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from torch import nn
 
 from fastkd.distributed import world_size
 from fastkd.train import processes, trainer_args
+from fastkd.train.arrow_rows import Rows, fingerprint
 from fastkd.train.corpus import Corpus
+from fastkd.train.distill_settings import Settings
 from fastkd.train.errors import InputError
-from fastkd.train.options import as_json, defaults_of
-from fastkd.train.rows import Rows, fingerprint
+from fastkd.train.option_fields import as_json, defaults_of
 from fastkd.train.saving import (
     MARKER,
     damage,
@@ -34,7 +35,6 @@ from fastkd.train.saving import (
     staging_of,
     write_json,
 )
-from fastkd.train.settings import Settings
 from fastkd.train.training import Checkpoints
 
 RESULTS = ("student", "teacher")

@@ -15,10 +15,10 @@ import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
-from fastkd.train import data, files, rows
+from fastkd.train import arrow_rows, data, files
+from fastkd.train.arrow_rows import Encoder
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
-from fastkd.train.rows import Encoder
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.regression import Regression, to_reals
 from tests.cli.launched import Launch
@@ -117,7 +117,7 @@ def test_processes_share_what_one_of_them_made(tmp_path, cache, tokenizer):
     for process in started:
         process.join()
     calls, sums = zip(*(json.loads(out.read_text()) for out in outs), strict=True)
-    batches = -(-500 // rows.BATCH)
+    batches = -(-500 // arrow_rows.BATCH)
     assert sorted(calls) == [0, 0, 1 + batches] or sum(calls) == 1 + batches
     assert len(set(sums)) == 1
     assert not list(cache.rglob("*.incomplete"))

@@ -23,7 +23,7 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.study.spec import Study, TaskSpec, Variant
-from fastkd.study.task import TaskWork, key_of
+from fastkd.study.task_runs import TaskWork, key_of
 from fastkd.train import processes
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.models import be_quiet

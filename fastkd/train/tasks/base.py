@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows, file_fingerprint, label_json
 from fastkd.train.classes import by_names, class_names, label_order, read_as_ids, whole_numbers
-from fastkd.train.columns import Columns, field, holds_text, settle_columns, text_of, whole
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.evaluation import accepted
 from fastkd.train.glue import Glue
-from fastkd.train.rows import UNLABELLED, Encoded, Rows, file_fingerprint, label_json
-from fastkd.train.score import accepted
+from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
 
 LABEL, LABELS = "label", "labels"
 

@@ -8,10 +8,10 @@ from typing import Any
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.order import LABELLED_SHARE
 from fastkd.train import lora, tasks
-from fastkd.train.columns import Columns
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue
-from fastkd.train.options import (
+from fastkd.train.input_columns import Columns
+from fastkd.train.option_fields import (
     check,
     data_option,
     given,

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastkd._core.extras import require
 from fastkd.train.errors import InputError
-from fastkd.train.options import fits, options_of
+from fastkd.train.option_fields import fits, options_of
 
 
 def tables(path: Path) -> Mapping[str, Any]:

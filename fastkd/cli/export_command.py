@@ -14,13 +14,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastkd._core.extras import require
+from fastkd.cli.command_settings import ExportSettings
 from fastkd.cli.display import say
-from fastkd.cli.settings import ExportSettings
 from fastkd.train.errors import InputError, RunFailed
-from fastkd.train.finished import OnnxModel
 from fastkd.train.models import be_quiet, load_finished, longest
 from fastkd.train.saving import check_new_file, enlist, saving, write_file
-from fastkd.train.tasks.task import Task
+from fastkd.train.tasks.base import Task
+from fastkd.train.trained_model import OnnxModel
 
 # Far above what another order of sums costs in float32, far below what a wrong graph gives.
 TOLERANCE = 1e-3

@@ -14,12 +14,12 @@ from torch import nn
 from fastkd._core.extras import require
 from fastkd.distributed import world_size
 from fastkd.train import processes, sharding
-from fastkd.train.plan import Plan, autocast
+from fastkd.train.arrow_rows import Encoded
 from fastkd.train.progress import Display, counted
-from fastkd.train.rows import Encoded
+from fastkd.train.training_config import Plan, autocast
 
 if TYPE_CHECKING:
-    from fastkd.train.tasks.task import Task
+    from fastkd.train.tasks.base import Task
 
 
 def predict(

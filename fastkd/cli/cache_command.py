@@ -13,12 +13,13 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from fastkd.cli.command_settings import CacheSettings
 from fastkd.cli.display import RichDisplay
-from fastkd.cli.settings import CacheSettings
 from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes
+from fastkd.train.distill_settings import Pairing
 from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
@@ -29,14 +30,13 @@ from fastkd.train.models import (
     make_method,
     num_bytes,
 )
-from fastkd.train.options import as_json
-from fastkd.train.output import corpus_fingerprints
-from fastkd.train.plan import Plan, autocast, choose_device
+from fastkd.train.option_fields import as_json
 from fastkd.train.progress import Display, counted
 from fastkd.train.run import Run, assemble, save_model, select
+from fastkd.train.run_directory import corpus_fingerprints
 from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
-from fastkd.train.settings import Pairing
 from fastkd.train.training import stopping_at_once
+from fastkd.train.training_config import Plan, autocast, choose_device
 
 
 def write(settings: CacheSettings, console: Console) -> None:

@@ -22,22 +22,22 @@ from fastkd.analysis.pictures import (
     relation_agreement,
 )
 from fastkd.analysis.similarity_measures import Measure, matrix, moments_for
+from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.cli.display import RichDisplay, say
-from fastkd.cli.settings import AnalyzeSettings
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
 from fastkd.train import processes, tasks
 from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
+from fastkd.train.evaluation import accepted
 from fastkd.train.files import text_lines
-from fastkd.train.finished import columns_of, training_of
 from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.models import be_quiet, check_words, fitting_length, load, tokenizer_of
-from fastkd.train.plan import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
-from fastkd.train.score import accepted
-from fastkd.train.tasks.task import on_own_side
+from fastkd.train.tasks.base import on_own_side
+from fastkd.train.trained_model import columns_of, training_of
+from fastkd.train.training_config import choose_device
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
 SAID = {"model": "model", "before": "student before", "student": "student"}

@@ -1,7 +1,7 @@
-"""An option, written once: the field of a dataclass says its type, default, help and bounds.
+"""Dataclass fields that declare an option's type, default, help and bounds.
 
-The command line (`fastkd.cli.options`), the check of the values (`check`) and what is saved of
-them (`as_json`) follow from the fields.
+The command line (`fastkd.cli.typer_commands`), the validation (`check`) and the saved settings
+(`as_json`) are derived from the fields.
 """
 
 import ast

@@ -30,7 +30,7 @@ from fastkd.study.statistics import (
     summarize,
     worth,
 )
-from fastkd.study.work import Runs
+from fastkd.study.study_runs import Runs
 from fastkd.train.errors import InputError
 from fastkd.train.saving import MARKER, csv_text, read_json, read_marker, write_file, write_json
 

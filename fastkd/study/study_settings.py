@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastkd.train.options import option, run_option, training_option
-from fastkd.train.settings import ColumnOptions, device
+from fastkd.train.distill_settings import ColumnOptions, device
+from fastkd.train.option_fields import option, run_option, training_option
 
 what_option = functools.partial(option, panel="What is compared")
 

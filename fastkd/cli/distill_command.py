@@ -10,8 +10,8 @@ from rich.table import Table
 
 from fastkd.cli.display import RichDisplay, say
 from fastkd.train import processes, run, stages
+from fastkd.train.distill_settings import Settings
 from fastkd.train.progress import compared, format_scores
-from fastkd.train.settings import Settings
 
 
 def distill(settings: Settings, console: Console) -> None:
