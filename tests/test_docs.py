@@ -85,7 +85,8 @@ def started(words, monkeypatch):
     for place in (
         "train.run.distill", "cli.demo.run_demo", "cli.demo_text.run_demo",
         "cli.evaluate_command.evaluate", "cli.predict_command.predict",
-        "cli.export_command.export", "cli.analyze_command.run", "cli.cache_command.write", "cli.verify_command.verify",
+        "cli.export_command.export", "cli.analyze_command.run", "cli.cache_command.write",
+        "cli.verify_command.verify",
         "bench.runner.run", "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)

@@ -14,9 +14,9 @@ from transformers import BertModel, BertTokenizerFast, GPT2Model
 from fastkd.analysis import (
     adjacent_layer_cca,
     cka_matrix,
+    layer_comparison,
     layer_intra_class_similarity,
     layer_similarity,
-    layers,
     svcca_matrix,
 )
 from fastkd.cli import analyze_command as report
@@ -209,7 +209,7 @@ def failing_on_the_second(rank, words):
     def stream(*arguments, **options):
         if rank == 1:
             raise ValueError("not here")
-        return layers.stream(*arguments, **options)
+        return layer_comparison.stream(*arguments, **options)
 
     report.stream = stream
     return result_of(["analyze", *map(str, words)])

@@ -38,7 +38,7 @@ LEFT_OUT = {
     "tests/cli/test_abuse.py": "about options and files, not versions",
     "tests/cli/test_cli.py": "minutes of training",
     "tests/cli/test_demo.py": "minutes of training",
-    "tests/train/test_rows.py": "about memory, not versions",
+    "tests/train/test_arrow_rows.py": "about memory, not versions",
     "tests/cli/test_display.py": "about terminals, not versions",
     "tests/distill/test_verify.py": "starts many processes",
     "tests/distill/test_several.py": "starts many processes",
