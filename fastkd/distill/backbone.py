@@ -191,7 +191,13 @@ class Backbone(Model):
             return module
         # T5's encoder has a table of its own, tied to its model's.
         owner: Any = self.stack if hasattr(self.stack, "get_input_embeddings") else self.base
-        return owner.get_input_embeddings()  # type: ignore[no-any-return]
+        try:
+            return owner.get_input_embeddings()  # type: ignore[no-any-return]
+        except NotImplementedError:
+            raise ValueError(
+                f"the {self._name} ({self.class_name}) has no embeddings, which the method moves; "
+                "set its perturb=False"
+            ) from None
 
     @property
     def num_tokens(self) -> int | None:
