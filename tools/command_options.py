@@ -1,0 +1,91 @@
+"""``python -m tools.command_options``: the tables of options in docs/distill.md, from the code."""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fastkd.train.options import Option, defaults_of, options_of
+from fastkd.train.settings import Pairing
+
+PAGE = Path(__file__).parents[1] / "docs" / "distill.md"
+BEGIN = "<!-- Options, by `python -m tools.command_options` -->\n"
+END = "<!-- end of options -->"
+# The dataclass of each command's options.
+COMMANDS = {
+    "distill": "train.settings.Settings",
+    "cache": "cli.settings.CacheSettings",
+    "verify": "cli.settings.VerifySettings",
+    "evaluate": "cli.settings.EvaluateSettings",
+    "predict": "cli.settings.UseSettings",
+    "export": "cli.settings.ExportSettings",
+    "analyze": "cli.settings.AnalyzeSettings",
+    "demo": "cli.settings.DemoSettings",
+    "study": "study.settings.StudySettings",
+    "bench": "cli.settings.BenchSettings",
+    "doctor": "cli.options.NoOptions",
+}
+PLACEHOLDERS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", Mapping: "NAME=VALUE"}
+
+
+def settings(command: str) -> Any:
+    """Class whose fields are the options of a command."""
+    module, _, name = COMMANDS[command].rpartition(".")
+    return getattr(importlib.import_module(f"fastkd.{module}"), name)
+
+
+def usage(meta: Option, kind: Any) -> str:
+    """An option with the placeholder of its value: ``--epochs NUMBER``."""
+    if isinstance(kind, UnionType):
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    if kind is bool or not meta.flag.startswith("-"):
+        return meta.flag
+    return f"{meta.flag} {meta.metavar or PLACEHOLDERS[get_origin(kind) or kind]}"
+
+
+def rows(command: str) -> dict[str, str]:
+    """Table row of each option of a command, by field name."""
+    cls = settings(command)
+    kinds, defaults = get_type_hints(cls), defaults_of(cls)
+    found = {}
+    for name, meta in options_of(cls).items():
+        default = defaults[name]
+        shown = "required" if default is MISSING else f"`{default}`"
+        if default is None or default is False or default == {} or default == "":
+            shown = ""
+        help = meta.help.replace("|", "\\|").replace("<", "&lt;")
+        cells = (f"`{usage(meta, kinds[name])}`", shown, help)
+        found[name] = f"| {' | '.join(cells)} |"
+    return found
+
+
+def table(command: str) -> Iterator[str]:
+    """Lines on a command's options; `cache` and `verify` only name those of `distill`."""
+    yield f"### Options of {command}\n"
+    cls, own = settings(command), rows(command)
+    if issubclass(cls, Pairing) and command != "distill":
+        distill, flags = rows("distill"), options_of(cls)
+        shared = [name for name, row in own.items() if row == distill.get(name)]
+        own = {name: row for name, row in own.items() if name not in shared}
+        names = ", ".join(f"`{flags[name].flag}`" for name in shared)
+        yield f"As in [distill](#options-of-distill): {names}.\n"
+    if not own:
+        yield "No options.\n"
+        return
+    yield "| option | default | |\n|---|---|---|"
+    yield from own.values()
+    yield ""
+
+
+def page(text: str) -> str:
+    """``text`` with its tables as the code has them."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    written = "\n".join(line for command in COMMANDS for line in table(command))
+    return f"{before}{BEGIN}{written}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
