@@ -1,4 +1,4 @@
-"""Attention maps of student and teacher, pair by pair (TinyBERT, eq. 7)."""
+"""Mean squared difference of attention maps (TinyBERT, eq. 7)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,16 +58,16 @@ def attention_loss(
 
     L = (1/h) Σ_i MSE(A_i^S, A_i^T)  (Jiao et al., *TinyBERT*, 2020, eq. 7)
 
-    A are the scores before the softmax in the paper and the probabilities in many
-    implementations; any (B, H, N, N) will do. A pair with a padded query or key does not count,
-    whatever stands there. A sample without a real token gives zero.
+    A are scores before the softmax in the paper and probabilities in many implementations; any
+    (B, H, N, N) is accepted. Entries with a padded query or key don't count, whatever they hold. A
+    sample without a real token gives zero.
 
     Args:
         student: (B, H, N, N): heads, queries, keys.
         teacher: (B, H_t, N, N), same dtype and device, without grad.
         mask: (B, N) bool or 0/1, 1 = real token.
-        heads: "match" compares head by head and needs H = H_t; "mean" compares the averages over
-            the heads of each side, for any numbers of heads.
+        heads: "match" compares head by head and needs H = H_t; "mean" compares the mean over the
+            student's heads with the mean over the teacher's, for any numbers of heads.
         reduction: over the samples' losses: "mean" over those with a real token, "sum", or "none"
             for (B,).
         backend: "auto", "torch", "triton" or "cpp".
@@ -76,8 +76,8 @@ def attention_loss(
         Scalar, or (B,), in float32 (float64 for float64).
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices don't fit, an unknown option, or a
-            teacher that requires grad.
+        ValueError, TypeError: a wrong shape, dtype, device or option, or a teacher that requires
+            grad.
 
     >>> student, teacher = torch.zeros(2, 4, 2, 2), torch.full((2, 4, 2, 2), 0.5)
     >>> attention_loss(student, teacher).item()
@@ -140,23 +140,23 @@ def _attention_layers(
     first = pairs[0][0]
     real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
-    found = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
-    runs_on = found.pop() if len(found) == 1 else "torch"
+    backends = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
+    runs_on = backends.pop() if len(backends) == 1 else "torch"
     options = _Options(heads == "mean", len(pairs), reduction)
     if runs_on == "cpp":
-        shares = [apply(_AttentionInCpp, options, real, *pair) for pair in pairs]
-        return shares[0] if len(shares) == 1 else torch.stack(shares).sum(0)
+        terms = [apply(_CppAttention, options, real, *pair) for pair in pairs]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
     groups = [[i] for i in range(len(pairs))]
     if runs_on == "triton":
         from fastkd.kernels.pointers import layer_groups
 
         groups = layer_groups(pairs)
-    parts = []
+    terms = []
     for group in groups:
         students, teachers = zip(*(pairs[i] for i in group), strict=True)
-        function = _Attention if runs_on == "torch" else _AttentionByKernels
-        parts.append(apply(function, options, real, *students, *teachers))
-    losses = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        function = _TorchAttention if runs_on == "torch" else _TritonAttention
+        terms.append(apply(function, options, real, *students, *teachers))
+    losses = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
     compared = torch.ones_like(losses, dtype=torch.bool) if real is None else real.any(1)
     return reduced(losses, compared, reduction)
 
@@ -168,33 +168,33 @@ def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -
     if (first.shape[0], first.shape[2]) != (B, N):
         raise ValueError(
             f"student has layers of shapes {tuple(first.shape)} and {tuple(student.shape)}; "
-            "all must be of the same samples and tokens"
+            "pass layers of the same samples and tokens"
         )
     H_t = teacher.shape[1]
     check_shape("teacher", teacher, (B, H_t, N, N), "student's samples and tokens")
     if H == 0 or H_t == 0:
-        raise ValueError(f"student and teacher must have a head, got {H} and {H_t} heads")
+        raise ValueError(f"student and teacher must have at least one head, got {H} and {H_t}")
     if heads == "match" and H_t != H:
         raise ValueError(
-            f"student has {H} heads but teacher has {H_t}; heads='mean' compares their averages"
+            f"student has {H} heads but teacher has {H_t}; compare their means with heads='mean'"
         )
 
 
 @dataclass(frozen=True)
 class _Options:
-    mean: bool  # over the heads
-    layers: int  # in all: a group's losses are its share of their average
-    reduction: str  # of C++, which makes the gradient along with the loss
+    mean: bool  # compare means over the heads
+    layers: int  # number of all layers: each loss is divided by it
+    reduction: str  # applied by the C++ operator, which computes the gradient with the loss
 
 
-class _Attention(torch.autograd.Function):
-    """Losses of the samples (B,), of one layer; the difference is made again in the backward."""
+class _TorchAttention(torch.autograd.Function):
+    """Losses (B,) of one layer; the difference is computed again in the backward pass."""
 
     @staticmethod
     def forward(ctx, options, mask, student, teacher):
         with autocast_off(student):
             d = _difference(student, teacher, mask, options)
-            # Rows are divided before they are added: the sum over a whole map may overflow.
+            # Divide row sums before adding them: the sum over a whole map may overflow.
             rows = d.square_().sum(-1) / _divisor(d, mask, options)[:, None, None]
             losses = rows.sum((1, 2))
         ctx.save_for_backward(mask, student, teacher)
@@ -215,7 +215,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _difference(student: Tensor, teacher: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    """A^S − A^T of the heads, or (B, 1, N, N) of their means; 0 at padding."""
+    """A^S − A^T (B, H, N, N), or (B, 1, N, N) of the means over the heads; 0 at padding."""
     dtype = working_dtype(student)
     if options.mean:
         d = student.mean(1, True, dtype=dtype) - teacher.mean(1, True, dtype=dtype)
@@ -228,22 +228,22 @@ def _difference(student: Tensor, teacher: Tensor, mask: Tensor | None, options: 
 
 
 def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    """How many squares a sample's loss (B,) is the mean of."""
+    """Number of squared differences (B,) that a sample's loss is the mean of."""
     B, h, N, _ = d.shape
     tokens = d.new_full((B,), N) if mask is None else mask.sum(1).to(d.dtype)
     return tokens.clamp(min=1).square() * (h * options.layers)
 
 
-class _AttentionInCpp(torch.autograd.Function):
-    """One layer's share of the loss; its gradient is made along with it, in one visit of a row."""
+class _CppAttention(torch.autograd.Function):
+    """Loss of one layer over the number of layers; one pass over the rows, with the gradient."""
 
     @staticmethod
     def forward(ctx, options, mask, student, teacher):
         maps = student.contiguous(), teacher.contiguous()
-        launch = torch.ops.fastkd_cpp.attention
-        given = options.mean, options.layers, options.reduction
-        loss, *made = launch(*maps, mask, *given, ctx.needs_input_grad[2])
-        ctx.save_for_backward(*made)
+        loss, *gradient = torch.ops.fastkd_cpp.attention(
+            *maps, mask, options.mean, options.layers, options.reduction, ctx.needs_input_grad[2]
+        )
+        ctx.save_for_backward(*gradient)
         ctx.dtype = student.dtype
         return loss
 
@@ -254,8 +254,8 @@ class _AttentionInCpp(torch.autograd.Function):
         return None, None, times_upstream(dx, grad, ctx.dtype), None
 
 
-class _AttentionByKernels(torch.autograd.Function):
-    """The losses of layers of one shape by `fastkd.kernels.attention`."""
+class _TritonAttention(torch.autograd.Function):
+    """Losses (B,) of layers of one shape, by `fastkd.kernels.attention`."""
 
     @staticmethod
     def forward(ctx, options, *tensors):

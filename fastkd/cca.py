@@ -1,7 +1,6 @@
 """Canonical correlation between teacher and student features (MC3KD, eqs. 4-7).
 
-The public functions and their checks; how the correlations and their gradient are computed stands
-in `_torch.cca_solver`.
+The public functions and their checks; `_torch.cca_solver` computes correlations and gradients.
 """
 
 from collections.abc import Sequence
@@ -55,7 +54,7 @@ def cca_loss_ref(
     top_k: int | None = None,
     reduction: Reduction = "sum",
 ) -> Tensor:
-    """Eqs. 4-7 as written; see `cca_loss`. Rows are observations: the paper's X̄X̄ᵀ is X̄ᵀX̄."""
+    """Eqs. 4-7 as written, with observations in rows: the paper's X̄X̄ᵀ is X̄ᵀX̄. See `cca_loss`."""
     r_s, r_t = _ridge_pair(ridge)
     S, T = student.to(working_dtype(student)), teacher.to(working_dtype(teacher))
     real = torch.ones_like(S[..., :1]) if mask is None else mask.unsqueeze(-1).to(S.dtype)
@@ -73,7 +72,7 @@ def cca_loss_ref(
 
     whitened = inv_sqrtm_ref(sigma_tt) @ sigma_ts @ inv_sqrtm_ref(sigma_ss)  # eq. 4
     corr = torch.linalg.svdvals(whitened)[..., :top_k].sum(-1)  # eq. 6: tr (TᵀT)^½
-    if reduction == "mean":  # over the items with at least two observations
+    if reduction == "mean":  # over items with at least two observations
         return -corr.sum() / (observed >= 2).sum().clamp_min(1)
     return -corr.sum() if reduction == "sum" else -corr  # eq. 7
 
@@ -93,15 +92,15 @@ def cca_loss(
     """Negative sum of the canonical correlations between student and teacher features.
 
     L = −‖Σ_tt^{−½} Σ_ts Σ_ss^{−½}‖_* (MC3KD, eqs. 4-7), with Σ_ss = S̄ᵀS̄/(m−1) + r_s·I and
-    likewise Σ_tt; one loss for each index of the leading dimensions. With ``top_k`` only the
+    likewise Σ_tt. Each index of the leading dimensions has its own loss. With ``top_k`` only the
     largest correlations count. With ``ridge=0`` directions without variance are left out.
 
     Args:
         student: (*, m, Ds), m observations.
         teacher: (*, m, Dt), without grad.
-        mask: (*, m), 1 = real observation; others are left out, also from m.
+        mask: (*, m), 1 = real observation. Other rows are left out and don't count in m.
         ridge: r_s = r_t, or the pair (student, teacher), at least 0.
-        top_k: how many of the largest correlations to sum; None for all.
+        top_k: number of largest correlations to sum; None for all.
         reduction: over the leading dimensions: "sum", "none", or "mean" over those with at least
             two real observations.
         backend: "auto", "torch" or "triton".
@@ -135,7 +134,7 @@ def cca_loss(
     backend_of(backend, "cca_loss", student)
     ranks = ranks_of(gather, group)
     loss = _loss(student, teacher, mask, Options(ridges, top_k), ranks)
-    if reduction == "mean":  # fewer than two observations leave nothing to compare
+    if reduction == "mean":  # items with fewer than two observations have nothing to compare
         observed = cca_solver.count_observed(student, mask, ranks).expand(loss.shape)
         return loss.sum() / (observed >= 2).sum().clamp_min(1)
     return loss.sum() if reduction == "sum" else loss
@@ -147,8 +146,8 @@ def canonical_correlations(
     """Canonical correlations between two feature matrices, largest first.
 
     The singular values of Σ_xx^{−½} Σ_xy Σ_yy^{−½} (MC3KD, eqs. 2 and 4), from singular value
-    decompositions of the centred features in float64: nothing is squared, so ill-conditioned
-    features lose no digits. A measure, not a loss: it carries no gradient; train with `cca_loss`.
+    decompositions of the centred features in float64: no covariance is formed, so ill-conditioned
+    features lose no digits. The result has no gradient; train with `cca_loss`.
 
     Args:
         x: (*, m, Dx), m observations.
@@ -184,17 +183,17 @@ def canonical_correlations(
 class CCALoss(InGroup):
     """Canonical-correlation loss between hidden states of a student and a teacher (MC3KD, eq. 7).
 
-    See `cca_loss`. Several layers are averaged; on a GPU all run as one batch, elsewhere those of
-    equal size. Stores ridge, top_k and pool, no parameters.
+    See `cca_loss`. Losses of several layers are averaged. On a GPU all layers run as one batch,
+    elsewhere those of equal size. Stores ridge, top_k and pool, no parameters.
 
-    When there are no more observations than dimensions every correlation is near 1 whatever the
-    student does, and the loss teaches nothing; the first such call warns.
+    With no more observations than dimensions every correlation is near 1 whatever the student
+    computes, and the loss teaches nothing; the first such call warns.
 
     Args:
         ridge: r_s = r_t, or the pair (student, teacher).
-        top_k: how many of the largest correlations to sum; None for all.
-        pool: what one observation is: "tokens" every real token of the batch, "cls" the first
-            real token of a sample, "mean" the mean over a sample's real tokens.
+        top_k: number of largest correlations to sum; None for all.
+        pool: the observations: "tokens", all real tokens of the batch; "cls", the first real token
+            of each sample; "mean", the mean of each sample's real tokens.
         gather, group: as in `cca_loss`.
 
     Example:
@@ -257,19 +256,19 @@ class CCALoss(InGroup):
         observed: Tensor | None,
         ranks: Ranks | None,
     ) -> None:
-        if torch.compiler.is_compiling() or self._warned:  # a graph must not depend on the latter
+        if torch.compiler.is_compiling() or self._warned:  # a graph must not depend on _warned
             return
         observations = pairs[0][0].shape[0]
         if observed is not None and values_readable(observed):
             observations = int(observed.sum())
-        if ranks is not None:  # about: no process waits for the others, or the host, for a word
+        if ranks is not None:  # an estimate: the exact sum would make the processes wait
             observations *= ranks.size
         dims = max(x.shape[-1] for pair in pairs for x in pair)
         if observations <= dims:
             self._warned = True
             warn_caller(
                 f"CCALoss: {observations} observations for {dims} dimensions; every correlation is "
-                "near 1 whatever the student does, so the loss teaches nothing. Use "
+                "near 1 whatever the student computes, so the loss teaches nothing. Use "
                 "pool='tokens', larger batches or a larger ridge.",
             )
 
@@ -278,12 +277,12 @@ class CCALoss(InGroup):
 
 
 def _pooled(x: Tensor, real: Tensor | None, pool: str) -> Tensor:
-    """(B, N, D) -> (observations, D)."""
+    """Observations (m, D) of features (B, N, D)."""
     return x.flatten(0, 1) if pool == "tokens" else pool_tokens(x, real, pool)
 
 
 def _observations(real: Tensor | None, pool: str) -> Tensor | None:
-    """Which observations of `_pooled` are real, from the tokens' mask (B, N)."""
+    """Mask (m) of the observations of `_pooled`, from the mask (B, N) of the tokens."""
     if real is None:
         return None
     return real.flatten() if pool == "tokens" else real.any(1)
@@ -292,8 +291,8 @@ def _observations(real: Tensor | None, pool: str) -> Tensor | None:
 def _pads_layers(x: Tensor) -> bool:
     """Whether layers of different sizes run as one batch, padded to the largest.
 
-    On a GPU the time goes into launches, as many for one layer as for all. On a CPU, where large
-    items run one by one anyway, padding would only add arithmetic with zeros.
+    On a GPU launches take the time, and their number doesn't depend on the number of layers. On a
+    CPU, where large items run one by one anyway, padding would only add arithmetic with zeros.
     """
     return x.is_cuda
 
@@ -304,7 +303,7 @@ def _batched_layers(
     options: Options,
     ranks: Ranks | None = None,
 ) -> Tensor:
-    """Losses (L) of layer pairs (m, Ds), (m, Dt) of any sizes, in one call; mask (m).
+    """Losses (L) of layer pairs (m, Ds), (m, Dt) of any sizes, with one mask (m), in one batch.
 
     Columns of zeros make the sizes equal and change no correlation: their cross-covariance is 0,
     and their covariance the ridge's identity or, without a ridge, a direction without variance.
@@ -317,14 +316,14 @@ def _batched_layers(
 
 
 def _stacked(layers: Sequence[Tensor]) -> Tensor:
-    """(L, m, D) of layers (m, ≤ D), the smaller ones with columns of zeros."""
+    """Layers (m, ≤ D) stacked to (L, m, D), with columns of zeros in the smaller ones."""
     size = max(x.shape[-1] for x in layers)
     missing = [size - x.shape[-1] for x in layers]
     return torch.stack([F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)])
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
-    """(student's, teacher's) ridge."""
+    """Ridges of student and teacher."""
     pair = tuple(ridge) if isinstance(ridge, (tuple, list)) else (ridge, ridge)
     if len(pair) != 2:
         raise ValueError(f"ridge must be a number or a pair (student, teacher), got {ridge!r}")
@@ -336,7 +335,7 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
 def _loss(
     student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, ranks: Ranks | None
 ) -> Tensor:
-    """Losses (*) of features (*, m, Ds), (*, m, Dt), mask (*, m), each process having its m."""
+    """Losses (*) of features (*, m, Ds), (*, m, Dt), mask (*, m); m may differ by process."""
     if ranks is not None:
         rows = ranks.max(student.shape[-2], student.device)
         if cca_solver.moments_are_less(rows, student, teacher, ranks):
@@ -352,7 +351,7 @@ def _loss(
 
 
 class _NegativeCorrelation(torch.autograd.Function):
-    """Value and gradient together: both come from one decomposition."""
+    """Loss and gradient from one decomposition, in the forward pass."""
 
     @staticmethod
     def forward(ctx, student, teacher, mask, options):

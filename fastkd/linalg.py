@@ -1,7 +1,7 @@
 """Square roots of symmetric positive semi-definite matrices, batched and differentiable.
 
-Differentiating ``torch.linalg.eigh`` divides by λ_i − λ_j and gives NaN where eigenvalues repeat.
-The roots themselves are smooth there: their derivatives are divided differences of √λ.
+The derivative of ``torch.linalg.eigh`` divides by λ_i − λ_j and gives NaN where eigenvalues
+repeat. The roots themselves are smooth there: their derivatives are divided differences of √λ.
 """
 
 import torch
@@ -12,9 +12,9 @@ from fastkd._core.checks import check_floating, check_number
 from fastkd._core.numerics import autocast_off, once_differentiable, working_dtype
 from fastkd._core.products import symmetric_product
 
-# Largest n that the extension takes on the CPU: beyond it LAPACK is faster on one core.
+# Largest n for the extension on the CPU: beyond it LAPACK is faster on one core.
 EXTENSION_LARGEST = 96
-# Largest n whose gradient is multiplied in float32: a product's rounding grows with √n.
+# Largest n whose gradient is computed in float32: a product's rounding error grows with √n.
 FLOAT32_LARGEST = 96
 
 
@@ -33,10 +33,10 @@ def inv_sqrtm_ref(a: Tensor, ridge: float = 0.0) -> Tensor:
 def sqrtm(a: Tensor) -> Tensor:
     """Symmetric square roots A^{½} = Q diag(√λ) Qᵀ of symmetric positive semi-definite matrices.
 
-    The gradient is Q [(QᵀGQ) / (√λ_i + √λ_j)] Qᵀ: right for repeated eigenvalues. Where two
+    The gradient is Q [(QᵀGQ) / (√λ_i + √λ_j)] Qᵀ, also for repeated eigenvalues. Where two
     eigenvalues are both zero the root has no derivative, and their part of the gradient is zero.
-    Eigenvalues below zero (rounding) count as zero. A matrix that holds NaN or inf gives NaN for
-    that matrix alone.
+    Eigenvalues below zero (rounding error) count as zero. NaN or inf in a matrix gives NaN for that
+    matrix alone.
 
     Args:
         a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used.
@@ -63,10 +63,9 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
     """Symmetric inverse square roots (A + ridge·I)^{−½} of symmetric positive semi-definite A.
 
     The gradient is −Q [(QᵀGQ) / (√λ_i √λ_j (√λ_i + √λ_j))] Qᵀ with λ the eigenvalues of
-    A + ridge·I: right for repeated eigenvalues. With ``ridge=0`` zero eigenvalues (below 8
-    roundings of the largest, 64 in float64) are left out, as in a pseudo-inverse, and the gradient
-    is the one along matrices of the same rank. A matrix that holds NaN or inf gives NaN for that
-    matrix alone.
+    A + ridge·I, also for repeated eigenvalues. With ``ridge=0`` zero eigenvalues (below 8 rounding
+    errors of the largest, 64 in float64) are left out, as in a pseudo-inverse, and the gradient is
+    the one along matrices of the same rank. NaN or inf in a matrix gives NaN for that matrix alone.
 
     Args:
         a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used.
@@ -101,7 +100,7 @@ def _symmetric(a: Tensor) -> Tensor:
 
 
 def _use_extension(a: Tensor) -> bool:
-    """Whether the extension makes the roots themselves: small ones.
+    """Whether the extension computes the roots, which it does for small n.
 
     It spreads a batch over the cores, or over a GPU, and takes a fifth to all of LAPACK's time.
     """
@@ -110,14 +109,14 @@ def _use_extension(a: Tensor) -> bool:
 
 
 def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``torch.ops.fastkd.sqrtm`` and ``inv_sqrtm`` return: (root, values, vectors).
+    """Root, eigenvalues and eigenvectors, like ``torch.ops.fastkd.sqrtm`` and ``inv_sqrtm``.
 
-    In float64, as in the extension: float32 solvers lose as many digits again as rounding the
-    matrix to float32 does, and a factor of √n. LAPACK refuses a batch for one NaN, so that matrix
-    is decomposed as zero and overwritten.
+    Computed in float64, as in the extension: the error of float32 solvers is √n times that of
+    rounding the matrix to float32. LAPACK rejects a batch for one NaN, so a matrix with NaN is
+    decomposed as zeros and its result overwritten.
     """
     bad = ~a.isfinite().flatten(-2).all(-1)[..., None, None]
-    # PyTorch's waits for a GPU.
+    # PyTorch's eigh synchronises with a GPU.
     eigh = torch.ops.fastkd.eigh if extension.runs_cuda_roots(a) else torch.linalg.eigh
     values, vectors = eigh(_symmetric(a.double()).masked_fill(bad, 0.0))
     values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
@@ -127,7 +126,7 @@ def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tens
 
 
 def _root_values(values: Tensor, inverse: bool, ridge: float, dtype: torch.dtype) -> Tensor:
-    """√λ or λ^{−½} of the eigenvalues; zero for those that `inv_sqrtm` leaves out."""
+    """√λ or λ^{−½} of the eigenvalues; zero for eigenvalues that `inv_sqrtm` leaves out."""
     if not inverse:
         return values.sqrt()
     zero = values <= 0 if ridge else ~_nonzero(values, dtype)
@@ -135,18 +134,18 @@ def _root_values(values: Tensor, inverse: bool, ridge: float, dtype: torch.dtype
 
 
 def _nonzero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which ascending eigenvalues (*, n) stand above the rounding of a matrix in ``dtype``.
+    """Which ascending eigenvalues (*, n) are above the rounding error of a matrix in ``dtype``.
 
-    Below eight roundings of the largest one counts as zero: float32 covariances of low rank have
-    up to four, and a condition number of 1e6 is still regular. In float64, where the solver rounds
-    too, zeros have up to twenty.
+    An eigenvalue below eight rounding errors of the largest counts as zero: in float32 covariances
+    of low rank zeros have up to four, and a condition number of 1e6 is still regular. In float64,
+    where the solver rounds too, zeros have up to twenty.
     """
     roundings = 64 if dtype == torch.float64 else 8
     return ~(values <= roundings * torch.finfo(dtype).eps * values[..., -1:])
 
 
 class _MatrixRoot(torch.autograd.Function):
-    """Value and gradient from one eigendecomposition."""
+    """Root and gradient from one eigendecomposition."""
 
     @staticmethod
     def forward(ctx, a, inverse, ridge):
@@ -188,7 +187,7 @@ def _root_differences(values: Tensor, roots: Tensor) -> Tensor:
 def _inverse_root_differences(values: Tensor, roots: Tensor) -> Tensor:
     """Divided differences of λ^{−½}; a left-out eigenvalue is λ = 0 with value 0.
 
-    With u = λ^{−½} both kept: −u_i² u_j² / (u_i + u_j); one kept: u_i³; none: 0.
+    With u = λ^{−½}: −u_i² u_j² / (u_i + u_j) if both are kept, u_i³ if one is, 0 if none is.
     """
     ui, uj = roots.unsqueeze(-1), roots.unsqueeze(-2)
     keep = ~(roots <= 0)

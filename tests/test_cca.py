@@ -14,7 +14,7 @@ from torch import Tensor
 from fastkd import cca
 from fastkd._core import extension
 from fastkd._torch import cca_solver
-from fastkd._torch.cca_solver import Options, Plan, polar
+from fastkd._torch.cca_solver import Options, SolverPlan, polar
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 from tests.support.compare import (
     DTYPES,
@@ -372,7 +372,7 @@ def test_a_factorisation_that_fails_gives_nan():
     assert factors[1].isnan().all()
 
 
-def use_plan(monkeypatch, plan: Plan) -> None:
+def use_plan(monkeypatch, plan: SolverPlan) -> None:
     """As on a GPU."""
     monkeypatch.setattr(cca_solver, "make_plan", lambda *_: plan)
 
@@ -392,7 +392,7 @@ GPU_SIZES = [
 def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
     student, teacher = related(3, m, dims=dims)
     expected = value_and_grad(cca_loss, student, teacher, ridge=0.1)
-    use_plan(monkeypatch, Plan(False, "products"))
+    use_plan(monkeypatch, SolverPlan(False, "products"))
     actual = value_and_grad(cca_loss, student, teacher, ridge=0.1)
     assert relative_error(actual[0], expected[0]) <= 1e-10
     assert relative_error(actual[1], expected[1]) <= 1e-7
@@ -415,7 +415,7 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
     arguments = (cca_loss, student, teacher, mask)
     options = {"ridge": ridge, "top_k": top_k, "reduction": "none"}
     expected = value_and_grad(*arguments, **options)
-    use_plan(monkeypatch, Plan(m <= min(dims), "extension"))
+    use_plan(monkeypatch, SolverPlan(m <= min(dims), "extension"))
     actual = value_and_grad(*arguments, **options)
     for item in (0, 2):
         assert relative_error(actual[0][item], expected[0][item]) <= 1e-10
@@ -448,9 +448,9 @@ def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
 @pytest.mark.parametrize(
     "m, d, plan",
     [
-        (32, 768, Plan(True, "extension")),
-        (64, 64, Plan(True, "extension")),
-        (300, 200, Plan(False, "products")),
+        (32, 768, SolverPlan(True, "extension")),
+        (64, 64, SolverPlan(True, "extension")),
+        (300, 200, SolverPlan(False, "products")),
     ],
 )
 def test_solvers_of_a_gpu_are_accurate_for_float32(m, d, plan, ridge, monkeypatch):
@@ -919,7 +919,7 @@ def test_layers_padded_to_one_size_as_on_a_gpu(ridges, top_k, masked, solver, mo
     monkeypatch.setattr(cca, "_pads_layers", lambda x: True)
     if solver == "products":
         if top_k is None and ridge != 0.0:
-            use_plan(monkeypatch, Plan(False, "products"))
+            use_plan(monkeypatch, SolverPlan(False, "products"))
     elif solver == "one by one":
         monkeypatch.setattr(cca_solver, "LARGEST_ITEM", 1)
     actual = run()
@@ -1011,7 +1011,7 @@ def test_an_item_in_one_thread_is_solved_as_by_pytorch(dims, masked, top_k, dtyp
     if mask is not None:
         student[~mask] = torch.nan
     call = cca_solver._Call(student, teacher, mask, Options((1e-4, 1e-3), top_k), True)
-    corr, ds = cca_solver._in_threads(call)
+    corr, ds = cca_solver._in_cpp(call)
     expected, expected_ds = cca_solver._by_covariances(call, "lapack", torch.float64)
     assert relative_error(corr, expected) <= 1e-12
     assert ds.dtype == (dtype if dtype == torch.float64 else torch.float32)
@@ -1020,7 +1020,7 @@ def test_an_item_in_one_thread_is_solved_as_by_pytorch(dims, masked, top_k, dtyp
         expected_ds = expected_ds.masked_fill(~mask[..., None], 0.0)
         assert not ds[~mask].any()
     assert relative_error(ds, expected_ds) <= precision
-    assert torch.equal(cca_solver._in_threads(call._replace(want_grad=False))[0], corr)
+    assert torch.equal(cca_solver._in_cpp(call._replace(want_grad=False))[0], corr)
 
 
 @pytest.mark.skipif(not extension.MKL, reason="torch has no MKL here")
@@ -1030,14 +1030,14 @@ def test_an_item_in_one_thread_is_lost_alone(side):
     both[side, 1, 5, 7] = torch.inf
     mask = torch.arange(150, device="cpu").expand(3, 150) > 2
     call = cca_solver._Call(*both, mask, Options((1e-4, 1e-4)), True)
-    corr, ds = cca_solver._in_threads(call)
+    corr, ds = cca_solver._in_cpp(call)
     assert corr.isnan().tolist() == [False, True, False]
     assert ds[1, 3:].isnan().all()
     assert ds[[0, 2]].isfinite().all() and not ds[:, :3].any()
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
     try:
-        again = cca_solver._in_threads(call)
+        again = cca_solver._in_cpp(call)
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(again, (corr, ds), rtol=0, atol=0, equal_nan=True)

@@ -1,11 +1,12 @@
 """Canonical correlations and their gradient, without the derivative of an eigenvector.
 
-Let A (m, Ds) and B (m, Dt) be the centred features over √(m−1), R Rᵀ = (AᵀA + r·I)⁻¹ any whitening
-of one side, M = R_tᵀBᵀA R_s with singular values σ and vectors U, V. Then corr = Σσ and
+Let A (m, Ds) and B (m, Dt) be the centred student and teacher features over √(m−1). Let R_s with
+R_s R_sᵀ = (AᵀA + r_s·I)⁻¹ be any whitening of the student, R_t likewise of the teacher, and
+M = R_tᵀBᵀA R_s with singular values σ and vectors U, V. Then corr = Σσ and
 
     ∂corr/∂A = B·(R_t U)(R_s V)ᵀ − A·(R_s V)·diag(σ)·(R_s V)ᵀ.
 
-With fewer observations than dimensions the same is done with m×m matrices: by A = QSPᵀ,
+With fewer observations than dimensions (m, m) matrices are used instead: with A = QSPᵀ,
 A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s.
 """
 
@@ -25,27 +26,28 @@ from fastkd._core.products import symmetric_product
 if TYPE_CHECKING:
     from fastkd.distributed import Ranks
 
-# float32 covariances are trusted while their rounding, grown by max diag(Σ) / min pivot², stays
-# below this: no pivot under 0.4 of the largest variance. Along a direction that hardly varies, as
-# there is one in every output of a LayerNorm, float32 gradients can be off by some per cent.
-TRUSTED_ROUNDING = 3e-7
-# A column of D that vary independently keeps 1 − j/m of its variance beside the j before it. With
-# fewer observations than this many times D the last pivot is too small already, and nobody tries.
+# float32 covariances are used while their rounding error, amplified by max diag(Σ) / min pivot²,
+# stays below this: no pivot under 0.4 of the largest variance. Along a direction of little
+# variance, which every LayerNorm's output has, float32 gradients can be wrong by some per cent.
+LARGEST_FLOAT32_ERROR = 3e-7
+# Of D independent columns, column j keeps 1 − j/m of its variance after projecting out those before
+# it. With fewer observations than this many times D the last pivot is too small for float32.
 FLOAT32_OBSERVATIONS = 1.6
-# Observations up to which a GPU takes m×m eigenvectors rather than products of D×D matrices.
+# A GPU uses (m, m) eigenvectors up to this many observations, else products of (D, D) matrices.
 FEW_OBSERVATIONS = 128
-# Elements of one item's features from which rows that are no observations are left out, and from
-# which it is solved apart from the others of its batch: smaller ones take fewer steps together.
+# Elements of an item's features from which masked rows are removed, and from which the item is
+# solved alone: smaller items take fewer steps as a batch.
 LARGE_ITEM, LARGEST_ITEM = 2**17, 2**18
-# Observations, times D, up to which the gradient is made of rows (m, D) rather than D×D matrices.
+# Up to this many times D observations the gradient is computed from rows (m, D), else from (D, D)
+# matrices.
 FEW_ROWS = 2
-# Squared singular values below this part of the largest are too near float32 rounding to be used;
-# those of float64 work lose as little above it as its other steps.
+# Squared singular values below this fraction of the largest are too near float32's rounding error;
+# in float64 those above it lose no more digits than the other steps.
 SMALL_SQUARE = 1e-3
-# Matrices up to this size LAPACK decomposes itself as fast.
+# Up to this size LAPACK's own singular value decomposition is as fast.
 SMALL_MATRIX = 64
-# A float32 singular value up to this may be rounding grown by TRUSTED_ROUNDING and a few more: the
-# direction that belongs to it, a whole one in the gradient, could have either sign.
+# A float32 singular value up to this may be amplified rounding error: its direction, which enters
+# the gradient with length 1, could have either sign.
 SMALLEST_FLOAT32 = 1e-4
 
 Method = Literal["lapack", "extension", "products"]
@@ -54,33 +56,34 @@ Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch,
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed."""
+    """Options of the loss."""
 
     ridges: tuple[float, float]  # (student's, teacher's)
     top_k: int | None = None
-    # min(Ds, Dt) of each item, where columns of zeros made sizes equal.
+    # min(Ds, Dt) of each item before its padding with columns of zeros.
     dims: tuple[int, ...] | None = None
-    # The processes that hold parts of the observations, whose moments are added up.
+    # Processes that hold parts of the observations: their moments are added.
     ranks: "Ranks | None" = None
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How it is computed; chosen once for each call."""
+class SolverPlan:
+    """Choice of the algorithm, made once for each call."""
 
-    observations: bool  # m×m matrices instead of D×D
-    method: Method  # of decomposing them
-    # Else float64. Pivots and the smallest correlation tell whether float32 was enough.
+    observations: bool  # (m, m) matrices instead of (D, D)
+    method: Method  # of their decomposition
+    # Try float32; the pivots and the smallest correlation decide whether float64 is needed.
     float32_first: bool = False
-    one_by_one: bool = False  # the items of a batch
-    in_threads: bool = False  # float64 of an item in one thread, by the extension
-    real_only: bool = False  # rows that are observations
+    one_by_one: bool = False  # solve each item of a batch alone
+    in_threads: bool = False  # float64 in C++, one thread for each item
+    real_only: bool = False  # remove masked rows
 
 
 def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks") -> bool:
-    """Whether to add up moments of ``rows`` observations a process, rather than to gather these.
+    """Whether adding moments over the processes sends fewer bytes than gathering the features.
 
-    By the bytes that a process sends: reduced in a ring, or to each of the others.
+    A process has up to ``rows`` observations. Moments are reduced in a ring; features are sent to
+    each of the other processes.
     """
     d_s, d_t = student.shape[-1], teacher.shape[-1]
     moments = 2 * 8 * (d_s**2 + d_t**2 + d_s * d_t)
@@ -88,30 +91,31 @@ def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks"
     return moments < features and ranks.size * rows > min(d_s, d_t)
 
 
-def make_plan(student: Tensor, teacher: Tensor, options: Options) -> Plan:
-    """The cheapest plan that is accurate; on a GPU one that does not wait for it.
+def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
+    """The cheapest accurate plan; on a GPU one without synchronisation.
 
-    m ≤ D: m×m matrices in float64, small and singular by nature. Else D×D covariances: on the
-    CPU in float32 first, unless sizes or ridge 0 make them singular or their values can't be
-    looked at; large items one at a time, since each then stays in the cache.
+    m ≤ D: (m, m) matrices in float64, which are small, and singular by construction. Else (D, D)
+    covariances. On the CPU float32 is tried first, unless sizes or ridge 0 make them singular or
+    values can't be read. Large items are solved one at a time, so that each stays in the cache.
 
-    On a GPU PyTorch's eigen and singular value solvers wait for the host; Cholesky factors and
-    products don't, nor does the extension, which takes few observations, ridge 0 and ``top_k``.
+    On a GPU PyTorch's eigenvalue and singular value solvers synchronise with the host. Cholesky
+    factors and products don't; nor does the extension, which is used for few observations, for
+    ridge 0 and for ``top_k``.
     """
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
     products = options.top_k is None and min(options.ridges) > 0
-    if options.ranks is not None:  # every process comes to the same plan, whatever it holds
-        method: Method = "extension" if _use_extension(student) else "lapack"
-        return Plan(False, "products" if student.is_cuda and products else method)
+    if options.ranks is not None:  # the plan must not depend on a process's own observations
+        method: Method = "extension" if _has_cuda_eigh(student) else "lapack"
+        return SolverPlan(False, "products" if student.is_cuda and products else method)
     observations = m <= min(d_s, d_t)
     if student.is_cuda:
         few = observations and m <= FEW_OBSERVATIONS
-        if _use_extension(student) and (few or not products):
-            return Plan(observations, "extension")
-        return Plan(False, "products") if products else Plan(observations, "lapack")
+        if _has_cuda_eigh(student) and (few or not products):
+            return SolverPlan(observations, "extension")
+        return SolverPlan(False, "products") if products else SolverPlan(observations, "lapack")
     readable = values_readable(student)
     size = m * d_s if readable and not observations else 0
-    return Plan(
+    return SolverPlan(
         observations,
         "lapack",
         in_threads=extension.MKL
@@ -138,12 +142,13 @@ class _Call(NamedTuple):
 def solve(
     student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, *, want_grad: bool
 ) -> Solution:
-    """Of features (batch, m, Ds), (batch, m, Dt), mask (batch, m): correlation and gradient."""
+    """Correlation and gradient of features (batch, m, Ds), (batch, m, Dt), mask (batch, m)."""
     if options.ranks is not None:
         return _solve(student, teacher, mask, options, want_grad)
     dims = None if options.dims is None else list(options.dims)
-    given = student, teacher, mask, list(options.ridges), options.top_k, dims
-    corr, *gradient = solve_alone(*given, want_grad)
+    corr, *gradient = solve_in_process(
+        student, teacher, mask, list(options.ridges), options.top_k, dims, want_grad
+    )
     return corr, gradient[0] if gradient else None
 
 
@@ -159,7 +164,7 @@ def _solve(
     if plan.one_by_one or (real is not None and not bool((real == real[:1]).all())):
         masks = [None] * len(student) if mask is None else mask.split(1)
         items = zip(student.split(1), teacher.split(1), masks, strict=True)
-        alone = replace(options, dims=None)  # those of all items bound them below
+        alone = replace(options, dims=None)  # `_bounded` applies the dims of all items below
         solutions = [_solve(*item, alone, want_grad) for item in items]
         corr = torch.cat([corr for corr, _ in solutions])
         ds = torch.cat([ds for _, ds in solutions if ds is not None]) if want_grad else None
@@ -175,9 +180,9 @@ def _shapes(student, teacher, mask, ridges, top_k, dims, want_grad):
     return [corr, student.new_empty(student.shape, dtype=dtype)] if want_grad else [corr]
 
 
-# An operator, so that in a graph too the plan is the cheapest: it looks at values.
+# An operator, so that the plan can read values under torch.compile too.
 @operator(_shapes)
-def solve_alone(
+def solve_in_process(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
@@ -186,33 +191,33 @@ def solve_alone(
     dims: list[int] | None,
     want_grad: bool,
 ) -> list[Tensor]:
-    """Solution of one process's observations."""
+    """Solution for the observations of this process alone."""
     options = Options((ridges[0], ridges[1]), top_k, None if dims is None else tuple(dims))
     solution = _solve(student, teacher, mask, options, want_grad)
     return [x.to(working_dtype(student)) for x in solution if x is not None]
 
 
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
-    """All of them (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
+    """Correlations (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     a, b, share = _centred(x, y, mask, torch.float64)
-    extension = _use_extension(x)
+    extension = _has_cuda_eigh(x)
     decompose = _left_by_extension if extension else _left
-    side_x = _smoother(a * share.sqrt(), ridges[0], x, decompose)
-    side_y = _smoother(b * share.sqrt(), ridges[1], y, decompose)
-    whitened = side_x.factor.mT @ side_y.factor
+    white_x = _whitened_features(a * share.sqrt(), ridges[0], x, decompose)
+    white_y = _whitened_features(b * share.sqrt(), ridges[1], y, decompose)
+    whitened = white_x.factor.mT @ white_y.factor
     values = decompose(whitened)[0] if extension else torch.linalg.svdvals(whitened)
     values = values[..., :count].clamp_max(1.0)
-    return values.masked_fill(~(side_x.finite & side_y.finite).unsqueeze(-1), torch.nan)
+    return values.masked_fill(~(white_x.finite & white_y.finite).unsqueeze(-1), torch.nan)
 
 
-def _solve_real(call: _Call, plan: Plan) -> Solution:
-    """Of large items that have the same observations, without the rows that are none."""
+def _solve_real(call: _Call, plan: SolverPlan) -> Solution:
+    """Solution for large items with one mask, with the masked rows removed."""
     real = cast(Tensor, call.mask)[0]
     if bool(real.all()):
         return _solve_items(call._replace(mask=None), plan)
     observed = call.student[:, real], call.teacher[:, real]
-    # Fewer rows may have another plan.
+    # `_solve` again: for fewer rows the plan may differ.
     corr, ds = _solve(*observed, None, call.options, call.want_grad)
     if ds is None:
         return corr, None
@@ -221,20 +226,20 @@ def _solve_real(call: _Call, plan: Plan) -> Solution:
     return corr, whole
 
 
-def _solve_items(call: _Call, plan: Plan) -> Solution:
+def _solve_items(call: _Call, plan: SolverPlan) -> Solution:
     if plan.observations:
         solution = _by_observations(call, plan.method)
     else:
         first = _by_covariances(call, plan.method, torch.float32) if plan.float32_first else None
         if first is None and plan.in_threads:
-            return _in_threads(call)
+            return _in_cpp(call)
         solution = first or cast(Solution, _by_covariances(call, plan.method, torch.float64))
     corr, ds = solution
     return corr, None if ds is None else _masked(ds, call.mask).to(working_dtype(call.student))
 
 
-def _in_threads(call: _Call) -> Solution:
-    """By `_by_covariances`' equations in float64."""
+def _in_cpp(call: _Call) -> Solution:
+    """`_by_covariances` in float64, by the extension."""
     student, teacher, mask, options, want_grad = call
     corr, *gradient = torch.ops.fastkd_cpp.cca(
         student, teacher, mask, *options.ridges, options.top_k or 0, want_grad
@@ -243,35 +248,35 @@ def _in_threads(call: _Call) -> Solution:
 
 
 def _by_observations(call: _Call, method: Method) -> Solution:
-    """Everything m×m."""
+    """Solve in observation space: decompositions of (m, m) matrices."""
     student, teacher, mask, options, want_grad = call
     a, b, share = _centred(student, teacher, mask, torch.float64)
     decompose = _left_by_squares if method == "extension" else _left
-    side_s = _smoother(a * share.sqrt(), options.ridges[0], student, decompose)
-    side_t = _smoother(b * share.sqrt(), options.ridges[1], teacher, decompose)
-    finite = side_s.finite & side_t.finite
-    left, values, right = _svd(side_t.factor.mT @ side_s.factor, options.top_k, student, method)
+    white_s = _whitened_features(a * share.sqrt(), options.ridges[0], student, decompose)
+    white_t = _whitened_features(b * share.sqrt(), options.ridges[1], teacher, decompose)
+    finite = white_s.finite & white_t.finite
+    left, values, right = _svd(white_t.factor.mT @ white_s.factor, options.top_k, student, method)
     corr = values.sum(-1).masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
-    rows = side_t.factor @ left - side_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
-    weights = rows @ (right.mT @ side_s.back) * share
+    rows = white_t.factor @ left - white_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
+    weights = rows @ (right.mT @ white_s.back) * share
     return corr, weights.masked_fill(~finite[..., None, None], torch.nan) @ a
 
 
-class _Smoother(NamedTuple):
-    factor: Tensor  # F (*, m, k) with FFᵀ = A(AᵀA + r·I)⁻¹Aᵀ, so that F = A R
-    back: Tensor  # (*, k, m) with Rᵀ = back·A
-    finite: Tensor  # (*), False where A holds NaN or inf; LAPACK refuses the batch for one NaN
+class _WhitenedFeatures(NamedTuple):
+    factor: Tensor  # F = A R (*, m, k), with FFᵀ = A(AᵀA + r·I)⁻¹Aᵀ
+    back: Tensor  # (*, k, m), with Rᵀ = back·A
+    finite: Tensor  # (*), False where A holds NaN or inf; LAPACK rejects a batch for one NaN
 
 
-def _smoother(
+def _whitened_features(
     a: Tensor,
     ridge: float,
     features: Tensor,
     decompose: Callable[[Tensor], tuple[Tensor, Tensor]],
-) -> _Smoother:
-    """``decompose`` gives the singular values, descending, and the left vectors of A."""
+) -> _WhitenedFeatures:
+    """``decompose`` returns the singular values, descending, and the left vectors of A."""
     finite = a.isfinite().flatten(-2).all(-1)
     values, left = decompose(a.masked_fill(~finite[..., None, None], 0.0))
     keep = values > _zero_deviation(features, ridge) * values[..., :1]
@@ -279,11 +284,11 @@ def _smoother(
     shrink = (values.square() + ridge).rsqrt()
     factor = left * (values * shrink).masked_fill(~keep, 0.0).unsqueeze(-2)
     back = (left * (shrink / values).masked_fill(~keep, 0.0).unsqueeze(-2)).mT
-    return _Smoother(factor, back, finite)
+    return _WhitenedFeatures(factor, back, finite)
 
 
 def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution | None:
-    """Everything D×D; None where float32 won't do."""
+    """Solve in feature space: (D, D) covariances. None where float32 is not accurate enough."""
     student, teacher, mask, options, want_grad = call
     a, b, share = _centred(student, teacher, mask, dtype, options.ranks)
 
@@ -299,7 +304,7 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
         if dtype == torch.float64:
             sigma.masked_fill_(~own[..., None, None], 0.0)
         whitenings.append(_Whitening(sigma, ridge, features, method))
-        if dtype == torch.float32 and not whitenings[-1].trusted():
+        if dtype == torch.float32 and not whitenings[-1].accurate_in_float32():
             return None
     whiten_s, whiten_t = whitenings
     bad = ~finite[..., None, None]
@@ -324,16 +329,16 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     directions, of_teacher = whiten_s(right) * scale, whiten_t(left) * scale  # R_s V, R_t U
     if method == "lapack" and dtype == torch.float64 and a.shape[-2] <= FEW_ROWS * a.shape[-1]:
         rows = (b @ of_teacher).baddbmm_(a, directions * values.unsqueeze(-2), alpha=-1)
-        # What cancels in it has done so: the last product needs no more than the features' digits.
-        kind = working_dtype(student)
-        return corr, rows.to(kind) @ directions.mT.to(kind)
+        # The cancelling terms are subtracted, so float32 is enough for the last product.
+        last = working_dtype(student)
+        return corr, rows.to(last) @ directions.mT.to(last)
     if method == "products":
         to_student = symmetric_product(directions @ root, directions.mT)  # (batch, Ds, Ds)
     else:
         to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)
     to_teacher = of_teacher @ directions.mT  # (batch, Dt, Ds)
     ds = (b @ to_teacher).baddbmm_(a, to_student, alpha=-1)
-    if dtype == torch.float32:  # it adds up to 0, but for what rounding left of large means
+    if dtype == torch.float32:  # the gradient sums to 0, but for the rounding error of large means
         ds -= ds.sum(-2, keepdim=True) * (share / (1 + share))
     return corr, ds
 
@@ -349,8 +354,8 @@ class _Whitening:
         if self.triangular:
             diagonal = sigma.diagonal(dim1=-2, dim2=-1)
             self.largest = diagonal.amax(-1) + ridge
-            # A ridge lost in the rounding of a variance would let the factorisation break down. Of
-            # each its own counts: one large column must not bury the ridge of all others.
+            # A ridge below the rounding error of a variance would let the factorisation fail. Each
+            # column has its own bound: a large column must not raise the ridge of all others.
             rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
             diagonal += (rounding * diagonal).clamp_min(ridge)
             self.factor = _cholesky(sigma)
@@ -365,11 +370,11 @@ class _Whitening:
             roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
             self.factor = vectors * roots.unsqueeze(-2)
 
-    def trusted(self) -> bool:
-        """Whether rounding to float32, grown by largest variance / smallest pivot, stays small."""
+    def accurate_in_float32(self) -> bool:
+        """Whether float32's error, amplified by largest variance / smallest pivot, stays small."""
         pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
         rounding = torch.finfo(torch.float32).eps * self.largest / pivots
-        return bool((rounding <= TRUSTED_ROUNDING).all())
+        return bool((rounding <= LARGEST_FLOAT32_ERROR).all())
 
     def __call__(self, y: Tensor) -> Tensor:
         """R y."""
@@ -389,8 +394,8 @@ def _svd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(U, σ, V)`` of the leading singular values, σ ≤ 1.
 
-    U is zero where σ is no more than rounding of this work or of the features: there the loss has
-    a kink, and the zero is one of its subgradients.
+    U is zero where σ is at the level of rounding error: there the loss has a kink, and zero is one
+    of its subgradients.
     """
     work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
     if method == "extension":
@@ -436,7 +441,7 @@ def _svd_by_squares(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _left(a: Tensor) -> tuple[Tensor, Tensor]:
-    """From A itself: AAᵀ would square its condition number."""
+    """Singular values and left vectors of A; AAᵀ would square its condition number."""
     if a.shape[-2] < a.shape[-1]:
         a = torch.linalg.qr(a.mT, mode="r").R.mT  # (*, m, m), the same left vectors
     left, values, _ = torch.linalg.svd(a, full_matrices=False)
@@ -444,7 +449,7 @@ def _left(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _left_by_extension(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The same on a GPU: [[0, A], [Aᵀ, 0]] has the eigenvalues ±σ and the vectors (u, ±v)/√2."""
+    """`_left` on a GPU: [[0, A], [Aᵀ, 0]] has the eigenvalues ±σ and the vectors (u, ±v)/√2."""
     if a.shape[-2] > a.shape[-1]:
         q, r = torch.linalg.qr(a)
         values, left = _left_by_extension(r)
@@ -460,7 +465,7 @@ def _left_by_extension(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _left_by_squares(a: Tensor) -> tuple[Tensor, Tensor]:
-    """By AAᵀ all the same: float64 has digits enough for a loss of float32 features."""
+    """`_left` from AAᵀ: float64 has enough digits for a loss of float32 features."""
     return _right_by_squares(a.mT)
 
 
@@ -473,20 +478,20 @@ def _right_by_squares(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _squared_rounding(n: int) -> float:
-    """Singular values up to this part of the largest are lost when their squares are computed."""
+    """Fraction of the largest singular value below which a squared one is rounding error."""
     return math.sqrt(n * torch.finfo(torch.float64).eps)
 
 
-def _use_extension(x: Tensor) -> bool:
-    """Whether eigenvectors can be had on x's GPU without waiting for it."""
+def _has_cuda_eigh(x: Tensor) -> bool:
+    """Whether the extension computes eigenvectors on x's GPU, without synchronising."""
     return extension.runs_cuda_roots(x)
 
 
 def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
     """Orthogonal polar factor UVᵀ of M = U diag(σ) Vᵀ with σ ≤ 1, by dynamic Halley iteration.
 
-    Singular values above ``smallest`` are mapped to 1, in four or five steps whose number depends
-    on nothing but ``smallest``; below it they come out between 0 and 1, and 0 stays 0.
+    Singular values above ``smallest`` are mapped to 1, in four or five steps: their number depends
+    on ``smallest`` only. Values below it are mapped to between 0 and 1, and 0 to 0.
     X ← X·(a·I + b·XᵀX)(I + c·XᵀX)⁻¹ with the best a, b, c for the interval [low, 1]
     (Nakatsukasa, Bai, Gygi 2010).
     """
@@ -499,7 +504,7 @@ def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
         a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
         b = (a - 1) ** 2 / 4
         c = a + b - 1
-        # X·(b/c·I + scale·(I + c·XᵀX)⁻¹), with the scale taken into the matrix that is solved.
+        # X·(b/c·I + scale·(I + c·XᵀX)⁻¹), with the scale inside the solved matrix.
         scale = a - b / c
         scaled = _gram(x).mul_(c / scale)
         scaled.diagonal(dim1=-2, dim2=-1).add_(1 / scale)
@@ -512,7 +517,7 @@ def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
 
 
 def _cholesky(x: Tensor) -> Tensor:
-    """Lower factor, nobody being waited for; NaN where x is not positive definite."""
+    """Lower Cholesky factor without synchronising; NaN where x is not positive definite."""
     factor, failed = torch.linalg.cholesky_ex(x)
     return factor.masked_fill_((failed != 0)[..., None, None], torch.nan)
 
@@ -526,9 +531,9 @@ def _trace(x: Tensor) -> Tensor:
 
 
 def _zero_deviation(features: Tensor, ridge: float) -> float:
-    """Directions with up to this part of the largest deviation count as constant.
+    """Fraction of the largest standard deviation up to which a direction counts as constant.
 
-    They are rounding of the float64 work or, where no ridge covers it, of the features themselves.
+    It is the rounding error of float64 or, without a ridge, of the features themselves.
     """
     work = max(features.shape[-2:]) * torch.finfo(torch.float64).eps
     return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
@@ -541,12 +546,12 @@ def _centred(
     dtype: torch.dtype,
     ranks: "Ranks | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features minus their mean, zero where masked; and 1/(m−1) of each item, (*, 1, 1)."""
+    """Features minus their mean, zero where masked, and 1/(m−1) of each item (*, 1, 1)."""
     count = count_observed(student, mask, ranks).to(dtype)[..., None, None]
     centred = []
     for x in (student, teacher):
         x = _masked(x, mask)
-        if x.device.type == "cpu":  # where a sum in another dtype is slower than both steps
+        if x.device.type == "cpu":  # a sum in another dtype is slower than converting first
             x = x.to(dtype)
         total = x.sum(-2, keepdim=True, dtype=dtype)
         mean = (total if ranks is None else ranks.sum(total)) / count.clamp_min(1)
@@ -564,7 +569,7 @@ def count_observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Ten
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero, whatever stood there, in rows that are no observations."""
+    """``x`` with zeros in masked rows, even where they hold NaN."""
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
@@ -575,7 +580,7 @@ def _bounded(
     mask: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """Rounding must not lift the sum above min(m − 1, Ds, Dt) of real observations and columns."""
+    """``corr`` cut to its bound min(m − 1, Ds, Dt), which rounding may exceed."""
     rank = min(student.shape[-1], teacher.shape[-1])
     if options.ranks is None:
         rank = min(rank, student.shape[-2] - 1)
@@ -585,6 +590,6 @@ def _bounded(
         corr = torch.minimum(corr, (observed - 1).clamp_min(0))
     dims = options.dims
     if dims is not None and min(dims) < rank:
-        # Filled where it is used: the host would wait for a copy to the GPU.
+        # Filled on the GPU: a copy from the host would synchronise.
         corr = torch.minimum(corr, torch.cat([corr.new_full((1,), d) for d in dims]))
     return corr

@@ -61,7 +61,7 @@ def test_attention_mse_of_other_numbers_of_heads():
     teacher, _ = eager_pair("bert")
     student = classifier("bert", layers=2, num_attention_heads=4).double()
     student.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="heads='mean' compares their averages"):
+    with pytest.raises(ValueError, match="compare their means with heads='mean'"):
         Distiller(teacher, student, AttentionMSE())(**batch())
     out = Distiller(teacher, student, AttentionMSE(heads="mean"))(**batch())
     out.loss.backward()
