@@ -1,4 +1,4 @@
-"""COS-NCE (LRC-BERT): a contrastive loss on the angles between layers' outputs."""
+"""COS-NCE (LRC-BERT): contrastive loss on the angles between student and teacher features."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ REDUCTIONS = get_args(Reduction)
 Pool = Literal["tokens", "cls", "mean"]
 POOLS = get_args(Pool)
 
-# Elements of one block of samples: 2 MB in fp32, so that what is made of a block stays in cache.
+# Elements of one block of samples: 2 MB in fp32, so that a block and its products fit the cache.
 BLOCK_ELEMENTS = 2**19
 
 
@@ -101,7 +101,7 @@ def cos_nce_loss_ref(
 
 
 def _direction_ref(x: Tensor) -> Tensor:
-    """x / ‖x‖, and zero for a zero vector: its cosine with anything is 0."""
+    """x / ‖x‖, and zero for a zero vector, whose cosines are 0."""
     norm = x.norm(dim=-1, keepdim=True)
     return torch.where(norm == 0, 0, x / torch.where(norm == 0, 1, norm))
 
@@ -120,31 +120,31 @@ def cos_nce_loss(
     gather: bool = False,
     group: Group = None,
 ) -> Tensor:
-    """Pull each position to the teacher's by angle and push it from the teacher's negatives.
+    """Contrastive loss by angle: pulls a position to the teacher's and away from negatives.
 
     ``L(z_S, z_T, N) = Σ_k (2 - (g(n_k, z_S) - g(z_T, z_S))) / 2K + g(z_T, z_S)`` (LRC-BERT,
     eq. 1) with ``g(x, y) = 1 - x·y / (‖x‖ ‖y‖)`` (eq. 2), which is
     ``2 + mean_k cos(n_k, z_S) / 2 - 3/2 cos(z_T, z_S)`` and costs one pass, linear in B. A
-    position without negatives (a batch of one, no sample of another label) compares nothing and
-    contributes zero, with zero gradient. The cosine of a zero vector is 0, its gradient zero.
+    position without negatives (a batch of one, no sample of another label) contributes zero, with
+    zero gradient. The cosine of a zero vector is 0, its gradient zero.
 
     Args:
         student: (B, ..., D).
         teacher: (B, ..., D), the same shape.
         negatives: teacher features of negatives, (K, ..., D) for all samples or (B, K, ..., D)
             for each, compared at the same position; None: the other samples of the batch.
-        labels: (B,); only samples of another label are negatives, and a NaN is another to all but
-            its own sample. With ``negatives`` their labels must be given too.
-        mask: (B, ...) bool or 0/1, 1 = real token. A padded position has no loss and is nobody's
+        labels: (B,); only samples of another label are negatives. A NaN differs from all other
+            samples' labels. With ``negatives`` pass ``negatives_labels`` too.
+        mask: (B, ...) bool or 0/1, 1 = real token. A padded position has no loss and is no
             negative.
         negatives_mask: (K, ...) or (B, K, ...), the leading dimensions of ``negatives``, bool or
-            0/1. A negative at 0 is nobody's, whatever stands there: an unfilled place of a memory
-            bank, or padding.
-        negatives_labels: (K,) or (B, K), as ``negatives``; a sample keeps those that differ from
-            its own of ``labels``.
+            0/1. A row at 0 is no negative, whatever it holds: an unfilled row of a memory bank, or
+            padding.
+        negatives_labels: (K,) or (B, K), like ``negatives``; the negatives of a sample are those
+            whose label differs from its own.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
         backend: "auto", "torch", "triton" or "cpp".
-        gather: take the samples of all processes for one batch, and shared ``negatives`` for one
+        gather: compare the samples of all processes as one batch, and shared ``negatives`` as one
             bank; see `fastkd.distributed`.
         group: the processes that gather, by default all.
 
@@ -152,7 +152,7 @@ def cos_nce_loss(
         Scalar, or (B, ...) for "none"; float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError, TypeError: on a wrong shape, dtype, device or option, naming the argument.
+        ValueError, TypeError: a wrong shape, dtype, device or option; the message names it.
 
     >>> student = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> cos_nce_loss(student, teacher=2 * student)  # at the teacher, at right angles to the other
@@ -161,7 +161,7 @@ def cos_nce_loss(
     return _cos_nce_layers(
         [student],
         [teacher],
-        _Given(None if negatives is None else [negatives], negatives_mask, negatives_labels),
+        _Negatives(None if negatives is None else [negatives], negatives_mask, negatives_labels),
         labels,
         mask,
         reduction,
@@ -171,25 +171,25 @@ def cos_nce_loss(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
-    """Negatives of the caller: features (K, ..., D) or (B, K, ..., D) a layer, the rest for all."""
+class _Negatives:
+    """The caller's negatives; without features the negatives are samples of the batch."""
 
-    features: list[Tensor] | None = None
-    mask: Tensor | None = None
+    features: list[Tensor] | None = None  # (K, ..., D) or (B, K, ..., D) for each layer
+    mask: Tensor | None = None  # of all layers
     labels: Tensor | None = None
 
 
 def _cos_nce_layers(
     students: list[Tensor],
     teachers: list[Tensor],
-    given: _Given,
+    given: _Negatives,
     labels: Tensor | None,
     mask: Tensor | None,
     reduction: str,
     backend: str,
     ranks: Ranks | None,
 ) -> Tensor:
-    """`cos_nce_loss` of each layer, averaged; "none" takes one layer."""
+    """Mean `cos_nce_loss` of the layers; reduction "none" allows one layer."""
     first = students[0]
     for student, teacher in zip(students, teachers, strict=True):
         check_pair(student, teacher, min_ndim=2)
@@ -217,16 +217,16 @@ def _cos_nce_layers(
         negatives = rows = [_flat(x, leading) for x in given.features]
         given, labels = _flat_given(given, rows[0].shape[:-1], labels)
     layers = list(zip(students, teachers, negatives, strict=True))
-    which = (labels, mask, given.labels, given.mask)
+    labels_and_masks = (labels, mask, given.labels, given.mask)
     if runs_on == "triton" and students[0].numel() > 0:
-        loss = _triton_layers(layers, which, reduction)
+        loss = _triton_layers(layers, labels_and_masks, reduction)
     else:
         losses = []
         for layer in layers:
             if runs_on == "cpp":
-                losses.append(apply(_CosNCEInCpp, reduction, *layer, *which))
+                losses.append(apply(_CppCosNCE, reduction, *layer, *labels_and_masks))
             else:
-                terms, compared = apply(_CosNCE, *layer, *which)
+                terms, compared = apply(_TorchCosNCE, *layer, *labels_and_masks)
                 losses.append(reduced(terms, compared, reduction))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
@@ -235,14 +235,14 @@ def _cos_nce_layers(
 def _gathered(
     students: list[Tensor],
     teachers: list[Tensor],
-    given: _Given,
+    given: _Negatives,
     labels: Tensor | None,
     mask: Tensor | None,
     ranks: Ranks,
-) -> tuple[list[Tensor], list[Tensor], _Given, Tensor | None, Tensor | None]:
-    """The samples of all processes, and their negatives: shared ones are parts of one bank."""
+) -> tuple[list[Tensor], list[Tensor], _Negatives, Tensor | None, Tensor | None]:
+    """Samples of all processes, and their negatives: shared ones become one bank."""
     each = given.features is not None and given.features[0].dim() > students[0].dim()
-    besides = _besides(labels, given, each)
+    besides = _gathered_besides(labels, given, each)
     rows, mask = ranks.gather_samples([*students, *teachers], mask, besides)
     labels = None if labels is None else ranks.gather(labels)
     if given.features is not None:
@@ -252,61 +252,61 @@ def _gathered(
             negatives, negatives_mask = bank.gather_samples(negatives, given.mask)
         else:
             positions = students[0].shape[1:-1].numel()
-            missing = rows[0].shape[1:-1].numel() - positions  # where tokens were padded
+            missing = rows[0].shape[1:-1].numel() - positions  # tokens that gathering padded
             padding = (0, missing) if missing else ()
             negatives = [bank.gather(F.pad(x, (0, 0, *padding))) for x in negatives]
             negatives_mask = given.mask
             if negatives_mask is not None:
                 negatives_mask = bank.gather(F.pad(negatives_mask, padding))
         others = None if given.labels is None else bank.gather(given.labels)
-        given = _Given(negatives, negatives_mask, others)
+        given = _Negatives(negatives, negatives_mask, others)
     return rows[: len(students)], rows[len(students) :], given, labels, mask
 
 
-def _besides(labels: Tensor | None, given: _Given, each: bool) -> str:
-    """In words what of the samples, besides their features, is gathered in every process."""
-    words = "".join(f", labels {x.dtype}" for x in (labels, given.labels) if x is not None)
+def _gathered_besides(labels: Tensor | None, given: _Negatives, each: bool) -> str:
+    """Description of what is gathered besides features; it must be equal in all processes."""
+    text = "".join(f", labels {x.dtype}" for x in (labels, given.labels) if x is not None)
     if given.features is not None and not each:
-        words += ", shared negatives"
+        text += ", shared negatives"
     elif given.features is not None:
         masked = "without a mask" if given.mask is None else "with a mask"
-        words += f", {given.features[0].shape[1]} negatives of each {masked}"
-    return words
+        text += f", {given.features[0].shape[1]} negatives of each {masked}"
+    return text
 
 
 def _flat(x: Tensor, leading: int = 1) -> Tensor:
-    """(B, ..., D) as (B, P, D), or with more leading dimensions than B."""
+    """(B, ..., D) as (B, P, D), keeping the first ``leading`` dimensions."""
     if x.dim() != leading + 2:
         x = x.reshape(*x.shape[:leading], x.shape[leading:-1].numel(), x.shape[-1])
-    # A vector without entries is a zero vector, as one of a single zero is.
+    # A vector without entries counts as a zero vector.
     return F.pad(x, (0, 1)) if x.shape[-1] == 0 else x
 
 
 def _flat_given(
-    given: _Given, shape: torch.Size, labels: Tensor | None
-) -> tuple[_Given, Tensor | None]:
-    """Mask and labels for negatives of ``shape`` (K, P) or (B, K, P): labels of (B, K) mask too."""
+    given: _Negatives, shape: torch.Size, labels: Tensor | None
+) -> tuple[_Negatives, Tensor | None]:
+    """Mask and labels of negatives (K, P) or (B, K, P); labels (B, K) become part of the mask."""
     mask = None if given.mask is None else given.mask.reshape(shape)
     if labels is None or given.labels is None or len(shape) == 2:
-        return _Given(given.features, mask, given.labels), labels
+        return _Negatives(given.features, mask, given.labels), labels
     labels, others = comparable(labels, given.labels)
     other = (labels[:, None] != others)[..., None].expand(shape)
-    return _Given(given.features, other if mask is None else mask & other), None
+    return _Negatives(given.features, other if mask is None else mask & other), None
 
 
 class CosNCELoss(InGroup):
-    """See `cos_nce_loss`. Holds ``W``, the projection of eq. 3 from student to teacher size.
+    """See `cos_nce_loss`. Stores ``W``, the projection of eq. 3 from student to teacher size.
 
     Args:
         student_dim, teacher_dim: hidden sizes.
-        pool: "tokens" (each position by itself), "cls" (the first real token) or "mean" (the
-            average of the real tokens). Features (B, D) pass through unpooled.
+        pool: "tokens" (compare each position), "cls" (the first real token) or "mean" (the mean of
+            the real tokens). Features (B, D) are not pooled.
         reduction, backend, gather, group: as in `cos_nce_loss`.
 
     ``forward(student, teacher, mask=None, labels=None, negatives=None, *, negatives_mask=None,
     negatives_labels=None)`` takes student (B, N, Ds) or (B, Ds), teacher likewise, or lists of
-    layers: one W for all, their losses averaged. negatives are as `cos_nce_loss` takes them,
-    pooled already (a list for layers); their mask and labels are those of all layers.
+    layers: all layers share W, and their losses are averaged. ``negatives`` are pooled already, as
+    `cos_nce_loss` takes them (a list for layers); all layers share their mask and labels.
 
     >>> loss = CosNCELoss(student_dim=4, teacher_dim=6)
     >>> loss(torch.randn(3, 5, 4), torch.randn(3, 5, 6)).shape
@@ -351,7 +351,7 @@ class CosNCELoss(InGroup):
             if len(given) != len(pairs):
                 raise ValueError(
                     f"negatives has {len(given)} layers but student has {len(pairs)}; "
-                    "pass as many of one as of the other"
+                    "pass the negatives of each student layer"
                 )
         students, teachers = [], []
         mask_of_layers = mask
@@ -368,7 +368,7 @@ class CosNCELoss(InGroup):
         return _cos_nce_layers(
             students,
             teachers,
-            _Given(given, negatives_mask, negatives_labels),
+            _Negatives(given, negatives_mask, negatives_labels),
             labels,
             mask_of_layers,
             self.reduction,
@@ -391,7 +391,7 @@ class CosNCELoss(InGroup):
     def _pooled(
         self, student: Tensor, teacher: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both sides of a layer and the mask, one row per sample unless the pool is "tokens"."""
+        """Student, teacher and mask of a layer, one row per sample unless the pool is "tokens"."""
         check_shape(
             "teacher",
             teacher,
@@ -401,7 +401,7 @@ class CosNCELoss(InGroup):
         if student.dim() < 3 or self.pool == "tokens":
             return student, teacher, check_mask(mask, student.shape[:-1], student.device)
         mask = check_mask(mask, student.shape[:2], student.device)
-        if mask is None and student.shape[1] == 0:  # samples without a token, not rows of zeros
+        if mask is None and student.shape[1] == 0:  # without tokens: nothing real, not zero rows
             mask = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device)
         student = pool_tokens(student, mask, self.pool)
         teacher = pool_tokens(teacher, mask, self.pool)
@@ -411,16 +411,16 @@ class CosNCELoss(InGroup):
         return f"pool={self.pool!r}, reduction={self.reduction!r}"
 
 
-def _checked_given(given: _Given, students: list[Tensor], labels: Tensor | None) -> _Given:
-    """``given`` with a bool mask."""
+def _checked_given(given: _Negatives, students: list[Tensor], labels: Tensor | None) -> _Negatives:
+    """``given``, checked, with a bool mask."""
     if given.features is None:
         for name, value in (("mask", given.mask), ("labels", given.labels)):
             if value is not None:
-                raise ValueError(f"negatives_{name} describes given negatives; pass negatives too")
+                raise ValueError(f"negatives_{name} belongs to negatives; pass negatives too")
         return given
     if (labels is None) != (given.labels is None):
         raise ValueError(
-            "labels choose among given negatives by negatives_labels; pass both or neither"
+            "labels are compared with negatives_labels if negatives are given; pass both or neither"
         )
     first = given.features[0]
     for negatives, student in zip(given.features, students, strict=True):
@@ -450,11 +450,12 @@ def _check_negatives(negatives: Tensor, student: Tensor) -> None:
         )
 
 
-class _CosNCE(torch.autograd.Function):
-    """Loss per position (B, P), and which positions had a negative.
+class _TorchCosNCE(torch.autograd.Function):
+    """Loss of each position (B, P), and which positions had a negative.
 
-    A position's loss is 2 + ẑ·a with a = w·S - v·t̂: S the sum of its negatives' directions, in a
-    batch without its own taken out, which v makes up for. Its gradient is (a - ẑ (ẑ·a)) / ‖z‖.
+    The loss is 2 + ẑ·a with a = w·S - v·t̂. S is the sum of the negatives' directions. Within a
+    batch S includes the sample's own teacher, and v subtracts it. The gradient is
+    (a - ẑ (ẑ·a)) / ‖z‖.
     """
 
     @staticmethod
@@ -463,7 +464,7 @@ class _CosNCE(torch.autograd.Function):
             blocks = _Blocks(student, mask)
             rows = (negatives, negatives_labels, negatives_mask)
             rows = (teacher, None, mask) if negatives is None else rows
-            total, own, count = _negatives(blocks, labels, *rows)
+            total, own, count = _sums_of_negatives(blocks, labels, *rows)
             own_too = negatives is None and labels is None
             compared, w, v = _weights(count.expand(student.shape[:2]), mask, own_too)
             pull = torch.zeros_like(w)  # (B, P), ẑ·a
@@ -495,35 +496,36 @@ class _CosNCE(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
-class _CosNCEInCpp(torch.autograd.Function):
-    """The reduced loss in C++, and its gradient along with it, in one visit of a position."""
+class _CppCosNCE(torch.autograd.Function):
+    """The reduced loss and its gradient in one pass over the positions."""
 
-    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
+    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
+    # parameters.
     @staticmethod
     def forward(ctx, reduction, *tensors):
         student, teacher, negatives, labels, mask, negatives_labels, negatives_mask = tensors
         rows, rows_mask = (teacher, mask) if negatives is None else (negatives, negatives_mask)
-        own, segments, classes = None, None, 1
+        own, row_classes, classes = None, None, 1
         if labels is not None:
-            own, segments, classes = _segments(labels, negatives_labels, values_readable(student))
-        elif rows.dim() == 4:  # each sample has its own
+            own, row_classes, classes = _classes(labels, negatives_labels, values_readable(student))
+        elif rows.dim() == 4:  # each sample has its own negatives: one class a sample
             classes, K = rows.shape[:2]
             own = torch.arange(classes, device=rows.device)
-            segments = torch.arange(classes * K, device=rows.device) // max(K, 1)
+            row_classes = torch.arange(classes * K, device=rows.device) // max(K, 1)
             rows, rows_mask = (None if x is None else x.flatten(0, 1) for x in (rows, rows_mask))
-        loss, *made = torch.ops.fastkd_cpp.cos_nce(
-            *(_alike([x])[0] for x in (student, teacher, rows)),
+        loss, *gradient = torch.ops.fastkd_cpp.cos_nce(
+            *(_with_equal_strides([x])[0] for x in (student, teacher, rows)),
             mask,
             rows_mask,
             own,
-            segments,
+            row_classes,
             classes,
             labels is not None,
             labels is None and negatives is None,
             reduction,
             ctx.needs_input_grad[1],
         )
-        ctx.save_for_backward(*made)
+        ctx.save_for_backward(*gradient)
         ctx.dtype = student.dtype
         return loss
 
@@ -535,9 +537,9 @@ class _CosNCEInCpp(torch.autograd.Function):
 
 
 def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Which positions (B, P) have a negative, and their w and v, from the numbers of those.
+    """Which positions (B, P) have a negative, and w and v, from the numbers of negatives.
 
-    ``own_too``: S holds each sample's own teacher too, as that of a batch without labels does.
+    ``own_too``: S includes each sample's own teacher, as in a batch without labels.
     """
     count = count - int(own_too)
     compared = count > 0 if mask is None else (count > 0) & mask
@@ -546,7 +548,7 @@ def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor,
 
 
 class _Blocks:
-    """Samples in blocks, as directions in the working dtype, with the padding zeroed."""
+    """Directions of blocks of samples in the working dtype, with zeros at padding."""
 
     def __init__(self, like: Tensor, mask: Tensor | None):
         self.mask = mask
@@ -555,7 +557,7 @@ class _Blocks:
         self.parts = self.split(like.shape[0], like.shape[1:].numel())
 
     def split(self, count: int, size: int) -> list[slice]:
-        """0..count in slices, for blocks of items of ``size`` elements each; whole on a GPU."""
+        """Slices of 0..count, each of BLOCK_ELEMENTS for items of ``size``; one slice on a GPU."""
         if not self.readable:
             return [slice(None)]
         step = max(1, BLOCK_ELEMENTS // max(size, 1))
@@ -571,11 +573,11 @@ class _Blocks:
         if real is not None:
             x = torch.where(real[..., None], x, 0)
         norm = torch.linalg.vector_norm(x, dim=-1)
-        # Others are computed again from scaled vectors: their squares may leave fp32's range.
-        usual = (norm > 1e-15) & (norm < 1e15)
+        # Other norms are computed again from scaled vectors: their squares may leave fp32's range.
+        safe = (norm > 1e-15) & (norm < 1e15)
         if real is not None:
-            usual |= ~real
-        if self.readable and bool(usual.all()):
+            safe |= ~real
+        if self.readable and bool(safe.all()):
             scale = torch.where(norm == 0, 0, norm.reciprocal())
             return x * scale[..., None], scale
         peak = x.abs().amax(-1)
@@ -586,49 +588,50 @@ class _Blocks:
         return x.mul_(scale[..., None]), scale / peak
 
 
-def _negatives(
+def _sums_of_negatives(
     blocks: _Blocks,
     labels: Tensor | None,
     rows: Tensor,
     rows_labels: Tensor | None,
     rows_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """S of every position and the number of its negatives, of rows (K, P, D) or (B, K, P, D).
+    """S of every position and its number of negatives, from rows (K, P, D) or (B, K, P, D).
 
-    ``labels`` without labels of the rows are of both, which are then the same samples.
+    With ``labels`` but no labels of the rows, the rows are the samples themselves.
 
-    Returns the sums (..., P, D), each sample's place among them (B,) or None where all share one,
-    and the numbers (B, P) or (P,).
+    Returns the sums (..., P, D), the index of each sample's sum (B,), or None if all samples share
+    one, and the numbers (B, P) or (P,).
     """
     *groups, K, positions, features = rows.shape
-    own = segments = None
+    own = row_classes = None
     if labels is not None:
-        own, segments, classes = _segments(labels, rows_labels, blocks.readable)
+        own, row_classes, classes = _classes(labels, rows_labels, blocks.readable)
         groups = [classes]
     elif groups:
         own = torch.arange(groups[0], device=rows.device)
     zeros = functools.partial(torch.zeros, dtype=blocks.dtype, device=rows.device)
     count = zeros(*groups, positions)
     total = zeros(*groups, positions, features)
-    for part in blocks.split(K, total.numel() if segments is None else positions * features):
+    for part in blocks.split(K, total.numel() if row_classes is None else positions * features):
         real = None if rows_mask is None else rows_mask[..., part, :]
         directions, _ = blocks.directions_of(rows[..., part, :, :], real)
-        if segments is None:
+        if row_classes is None:
             total += directions.sum(-3)
         else:
-            add_by_class(total, segments[part], directions)
-    if segments is None:
+            add_by_class(total, row_classes[part], directions)
+    if row_classes is None:
         count += K if rows_mask is None else rows_mask.sum(-2)
         return total, own, count
     real = zeros(rows.shape[:-1]) + 1 if rows_mask is None else rows_mask.to(blocks.dtype)
-    count = _sum_of_others(add_by_class(count, segments, real))
+    count = _sum_of_others(add_by_class(count, row_classes, real))
     return _sum_of_others(total), own, count[own]
 
 
-def _segments(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Tensor, Tensor, int]:
-    """Classes of the samples (B,) and of the rows with labels ``others`` (K,), and how many.
+def _classes(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Tensor, Tensor, int]:
+    """Classes of the samples (B,) and of rows with labels ``others`` (K,), and their number.
 
-    Rows of a label that no sample has are one more class. None: the rows are the samples.
+    Rows with a label that no sample has form one more class. ``others`` is None if the rows are the
+    samples.
     """
     own = class_numbers(labels)
     classes = int(own.max()) + 1 if readable and own.numel() else labels.shape[0]
@@ -640,7 +643,7 @@ def _segments(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Te
 
 
 def _sum_of_others(x: Tensor) -> Tensor:
-    """For each class (C, ...) the sum over the other classes; no subtraction, so no digits go."""
+    """For each class (C, ...) the sum over the other classes, without subtraction and its error."""
     before, after = x.cumsum(0), x.flip(0).cumsum(0).flip(0)
     others = torch.zeros_like(x)
     others[1:] += before[:-1]
@@ -650,17 +653,17 @@ def _sum_of_others(x: Tensor) -> Tensor:
 
 def _triton_layers(
     layers: list[tuple[Tensor, Tensor, Tensor | None]],
-    which: tuple[Tensor | None, ...],
+    labels_and_masks: tuple[Tensor | None, ...],
     reduction: str,
 ) -> Tensor:
-    """The layers' average by `fastkd.kernels.contrastive`, those alike in one go."""
+    """Mean loss of the layers in Triton; layers of one shape share launches."""
     from fastkd.kernels.pointers import layer_groups
 
     losses = []
-    for group in layer_groups([layer[:1] for layer in layers]):  # checked: the rest is as alike
+    for group in layer_groups([layer[:1] for layer in layers]):  # teachers have the same shapes
         part = [layers[i] for i in group]
-        features = [x for side in zip(*part, strict=True) for x in side if x is not None]
-        loss = apply(_CosNCETriton, _Options(reduction, len(part)), *which, *features)
+        features = [x for tensors in zip(*part, strict=True) for x in tensors if x is not None]
+        loss = apply(_TritonCosNCE, _Options(reduction, len(part)), *labels_and_masks, *features)
         losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -671,27 +674,30 @@ class _Options:
     layers: int
 
 
-class _CosNCETriton(torch.autograd.Function):
-    """Layers of one shape by `fastkd.kernels.contrastive`."""
+class _TritonCosNCE(torch.autograd.Function):
+    """Mean loss of layers of one shape, by `fastkd.kernels.contrastive`."""
 
-    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
+    # *tensors as in `_CppCosNCE`.
     @staticmethod
     def forward(ctx, options, *tensors):
         from fastkd.kernels.contrastive import cos_nce
 
         labels, mask, negatives_labels, negatives_mask, *features = tensors
         n = options.layers
-        students, teachers = _alike(features[:n]), _alike(features[n : 2 * n])
+        students, teachers = (
+            _with_equal_strides(features[:n]),
+            _with_equal_strides(features[n : 2 * n]),
+        )
         each = len(features) > 2 * n and features[2 * n].dim() == 4
         negatives = [x.reshape(-1, *x.shape[-2:]) for x in features[2 * n :]]
-        chosen = (labels, mask, negatives_labels, negatives_mask)
         labels, mask, negatives_labels, negatives_mask = (
-            None if x is None else x.contiguous() for x in chosen
+            None if x is None else x.contiguous()
+            for x in (labels, mask, negatives_labels, negatives_mask)
         )
         loss, *saved = cos_nce(
             students,
             teachers,
-            _alike(negatives),
+            _with_equal_strides(negatives),
             labels,
             mask,
             negatives_labels,
@@ -715,8 +721,8 @@ class _CosNCETriton(torch.autograd.Function):
         return (None,) * 5 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 5 - n)
 
 
-def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors with the same strides, the last one 1."""
+def _with_equal_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors`` with equal strides, the last one 1; copied where they differ."""
     strides = [x.stride() for x in tensors]
     if all(stride == strides[0] and stride[-1] == 1 for stride in strides):
         return list(tensors)

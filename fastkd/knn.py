@@ -1,4 +1,4 @@
-"""Intra-class KNN distillation (Saadi et al.): the nearest teacher rows of the same label."""
+"""Intra-class KNN loss (Saadi et al.): distance to the nearest teacher rows of the same label."""
 
 import math
 from dataclasses import dataclass
@@ -58,8 +58,8 @@ def knn_feature_loss_ref(
     r, f = upcast(student).flatten(1), upcast(teacher).flatten(1)  # (N, n), (M, n)
     n = r.shape[1]
 
-    # G: the distances of the rows of F, which have the label of x. One that is not finite comes
-    # first, so that no NaN hides behind finite rows.
+    # G: distances to the rows of F with the label of x. A distance that isn't finite counts as the
+    # smallest, so that a NaN is never hidden by finite rows.
     broken = ~(r.isfinite().all(1)[:, None] & f.isfinite().all(1))  # (N, M)
     d = torch.cdist(r.detach(), f).clamp_max(torch.finfo(r.dtype).max)  # (N, M)
     d = d.masked_fill(broken, -torch.inf)
@@ -70,7 +70,7 @@ def knn_feature_loss_ref(
     l_hidd = r.new_zeros(len(r))
     for _ in range(min(k, len(f))):
         distance, nearest = d.min(1, keepdim=True)  # (N, 1), the first of equals
-        # Divided first, so that the squares' sum can't overflow where the mean doesn't.
+        # Divide before adding: the sum of squares may overflow where the mean doesn't.
         mean = ((f[nearest.squeeze(1)] - r).square() / max(n, 1)).sum(1)
         mean = torch.where(distance.squeeze(1) == -torch.inf, torch.nan, mean)
         l_hidd = l_hidd + torch.where(distance.squeeze(1) < torch.inf, mean, 0)
@@ -96,14 +96,13 @@ def knn_feature_loss(
 ) -> Tensor:
     """Squared distance of each student row to its k nearest teacher rows of the same label.
 
-    Per row ``l(x) = (1/D) Σ_{k in G_K} Σ_j (teacher_kj - student_j)²``, G_K being the k nearest
-    teacher rows with the label of x, its own included, and ``L = Σ_x l(x)`` (section 2, the
-    unnumbered equations for l_hidd and L_hidd of "Intra-Class Similarity-Guided Feature
-    Distillation"). Ties go to the lower index. A label with fewer than k teacher rows uses all it
-    has; one with none contributes zero, with zero gradient. A NaN or inf in a row, or in any
-    teacher row of its label, makes that row's loss NaN; rows of other labels never matter.
-    Where the squares overflow the loss is inf, and its gradient, which sums k differences before it
-    divides them, may be too: there is no step to take from there.
+    ``l(x) = (1/D) Σ_{k in G_K} Σ_j (teacher_kj - student_j)²`` for each row x, where G_K are the k
+    nearest teacher rows with the label of x, its own row included, and ``L = Σ_x l(x)`` (section 2,
+    the unnumbered equations for l_hidd and L_hidd of "Intra-Class Similarity-Guided Feature
+    Distillation"). Ties go to the lower index. A label with fewer than k teacher rows uses all of
+    them; a label with none contributes zero, with zero gradient. A NaN or inf in a row, or in any
+    teacher row of its label, makes that row's loss NaN; rows of other labels have no effect. Where
+    the squares overflow the loss is inf, and its gradient may be too.
 
     Args:
         student: (N, ...) features. Trailing dimensions are flattened; D is their product.
@@ -111,19 +110,20 @@ def knn_feature_loss(
         student_labels: (N,) labels. A NaN matches nothing.
         teacher_labels: (M,) labels; None means student_labels, and then M must equal N.
         k: neighbours per row.
-        tolerance: labels a and b match when |a - b| <= tolerance (regression); None: when equal.
-        ignore_index: rows with this label compare with nothing, on either side.
-        reduction: "sum" over rows, "mean" (the sum divided by the rows that are not ignored), or
-            "none".
+        tolerance: labels a and b match if |a - b| <= tolerance (regression); None: if they are
+            equal.
+        ignore_index: student and teacher rows with this label are left out.
+        reduction: "sum" over rows, "mean" (the sum over the number of rows that are not ignored),
+            or "none".
         backend: "auto", "torch", "triton" or "cpp".
-        gather: take the rows of all processes for one batch; see `fastkd.distributed`.
+        gather: compare the rows of all processes as one batch; see `fastkd.distributed`.
         group: the processes that gather, by default all.
 
     Returns:
         Scalar, or (N,) for "none"; float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError, TypeError: on a wrong shape, dtype, device or option, naming the argument.
+        ValueError, TypeError: a wrong shape, dtype, device or option; the message names it.
 
     >>> student = torch.tensor([[0.0, 0.0], [5.0, 5.0]])
     >>> bank = torch.tensor([[0.0, 2.0], [1.0, 0.0], [5.0, 4.0]])
@@ -143,8 +143,8 @@ def knn_feature_loss(
         check_labels("teacher_labels", teacher_labels, bank_size, student.device)
     elif bank_size != size:
         raise ValueError(
-            f"teacher_labels must be given when teacher has another number of rows "
-            f"({bank_size}) than student ({size})"
+            f"teacher_labels is missing: teacher has {bank_size} rows and student {size}, so "
+            "student_labels can't serve both; pass the labels of the teacher's rows"
         )
     check_positive_int("k", k)
     if tolerance is not None:
@@ -155,14 +155,14 @@ def knn_feature_loss(
     student, teacher = student.flatten(1), teacher.flatten(1)  # (N, D), (M, D)
     bank_labels = student_labels if teacher_labels is None else teacher_labels
     ranks = ranks_of(gather, group)
-    if ranks is not None:  # the student's rows stay where they are
+    if ranks is not None:  # student rows need no gathering
         teacher, bank_labels = ranks.gather_together(teacher, bank_labels)
         bank_size = len(teacher)
-    # Divided by row: the sum may overflow where the mean doesn't.
+    # Each row is divided by it: the sum may overflow where the mean doesn't.
     count = _count(student_labels, ignore_index) if reduction == "mean" else None
     if ranks is not None and count is not None:
         count = ranks.sum(count)
-    k = min(k, bank_size)  # Dynamo makes it sym_min where a size is symbolic
+    k = min(k, bank_size)  # sym_min under Dynamo where a size is symbolic
     sizes: dict[str, Any] = {"neighbours": k, "products": size * bank_size * student.shape[1]}
     runs_on = backend_of(backend, "knn_feature_loss", student, **sizes)
     if student.numel() == 0 or teacher.numel() == 0:  # nothing to compare
@@ -184,7 +184,7 @@ def knn_feature_loss(
 
 
 def _count(labels: Tensor, ignore_index: int) -> Tensor:
-    """How many labels a mean is over."""
+    """Number of labels that are not ignored."""
     (labels,) = comparable(labels)
     return (labels != ignore_index).sum()
 
@@ -196,9 +196,8 @@ class IntraClassKNNLoss(InGroup):
         k: neighbours per sample.
         student_dim, teacher_dim: hidden sizes; when both are given and differ, ``projector``
             maps the student's features to the teacher's size.
-        pool: "cls" (the first real token), "mean" (average of the real tokens) or "tokens" (all
-            tokens of a sample as one row, padded positions zeroed on both sides). Features
-            (B, D) pass through unpooled.
+        pool: "cls" (the first real token), "mean" (mean of the real tokens) or "tokens" (all tokens
+            of a sample as one row, with zeros at padding). Features (B, D) are not pooled.
         tolerance, ignore_index, reduction, backend, gather, group: as in `knn_feature_loss`.
 
     ``forward(student, teacher, labels, teacher_labels=None, mask=None, teacher_mask=None)`` takes
@@ -235,7 +234,7 @@ class IntraClassKNNLoss(InGroup):
         self.gather, self.group = gather, group
         self.projector: nn.Linear | None = None
         if student_dim is not None and teacher_dim is not None and student_dim != teacher_dim:
-            # With a bias: the loss is a distance, so the two spaces' origins need not agree.
+            # With a bias: the loss is a distance, and the two spaces may have different origins.
             self.projector = nn.Linear(student_dim, teacher_dim)
 
     def forward(
@@ -250,9 +249,9 @@ class IntraClassKNNLoss(InGroup):
         check_pair(student, teacher, min_ndim=2)
         teacher_mask = _mask_of_teacher(student, teacher, mask, teacher_mask)
         ranks = ranks_of(self.gather, self.group)
-        if ranks is not None and self.pool == "tokens":  # a row is as long as the longest sample
-            student, mask = _lengthened(student, mask, ranks)
-            teacher, teacher_mask = _lengthened(teacher, teacher_mask, ranks)
+        if ranks is not None and self.pool == "tokens":  # rows of all processes need one length
+            student, mask = _padded_to_longest(student, mask, ranks)
+            teacher, teacher_mask = _padded_to_longest(teacher, teacher_mask, ranks)
         student = self._rows("student", student, mask)
         teacher = self._rows("teacher", teacher, teacher_mask)
         if self.projector is not None:
@@ -299,22 +298,28 @@ class IntraClassKNNLoss(InGroup):
 def _mask_of_teacher(
     student: Tensor, teacher: Tensor, mask: Tensor | None, teacher_mask: Tensor | None
 ) -> Tensor | None:
-    """``teacher_mask``, by default the student's; no mask is passed over in silence."""
+    """``teacher_mask``, by default the student's; raises for a mask that would be ignored."""
     is_shared = teacher_mask is None and teacher.dim() == 3 and len(teacher) == len(student)
     if teacher_mask is not None and teacher.dim() < 3:
-        raise ValueError(f"teacher_mask is of tokens, and teacher {tuple(teacher.shape)} has none")
+        raise ValueError(
+            f"teacher_mask: teacher {tuple(teacher.shape)} has no tokens to mask; leave it out"
+        )
     if mask is not None and student.dim() < 3 and not is_shared:
-        raise ValueError(f"mask is of tokens, and student {tuple(student.shape)} has none")
+        raise ValueError(
+            f"mask: student {tuple(student.shape)} has no tokens to mask; leave it out"
+        )
     if is_shared and isinstance(mask, Tensor) and mask.shape != teacher.shape[:2]:
         raise ValueError(
-            f"mask {tuple(mask.shape)} can't serve teacher {tuple(teacher.shape)}; "
-            "pass teacher_mask too"
+            f"mask has shape {tuple(mask.shape)}, which doesn't fit teacher "
+            f"{tuple(teacher.shape)}; pass teacher_mask too"
         )
     return mask if is_shared else teacher_mask
 
 
-def _lengthened(x: Tensor, mask: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B, N, D), and mask, padded to the longest of all processes."""
+def _padded_to_longest(
+    x: Tensor, mask: Tensor | None, ranks: Ranks
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens (B, N, D) and mask, padded to the largest N of all processes."""
     if x.dim() != 3:
         return x, mask
     missing = ranks.max(x.shape[1], x.device) - x.shape[1]
@@ -327,8 +332,8 @@ def _lengthened(x: Tensor, mask: Tensor | None, ranks: Ranks) -> tuple[Tensor, T
 def intra_class_similarity(features: Tensor, labels: Tensor) -> Tensor:
     """Mean cosine of each sample with the samples of its class, itself included (M_ICS).
 
-    ``M_ICS = (1/N) Σ_i (1/c_i) Σ_j <s_i, s_j> / (‖s_i‖ ‖s_j‖)`` (section 2), j running over the
-    c_i samples with the label of i. Linear in N. A zero vector has cosine 0 with everything.
+    ``M_ICS = (1/N) Σ_i (1/c_i) Σ_j <s_i, s_j> / (‖s_i‖ ‖s_j‖)`` (section 2), where j runs over the
+    c_i samples with the label of i. Linear in N. The cosine of a zero vector is 0.
 
     Args:
         features: (N, D).
@@ -338,7 +343,7 @@ def intra_class_similarity(features: Tensor, labels: Tensor) -> Tensor:
         Scalar, float32 (float64 for float64 features); 0 when N = 0.
 
     Raises:
-        ValueError, TypeError: on a wrong shape, dtype or device, naming the argument.
+        ValueError, TypeError: a wrong shape, dtype or device; the message names it.
 
     >>> features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
     >>> intra_class_similarity(features, torch.tensor([0, 0, 1]))
@@ -351,10 +356,10 @@ def intra_class_similarity(features: Tensor, labels: Tensor) -> Tensor:
         peak = x.detach().abs().amax(1, keepdim=True) if x.shape[1] else x.new_ones(len(x), 1)
         x = x / torch.where(peak == 0, 1, peak)  # squares of huge or tiny features stay in range
         s_hat = torch.where(peak == 0, 0, x / x.norm(dim=1, keepdim=True).clamp_min(0.5))
-        segments = class_numbers(labels)
+        classes = class_numbers(labels)
         # Σ_ij in class c of ŝ_i·ŝ_j = ‖Σ_i ŝ_i‖², one sum per class
-        sums = add_by_class(torch.zeros_like(s_hat), segments, s_hat)  # (C = N, D)
-        count = add_by_class(x.new_zeros(len(x)), segments, x.new_ones(len(x)))
+        sums = add_by_class(torch.zeros_like(s_hat), classes, s_hat)  # (C = N, D)
+        count = add_by_class(x.new_zeros(len(x)), classes, x.new_ones(len(x)))
         return (sums.square().sum(1) / count.clamp_min(1)).sum() / max(len(x), 1)
 
 
@@ -376,11 +381,11 @@ def _same_label(a: Tensor, b: Tensor, tolerance: float | None, ignore_index: int
 class _Options:
     k: int
     ignore_index: int
-    reduction: str  # of C++
+    reduction: str  # applied by the C++ operator
 
 
-class _KNNFeatureLoss(torch.autograd.Function):
-    """Loss per student row (N,), divided by ``count``, if given and not 0."""
+class _TorchKNN(torch.autograd.Function):
+    """Loss of each student row (N,), divided by ``count`` if given and not 0."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, low, high, labels, count):
@@ -401,18 +406,23 @@ class _KNNFeatureLoss(torch.autograd.Function):
         return (None, (residual * scale[:, None]).to(ctx.dtype)) + (None,) * 5
 
 
-class _KNNFeatureLossInCpp(torch.autograd.Function):
-    """The reduced loss in C++; its gradient is made along with it, in one visit of a row."""
+class _CppKNN(torch.autograd.Function):
+    """The reduced loss and its gradient, in one pass over the rows."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, low, high, labels, count):
         wide = torch.float64 if labels.is_floating_point() else torch.int64
         ranges = (None if x is None else x.to(wide) for x in (low, high, labels))
-        given = options.k, options.ignore_index, options.reduction
-        loss, *made = torch.ops.fastkd_cpp.knn(
-            *_dense(student, teacher), *ranges, count, *given, ctx.needs_input_grad[1]
+        loss, *gradient = torch.ops.fastkd_cpp.knn(
+            *_dense(student, teacher),
+            *ranges,
+            count,
+            options.k,
+            options.ignore_index,
+            options.reduction,
+            ctx.needs_input_grad[1],
         )
-        ctx.save_for_backward(*made)
+        ctx.save_for_backward(*gradient)
         ctx.dtype = student.dtype
         return loss
 
@@ -423,8 +433,8 @@ class _KNNFeatureLossInCpp(torch.autograd.Function):
         return None, times_upstream(dx, grad, ctx.dtype), *[None] * 5
 
 
-class _KNNFeatureLossByKernels(torch.autograd.Function):
-    """`_KNNFeatureLoss` by `fastkd.kernels.knn`."""
+class _TritonKNN(torch.autograd.Function):
+    """`_TorchKNN` by `fastkd.kernels.knn`."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, low, high, labels, count):
@@ -451,7 +461,7 @@ def _dense(*rows: Tensor) -> list[Tensor]:
 
 
 _FUNCTIONS = {
-    "torch": _KNNFeatureLoss,
-    "triton": _KNNFeatureLossByKernels,
-    "cpp": _KNNFeatureLossInCpp,
+    "torch": _TorchKNN,
+    "triton": _TritonKNN,
+    "cpp": _CppKNN,
 }

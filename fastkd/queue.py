@@ -1,4 +1,4 @@
-"""A memory bank of earlier rows, for the losses that compare samples."""
+"""Memory bank of earlier rows, for losses that compare samples."""
 
 import torch
 from torch import Tensor
@@ -18,46 +18,46 @@ __all__ = ["FeatureQueue"]
 
 
 def _holds(dtype: torch.dtype, labels: Tensor) -> bool:
-    """Whether ``dtype`` keeps ``labels`` as they are, integers by value where it can be read."""
+    """Whether ``dtype`` represents ``labels`` exactly; readable integers are checked by value."""
     if labels.is_floating_point() or not values_readable(labels):
         return torch.promote_types(dtype, labels.dtype) == dtype
     kept = labels.to(dtype)
-    # Back again, as a comparison would round the labels likewise; 2^63 may come back as 2^63 − 1.
+    # Converted back, since a comparison would round the labels too; 2^63 may become 2^63 − 1.
     same = kept.to(labels.dtype) == labels
     return bool((same & (kept < 2.0**63) if dtype.is_floating_point else same).all())
 
 
 class FeatureQueue(InGroup):
-    """The last ``size`` rows of features with their labels: a bank larger than a batch.
+    """Memory bank: the last ``size`` rows of features, with their labels.
 
-    A micro-batch shows a loss that compares samples only its own rows. The rows of earlier ones
-    stand beside them as neighbours (`knn_feature_loss`) or negatives (`cos_nce_loss`). The bank is
-    part of the state_dict and learns nothing. ``.half()`` and ``.to(dtype)`` leave the labels'
-    dtype alone, since rounded labels are other labels.
+    A loss that compares samples compares only those of its micro-batch. With the bank it also
+    compares earlier rows, as neighbours (`knn_feature_loss`) or negatives (`cos_nce_loss`). The
+    bank is part of the state_dict and is not trained. ``.half()`` and ``.to(dtype)`` don't convert
+    the labels, which rounding would change.
 
-    Of several processes each has a bank of its own rows, and losses with ``gather=True`` take all
-    banks for one. DistributedDataParallel around such a bank needs ``broadcast_buffers=False``:
-    else every forward pass puts rank 0's bank in the place of all others. With ``gather`` here
-    every process keeps the rows of all, in the order of their ranks, for losses without it.
+    Each process has a bank of its own rows; losses with ``gather=True`` compare all banks as one.
+    DistributedDataParallel around such a bank needs ``broadcast_buffers=False``: otherwise every
+    forward pass overwrites all banks with rank 0's. With ``gather`` here every process stores the
+    rows of all processes, in the order of their ranks, for losses without ``gather``.
 
     Args:
         size: rows of the bank.
         dim: features of a row, an int or a shape.
-        dtype: of the features; the losses want that of the student.
-        label_dtype: of the labels, wide enough for them and ``ignore_index``; a floating one for
-            real-valued labels. Labels that it would round are refused where they can be read.
-        ignore_index: label of rows that hold nothing yet, as the losses know it.
-        gather: keep the rows of all processes.
+        dtype: of the features; use the student's.
+        label_dtype: of the labels, wide enough for them and ``ignore_index``; floating for
+            real-valued labels. Labels that it would round raise an error if values can be read.
+        ignore_index: label of unfilled rows; pass the same to the loss.
+        gather: store the rows of all processes.
         group: the processes that gather, by default all.
 
-    ``enqueue(features, labels=None, mask=None)``, or a call, puts rows (B, ...) in the place of the
-    oldest, detached; labels (B,), 0 where not given; mask (B,), 1 for rows to keep. It writes in
-    place: call it after the backward of a loss on the bank.
+    ``enqueue(features, labels=None, mask=None)``, or a call, overwrites the oldest rows with rows
+    (B, ...), detached. ``labels`` (B,) are 0 by default; ``mask`` (B,) is 1 for rows to store. It
+    writes in place: call it after the backward pass of a loss on the bank.
 
     Attributes:
-        features: (size, ...); zeros where nothing is yet.
-        labels: (size,); ``ignore_index`` where nothing is yet.
-        mask: (size,) bool, True where a row is.
+        features: (size, ...); zeros in unfilled rows.
+        labels: (size,); ``ignore_index`` in unfilled rows.
+        mask: (size,) bool, True for filled rows.
 
     >>> from fastkd import cos_nce_loss, knn_feature_loss
     >>> queue = FeatureQueue(size=4, dim=2)
@@ -72,11 +72,11 @@ class FeatureQueue(InGroup):
     torch.Size([])
     """
 
-    # One row more than the bank has: rows that are not kept are written there, as zeros.
+    # One row more than the bank: rows that are not stored are written there, as zeros.
     _features: Tensor
     _labels: Tensor
     _mask: Tensor
-    _next: Tensor  # the place of the next row
+    _next: Tensor  # index of the next row to overwrite
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class FeatureQueue(InGroup):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Empty the bank, as after ``to_empty``."""
+        """Empty the bank; call it after ``to_empty``."""
         self._features.zero_()
         self._labels.fill_(self.ignore_index)
         self._mask.zero_()
@@ -165,7 +165,7 @@ class FeatureQueue(InGroup):
             features, labels, kept = ranks.gather_together(features, labels, kept)
         order = kept.cumsum(0)  # 1 for the first row that is kept
         total = kept.sum()
-        kept = kept & (order > total - self.size)  # of more than the bank holds, the last
+        kept = kept & (order > total - self.size)  # of more rows than the bank has, the last
         place = torch.where(kept, (self._next + order - 1) % self.size, self.size)
         spread = kept.view(-1, *[1] * (features.dim() - 1))
         features = torch.where(spread, features, 0).to(self._features.dtype)

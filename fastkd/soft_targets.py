@@ -665,7 +665,7 @@ def _counted(
         return mask, None
     if not isinstance(task, CrossEntropy):
         raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
-    return task.places(V, leading, device, mask)
+    return task.counted(V, leading, device, mask)
 
 
 def _teacher(

@@ -575,14 +575,14 @@ def test_module_averages_layers(backend, device):
         (
             {"negatives": torch.randn(6, 3, 8), "labels": torch.zeros(4)},
             ValueError,
-            "by negatives_labels; pass both or neither",
+            "negatives are given; pass both or neither",
         ),
         (
             {"negatives": torch.randn(6, 3, 8), "negatives_labels": torch.zeros(6)},
             ValueError,
             "pass both or neither",
         ),
-        ({"negatives_mask": torch.ones(6, 3)}, ValueError, "negatives_mask describes given"),
+        ({"negatives_mask": torch.ones(6, 3)}, ValueError, "negatives_mask belongs to negatives"),
         (
             {"negatives": torch.randn(6, 3, 8), "negatives_mask": torch.ones(6)},
             ValueError,

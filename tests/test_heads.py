@@ -669,7 +669,7 @@ def wrong_calls():
         ("label_smoothing must be at most 1", lambda: CrossEntropy(labels, label_smoothing=2)),
         ("weight must be at least 0", lambda: CrossEntropy(labels, -1.0)),
         (
-            "labels must be words 0 to 12 .* got 99",
+            "labels must be token ids 0 to 12 .* got 99",
             lambda: loss(h, w, h_t, w_t, task=CrossEntropy(labels + 97)),
         ),
         ("labels must have shape", lambda: loss(h, w, h_t, w_t, task=CrossEntropy(labels[:2]))),
@@ -685,8 +685,8 @@ def wrong_calls():
         ("ids must have shape", lambda: TopK(top.ids[:2], log_probs)),
         ("ids must be integers", lambda: TopK(top.ids.float(), log_probs)),
         ("tail must be one of", lambda: TopK(top.ids, log_probs, "rest")),
-        ("ids must be words 0 to 12", lambda: loss(h, w, TopK(top.ids + 13, log_probs))),
-        ("a word twice", lambda: loss(h, w, TopK(top.ids * 0, log_probs))),
+        ("ids must be token ids 0 to 12", lambda: loss(h, w, TopK(top.ids + 13, log_probs))),
+        ("a token twice", lambda: loss(h, w, TopK(top.ids * 0, log_probs))),
         ("log_probs must be logarithms", lambda: loss(h, w, TopK(top.ids, -log_probs))),
         ("the student's positions, K", lambda: soft_target_loss(torch.randn(4, V), top)),
     ]

@@ -584,11 +584,13 @@ def test_no_mask_is_passed_over():
     padded = teacher.masked_fill(mask[..., None] == 0, torch.nan)
     rows = student.mean(1)
     assert loss(rows, padded, labels, mask=mask).isfinite()
-    with pytest.raises(ValueError, match=r"mask \(2, 3\) can't serve teacher \(2, 5, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"mask has shape \(2, 3\), which doesn't fit teacher \(2, 5, 4\)"
+    ):
         loss(student, torch.randn(2, 5, 4), labels, mask=mask)
-    with pytest.raises(ValueError, match=r"mask is of tokens, and student \(2, 4\) has none"):
+    with pytest.raises(ValueError, match=r"mask: student \(2, 4\) has no tokens to mask"):
         loss(rows, rows, labels, mask=mask[:, 0])
-    with pytest.raises(ValueError, match=r"teacher_mask is of tokens, and teacher \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"teacher_mask: teacher \(2, 4\) has no tokens"):
         loss(student, rows, labels, mask=mask, teacher_mask=mask[:, 0])
 
 
@@ -627,7 +629,7 @@ def test_intra_class_similarity():
     ("change", "error", "message"),
     [
         ({"teacher": torch.randn(4, 7)}, ValueError, "as many features per row"),
-        ({"teacher": torch.randn(6, 8)}, ValueError, "teacher_labels must be given"),
+        ({"teacher": torch.randn(6, 8)}, ValueError, "teacher_labels is missing"),
         ({"teacher_labels": torch.zeros(5)}, ValueError, r"teacher_labels must have shape \(4,\)"),
         ({"student_labels": torch.zeros(3)}, ValueError, r"student_labels must have shape \(4,\)"),
         ({"student_labels": None}, TypeError, "student_labels must be a Tensor"),

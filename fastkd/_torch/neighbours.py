@@ -1,18 +1,18 @@
-"""The nearest rows of the same label in PyTorch, and why both backends choose exactly.
+"""Nearest rows of the same label in PyTorch, and the proof that both backends choose exactly.
 
-Matrix products of tiles score every pair by ‖t‖² − 2 s·t = ‖s − t‖² − ‖s‖², and the k best rows and
-a few more are kept. **Proof of the choice.** Rounding moves a score by at most ρ·‖t‖(2‖s‖ + ‖t‖),
-with ρ from the number of its roundings, and underflow by at most u. Let the k-th of the kept rows
-be at distance d, by direct difference in float64. A row at least as near has ‖t‖ ≤ ‖s‖ + d = r, and
-so a score of at most
+Matrix products of tiles give every pair the score ‖t‖² − 2 s·t = ‖s − t‖² − ‖s‖²; the k best rows
+and a few more candidates are kept. **Proof of the choice.** Rounding changes a score by at most
+ρ·‖t‖(2‖s‖ + ‖t‖), with ρ from the number of rounding steps, and underflow by at most u. Let d be
+the distance of the k-th candidate, computed as a difference in float64. A row at least as near has
+‖t‖ ≤ ‖s‖ + d = r, and so a score of at most
 
     limit = d² − ‖s‖² + ρ·r(2‖s‖ + r) + u.
 
-If no row but the k chosen scores as little, the choice is proven. Else direct differences in
-float64 decide among all rows that do: the kept ones, where the worst of them is beyond the limit,
-and so all that was rejected; every row of the label, where it isn't. Where d is not measured but
-taken from the k-th score, that score's own error comes on top. Of equal distances the lower row is
-chosen.
+If only the k chosen rows have a score up to the limit, the choice is proven. Else differences in
+float64 decide between all rows within the limit. Those are among the candidates if the worst
+candidate is beyond the limit, as all rejected rows are then too; otherwise every row of the label
+is compared. If d is computed from the k-th score instead, the error of that score is added to the
+limit. Of equal distances the lower row is chosen.
 """
 
 import itertools
@@ -25,30 +25,31 @@ from torch import Tensor
 from fastkd._core.numerics import autocast_off, values_readable, working_dtype
 from fastkd._core.operator import operator
 
-# Elements of one block of rows: about 4 MB in fp32, so that a block and its distances stay in
-# the cache, and the working memory is small beside the (N, M) matrix that is never made.
+# Elements of one block of rows: about 4 MB in fp32, so that a block and its distances stay in the
+# cache and the full (N, M) matrix is never allocated.
 BLOCK_ELEMENTS = 2**20
 MAX_BLOCK_ROWS = 1024
 
-# Rows of one label that are worth a block of their own: beside others each meets their bank too.
+# A label with this many rows gets blocks of its own: in a mixed block each row is compared with the
+# bank rows of the other labels too.
 ROWS_OF_OWN = 256
 
-# The same for pairs of rows, of which there are several blocks at a time.
+# Elements of one block of pairs of rows, of which several exist at a time.
 PAIR_ELEMENTS = 2**18
 
-# Products of rows, bank and features up to which the few large steps of the search cost more.
+# Up to this product of rows, bank and features, comparing all pairs is cheaper than the search.
 SMALL_PROBLEM = 2**20
 
-# With fewer rows, centring the bank costs more than the few choices that it makes sure.
+# With fewer rows, centring the bank costs more than the few comparisons that it saves.
 MIN_ROWS_TO_CENTRE = 256
 
-# Features of one product: what a longer sum may round is more than most distances differ by.
+# Features of one product: the rounding error of a longer sum exceeds most differences of distances.
 PRODUCT_FEATURES = 512
 
 # Candidates beyond the k-th, compared by direct difference.
 EXTRA_CANDIDATES = 8
 
-_Rows = slice | Tensor  # rows 0..n or start..stop, or their numbers
+_Rows = slice | Tensor  # a range of rows, or row numbers
 
 
 def _shapes(student, teacher, low, high, labels, k, ignore_index):
@@ -58,8 +59,7 @@ def _shapes(student, teacher, low, high, labels, k, ignore_index):
     )
 
 
-# An operator, so that a graph neither holds its loops over blocks nor loses what it learns from
-# looking at the data.
+# An operator, so that a graph doesn't unroll the loops over blocks, and values can be read.
 @operator(_shapes)
 def neighbour_losses(
     student: Tensor,
@@ -72,7 +72,7 @@ def neighbour_losses(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each row (N,) and Σ_k (student - neighbour_k) (N, D), the gradient's direction.
 
-    ``low``, ``high`` and ``labels`` are those of `fastkd._core.label_matching.label_ranges`.
+    ``low``, ``high`` and ``labels`` come from `fastkd._core.label_matching.label_ranges`.
     """
     with autocast_off(student):
         search = _Search(student, teacher, low, high, labels, k, ignore_index)
@@ -80,11 +80,12 @@ def neighbour_losses(
 
 
 class _Search:
-    """The nearest rows of the same label, without a matrix of all distances.
+    """Search for the nearest rows of the same label, without a matrix of all distances.
 
-    On the CPU direct differences are taken only where the choice is not proven. On a GPU, where
-    nothing may depend on the data, they are taken of all candidates, and the products are in
-    float64: they tell apart what differs in float32, at two to three times the cost on a CPU.
+    On the CPU differences are computed only where the choice is not proven. On a GPU control flow
+    must not depend on data: differences are computed for all candidates, and the products are in
+    float64, which separates all distances that differ in float32. On a CPU that would cost two to
+    three times as much.
     """
 
     def __init__(self, student, teacher, low, high, labels, k, ignore_index):
@@ -93,12 +94,12 @@ class _Search:
         self.k, self.ignore_index = k, ignore_index
         self.dtype = working_dtype(student)
         self.block_rows = min(MAX_BLOCK_ROWS, max(64, BLOCK_ELEMENTS // student.shape[1]))
-        self.may_look = values_readable(student)
-        self.some_ignored = not self.may_look or bool((labels == ignore_index).any())
-        self.product_dtype = self.dtype if self.may_look else torch.float64
+        self.readable = values_readable(student)
+        self.some_ignored = not self.readable or bool((labels == ignore_index).any())
+        self.product_dtype = self.dtype if self.readable else torch.float64
         self.centre: Tensor | None = None
-        if not self.may_look or student.shape[0] >= MIN_ROWS_TO_CENTRE:
-            # ‖s‖² + ‖t‖² - 2 s·t cancels less the nearer both are to the origin.
+        if not self.readable or student.shape[0] >= MIN_ROWS_TO_CENTRE:
+            # ‖s‖² + ‖t‖² - 2 s·t cancels less if both are near the origin.
             centre = teacher.mean(0, dtype=self.product_dtype)  # (D,)
             self.centre = torch.where(centre.isfinite(), centre, 0)
 
@@ -108,7 +109,7 @@ class _Search:
         losses, residuals = [], []
         # A power of two, at most 1/√D: the sum of squares can't overflow where the loss doesn't.
         shrink = 0.5 ** math.ceil(math.log2(features) / 2)
-        all_found = self.may_look and bool(found.all())
+        all_found = self.readable and bool(found.all())
         for part in _parts(size, max(1, PAIR_ELEMENTS // features)):
             student = self.student[part].to(self.dtype)
             for j in range(self.k):
@@ -125,15 +126,15 @@ class _Search:
             residuals.append(residual)
         loss = torch.cat(losses).div_(features * shrink**2)
         residual = torch.cat(residuals)
-        if not self.may_look or bool(broken.any()):
+        if not self.readable or bool(broken.any()):
             residual.masked_fill_(broken[:, None], torch.nan)
             loss.masked_fill_(broken, torch.nan)
         return loss, residual
 
     def neighbours(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Neighbours (N, k), whether each exists (N, k), and rows that met a NaN or inf (N,)."""
+        """Neighbours (N, k), which exist (N, k), and rows compared with a NaN or inf (N,)."""
         size, device = self.student.shape[0], self.student.device
-        if self.may_look and self.student.numel() * self.teacher.shape[0] <= SMALL_PROBLEM:
+        if self.readable and self.student.numel() * self.teacher.shape[0] <= SMALL_PROBLEM:
             result = self.all_pairs()
             if result is not None:
                 return result
@@ -166,19 +167,19 @@ class _Search:
         return nearest[:, : self.k], found, found.new_zeros(len(q))
 
     def chunks(self) -> Iterator[tuple[_Rows, _Rows]]:
-        """Student rows, and the teacher rows among which their labels are."""
+        """Chunks of student rows, each with the teacher rows that may match their labels."""
         size, bank_size = self.student.shape[0], self.teacher.shape[0]
         runs: list[int] = []
-        if self.may_look and size > min(self.block_rows, ROWS_OF_OWN - 1):
+        if self.readable and size > min(self.block_rows, ROWS_OF_OWN - 1):
             low, queries = self.low.sort(stable=True)
             runs = torch.unique_consecutive(low, return_counts=True)[1].tolist()
         if not runs or (size <= self.block_rows and max(runs) < ROWS_OF_OWN):
             yield from ((part, slice(0, bank_size)) for part in _parts(size, self.block_rows))
             return
-        # Grouped by label, a chunk of rows meets only the part of the bank around its labels.
+        # Sorted by label, a chunk is compared only with the part of the bank around its labels.
         high = self.low if self.high is None else self.high
         labels, bank = self.labels.sort(stable=True)
-        if labels.is_floating_point():  # NaNs come last; a search among them would go astray
+        if labels.is_floating_point():  # NaNs are sorted last, where searchsorted needs numbers
             labels = labels.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         for part in _blocks(runs, self.block_rows):
             first = int(torch.searchsorted(labels, low[part][0]))
@@ -203,29 +204,29 @@ class _Search:
 
         found = best[:, : self.k] < torch.inf
         broken = best[:, 0] == -torch.inf
-        if not self.may_look or not bool(q_squared.isfinite().all()):
+        if not self.readable or not bool(q_squared.isfinite().all()):
             broken |= ~q.isfinite().all(1)
-        if self.may_look:
+        if self.readable:
             self.settle(queries, bank, q_squared, best, chosen, broken)
         else:
             chosen = self.reorder(queries, best, chosen)
         return chosen[:, : self.k], found, broken & found[:, 0]
 
     def smallest(self, score: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The n smallest of each row, and where; the first of equals where `settle` is not used."""
-        if self.may_look:
+        """The n smallest of each row and their columns; without `settle` the first of equals."""
+        if self.readable:
             return score.topk(min(n, score.shape[1]), largest=False)
         score, column = score.sort(dim=1, stable=True)
         return score[:, :n], column[:, :n]
 
     def scores(self, q: Tensor, q_squared: Tensor, bank: _Rows) -> Tensor:
-        """‖q - t‖² - ‖q‖² for a block of the bank (Q, M); -inf where t holds a NaN or inf."""
+        """‖q - t‖² - ‖q‖² (Q, M) for a block of the bank; -inf where t holds a NaN or inf."""
         t = self.rows(self.teacher, bank)
         t_squared = _squared_norm(t)
         score = _scores(t_squared, q, t)
-        if self.may_look and bool((t_squared.max() + q_squared.max()).isfinite()):
+        if self.readable and bool((t_squared.max() + q_squared.max()).isfinite()):
             return score
-        # Finite rows whose squares overflow stay candidates, far away.
+        # Finite rows whose squares overflow stay candidates, at the largest distance.
         largest = torch.finfo(score.dtype).max
         score.nan_to_num_(largest, largest, -largest)
         return score.masked_fill_(~t.isfinite().all(1), -torch.inf)
@@ -245,11 +246,11 @@ class _Search:
         unsure = ~((following > limit) | (following == torch.inf) | broken)
         if not bool(unsure.any()):
             return
-        # Where the last candidate is out of reach, one of the candidates it is.
+        # If the last candidate is beyond the limit, the neighbours are among the candidates.
         few = (last > limit) | (last == torch.inf)
         index = (unsure & few).nonzero().squeeze(1)
         rows = index + queries.start if isinstance(queries, slice) else queries[index]
-        # Ascending, here and below, so that the lower of two equals comes first.
+        # Ascending, here and below, so that the lower row comes first among equals.
         candidates, order = chosen[index].sort(1)
         near = (best <= limit[:, None])[index].gather(1, order)
         chosen[index, : self.k] = self.nearest_of(rows, candidates, near)
@@ -264,25 +265,25 @@ class _Search:
             chosen[index[part], : self.k] = self.exact(rows[part], bank)
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """Bound of the error of two scores by rounding, relative to (‖q‖ + ‖t‖)²."""
+        """Bound of the rounding error of two scores, relative to (‖q‖ + ‖t‖)²."""
         features = self.student.shape[1]
         sums = min(features, PRODUCT_FEATURES) + features // PRODUCT_FEATURES
         return (sums + 8) * torch.finfo(dtype).eps
 
     def underflow(self, dtype: torch.dtype) -> float:
-        """Bound of the error of two scores by underflow."""
+        """Bound of the underflow error of two scores."""
         return 8 * self.student.shape[1] * torch.finfo(dtype).tiny
 
     def limit(self, q_squared: Tensor, kth: Tensor) -> Tensor:
-        """The largest score that a row as near as the k-th can have, whatever was rounded."""
-        # Such a row is no farther out than this.
+        """Largest score that a row as near as the k-th can have, with its rounding error."""
+        # The largest norm of such a row.
         reach = q_squared.sqrt() + (kth + q_squared).clamp_min(0).sqrt()
         rounding = 2 * self.rounding(kth.dtype) * (q_squared + reach.square())
         largest = torch.finfo(kth.dtype).max
         return (kth + rounding + self.underflow(kth.dtype)).nan_to_num_(largest, largest)
 
     def exact(self, queries: Tensor, bank: Tensor) -> Tensor:
-        """The k nearest (Q, k): direct differences of all that float64 does not rule out."""
+        """The k nearest (Q, k), by differences of all rows that float64 scores don't exclude."""
         q = self.student[queries].double()
         d = q.new_empty(len(queries), len(bank))
         for part in _parts(len(bank), self.block_rows):
@@ -294,9 +295,9 @@ class _Search:
         return self.nearest_of(queries, bank, d <= self.limit(_squared_norm(q), kth)[:, None])
 
     def nearest_of(self, queries: Tensor, bank: Tensor, near: Tensor) -> Tensor:
-        """The k nearest (Q, k) by direct difference of those in ``bank`` (Q, M) that are ``near``.
+        """The k nearest (Q, k) among the rows of ``bank`` (Q, M) that are ``near``, by differences.
 
-        Of equals the first; at least k are near.
+        At least k rows must be near. Of equal distances the first is chosen.
         """
         bank = bank.expand_as(near)
         row, column = near.nonzero(as_tuple=True)
@@ -309,7 +310,7 @@ class _Search:
         return bank.gather(1, _first(d, self.k))
 
     def reorder(self, queries: _Rows, best: Tensor, chosen: Tensor) -> Tensor:
-        """The candidates (Q, keep) sorted by direct difference, the lower row first."""
+        """Candidates (Q, keep) sorted by distance, from differences; of equals the lower first."""
         chosen, order = chosen.sort(1)
         missing = best.gather(1, order) == torch.inf
         q = self.student[queries].double()
@@ -317,7 +318,7 @@ class _Search:
         for part in _parts(len(q), max(1, BLOCK_ELEMENTS // (chosen.shape[1] * q.shape[1]))):
             t = self.teacher[chosen[part]]  # (b, keep, D)
             distance.append((q[part, None] - t).square_().sum(2))
-        # Only what is missing may be inf: neither a square that overflows nor a NaN.
+        # Only missing rows may be inf, no square that overflows and no NaN.
         largest = torch.finfo(torch.float64).max
         direct = torch.cat(distance) if distance else best.double()
         direct = direct.nan_to_num_(largest, largest).masked_fill_(missing, torch.inf)
@@ -333,13 +334,13 @@ class _Search:
         return same & (labels != self.ignore_index) if self.some_ignored else same
 
     def rows(self, x: Tensor, index: _Rows) -> Tensor:
-        """Rows of ``x`` in the working dtype, centred where that is done."""
+        """Rows of ``x`` in the dtype of the products, minus the bank's mean if it is used."""
         x = x[index].to(self.product_dtype)
         return x if self.centre is None else x - self.centre
 
 
 def _first(d: Tensor, k: int) -> Tensor:
-    """The columns of the k smallest (Q, k), the first of equals; spoils ``d``."""
+    """Columns of the k smallest (Q, k), the first of equals; overwrites ``d``."""
     chosen = [d.argmin(1, keepdim=True)]
     while len(chosen) < k:
         d.scatter_(1, chosen[-1], torch.inf)
@@ -357,20 +358,20 @@ def _scores(t_squared: Tensor, q: Tensor, t: Tensor) -> Tensor:
 
 
 def _squared_norm(x: Tensor) -> Tensor:
-    # In parts, because one long running sum would lose digits.
+    # In parts: one long sum would lose digits.
     norms = [torch.linalg.vector_norm(part, dim=1) for part in x.split(4096, dim=1)]
     return sum((norm.square_() for norm in norms[1:]), norms[0].square_())
 
 
 def _split(index: _Rows, step: int) -> Sequence[_Rows]:
-    """The same rows in runs of at most ``step``."""
+    """``index`` in parts of at most ``step`` rows."""
     if isinstance(index, slice):
         return _parts(index.stop, step)
     return list(index.split(step))
 
 
 def _blocks(runs: list[int], most: int) -> Iterator[slice]:
-    """Rows in order, at most so many, cut where a label with many of them begins and ends."""
+    """Slices of at most ``most`` sorted rows, cut where a label with many rows begins or ends."""
     bounds, end = [0], 0
     for run in runs:
         if run >= ROWS_OF_OWN:
@@ -384,5 +385,5 @@ def _blocks(runs: list[int], most: int) -> Iterator[slice]:
 
 
 def _parts(size: int, step: int) -> list[slice]:
-    """0..size in slices of at most ``step``."""
+    """Slices of at most ``step`` that cover 0..size."""
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
