@@ -13,7 +13,7 @@ from fastkd._core.numerics import working_dtype
 from fastkd.analysis.model_inputs import IGNORED
 from fastkd.distill.outputs import Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
-from fastkd.distill.step import Items, Step, everyones
+from fastkd.distill.step import ItemCounts, Step, global_count
 from fastkd.distributed import ranks_of
 
 
@@ -30,7 +30,7 @@ def accumulate(
         for i, part in enumerate(parts):
             with leaf_embeddings(student) as embeddings:
                 loss = whole.share(i)[0]
-            part.shift = unit_gradient(student, loss, embeddings, part.inputs)
+            part.shift = unit_gradient(student, loss, embeddings, part.batch)
         for part in parts:
             part.random = None  # the moved embeddings get a dropout of their own
     whole = WholeBatch(distiller, parts)
@@ -52,12 +52,12 @@ class MicroBatch:
     def __init__(self, distiller: Any, batch: dict[str, Any]) -> None:
         self.distiller = distiller
         # The numbers of items of all parts are known here: num_items has nothing to say.
-        self.inputs = distiller.read(batch)
+        self.batch = distiller.read(batch)
         self.teacher: Outputs | None = None
         self.shift: Tensor | None = None
         self.random: list[Tensor] | None = None
 
-    def run(self, items: Items) -> Step:
+    def run(self, items: ItemCounts) -> Step:
         """The student on this part; from the second time on with the first one's dropout."""
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         with contextlib.ExitStack() as stack:
@@ -69,15 +69,15 @@ class MicroBatch:
                 for device, state in zip(devices, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
             stack.enter_context(moved_embeddings(self.distiller.student_model, self.shift))
-            student = self.distiller.student_outputs(self.inputs)
+            student = self.distiller.student_outputs(self.batch)
         distiller = self.distiller
         teacher = self.teacher or distiller.teachers.outputs(
-            self.inputs, distiller.method, distiller.progress, distiller.uses_lm_head
+            self.batch, distiller.method, distiller.progress, distiller.uses_lm_head
         )
         if not distiller.student_model.per_token:
             self.teacher = teacher
         # Else it runs again: logits of a vocabulary for all parts would fill the memory.
-        return distiller.make_step(self.inputs, student, teacher, items)
+        return distiller.make_step(self.batch, student, teacher, items)
 
 
 class WholeBatch:
@@ -91,7 +91,7 @@ class WholeBatch:
         with torch.no_grad():
             for part in parts:
                 seen: list[Tensor] = []
-                step = part.run(Items(seen=seen))
+                step = part.run(ItemCounts(seen=seen))
                 distiller.losses(step, "predictions")  # for the numbers of items alone
                 counts.append(seen)
                 step.student = step.student.without_logits()
@@ -100,14 +100,14 @@ class WholeBatch:
         # torch 2.10 keeps weights that autocast casts here, and would give them no gradient later.
         torch.clear_autocast_cache()
         self.items = [
-            everyones(torch.stack(each).sum(0), ranks) for each in zip(*counts, strict=True)
+            global_count(torch.stack(each).sum(0), ranks) for each in zip(*counts, strict=True)
         ]
         self.compared: dict[str, Tensor] = {}  # terms on features, of all parts together
         self.value: Tensor | float = 0.0  # their weighted sum
         self.gradients: list[Tensor | None] = []
         self.of_parameters: list[Tensor | None] = []
         self.rows = [step.rows for step in steps]
-        self._compare(concatenate(steps, Items(ranks)))
+        self._compare(concatenate(steps, ItemCounts(ranks)))
 
     def _compare(self, step: Step) -> None:
         """The terms that compare features, and their gradients where there are any."""
@@ -137,7 +137,7 @@ class WholeBatch:
 
     def share(self, index: int) -> tuple[Tensor, dict[str, Tensor], Step]:
         """Loss of one part, whose gradients add up, its terms, and its step."""
-        step = self.parts[index].run(Items(known=self.items))
+        step = self.parts[index].run(ItemCounts(known=self.items))
         loss, terms = self.distiller.losses(step, "predictions")
         count = len(self.parts)
         shown = {name: value / count for name, value in self.compared.items()}
@@ -177,7 +177,7 @@ def _inner(x: Tensor, gradient: Tensor) -> Tensor:
     return (x * gradient).sum(dtype=working_dtype(x))
 
 
-def concatenate(steps: list[Step], items: Items) -> Step:
+def concatenate(steps: list[Step], items: ItemCounts) -> Step:
     """One step of the samples of all, padded to one length; without logits."""
     length = max(step.length for step in steps)
     steps = [step.padded(length) for step in steps]
@@ -196,7 +196,7 @@ def concatenate(steps: list[Step], items: Items) -> Step:
         mask=torch.cat([step.real for step in steps]) if length else None,
         labels=_joined_labels([step.labels for step in steps]),
         token_mask=None,
-        owner=None,
+        document_ids=None,
         items=items,
         ranks=items.ranks,
     )

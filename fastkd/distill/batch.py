@@ -17,23 +17,23 @@ SPAN_LABELS = ("start_positions", "end_positions")
 
 
 @dataclass
-class Part:
+class Batch:
     """A batch's inputs, and what was read from them."""
 
-    batch: dict[str, Any]
+    inputs: dict[str, Any]
     labels: Tensor | tuple[Tensor, Tensor] | None
     num_items: float | Tensor | None
     shape: tuple[int, int] | None  # (B, N) of the tokens
     mask: Tensor | None
     documents: Documents | None
-    teacher: "Part | None" = None  # the teacher's inputs where they are its own
+    teacher: "Batch | None" = None  # the teacher's inputs where they are its own
     spans: Spans | None = None
     first: Tensor | None = None  # (B, 1) where each row's tokens began, if rows were rotated
 
     @classmethod
     def of(
         cls,
-        batch: dict[str, Any],
+        inputs: dict[str, Any],
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
@@ -42,7 +42,7 @@ class Part:
         student: Backbone,
         unmasks: bool,
         rotates: bool,
-    ) -> "Part":
+    ) -> "Batch":
         """What one side reads; packed rows lose their mask where the models ``unmask`` them.
 
         With ``rotates`` left padding is put behind the tokens. ``first`` (B, 1): where the labels
@@ -50,19 +50,19 @@ class Part:
         """
         rotated = None
         if rotates:
-            batch, rotated = pad_right(batch)
-            if any(batch.get(name) is not None for name in DECODER_TOKENS):
-                batch, rotated = pad_right(batch, "decoder_")  # what the labels are about
+            inputs, rotated = pad_right(inputs)
+            if any(inputs.get(name) is not None for name in DECODER_TOKENS):
+                inputs, rotated = pad_right(inputs, "decoder_")  # what the labels are about
         if rotated is not None:
             if student.per_token and labels is not None and labels.dim() == 2:
                 labels = rotate(labels, rotated, 1)
             segments = None if segments is None else rotate(segments, rotated, 1)
-            batch.update(_moved_answers(batch, rotated))
-        decoded = decoder_tokens(batch, labels)
+            inputs.update(_moved_answers(inputs, rotated))
+        decoded = decoder_tokens(inputs, labels)
         if decoded is None:
-            mask = frames_mask(student.inner, batch, _token_mask(batch))
-            shape = _batch_shape(batch, mask)
-            documents = find_documents(shape, mask, batch, segments, at_front=rotated is not None)
+            mask = frames_mask(student.inner, inputs, _token_mask(inputs))
+            shape = _batch_shape(inputs, mask)
+            documents = find_documents(shape, mask, inputs, segments, at_front=rotated is not None)
         elif segments is not None:
             raise ValueError("segments number documents in packed rows; a decoder's row is one")
         else:
@@ -71,15 +71,15 @@ class Part:
         if documents is not None and documents.packed and unmasks:
             # With a mask transformers takes each row for one document. Nothing real sees padding:
             # no position goes on from the greatest.
-            batch = {name: x for name, x in batch.items() if name != "attention_mask"}
-            positions = batch.get("position_ids")
+            inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
+            positions = inputs.get("position_ids")
             if mask is not None and isinstance(positions, Tensor) and positions.shape == mask.shape:
-                batch["position_ids"] = positions.masked_fill(~mask, positions.max())
+                inputs["position_ids"] = positions.masked_fill(~mask, positions.max())
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
-        if labels is None and all(batch.get(name) is not None for name in SPAN_LABELS):
-            targets = batch["start_positions"], batch["end_positions"]
+        if labels is None and all(inputs.get(name) is not None for name in SPAN_LABELS):
+            targets = inputs["start_positions"], inputs["end_positions"]
         return cls(
-            batch,
+            inputs,
             targets,
             num_items,
             shape,
@@ -91,7 +91,7 @@ class Part:
     @property
     def device(self) -> torch.device:
         """Where the batch is; parameters that are sharded and offloaded are elsewhere."""
-        return next(x.device for x in self.batch.values() if isinstance(x, Tensor))
+        return next(x.device for x in self.inputs.values() if isinstance(x, Tensor))
 
     @property
     def feature_mask(self) -> Tensor | None:
@@ -99,15 +99,15 @@ class Part:
         return self.mask if self.documents is None else self.documents.mask
 
     @property
-    def owner(self) -> Tensor | None:
+    def document_ids(self) -> Tensor | None:
         """The document of each token, where rows are packed with several."""
         documents = self.documents
-        return documents.owner if documents is not None and documents.packed else None
+        return documents.document_ids if documents is not None and documents.packed else None
 
     @property
     def empty(self) -> bool:
         """Whether there are no rows, as in the last batch of a process that has run out."""
-        return any(isinstance(x, Tensor) and x.dim() and not len(x) for x in self.batch.values())
+        return any(isinstance(x, Tensor) and x.dim() and not len(x) for x in self.inputs.values())
 
     @property
     def token_mask(self) -> Tensor:
@@ -118,14 +118,14 @@ class Part:
         return torch.ones(self.shape, dtype=torch.bool)
 
     @property
-    def read_by_teacher(self) -> "Part":
+    def read_by_teacher(self) -> "Batch":
         """The teacher's own, or this."""
         return self.teacher or self
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def model_inputs(self) -> dict[str, Any]:
         """Inputs without targets."""
-        return {name: value for name, value in self.batch.items() if name not in SPAN_LABELS}
+        return {name: value for name, value in self.inputs.items() if name not in SPAN_LABELS}
 
     def align(self, spans: tuple[Tensor, Tensor]) -> None:
         """Note the spans that the tokens of both sides make up."""

@@ -16,7 +16,7 @@ from fastkd._core.atomic_files import create_file, write_file
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
 from fastkd.distill.backbone import Backbone, Model, placed_for
-from fastkd.distill.batch import Part
+from fastkd.distill.batch import Batch
 from fastkd.distill.blocks import Blocks
 from fastkd.distill.hooks import reading_logits
 from fastkd.distill.lm_head import HeadInputs
@@ -35,7 +35,7 @@ FACTS = (
 )  # fmt: skip
 
 # Inputs that say which tokens are real and where documents begin: padding and packing, which are
-# no part of a sample. Positions are, see `sample_keys`.
+# no batch of a sample. Positions are, see `sample_keys`.
 LAYOUT = (
     "attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
     "max_length_k",
@@ -185,7 +185,7 @@ class TeacherCache(nn.Module):
                     f"each of the {len(built.student_layers)} student layers"
                 )
             built.teacher_layers = kept["layers"]
-        method, wanted = type(built).__name__, wanted_of(built)
+        method, wanted = type(built).__name__, teacher_request(built)
         if wanted["inside"]:
             self.model.check_eager(method)
         missing = sorted(set(wanted["layers"]) - set(kept["layers"]))
@@ -215,9 +215,9 @@ class TeacherCache(nn.Module):
         )
         return head
 
-    def outputs(self, part: Part, wanted: dict[str, Any], device: torch.device) -> Outputs:
+    def outputs(self, batch: Batch, wanted: dict[str, Any], device: torch.device) -> Outputs:
         """The teacher's outputs on a batch, as if it had run."""
-        keys, mask = sample_keys(part, self.model)
+        keys, mask = sample_keys(batch, self.model)
         lengths = mask.sum(1).tolist()
         found = [self._rows.get(key) for key in keys]
         if None in found:
@@ -249,15 +249,15 @@ class TeacherCache(nn.Module):
         logits: Any = None
         head_inputs: HeadInputs | None = None
         if wanted["logits"]:
-            raw = part.token_mask
+            raw = batch.token_mask
             if self.about["head"]:
                 head_inputs = HeadInputs(read(self.about["head"]["states"], raw), self._head())
             elif self.about["spans"]:
                 logits = tuple(read(name, raw) for name in SPANS)
             else:
                 logits = read("logits", raw)
-                if not columns["logits"] and _choices(part):
-                    logits = logits.view(part.batch["input_ids"].shape[:2])
+                if not columns["logits"] and _choices(batch):
+                    logits = logits.view(batch.inputs["input_ids"].shape[:2])
         return Outputs(hidden, logits, pooled=pooled, head_inputs=head_inputs)
 
 
@@ -274,9 +274,9 @@ def _columns(about: dict[str, Any]) -> dict[str, bool]:
     return columns
 
 
-def wanted_of(method: Method) -> dict[str, Any]:
+def teacher_request(method: Method) -> dict[str, Any]:
     """What a method reads of the teacher."""
-    wanted = method.wanted("teacher")
+    wanted = method.layer_request("teacher")
     return {
         "layers": sorted(set(wanted.layers)),
         "pool": method.teacher_pool,
@@ -285,27 +285,27 @@ def wanted_of(method: Method) -> dict[str, Any]:
     }
 
 
-def sample_keys(part: Part, teacher: Model) -> tuple[list[bytes], Tensor]:
+def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
     """A digest of all that the teacher reads of each sample, and which tokens (S, L) are real.
 
     Padding around a sample and its place in a packed row leave its key as it is. Positions other
     than the teacher's own and masked tokens between real ones change it. Waits for the device.
     """
-    ids = part.batch.get("input_ids")
+    ids = batch.inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
-    if "decoder_input_ids" in part.batch:
-        return _written_keys(part)
-    tokens, documents = ids.flatten(0, -2), part.documents
-    mask = part.mask if documents is None else documents.mask
+    if "decoder_input_ids" in batch.inputs:
+        return _written_keys(batch)
+    tokens, documents = ids.flatten(0, -2), batch.documents
+    mask = batch.mask if documents is None else documents.mask
     whole = torch.ones(tokens.shape, dtype=torch.bool, device="cpu")
     mask = whole if mask is None else mask.cpu()
     digests = [hashlib.blake2b(digest_size=16) for _ in mask]
     ends = _ends(mask)
     # Documents keep their real tokens alone; a row as it is, the masked ones between these too.
     kept: Any = list(map(slice, ends)) if documents is None else mask
-    others = {n: x for n, x in part.inputs.items() if isinstance(x, Tensor)}
-    positions = _positions_of(part, tokens.shape)
+    others = {n: x for n, x in batch.model_inputs.items() if isinstance(x, Tensor)}
+    positions = _positions_of(batch, tokens.shape)
     for name in ["input_ids", *sorted(others.keys() - {"input_ids", *LAYOUT})]:
         x = others[name]
         by_rows = x.shape[: ids.dim() - 1] == ids.shape[:-1]
@@ -351,9 +351,9 @@ def _usual_positions(ids: Tensor, first: int) -> Tensor:
     return usual
 
 
-def _positions_of(part: Part, shape: torch.Size) -> Tensor | None:
+def _positions_of(batch: Batch, shape: torch.Size) -> Tensor | None:
     """``position_ids`` of each sample's tokens, (S, L) or (S, L, 3); None where there are none."""
-    x = part.batch.get("position_ids")
+    x = batch.inputs.get("position_ids")
     if not isinstance(x, Tensor):
         return None
     if x.dim() == 3 and x.shape[1:] == shape:  # several a token (M-RoPE)
@@ -362,7 +362,7 @@ def _positions_of(part: Part, shape: torch.Size) -> Tensor | None:
         x = x.reshape(-1, shape[1]).expand(shape)
     else:
         raise ValueError("a teacher's cache can't tell which sample position_ids belongs to")
-    x = x if part.documents is None else part.documents.unpack(x)
+    x = x if batch.documents is None else batch.documents.unpack(x)
     return x.cpu().long()
 
 
@@ -376,11 +376,11 @@ def _bytes_of(x: Tensor) -> bytes:
     return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _written_keys(part: Part) -> tuple[list[bytes], Tensor]:
+def _written_keys(batch: Batch) -> tuple[list[bytes], Tensor]:
     """Keys of encoder-decoders: what the encoder reads, and the decoder up to the last token that
     counts."""
-    inputs = part.inputs
-    mask, words = part.token_mask.cpu(), inputs["decoder_input_ids"].cpu().long()
+    inputs = batch.model_inputs
+    mask, words = batch.token_mask.cpu(), inputs["decoder_input_ids"].cpu().long()
     ids = inputs["input_ids"].cpu().long()
     read, heard = (
         torch.ones_like(x, dtype=torch.bool, device="cpu") if given is None else given.cpu().bool()
@@ -408,7 +408,7 @@ def _written_keys(part: Part) -> tuple[list[bytes], Tensor]:
 def write_cache(
     teacher: Backbone,
     method: Method,
-    parts: Iterable[Part],
+    parts: Iterable[Batch],
     path: str | os.PathLike[str],
     tokenizer: Any,
     shard_bytes: int,
@@ -420,19 +420,19 @@ def write_cache(
     folder.mkdir(parents=True, exist_ok=True)
     writer: _Writer | None = None
     known: set[bytes] = set()
-    for part in parts:
-        if part.teacher is not None:
+    for batch in parts:
+        if batch.teacher is not None:
             raise ValueError(
                 "the teacher has inputs of its own (teacher_...), and a cache knows samples by the "
                 "student's; leave them out of the batches"
             )
-        keys, mask = sample_keys(part, teacher)
+        keys, mask = sample_keys(batch, teacher)
         if writer is None:
-            writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, part)
+            writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, batch)
             known = set(writer.cache._rows)
         if known.issuperset(keys):
             continue
-        writer.add(part, keys, mask, known)
+        writer.add(batch, keys, mask, known)
         known.update(keys)
     if writer is None:
         raise ValueError("batches is empty; there is nothing to keep")
@@ -450,11 +450,11 @@ class _Writer:
         folder: Path,
         tokenizer: Any,
         shard_bytes: int,
-        first: Part,
+        first: Batch,
     ) -> None:
         self.teacher, self.method = teacher, method
         self.folder, self.shard_bytes = folder, shard_bytes
-        self.wanted = wanted_of(method)
+        self.wanted = teacher_request(method)
         if self.wanted["inside"]:
             CachedModel(_facts(teacher)).check_eager(type(method).__name__)
         outputs, words = self._run(first, words=True)
@@ -466,7 +466,7 @@ class _Writer:
                 "states": self._column_of(words.states, outputs),
                 "scale": words.head.scale,
                 "softcap": words.head.softcap,
-                "low_rank": [part.scale for part in words.head.low_rank],
+                "low_rank": [batch.scale for batch in words.head.low_rank],
             }
         about = {
             "format": FORMAT,
@@ -502,39 +502,39 @@ class _Writer:
                 return f"hidden.{last}"
         return "states"
 
-    def _run(self, part: Part, words: bool) -> tuple[Outputs, HeadInputs | None]:
+    def _run(self, batch: Batch, words: bool) -> tuple[Outputs, HeadInputs | None]:
         """The teacher on the batch as it is, whose rows are taken apart later.
 
         With ``words`` what its head reads and the head, in the place of logits, if it has one.
         """
         reads = self.wanted["logits"]
-        wanted = self.method.wanted("teacher")
-        inputs = placed_for(self.teacher.model, part.inputs)
+        wanted = self.method.layer_request("teacher")
+        inputs = placed_for(self.teacher.model, batch.model_inputs)
         with torch.no_grad(), reading_logits(self.teacher, reads):
             outputs = model_outputs(self.teacher, inputs, wanted, reads and words)
         rest = outputs if reads else outputs.without_logits()
         rest = dataclasses.replace(rest, head_inputs=None)  # the head stays where it is
-        return rest.to(part.token_mask.device), outputs.head_inputs
+        return rest.to(batch.token_mask.device), outputs.head_inputs
 
-    def add(self, part: Part, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
+    def add(self, batch: Batch, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """The rows of a batch that aren't known."""
         head, pool = self.about["head"], self.wanted["pool"]
-        outputs, words = self._run(part, words=bool(head))
+        outputs, words = self._run(batch, words=bool(head))
         found = {f"hidden.{layer}": outputs.hidden[layer] for layer in self.wanted["layers"]}
         if pool != "tokens":
-            unpack = (lambda x: x) if part.documents is None else part.documents.unpack
+            unpack = (lambda x: x) if batch.documents is None else batch.documents.unpack
             for name, x in found.items():
-                found[name] = pooled_rows(pool, self.teacher, unpack(x), part.feature_mask)
+                found[name] = pooled_rows(pool, self.teacher, unpack(x), batch.feature_mask)
         if words is not None:
-            found[head["states"]] = words.states.to(part.token_mask.device)
+            found[head["states"]] = words.states.to(batch.token_mask.device)
         elif isinstance(outputs.logits, tuple):
             found |= zip(SPANS, outputs.logits, strict=True)
         elif outputs.logits is not None:
             logits = outputs.logits
-            found["logits"] = logits.flatten()[:, None] if _choices(part) else logits
+            found["logits"] = logits.flatten()[:, None] if _choices(batch) else logits
         elif self.wanted["logits"]:
             raise ValueError(f"{self.teacher.class_name} returns no logits to keep")
-        raw, lengths, columns = part.token_mask, mask.sum(1).tolist(), _columns(self.about)
+        raw, lengths, columns = batch.token_mask, mask.sum(1).tolist(), _columns(self.about)
         rows = {
             name: x[raw].cpu().split(lengths) if columns[name] else x.cpu().split(1)
             for name, x in found.items()
@@ -566,14 +566,14 @@ class _Writer:
 
 def _tensors_of(head: Head) -> dict[str, Tensor]:
     tensors = {"weight": head.weight, "bias": head.bias}
-    for i, part in enumerate(head.low_rank):
-        tensors |= {f"down_{i}": part.down, f"up_{i}": part.up}
+    for i, batch in enumerate(head.low_rank):
+        tensors |= {f"down_{i}": batch.down, f"up_{i}": batch.up}
     return {n: x.detach().cpu().contiguous() for n, x in tensors.items() if x is not None}
 
 
-def _choices(part: Part) -> bool:
+def _choices(batch: Batch) -> bool:
     """Whether samples are the choices (B, C, N) of questions, each with one logit."""
-    return bool(part.batch["input_ids"].dim() == 3)
+    return bool(batch.inputs["input_ids"].dim() == 3)
 
 
 def _placed(rows: Tensor, mask: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from fastkd._core.warn import warn_caller
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.accumulation import WholeBatch, accumulate
 from fastkd.distill.adapters import as_teacher
-from fastkd.distill.batch import Part, put_back
+from fastkd.distill.batch import Batch, put_back
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.outputs import Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
 from fastkd.distill.reader import BatchReader
-from fastkd.distill.step import Items, Step
+from fastkd.distill.step import ItemCounts, Step
 from fastkd.distill.teachers import Teachers, batch_outputs, check_in_place
 from fastkd.distributed import InGroup, ranks_of
 
@@ -198,9 +198,9 @@ class Distiller(InGroup):
             ValueError: the folder was written by another teacher, tokenizer or method; the
                 message says what differs.
         """
-        parts = map(self.read, batches)
+        read = map(self.read, batches)
         return write_cache(
-            self.teachers.to_cache(), self.method, parts, path, tokenizer, shard_bytes
+            self.teachers.to_cache(), self.method, read, path, tokenizer, shard_bytes
         )
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
@@ -242,7 +242,7 @@ class Distiller(InGroup):
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
         _share: tuple[WholeBatch, int] | None = None,
-        **batch: Any,
+        **inputs: Any,
     ) -> DistillerOutput:
         """Loss of one batch.
 
@@ -268,7 +268,7 @@ class Distiller(InGroup):
             segments: (B, N) numbers of the documents in packed rows. By default they come from
                 ``seq_idx``, ``cu_seq_lens_q`` or ``position_ids`` that start again, as
                 transformers' DataCollatorWithFlattening gives them.
-            batch: the models' other inputs, ``attention_mask`` (B, N) among them, or (B, C, N)
+            inputs: the models' other inputs, ``attention_mask`` (B, N) among them, or (B, C, N)
                 for the C choices of a question, each a sample. A teacher of another kind takes
                 those that begin with ``teacher_``, and no others: ``teacher_input_ids``,
                 ``teacher_pixel_values``. Rows of both sides are then compared by the token that
@@ -286,20 +286,20 @@ class Distiller(InGroup):
             whole, index = _share
             return self.output(*whole.share(index))
         self._check_schedule()
-        part = self.read({"labels": labels, "segments": segments, **batch}, num_items)
-        teacher = self.teachers.outputs(part, self.method, self.progress, self.uses_lm_head)
+        batch = self.read({"labels": labels, "segments": segments, **inputs}, num_items)
+        teacher = self.teachers.outputs(batch, self.method, self.progress, self.uses_lm_head)
         if not self.perturbs:
-            return self._learn(part, teacher)
+            return self._learn(batch, teacher)
         with leaf_embeddings(self.student_model) as embeddings:
-            loss = self._learn(part, teacher).loss
-        shift = unit_gradient(self.student_model, loss, embeddings, part)
+            loss = self._learn(batch, teacher).loss
+        shift = unit_gradient(self.student_model, loss, embeddings, batch)
         with moved_embeddings(self.student_model, shift):
-            return self._learn(part, teacher)
+            return self._learn(batch, teacher)
 
-    def _learn(self, part: Part, teacher: Outputs) -> DistillerOutput:
+    def _learn(self, batch: Batch, teacher: Outputs) -> DistillerOutput:
         """Run the student, and compute the method's loss."""
         ranks = ranks_of(self.gather, self.group)
-        step = self.make_step(part, self.student_outputs(part), teacher, Items(ranks))
+        step = self.make_step(batch, self.student_outputs(batch), teacher, ItemCounts(ranks))
         loss, terms = self.losses(step)
         if loss is None:
             raise ValueError(f"all weights of {type(self.method).__name__} are zero")
@@ -360,34 +360,36 @@ class Distiller(InGroup):
         training = self.student_model.model.training and torch.is_grad_enabled()
         return self.method.perturb and training
 
-    def read(self, batch: Mapping[str, Any], num_items: float | Tensor | None = None) -> Part:
+    def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
         """A batch of arguments as in `forward`; raises where a model has been replaced."""
         check_in_place("student", self.student, self.student_model.model)
         for teacher in self.teachers.each:
             check_in_place("teacher", self.teacher, teacher.module)
-        return self.reader.read(batch, num_items)
+        return self.reader.read(inputs, num_items)
 
-    def student_outputs(self, part: Part) -> Outputs:
+    def student_outputs(self, batch: Batch) -> Outputs:
         """The student's outputs on a batch, pooled over spans where the batch has some."""
-        request = self.method.wanted("student")
-        outputs = batch_outputs(self.student_model, part.batch, request, part, self.uses_lm_head)
-        if part.spans is None:
+        request = self.method.layer_request("student")
+        outputs = batch_outputs(self.student_model, batch.inputs, request, batch, self.uses_lm_head)
+        if batch.spans is None:
             return outputs
-        return part.spans.pool(outputs, 0, self.student_model, part.feature_mask)
+        return batch.spans.pool(outputs, 0, self.student_model, batch.feature_mask)
 
-    def make_step(self, part: Part, student: Outputs, teacher: Outputs, items: Items) -> Step:
+    def make_step(
+        self, batch: Batch, student: Outputs, teacher: Outputs, items: ItemCounts
+    ) -> Step:
         """The step that a method computes its loss from."""
         return Step(
             student,
             teacher,
             self.student_model,
             self.teachers.model,
-            part.feature_mask if part.spans is None else part.spans.mask,
-            part.labels,
-            part.num_items,
-            token_mask=part.mask,
-            owner=part.owner,
-            first=part.first,
+            batch.feature_mask if batch.spans is None else batch.spans.mask,
+            batch.labels,
+            batch.num_items,
+            token_mask=batch.mask,
+            document_ids=batch.document_ids,
+            first=batch.first,
             ranks=items.ranks,
             items=items,
         ).among_ranks()

@@ -32,12 +32,12 @@ class Documents:
     """The tokens of S documents, each from position 0 on.
 
     ``index`` (S, L) numbers them in the flattened batch (B·N), ``mask`` (S, L) says which are
-    real, ``owner`` (B, N) which document each token belongs to (S for padding).
+    real, ``document_ids`` (B, N) which document each token belongs to (S for padding).
     """
 
     index: Tensor
     mask: Tensor
-    owner: Tensor
+    document_ids: Tensor
     packed: bool
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ class Documents:
         """Euclidean norm of each document's part of ``x`` (B, N, D), at its tokens: (B, N, 1)."""
         squares = x.square().sum(-1).flatten()
         totals = squares.new_zeros(len(self.mask) + 1)
-        totals = totals.index_put((self.owner.flatten(),), squares, accumulate=True)
-        return totals.sqrt()[self.owner][..., None]
+        totals = totals.index_put((self.document_ids.flatten(),), squares, accumulate=True)
+        return totals.sqrt()[self.document_ids][..., None]
 
 
 @torch.compiler.disable  # `find_documents` has broken the graph before
@@ -74,7 +74,7 @@ def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: D
     """
     if model.mixes_documents:
         raise _mixed(model, name, inputs)
-    kind = (*sorted(inputs), len(documents.owner) == 1)
+    kind = (*sorted(inputs), len(documents.document_ids) == 1)
     if kind in model.known_apart:
         return
     # Sharded models run in all processes or none, and another's batch may hold nothing packed.
@@ -84,7 +84,7 @@ def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: D
     numbers = {n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
     given = inputs.get(tokens)
     # Of a text with images other tokens would not fit these.
-    if given is None or given.shape[:2] != documents.owner.shape or numbers - {tokens}:
+    if given is None or given.shape[:2] != documents.document_ids.shape or numbers - {tokens}:
         return
     row, first, second = _neighbours(documents, given.device)
     begins = second & (second.cumsum(0) <= second.sum() // 2)
@@ -126,11 +126,15 @@ def _mixed(model: Backbone, name: str, inputs: dict[str, Any]) -> MixedDocuments
 
 def _neighbours(documents: Documents, device: torch.device) -> tuple[int, Tensor, Tensor]:
     """A row, and which of its tokens (N,) belong to a document and to the one behind it."""
-    owner, nobody = documents.owner, len(documents.mask)
-    border = (owner[:, :-1] != owner[:, 1:]) & (owner[:, :-1] < nobody) & (owner[:, 1:] < nobody)
+    document_ids, nobody = documents.document_ids, len(documents.mask)
+    border = (
+        (document_ids[:, :-1] != document_ids[:, 1:])
+        & (document_ids[:, :-1] < nobody)
+        & (document_ids[:, 1:] < nobody)
+    )
     row, column = border.nonzero()[0].tolist()
-    owner = owner[row].to(device)
-    return row, owner == owner[column], owner == owner[column + 1]
+    document_ids = document_ids[row].to(device)
+    return row, document_ids == document_ids[column], document_ids == document_ids[column + 1]
 
 
 def decoder_tokens(
@@ -210,9 +214,9 @@ def find_documents(
     index[numbers, offsets] = rows * shape[1] + columns
     there = torch.zeros(size, dtype=torch.bool, device=sample.device)
     there[numbers, offsets] = True
-    owner = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
-    owner[rows, columns] = numbers
-    return Documents(index, there, owner, packed)
+    document_ids = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
+    document_ids[rows, columns] = numbers
+    return Documents(index, there, document_ids, packed)
 
 
 def _one_a_token(positions: Tensor, shape: tuple[int, int]) -> bool:

@@ -128,7 +128,7 @@ class Method(nn.Module):
     def teacher_layers(self, layers: list[int]) -> None:
         self._teacher_layers = layers
 
-    def wanted(self, side: str) -> LayerRequest:
+    def layer_request(self, side: str) -> LayerRequest:
         """What to keep of the "student" or the "teacher"."""
         kept = (getattr(self, f"{side}_{what}") for what in ("layers", "attentions", "qkv"))
         return LayerRequest(*map(tuple, kept))

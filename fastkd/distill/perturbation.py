@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastkd._core.numerics import upcast, zero_padding
 from fastkd.distill.backbone import Backbone
-from fastkd.distill.batch import Part
+from fastkd.distill.batch import Batch
 from fastkd.distill.hooks import replaced_embeddings
 
 
@@ -30,7 +30,9 @@ def moved_embeddings(
     return replaced_embeddings(student, lambda emb: emb + shift)
 
 
-def unit_gradient(student: Backbone, loss: Tensor, embeddings: list[Tensor], part: Part) -> Tensor:
+def unit_gradient(
+    student: Backbone, loss: Tensor, embeddings: list[Tensor], batch: Batch
+) -> Tensor:
     """g / ‖g‖ per sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8).
 
     Padding is not moved: DeBERTa's convolution reads the token behind the last one.
@@ -43,9 +45,9 @@ def unit_gradient(student: Backbone, loss: Tensor, embeddings: list[Tensor], par
     # float16 gradients vanish without a scale; the norm takes it out again.
     scale = 2.0**12 if torch.float16 in (_autocast_dtype(loss), embeddings[0].dtype) else 1.0
     (g,) = torch.autograd.grad(loss * scale, embeddings[0])
-    samples, documents = student.batch_dim, part.documents
+    samples, documents = student.batch_dim, batch.documents
     others = [d for d in range(g.dim()) if d != samples]
-    mask = part.mask.T if part.mask is not None and samples else part.mask
+    mask = batch.mask.T if batch.mask is not None and samples else batch.mask
     if mask is not None and mask.shape == g.shape[:2]:
         g = zero_padding(g, mask)
     if documents is not None and documents.packed:

@@ -78,9 +78,9 @@ class Several(Method):
             method.build(model, student)
         self.uses_lm_head = all(method.uses_lm_head for method in self.each)
 
-    def wanted(self, side: str) -> LayerRequest:
+    def layer_request(self, side: str) -> LayerRequest:
         """What any method wants."""
-        each = [method.wanted(side) for method in self.each]
+        each = [method.layer_request(side) for method in self.each]
         return LayerRequest(
             *(tuple(sorted(set().union(*layers))) for layers in zip(*each, strict=True))
         )

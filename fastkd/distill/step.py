@@ -26,7 +26,7 @@ from fastkd.distributed import Ranks
 from fastkd.soft_targets import DivergenceWord
 
 
-class Items:
+class ItemCounts:
     """How many items sums are divided by, where a batch is a part of the one that counts.
 
     Every division asks for the number of its items in the order of the terms. Over ``ranks`` the
@@ -49,10 +49,10 @@ class Items:
             count = torch.full((), count, dtype=torch.int64, device=total.device)
         if self.seen is not None:
             self.seen.append(count)
-        return total / (everyones(count, self.ranks) if self.known is None else next(self.known))
+        return total / (global_count(count, self.ranks) if self.known is None else next(self.known))
 
 
-def everyones(count: Tensor, ranks: Ranks | None) -> Tensor:
+def global_count(count: Tensor, ranks: Ranks | None) -> Tensor:
     """Number of items over all processes, for a share that the loop averages over them."""
     if ranks is None:
         return count.clamp(min=1)
@@ -77,10 +77,10 @@ class Step:
     num_items: float | Tensor | None = None
     # Of logits for each token, which stay as the models gave them.
     token_mask: Tensor | None = None
-    owner: Tensor | None = None  # the document of each token, where rows are packed
+    document_ids: Tensor | None = None  # the document of each token, where rows are packed
     first: Tensor | None = None  # as in `Part`: where each row's tokens began
     ranks: Ranks | None = None  # the processes whose samples are compared
-    items: Items = field(default_factory=Items)
+    items: ItemCounts = field(default_factory=ItemCounts)
 
     def of_teacher(self, number: int) -> "Step":
         """The step with one of several teachers; the same where there is one for all."""
@@ -246,7 +246,7 @@ class Step:
             self.student_model,
             self.labels,
             self.token_mask,
-            self.owner,
+            self.document_ids,
             self.teacher_model.vocabulary,
         )
 

@@ -1,4 +1,4 @@
-"""Who takes part in a step: models that run, a teacher's cache, several teachers.
+"""Who takes batch in a step: models that run, a teacher's cache, several teachers.
 
 Every teacher is asked the same, whichever of these it is.
 """
@@ -16,9 +16,9 @@ from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.backbone import Backbone, Model, placed_for
-from fastkd.distill.batch import Part
+from fastkd.distill.batch import Batch
 from fastkd.distill.blocks import backbone_of
-from fastkd.distill.cache import TeacherCache, wanted_of
+from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.documents import check_apart, unpacked
 from fastkd.distill.hooks import reading_logits
 from fastkd.distill.method import Method
@@ -53,7 +53,7 @@ class Teacher:
 
     def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
         """Raise unless the method can compare what is said about other tokens."""
-        name, wanted = type(method).__name__, wanted_of(method)
+        name, wanted = type(method).__name__, teacher_request(method)
         if wanted["inside"]:
             raise ValueError(f"{name} compares attention, which other tokens don't share")
         if wanted["logits"] and per_token:
@@ -67,20 +67,20 @@ class Teacher:
                 "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
             )
 
-    def run(self, part: Part, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+    def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         """What it says about a batch; ``by_head`` as in `run`."""
-        own, model = part.read_by_teacher, self.model
+        own, model = batch.read_by_teacher, self.model
         if self.module.training:  # put there since, by a module that holds it too
             self.module.eval()
-        inputs = placed_for(self.module, own.inputs)
+        inputs = placed_for(self.module, own.model_inputs)
         reads = method.compares_logits(progress)
         with torch.no_grad(), reading_logits(model, reads):
-            request = method.wanted("teacher")
+            request = method.layer_request("teacher")
             outputs = batch_outputs(model, inputs, request, own, use_lm_head and reads)
-            outputs = (outputs if reads else outputs.without_logits()).to(part.device)
-            if part.spans is not None:
-                return part.spans.pool(outputs, 1, model, own.feature_mask)
-            if own is part:
+            outputs = (outputs if reads else outputs.without_logits()).to(batch.device)
+            if batch.spans is not None:
+                return batch.spans.pool(outputs, 1, model, own.feature_mask)
+            if own is batch:
                 return outputs
             pool, mask = method.teacher_pool, own.feature_mask
             rows = outputs.features(lambda x, tokens: pooled_rows(pool, model, x, mask)[:, None])
@@ -107,8 +107,8 @@ class CachedTeacher(Teacher):
             "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
         )
 
-    def run(self, part: Part, method: Method, progress: float, use_lm_head: bool) -> Outputs:
-        outputs: Outputs = self.module.outputs(part, wanted_of(method), part.device)
+    def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+        outputs: Outputs = self.module.outputs(batch, teacher_request(method), batch.device)
         return outputs
 
 
@@ -150,10 +150,10 @@ class Teachers:
         """Each with the method that compares it."""
         return zip(self.each, method.each if self.several else [method], strict=True)
 
-    def outputs(self, part: Part, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+    def outputs(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         """Outputs of all teachers on a batch; empty where the method doesn't use a teacher."""
         outputs = tuple(
-            teacher.run(part, each, progress, use_lm_head)
+            teacher.run(batch, each, progress, use_lm_head)
             if each.uses_teacher
             else Outputs({}, None)
             for teacher, each in self.with_methods(method)
@@ -188,7 +188,7 @@ class Teachers:
 
 def check_in_place(name: str, module: nn.Module, read: nn.Module) -> None:
     """Raise if another module has been put in the place of the one that is read, or around it."""
-    if all(part is not read for part in module.modules()):
+    if all(batch is not read for batch in module.modules()):
         raise ValueError(
             f"the {name} was replaced after the Distiller was made, which runs the one before; "
             "make a new Distiller"
@@ -226,9 +226,9 @@ def check_tokens(backbone: Backbone, name: str, prefix: str, inputs: dict[str, A
         )
 
 
-def check_vocabularies(student: Backbone, teachers: Teachers, part: Part) -> None:
+def check_vocabularies(student: Backbone, teachers: Teachers, batch: Batch) -> None:
     """Warn once where a teacher reads the student's ids, but has another vocabulary."""
-    if part.teacher is not None or "input_ids" not in part.batch:
+    if batch.teacher is not None or "input_ids" not in batch.inputs:
         return
     for teacher in teachers.each:
         model = teacher.model
@@ -246,30 +246,30 @@ def check_vocabularies(student: Backbone, teachers: Teachers, part: Part) -> Non
             )
 
 
-def check_documents(name: str, backbone: Backbone, part: Part) -> None:
+def check_documents(name: str, backbone: Backbone, batch: Batch) -> None:
     """Raise where a model would read the documents of packed rows as one."""
-    if part.documents is not None and part.documents.packed:
-        inputs = placed_for(backbone.model, part.inputs)
-        check_apart(backbone, name, inputs, part.documents)
+    if batch.documents is not None and batch.documents.packed:
+        inputs = placed_for(backbone.model, batch.model_inputs)
+        check_apart(backbone, name, inputs, batch.documents)
 
 
 def batch_outputs(
     backbone: Backbone,
     inputs: dict[str, Any],
     request: LayerRequest,
-    part: Part,
+    batch: Batch,
     use_lm_head: bool = False,
 ) -> Outputs:
     """Outputs of a model on a batch, each document of packed rows in a row of its own."""
-    if part.empty:
+    if batch.empty:
         return model_outputs(backbone, _one_row(inputs), request, use_lm_head).rows(0)
-    return unpacked(model_outputs(backbone, inputs, request, use_lm_head), part.documents)
+    return unpacked(model_outputs(backbone, inputs, request, use_lm_head), batch.documents)
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
     """In the place of no rows, of which models can't make anything: zeros, nothing padded.
 
-    The parameters then take part in the loss, as data-parallel training wants it.
+    The parameters then take batch in the loss, as data-parallel training wants it.
     """
     row = dict(inputs)
     for name, x in inputs.items():

@@ -111,8 +111,12 @@ class DistillationTrainer(Trainer):
     ) -> None:
         check_positive_int("prepare_batches", prepare_batches)
         parts = teacher, student, method
-        ways = [all(part is not None for part in parts), model is not None, model_init is not None]
-        if sum(ways) != 1 or (not ways[0] and any(part is not None for part in parts)):
+        ways = [
+            all(batch is not None for batch in parts),
+            model is not None,
+            model_init is not None,
+        ]
+        if sum(ways) != 1 or (not ways[0] and any(batch is not None for batch in parts)):
             raise ValueError(
                 "pass teacher, student and method, or model=Distiller(...), or model_init=..., "
                 "and only one of them"
@@ -197,7 +201,7 @@ class DistillationTrainer(Trainer):
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
 
     def _note(self, terms: dict[str, Tensor]) -> None:
-        """Keep a batch's terms for the next log, as the part of its step that Trainer takes."""
+        """Keep a batch's terms for the next log, as the batch of its step that Trainer takes."""
         share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         for name, value in terms.items():
             total, count = self._logged.get(name, (0, 0))
@@ -237,15 +241,15 @@ class DistillationTrainer(Trainer):
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
         own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
         distiller, labels = self.distiller, own.pop("labels", None)
-        part = distiller.reader.read_student(distiller.student_model.readable(own), labels)
-        own = part.batch if labels is None else {**part.batch, "labels": part.labels}
+        batch = distiller.reader.read_student(distiller.student_model.readable(own), labels)
+        own = batch.inputs if labels is None else {**batch.inputs, "labels": batch.labels}
         loss, logits, targets = super().prediction_step(
             self.distiller.student, own, *args, **kwargs
         )
-        if part.first is None:
+        if batch.first is None:
             return loss, logits, targets
-        if distiller.student_model.per_token or isinstance(part.labels, tuple):
-            logits = put_back(logits, part.first)
+        if distiller.student_model.per_token or isinstance(batch.labels, tuple):
+            logits = put_back(logits, batch.first)
         if targets is not None:
             given = tuple(inputs[name] for name in self.label_names)
             targets = given if isinstance(targets, tuple) else given[0]

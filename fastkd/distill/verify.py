@@ -357,7 +357,7 @@ class _Step:
             raise _CannotDo(re.split("[;:]", str(error))[0]) from error
         if any(name.startswith("teacher_") for name in self.batch):
             raise _CannotDo("the teacher has inputs of its own")
-        wanted = self.distiller.method.wanted("teacher")
+        wanted = self.distiller.method.layer_request("teacher")
         if wanted.attentions or wanted.qkv:
             raise _CannotDo("a cache keeps no attention maps")
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, set_seed
 
 from fastkd._core.extras import require
 from fastkd.distill.backbone import Backbone, Model
-from fastkd.distill.cache import TeacherCache, wanted_of
+from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import resolve_layers, select_layers
 from fastkd.distill.method import Method
@@ -371,7 +371,7 @@ class TaskWork:
                     pair = Distiller(teacher, student, self._method(variant, selected))
                 else:
                     pair = self._pair(variant, teacher, teacher, selected)
-                layers.update(wanted_of(pair.method)["layers"])
+                layers.update(teacher_request(pair.method)["layers"])
         name = "-".join(map(str, sorted(layers)))
         folder = self.out / "cache" / f"{self.task.name}-{self.key}-{name}"
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -541,7 +541,7 @@ def assemble(
         eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
         message = f"--method {settings.method} with this student: {error}{eager}"
         raise InputError(message) from error
-    wanted = method.wanted("student")  # a teacher's layers may be chosen later
+    wanted = method.layer_request("student")  # a teacher's layers may be chosen later
     inside = wanted.attentions or wanted.qkv
     if own and (inside or (wanted.layers and method.teacher_pool == "tokens")):
         raise InputError(
