@@ -128,8 +128,8 @@ def test_plans_of_studies_are_read(tmp_path):
     page = (ROOT / "docs" / "studies" / "README.md").read_text()
     plans = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     assert len(plans) == 3
-    for plan in plans:
-        assert study.make(tomllib.loads(plan), tmp_path).variants
+    for training_config in plans:
+        assert study.make(tomllib.loads(training_config), tmp_path).variants
 
 
 def test_a_command_that_is_wrong_is_seen(monkeypatch):

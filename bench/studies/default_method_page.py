@@ -58,9 +58,9 @@ Scores = Mapping[str, Mapping[str, Mapping[int, float]]]
 def collected(runs: Path) -> Iterator[dict[str, Any]]:
     """Rows of runs.csv: every run, and each teacher's score with an empty seed."""
     for study in ("encoder", "decoder"):
-        for marker in sorted((runs / study / "teachers").glob("*/fastkd.json")):
-            task = marker.parent.name.rpartition("-")[0]
-            score = json.loads(marker.read_text())["scores"][METRICS[task]]
+        for manifest in sorted((runs / study / "teachers").glob("*/fastkd.json")):
+            task = manifest.parent.name.rpartition("-")[0]
+            score = json.loads(manifest.read_text())["scores"][METRICS[task]]
             yield _row(task, TEACHER, "", score, "")
         with (runs / study / "runs.csv").open(encoding="utf-8") as file:
             for run in csv.DictReader(file):

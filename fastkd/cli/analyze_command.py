@@ -14,7 +14,14 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModel
 
-from fastkd.analysis.layer_comparison import IntraClass, Pool, check_layers, gathered, rccc, stream
+from fastkd.analysis.layer_comparison import (
+    IntraClass,
+    Pool,
+    check_layers,
+    gathered,
+    rccc,
+    stream,
+)
 from fastkd.analysis.pictures import (
     plot_layer_panels,
     plot_layer_similarity,
@@ -32,11 +39,11 @@ from fastkd.train.errors import InputError
 from fastkd.train.evaluation import accepted
 from fastkd.train.files import text_lines
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.models import be_quiet, check_words, fitting_length, load, tokenizer_of
+from fastkd.train.models import be_quiet, check_same_tokens, fitting_length, load, tokenizer_of
 from fastkd.train.progress import counted
-from fastkd.train.saving import csv_text, locked, read_marker, saving, write_file, write_json
-from fastkd.train.tasks.base import on_own_side
-from fastkd.train.trained_model import columns_of, training_of
+from fastkd.train.saving import csv_text, locked, read_manifest, saving, write_file, write_json
+from fastkd.train.tasks.base import default_padding_side
+from fastkd.train.trained_model import columns_of, read_training_record
 from fastkd.train.training_config import choose_device
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
@@ -48,8 +55,8 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
     be_quiet()
     with contextlib.ExitStack() as stack:
         processes.join(settings.device)
-        stack.enter_context(processes.in_first(locked(settings.out)))
-        with processes.agreed():
+        stack.enter_context(processes.enter_on_first_process(locked(settings.out)))
+        with processes.errors_on_all():
             device = choose_device(settings.device, "fp32")
             texts, *more = read(settings)
             models, tokenizer = load_models(settings, device)
@@ -85,16 +92,16 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
     kind = tasks.of_file(tasks.kind_of(settings.task), settings.data)
     if settings.data is not None:
         names = [name for name in (settings.student, settings.model) if name is not None]
-        trained = {name: training_of(Path(name).expanduser()) for name in names}
+        trained = {name: read_training_record(Path(name).expanduser()) for name in names}
         name = next((name for name in names if trained[name]), settings.model)
         asked = (settings.columns, settings.task)
         columns = columns_of(*asked, settings.data, True, name, trained[name], kind)
         rows = read_file(settings.data, columns, "--data", task=kind)
-        classes = kind.groups(rows)
+        classes = kind.row_classes(rows)
     else:
         assert glue is not None
         rows, _ = read_hub(HUB, str(settings.task), glue.eval_splits[0], glue.hub, "--task")
-        classes = kind.groups(rows, glue)
+        classes = kind.row_classes(rows, glue)
     return kind.texts(rows), rows.pairs, classes
 
 
@@ -116,7 +123,7 @@ def load_models(
             if path is not None:
                 remote = settings.trust_remote_code
                 models[name] = load(f"--{name}", path, AutoModel, remote).to(device)
-                check_words(f"--{name}", path, tokenizer, remote)
+                check_same_tokens(f"--{name}", path, tokenizer, remote)
             elif (began := _began(settings.student)) is not None:
                 try:
                     models[name] = student_from_teacher(model, began[0], config=began[1])
@@ -136,7 +143,7 @@ def load_models(
 
 def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
     """The teacher layers that `fastkd distill` made the student of, and its other sizes."""
-    about = read_marker(Path(student).expanduser()) or {}
+    about = read_manifest(Path(student).expanduser()) or {}
     layers = about.get("teacher_layers")
     return layers and (layers, about.get("settings", {}).get("student_config", {}))
 
@@ -161,7 +168,7 @@ def batches_of(
     for start in starts[processes.rank() :: world_size()]:
         chosen = order[start : start + batch_size]
         second = [pairs[i] for i in chosen] if pairs is not None else None
-        with on_own_side(tokenizer):
+        with default_padding_side(tokenizer):
             batch = tokenizer(
                 [texts[i] for i in chosen],
                 second,
@@ -185,7 +192,7 @@ def analyze(
     wanted = list(dict.fromkeys(["svcca", *measures]))  # from which RCCC and C_T(l) come
     classes = [IntraClass(cast(Pool, settings.pool)) for _ in models]
     moments = moments_for(wanted, settings.variance)
-    with processes.agreed(), _about(settings):
+    with processes.errors_on_all(), _about(settings):
         moments, counts = stream(list(models.values()), batches, moments, classes)
     moments, counts = gathered(moments, counts, classes)
     with _about(settings):

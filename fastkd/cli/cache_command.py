@@ -1,7 +1,7 @@
 """`fastkd cache`: what a teacher says of every training row, kept for `--teacher-cache`.
 
 The directory holds the cache of `fastkd.distill.TeacherCache`; beside it the student as it begins,
-with the tokenizer, and `MARKER`, written last: settings, scores and sizes of the teacher.
+with the tokenizer, and `MANIFEST`, written last: settings, scores and sizes of the teacher.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from fastkd.train.option_fields import as_json
 from fastkd.train.progress import Display, counted
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.run_directory import corpus_fingerprints
-from fastkd.train.saving import LOCK, MARKER, locked, saving, write_json
+from fastkd.train.saving import LOCK, MANIFEST, locked, saving, write_json
 from fastkd.train.training import stopping_at_once
-from fastkd.train.training_config import Plan, autocast, choose_device
+from fastkd.train.training_config import TrainingConfig, autocast, choose_device
 
 
 def write(settings: CacheSettings, console: Console) -> None:
@@ -50,9 +50,9 @@ def write(settings: CacheSettings, console: Console) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopping_at_once())
         processes.join(settings.device)
-        stack.enter_context(processes.in_first(locked(out)))
+        stack.enter_context(processes.enter_on_first_process(locked(out)))
         display = stack.enter_context(RichDisplay(console))
-        with processes.agreed():
+        with processes.errors_on_all():
             others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]
             if others and not (out / ABOUT).exists():
                 raise InputError(
@@ -66,17 +66,17 @@ def write(settings: CacheSettings, console: Console) -> None:
                 )
             selected = select(settings, run)
             distiller = assemble(settings, run, selected).to(run.device)
-        processes.by_first(lambda: _remove_partial(out))
+        processes.on_first_process(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
         rows, size = run.all_rows, settings.batch_size
         first = rows.batches(run.collate, size, rows.by_length, device=run.device)
         distiller.prepare(itertools.islice(first, 64))
         judged = sum(map(len, run.eval_rows.values()))
         display.say(f"the teacher's scores, on {judged} evaluation rows ...")
-        scores = run.judge(run.teacher, "teacher")
+        scores = run.score_with_warnings(run.teacher, "teacher")
         number, own = rows.shared(run.collate, size, run.device)
         own = counted(own, display, "teacher", number)
-        with processes.agreed(), saving(out), autocast(run.plan):
+        with processes.errors_on_all(), saving(out), autocast(run.training_config):
             try:
                 if number:
                     distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
@@ -84,7 +84,7 @@ def write(settings: CacheSettings, console: Console) -> None:
                 path = str(error).startswith(str(out))
                 what = "--out" if path else f"--method {settings.method}:"
                 raise InputError(f"{what} {error}") from error
-        processes.by_first(lambda: _complete(settings, run, distiller, scores, selected))
+        processes.on_first_process(lambda: _complete(settings, run, distiller, scores, selected))
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
@@ -103,7 +103,7 @@ def _remove_partial(out: Path) -> None:
 def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool = False) -> Run:
     """Rows and teacher; see `load_teacher`."""
     device = choose_device(settings.device, settings.precision)
-    plan = Plan(
+    training_config = TrainingConfig(
         batch_size=batch_size * world_size(),
         precision=settings.precision,
         device=device,
@@ -116,7 +116,9 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
     nn.Module.to(teacher, device)
     length = settings.max_length
-    return Run(corpus, tokenizer, teacher, plan, length, display, teacher_tokenizer=teachers)
+    return Run(
+        corpus, tokenizer, teacher, training_config, length, display, teacher_tokenizer=teachers
+    )
 
 
 def _complete(
@@ -138,4 +140,4 @@ def _complete(
             "selected": selected,
             "samples": len(TeacherCache(settings.out)),
         }
-        write_json(settings.out / MARKER, report)
+        write_json(settings.out / MANIFEST, report)

@@ -118,7 +118,7 @@ class AnalyzeSettings(ColumnOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UseSettings(ColumnOptions):
+class PredictSettings(ColumnOptions):
     """The options of `fastkd predict`, and most of `fastkd evaluate`."""
 
     model: str = option(..., "Model: a student's directory, or a hub name.")
@@ -143,7 +143,7 @@ class UseSettings(ColumnOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateSettings(UseSettings):
+class EvaluateSettings(PredictSettings):
     metric: str | None = option(None, "Score to compute as well.")
     label_order: str | None = option(
         None,

@@ -25,13 +25,13 @@ from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import LEVEL, Difference, summarize
-from fastkd.study.study_runs import Runs, leave_launcher
-from fastkd.study.task_runs import TaskWork
+from fastkd.study.study_runs import StudyRuns, leave_launcher
+from fastkd.study.task_runs import TaskRuns
 from fastkd.train.errors import InputError
 from fastkd.train.models import be_quiet
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.run import save_model
-from fastkd.train.saving import MARKER, locked, read_json, read_marker, write_json
+from fastkd.train.saving import MANIFEST, locked, read_json, read_manifest, write_json
 from fastkd.train.training import stopping_at_once
 
 LABELS_ONLY = "labels"
@@ -112,9 +112,9 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     size = Size.of(settings)
     study = make_study(size, settings.seed, settings.device)
     out, display = settings.out, RichDisplay(console)
-    runs = Runs(study, out / "runs", display)
+    runs = StudyRuns(study, out / "runs", display)
     (work,) = runs.tasks.values()
-    theirs = read_marker(out / "student") or {}
+    theirs = read_manifest(out / "student") or {}
     if (out / "student").exists() and "students" not in theirs:
         raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
     number, together = leave_launcher()
@@ -149,11 +149,11 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     return report
 
 
-def _report(runs: Runs, size: Size) -> dict[str, Any]:
+def _report(runs: StudyRuns, size: Size) -> dict[str, Any]:
     """What demo.json holds, from the files of the runs."""
     study, found = runs.study, runs.results()
     (work,) = runs.tasks.values()
-    teacher = read_json(work.folder / MARKER)
+    teacher = read_json(work.folder / MANIFEST)
     (summary,) = summarize(study, found, {work.task.name: teacher})
     rows = {row.variant: row for row in summary.rows}
     first = {name: found[work.task.name, name, study.seeds[0]] for name in rows}
@@ -184,7 +184,7 @@ def _report(runs: Runs, size: Size) -> dict[str, Any]:
     }
 
 
-def _keep_best(report: dict[str, Any], study: Study, work: TaskWork, size: Size) -> None:
+def _keep_best(report: dict[str, Any], study: Study, work: TaskRuns, size: Size) -> None:
     """Train the best student again, the same bits; save it, time it, draw what it sees."""
     out = work.out.parent
     variant = next(v for v in study.variants if v.name == report["best"])

@@ -35,9 +35,9 @@ from fastkd.train.docstrings import SKIPPED
 from fastkd.train.errors import InputError
 from fastkd.train.models import be_quiet, count
 from fastkd.train.run import Run, assemble, save_model
-from fastkd.train.saving import locked, read_marker, saving, write_json
+from fastkd.train.saving import locked, read_manifest, saving, write_json
 from fastkd.train.training import stopping_at_once
-from fastkd.train.training_config import Plan, choose_device
+from fastkd.train.training_config import TrainingConfig, choose_device
 
 TASK = "causal-lm"
 END = "<end>"
@@ -132,7 +132,7 @@ def run_demo(settings: DemoSettings, console: Console, root: Path | None = None)
         return {}
     size = Size.of(settings)
     out, display = settings.out, RichDisplay(console)
-    theirs = read_marker(out / "student") or {}
+    theirs = read_manifest(out / "student") or {}
     if (out / "student").exists() and "sample" not in theirs:
         raise InputError(f"--out {out} holds a student that isn't this demo's; give another --out")
     root = root or Path(sysconfig.get_path("stdlib"))
@@ -160,24 +160,24 @@ def _begin(
     teacher = make_teacher(tokenizer, size, settings.seed)
     task = type(corpus.task).of(teacher.config)
     corpus = dataclasses.replace(corpus, task=task)
-    plan = Plan(
+    training_config = TrainingConfig(
         max_steps=size.teacher_steps, batch_size=size.batch_size, learning_rate=1e-3,
         device=choose_device(settings.device, "fp32"), seed=settings.seed,
     )  # fmt: skip
-    torch.nn.Module.to(teacher, plan.device)
-    run = Run(corpus, tokenizer, teacher, plan, size.length, display)
+    torch.nn.Module.to(teacher, training_config.device)
+    run = Run(corpus, tokenizer, teacher, training_config, size.length, display)
     display.say(
         f"{len(corpus.train)} files of Python's library, {len(run.train_rows)} rows of "
-        f"{size.length} tokens; {len(run.eval_rows[''])} held out; device {plan.device}"
+        f"{size.length} tokens; {len(run.eval_rows[''])} held out; device {training_config.device}"
     )
     display.say(f"teacher: {size.layers} layers, {count(teacher):,} parameters")
-    run.finetune(plan, every=size.teacher_steps)
+    run.finetune(training_config, every=size.teacher_steps)
     return run, pairing
 
 
 def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> dict[str, Any]:
     """A student by each method; the best is kept."""
-    run.plan = dataclasses.replace(run.plan, max_steps=size.student_steps)
+    run.training_config = dataclasses.replace(run.training_config, max_steps=size.student_steps)
     every = -(-size.student_steps // size.evaluations)
     students: dict[str, Any] = {}
     left_out: dict[str, str] = {}

@@ -28,7 +28,7 @@ from fastkd.train.progress import Display, Track, clock, format_scores
 LINE_EVERY = 10.0
 
 
-class Steadfast:
+class BestEffortStream:
     """A stream whose reader may go away (`| head`, a closed terminal): the work goes on.
 
     What it can't spell is spelled out; what else keeps it from writing `finish` tells in the end.
@@ -84,14 +84,14 @@ def new_console(plain: bool = False) -> Iterator[Console]:
     Raises:
         RunFailed: in the end, something could not be written.
     """
-    stream: Any = Steadfast(sys.stdout)
+    stream: Any = BestEffortStream(sys.stdout)
     yield Console(file=stream, quiet=not first(), force_terminal=False if plain else None)
     stream.finish()
 
 
-def beside_the_answer() -> "RichDisplay":
+def stderr_display() -> "RichDisplay":
     """Progress of a command whose standard output is its answer: on standard error."""
-    stream: Any = Steadfast(sys.stderr)
+    stream: Any = BestEffortStream(sys.stderr)
     return RichDisplay(Console(file=stream))
 
 
@@ -160,11 +160,11 @@ class RichDisplay(Display):
     def shared(self) -> Callable[[], contextlib.AbstractContextManager[Display]]:
         """See `Display.shared`; processes can't share a terminal's bars."""
         self.progress.stop()
-        return _of_another_process
+        return _worker_display
 
 
 @contextlib.contextmanager
-def _of_another_process() -> Iterator[Display]:
+def _worker_display() -> Iterator[Display]:
     with new_console(plain=True) as console, RichDisplay(console) as display:
         yield display
 

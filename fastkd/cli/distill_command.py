@@ -20,12 +20,12 @@ def distill(settings: Settings, console: Console) -> None:
     if settings.stages is None:
         show(run.distill(settings, RichDisplay(console, log_json)), settings.out, console)
         return
-    plan = stages.read(settings)
-    stages.check(settings, plan)
-    for stage in plan:
-        say(console, f"stage {stage.number} of {len(plan)}: {stage.name}")
+    ordered = stages.read(settings)
+    stages.check(settings, ordered)
+    for stage in ordered:
+        say(console, f"stage {stage.number} of {len(ordered)}: {stage.name}")
         show(stages.distil(stage, RichDisplay(console, log_json)), stage.out, console)
-    say(console, f"the student of the last stage: {stages.link(plan)}")
+    say(console, f"the student of the last stage: {stages.link(ordered)}")
 
 
 def show(report: dict[str, Any], out: Path, console: Console) -> None:

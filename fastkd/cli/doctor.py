@@ -177,8 +177,8 @@ def _vectors() -> str:
     """Size of the vectors that the extension's CPU kernels take here, and why not larger ones."""
     taken = torch.ops.fastkd_cpp.vector_bytes()
     kind = torch.backends.cpu.get_cpu_capability()
-    lacking = taken < {"AVX2": 32, "AVX512": 64}.get(kind, 0)
-    why = f"; a build by g++ 12 or later takes those of {kind}" if lacking else ""
+    empty_column = taken < {"AVX2": 32, "AVX512": 64}.get(kind, 0)
+    why = f"; a build by g++ 12 or later takes those of {kind}" if empty_column else ""
     return f"vectors of {taken} bytes{why}"
 
 

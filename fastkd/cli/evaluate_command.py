@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from fastkd.cli.command_settings import EvaluateSettings
-from fastkd.cli.display import beside_the_answer, say
+from fastkd.cli.display import say, stderr_display
 from fastkd.cli.tables import begin, table
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.progress import format_scores
@@ -19,11 +19,11 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
         raise InputError(f"--metric {settings.metric} doesn't score this model; {listed}")
     rows = model.read(settings.data, settings.columns, settings.task, labelled=True)
     rows, lines = model.task.read_labels(rows, settings.label_order)
-    task = model.task = model.task.facing(rows)
-    metrics = task.chosen(settings.metric)
+    task = model.task = model.task.for_evaluation(rows)
+    metrics = task.select_metrics(settings.metric)
     for line in lines:
         say(console, line)
-    answers = model.answers(rows, settings.max_length, beside_the_answer())
+    answers = model.answers(rows, settings.max_length, stderr_display())
     scores = task.scores(metrics, *answers)
     say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:

@@ -17,8 +17,8 @@ from fastkd._core.extras import require
 from fastkd.cli.command_settings import ExportSettings
 from fastkd.cli.display import say
 from fastkd.train.errors import InputError, RunFailed
-from fastkd.train.models import be_quiet, load_finished, longest
-from fastkd.train.saving import check_new_file, enlist, saving, write_file
+from fastkd.train.models import be_quiet, load_trained, longest
+from fastkd.train.saving import add_to_manifest, check_new_file, saving, write_file
 from fastkd.train.tasks.base import Task
 from fastkd.train.trained_model import OnnxModel
 
@@ -34,7 +34,7 @@ class _Outputs(nn.Module):
         self.model, self.names, self.task = model, names, task
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = self.task.give(self.model, dict(zip(self.names, inputs, strict=True)))
+        found = self.task.forward(self.model, dict(zip(self.names, inputs, strict=True)))
         return tuple(getattr(found, name) for name in self.task.outputs)
 
 
@@ -47,7 +47,7 @@ def export(settings: ExportSettings, console: Console) -> float:
     out = settings.out or (local if local.is_dir() else Path()) / "model.onnx"
     check_new_file(out, settings.overwrite)
     remote = settings.trust_remote_code
-    model, tokenizer, task = load_finished(settings.model, remote, settings.task)
+    model, tokenizer, task = load_trained(settings.model, remote, settings.task)
     batches = task.samples(tokenizer, longest(tokenizer, model))
     known = inspect.signature(model.forward).parameters
     batches = [{k: v for k, v in batch.items() if k in known} for batch in batches]
@@ -63,7 +63,7 @@ def export(settings: ExportSettings, console: Console) -> float:
             )
         with saving(out):
             write_file(out, path.read_bytes())
-            enlist(out)
+            add_to_manifest(out)
     say(console, f"{out}: outputs agree with ONNX Runtime's to {difference:.0e}")
     return difference
 
@@ -97,7 +97,7 @@ def _write(model: nn.Module, batch: dict[str, Tensor], path: Path, task: Task) -
 
 def _difference(model: nn.Module, path: Path, batch: dict[str, Any], task: Task) -> float:
     with torch.no_grad():
-        found = task.give(model, batch), OnnxModel(path, task.outputs)(**batch)
+        found = task.forward(model, batch), OnnxModel(path, task.outputs)(**batch)
     expected, actual = (
         torch.stack([getattr(one, name) for name in task.outputs]).double() for one in found
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         DemoSettings,
         EvaluateSettings,
         ExportSettings,
-        UseSettings,
+        PredictSettings,
         VerifySettings,
     )
     from fastkd.study.study_settings import StudySettings
@@ -52,7 +52,7 @@ GOES_ON = {
 }
 
 
-class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
+class CommandGroup(typer.core.TyperGroup):  # type: ignore[misc]
     """Commands whose mistakes are one sentence on stderr."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -61,15 +61,15 @@ class Sentences(typer.core.TyperGroup):  # type: ignore[misc]
         return name, listed and listed.callback(), rest
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
-        with one_sentence():
+        with errors_as_sentences():
             return super().make_context(info_name, args or ["--help"], *rest, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with one_sentence(lambda: GOES_ON.get(ctx.invoked_subcommand, "")):
+        with errors_as_sentences(lambda: GOES_ON.get(ctx.invoked_subcommand, "")):
             return super().invoke(ctx)
 
 
-class Once(typer.core.TyperCommand):  # type: ignore[misc]
+class UniqueOptionsCommand(typer.core.TyperCommand):  # type: ignore[misc]
     """A command that refuses an option given twice, of which one would be forgotten."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -83,7 +83,7 @@ class Once(typer.core.TyperCommand):  # type: ignore[misc]
 
 app = typer.Typer(
     name="fastkd",
-    cls=Sentences,
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -105,7 +105,7 @@ def common(
 
 
 @contextlib.contextmanager
-def one_sentence(goes_on: Callable[[], str] = str) -> Iterator[None]:
+def errors_as_sentences(goes_on: Callable[[], str] = str) -> Iterator[None]:
     """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's.
 
     ``goes_on`` ends the sentence about a command that was stopped.
@@ -176,7 +176,9 @@ def _command(options: str, needs: Sequence[str] = TRAINING, *, alone: bool = Fal
             module, _, cls = options.rpartition(".")
             settings = getattr(importlib.import_module(f"fastkd.{module}"), cls)
             single = typer.Typer(add_completion=False)
-            single.command(name, help=function.__doc__, cls=Once)(command(settings)(run))
+            single.command(name, help=function.__doc__, cls=UniqueOptionsCommand)(
+                command(settings)(run)
+            )
             return typer.main.get_command(single)
 
         name = function.__name__
@@ -215,8 +217,8 @@ def evaluate(settings: "EvaluateSettings", console: Console) -> None:
     evaluate(settings, console)
 
 
-@_command("cli.command_settings.UseSettings", ANSWERING, alone=True)
-def predict(settings: "UseSettings", console: Console) -> None:
+@_command("cli.command_settings.PredictSettings", ANSWERING, alone=True)
+def predict(settings: "PredictSettings", console: Console) -> None:
     """Label rows with a model: class and probability, or a number.
 
     For example:

@@ -2,24 +2,24 @@
 
 from rich.console import Console
 
-from fastkd.cli.command_settings import UseSettings
-from fastkd.cli.display import beside_the_answer, say
+from fastkd.cli.command_settings import PredictSettings
+from fastkd.cli.display import say, stderr_display
 from fastkd.cli.tables import begin, table
 from fastkd.train.errors import InputError
 from fastkd.train.saving import write_file
 
 
-def predict(settings: UseSettings, console: Console) -> None:
+def predict(settings: PredictSettings, console: Console) -> None:
     """Print a line for each row, or write them to --out; one without text gets no answer."""
     model = begin(settings)
-    task = model.task = model.task.predicting()
+    task = model.task = model.task.for_prediction()
     rows = model.read(settings.data, settings.columns, settings.task, labelled=False)
-    shown = list(task.shown(rows))
-    full = [i for i, row in enumerate(shown) if task.full(row)]
+    shown = list(task.shown_columns(rows))
+    full = [i for i, row in enumerate(shown) if task.has_text(row)]
     if not full:
         raise InputError(f"--data {settings.data}: no row holds text")
     asked = rows if len(full) == len(rows) else rows.select(full)
-    given = model.answers(asked, settings.max_length, beside_the_answer())
+    given = model.answers(asked, settings.max_length, stderr_display())
     found = task.predictions(*given, model.tokenizer)
     answers = dict(zip(full, found, strict=True))
     nothing = dict.fromkeys(found[0])
@@ -30,7 +30,7 @@ def predict(settings: UseSettings, console: Console) -> None:
     ]
     empty = len(rows) - len(full)
     kind = ".tsv" if settings.out is None else settings.out.suffix
-    text = table(kind, told, task.between)
+    text = table(kind, told, task.list_separator)
     if settings.out is None:
         console.file.write(text)
     else:

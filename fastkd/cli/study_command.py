@@ -8,7 +8,7 @@ from rich.console import Console
 from fastkd.cli.display import RichDisplay
 from fastkd.study import study_report
 from fastkd.study.spec import read
-from fastkd.study.study_runs import Runs, leave_launcher
+from fastkd.study.study_runs import StudyRuns, leave_launcher
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
 from fastkd.train.models import be_quiet
@@ -37,7 +37,7 @@ def run(settings: StudySettings, console: Console) -> None:
         count = math.prod(map(len, parts.values()))
         names = (f"{len(x)} {name}{'s' * (len(x) != 1)}" for name, x in parts.items())
         display.say(f"{count} run{'s' * (count != 1)}: {', '.join(names)}, {study.budget} each")
-        runs = Runs(study, settings.runs or settings.out, display)
+        runs = StudyRuns(study, settings.runs or settings.out, display)
         whole = runs.train(1 if together > 1 else settings.jobs)
         if number:  # the first of a launcher's processes writes the report
             return

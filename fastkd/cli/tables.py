@@ -5,28 +5,30 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fastkd.cli.command_settings import UseSettings
+from fastkd.cli.command_settings import PredictSettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_new_file, csv_text
-from fastkd.train.trained_model import Finished
-from fastkd.train.training_config import Plan, choose_device
+from fastkd.train.trained_model import TrainedModel
+from fastkd.train.training_config import TrainingConfig, choose_device
 
 
-def begin(settings: UseSettings) -> Finished:
+def begin(settings: PredictSettings) -> TrainedModel:
     """The model, once nothing is in the way of its answers."""
     be_quiet()
     check_new_file(settings.out, settings.overwrite)
     if settings.out is not None and settings.out.suffix not in FORMATS:
         raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
     device = choose_device(settings.device, settings.precision)
-    plan = Plan(batch_size=settings.batch_size, precision=settings.precision, device=device)
+    training_config = TrainingConfig(
+        batch_size=settings.batch_size, precision=settings.precision, device=device
+    )
     remote = settings.trust_remote_code
-    return Finished(settings.model, plan, remote, settings.onnx, settings.task)
+    return TrainedModel(settings.model, training_config, remote, settings.onnx, settings.task)
 
 
 def table(kind: str, found: list[dict[str, Any]], between: str | None = None) -> str:
-    """Rows as a file of this kind; see `Task.between`."""
+    """Rows as a file of this kind; see `Task.list_separator`."""
     if kind in TABLES:
         found = [{name: _joined(x, between) for name, x in row.items()} for row in found]
     return FORMATS[kind](found)

@@ -34,11 +34,11 @@ from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
 from fastkd.train.option_fields import fits, given, option
 from fastkd.train.option_files import (
-    as_keys,
     check_name,
+    check_tables,
     check_types,
-    path_of,
-    table_of_tables,
+    errors_with_file_keys,
+    resolve_path,
     tables,
 )
 from fastkd.train.tasks import NAMES as NAMED_TASKS
@@ -196,7 +196,7 @@ def read(settings: StudySettings) -> Study:
         spec["seconds"] = None
     if settings.methods is not None:
         spec["methods"] = {name.strip(): {} for name in settings.methods.split(",")}
-    methods = {**table_of_tables("methods", spec.get("methods") or {name: {} for name in NAMES})}
+    methods = {**check_tables("methods", spec.get("methods") or {name: {} for name in NAMES})}
     for flag, values in settings.options.items():
         method, dot, name = flag.partition(".")
         if not dot or method not in methods:
@@ -228,12 +228,12 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
     check_types("", values, Study)
     if spec.get("seconds") is not None:
         values["steps"] = spec.get("steps")
-    tasks = table_of_tables("tasks", spec.get("tasks") or {})
+    tasks = check_tables("tasks", spec.get("tasks") or {})
     if not tasks:
         raise InputError(
             "a study needs a data set: [tasks.NAME] in the file, or --tasks NAME=FILES"
         )
-    methods = table_of_tables("methods", spec.get("methods") or {name: {} for name in NAMES})
+    methods = check_tables("methods", spec.get("methods") or {name: {} for name in NAMES})
     seeds = spec.get("seeds", 4)
     if not fits(seeds, int | list):
         raise InputError(f"seeds must be their number or a list, got {seeds!r}")
@@ -242,7 +242,7 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
     values["tasks"] = tuple(_task(name, table, folder) for name, table in tasks.items())
     values["variants"] = tuple(_variants(methods, folder))
     values["seeds"] = tuple(range(seeds) if isinstance(seeds, int) else seeds)
-    with as_keys("the study", Study):
+    with errors_with_file_keys("the study", Study):
         study = Study(**values)
     _check(study)
     return study
@@ -252,7 +252,7 @@ def _begin(where: str, given: Any, folder: Path) -> str:
     """What students are made of: a word, a directory or a name on the hub."""
     if given in STUDENTS:
         return str(given)
-    path = path_of(where, given, folder)
+    path = resolve_path(where, given, folder)
     is_path = path.is_dir() or given.startswith((".", "/", "$", "~"))
     return str(path) if is_path else str(given)
 
@@ -307,7 +307,7 @@ def _variants(methods: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterabl
             student = chosen.pop("student", None)
             if student is not None:
                 student = _begin(f"methods.{entry}: student", student, folder)
-            with as_keys(name, Variant):
+            with errors_with_file_keys(name, Variant):
                 variant = Variant(name, method, chosen, start, attention, student)
             yield variant
 
@@ -360,11 +360,11 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         paths = {field: rest.pop(field) for field in PATHS if field in rest}
         check_types(where, rest, Source)
         for field, path in paths.items():
-            rest[field] = path_of(f"{where}{field}", path, folder)
-        with as_keys(f"tasks.{name} of the study", Source):
+            rest[field] = resolve_path(f"{where}{field}", path, folder)
+        with errors_with_file_keys(f"tasks.{name} of the study", Source):
             source = Source(**rest)
     check_name(f"tasks.{name}", name)
-    with as_keys(f"tasks.{name}", TaskSpec):
+    with errors_with_file_keys(f"tasks.{name}", TaskSpec):
         return TaskSpec(name, source, **own)
 
 

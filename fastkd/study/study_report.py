@@ -30,9 +30,9 @@ from fastkd.study.statistics import (
     summarize,
     worth,
 )
-from fastkd.study.study_runs import Runs
+from fastkd.study.study_runs import StudyRuns
 from fastkd.train.errors import InputError
-from fastkd.train.saving import MARKER, csv_text, read_json, read_marker, write_file, write_json
+from fastkd.train.saving import MANIFEST, csv_text, read_json, read_manifest, write_file, write_json
 
 jinja2: Any = require("jinja2", "train")
 
@@ -67,21 +67,21 @@ def claim(out: Path) -> None:
     Raises:
         InputError: one of them is there, and isn't.
     """
-    marker = read_marker(out) or {}
-    others = (MARKER,) if (out / MARKER).exists() and "study" not in marker else FILES
+    manifest = read_manifest(out) or {}
+    others = (MANIFEST,) if (out / MANIFEST).exists() and "study" not in manifest else FILES
     for name in others:
-        if (out / name).exists() and name not in marker.get("study", ()):
+        if (out / name).exists() and name not in manifest.get("study", ()):
             raise InputError(
                 f"--out {out} holds {name}, which `fastkd study` did not write; move it away, or "
                 "give another --out"
             )
-    write_json(out / MARKER, {"study": FILES})
+    write_json(out / MANIFEST, {"study": FILES})
 
 
-def write(runs: Runs, out: Path) -> list[Summary]:
+def write(runs: StudyRuns, out: Path) -> list[Summary]:
     """Write report.html, report.md, summary.csv, runs.csv and the pictures into ``out``."""
     study, found = runs.study, runs.results()
-    teachers = {name: read_json(task.folder / MARKER) for name, task in runs.tasks.items()}
+    teachers = {name: read_json(task.folder / MANIFEST) for name, task in runs.tasks.items()}
     summaries = summarize(study, found, {k: v for k, v in teachers.items() if v})
     missing = len(runs.jobs) - len(found)
     pictures = []

@@ -23,7 +23,7 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.study.spec import Study, TaskSpec, Variant
-from fastkd.study.task_runs import TaskWork, key_of
+from fastkd.study.task_runs import TaskRuns, key_of
 from fastkd.train import processes
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.models import be_quiet
@@ -91,13 +91,13 @@ def leave_launcher() -> tuple[int, int]:
     return found
 
 
-class Runs:
+class StudyRuns:
     """All runs of a study in a directory, and the data sets and teachers that they share."""
 
     def __init__(self, study: Study, out: Path, display: Display | None = None):
         self.study, self.out = study, out
         self.display = display or Display()
-        self.tasks = {task.name: TaskWork(study, task, out, self.display) for task in study.tasks}
+        self.tasks = {task.name: TaskRuns(study, task, out, self.display) for task in study.tasks}
 
     @functools.cached_property
     def jobs(self) -> list[Job]:
@@ -160,7 +160,7 @@ class Runs:
         be_quiet()
         for task in self.tasks.values():  # each by another process, if there are several
             task.make_teacher(blocking=False)
-        tally = Tally(self.jobs, self.display)
+        tally = StudyProgress(self.jobs, self.display)
         for job in self.jobs:
             if _orphaned() or _done(job):
                 continue
@@ -191,12 +191,12 @@ def _worker(
     torch.set_num_threads(threads)
     try:
         with shared() as display:
-            Runs(study, out, display).work()
+            StudyRuns(study, out, display).work()
     except (InputError, RunFailed) as error:  # one sentence here too
         sys.exit(f"Error: {error}")
 
 
-class Tally:
+class StudyProgress:
     """How many runs are done, by whichever process, and how long the others may take."""
 
     def __init__(self, listed: list[Job], display: Display):
@@ -218,11 +218,11 @@ class Tally:
         self.track.advance(self.total - missing)
         self.display.say(
             f"{self.total - missing}/{self.total}  {job.task.name}  {job.variant.name}  "
-            f"seed {job.seed}:  {_said(result)}, {clock(left)} left"
+            f"seed {job.seed}:  {_result_text(result)}, {clock(left)} left"
         )
 
 
-def _said(result: dict[str, Any]) -> str:
+def _result_text(result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"failed: {result['failed']}"
     name, value = next(iter(result["scores"].items()))

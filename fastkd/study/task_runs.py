@@ -32,15 +32,22 @@ from fastkd.train.distill_settings import Source
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.evaluation import predict
-from fastkd.train.models import check_depth, check_words, count, fit_config, load, tokenizer_of
-from fastkd.train.option_files import as_keys
+from fastkd.train.models import (
+    check_depth,
+    check_same_tokens,
+    count,
+    fit_config,
+    load,
+    tokenizer_of,
+)
+from fastkd.train.option_files import errors_with_file_keys
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.run import Run, save_model
 from fastkd.train.run_directory import corpus_fingerprints
-from fastkd.train.saving import damage
+from fastkd.train.saving import find_damage
 from fastkd.train.tasks.base import Task
-from fastkd.train.training_config import Plan, choose_device
+from fastkd.train.training_config import TrainingConfig, choose_device
 
 filelock: Any = require("filelock", "train")
 
@@ -82,36 +89,44 @@ def _from(
     return model
 
 
-class Answering(Run):
+class AnswerKeepingRun(Run):
     """A run that keeps the answers behind its last score, and shows no score before."""
 
     answers: list[Any]
     name: str
 
     def _train(
-        self, make_trainer: Any, model: Any, rows: Encoded, plan: Plan, title: str, **watch: Any
+        self,
+        make_trainer: Any,
+        model: Any,
+        rows: Encoded,
+        training_config: TrainingConfig,
+        title: str,
+        **options: Any,
     ) -> list[dict]:
         title = f"{self.name}: {title}"
-        return super()._train(make_trainer, model, rows, plan, title, told=False, **watch)
+        return super()._train(
+            make_trainer, model, rows, training_config, title, printed=False, **options
+        )
 
     def score(self, model: torch.nn.Module, sets: Any = None) -> dict[str, float]:
         rows, task = self.eval_rows[""], self.task
-        found = predict(model, rows, task, self.tokenizer, self.plan)
-        self.answers = task.marks(found, rows)
+        found = predict(model, rows, task, self.tokenizer, self.training_config)
+        self.answers = task.short_answers(found, rows)
         return task.scores(self.corpus.metrics, found, rows)
 
 
-class Trained(NamedTuple):
+class TrainedStudent(NamedTuple):
     """A student, and how it came about."""
 
-    run: Answering
+    run: AnswerKeepingRun
     student: PreTrainedModel
     method: Method
     history: list[dict[str, Any]]
     peak_bytes: int | None
 
 
-class _Everything(SoftTargets):
+class _AllLayers(SoftTargets):
     """Wants what all methods of a study want, so that one cache serves them."""
 
     def __init__(self, layers: list[int]) -> None:
@@ -122,7 +137,7 @@ class _Everything(SoftTargets):
         self.student_layers, self.teacher_layers = [], self.layers
 
 
-class TaskWork:
+class TaskRuns:
     """A data set, its teacher, and the runs on it; loaded when first asked for."""
 
     def __init__(self, study: Study, task: TaskSpec, out: Path, display: Display | None = None):
@@ -134,7 +149,7 @@ class TaskWork:
     def corpus(self) -> Corpus:
         if self.task.source is None:
             return (load_pairs if self.task.pairs else load_docstrings)(*self.task.rows)
-        with as_keys(f"tasks.{self.task.name} of the study", Source):
+        with errors_with_file_keys(f"tasks.{self.task.name} of the study", Source):
             return data.load(self.task.source)
 
     @functools.cached_property
@@ -188,7 +203,7 @@ class TaskWork:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.folder.with_suffix(".lock"), blocking=blocking)
         with contextlib.suppress(filelock.Timeout), lock:
-            if not self.folder.exists() or damage(self.folder):
+            if not self.folder.exists() or find_damage(self.folder):
                 self._finetune()
 
     def _load(self, attention: str) -> PreTrainedModel:
@@ -201,7 +216,7 @@ class TaskWork:
         whose = "--teacher" if name == self.name else "student"
         model = _from(name, attention, task, task.num_labels, whose).to(self.device).float()
         if name != self.name:
-            check_words(whose, name, self.tokenizer, False)
+            check_same_tokens(whose, name, self.tokenizer, False)
         fit_config(model.config, task, self.tokenizer)
         return model
 
@@ -209,7 +224,7 @@ class TaskWork:
         names, tokenizer = self.corpus.names, self.tokenizer
         set_seed(TEACHER_SEED)
         model = self._pretrained("sdpa", self.name)
-        plan = dataclasses.replace(
+        training_config = dataclasses.replace(
             self._plan(self.task.teacher_steps, TEACHER_SEED),
             learning_rate=self.task.teacher_learning_rate,
         )
@@ -217,14 +232,14 @@ class TaskWork:
             f"{self.task.name}: fine-tuning the teacher, {self.task.teacher_steps} steps of "
             f"{self.study.batch_size} rows"
         )
-        run = self._answering(self.corpus, model, plan)
-        history = run.finetune(plan, every=self.task.teacher_steps)
+        run = self._answering(self.corpus, model, training_config)
+        history = run.finetune(training_config, every=self.task.teacher_steps)
         scores = history[-1]["scores"]
         self.display.say(
             f"{self.task.name}: teacher  {format_scores(scores)}  ({history[-1]['seconds']:.1f} s)"
         )
         kind = self.corpus.task
-        truths = kind.truths(run.eval_rows[""])
+        truths = kind.references(run.eval_rows[""])
         report = {
             "scores": scores,
             "rows_of_classes": None
@@ -244,15 +259,19 @@ class TaskWork:
         }
         save_model(self.folder, model, tokenizer, report)
 
-    def _answering(self, corpus: Corpus, teacher: PreTrainedModel, plan: Plan) -> Answering:
+    def _answering(
+        self, corpus: Corpus, teacher: PreTrainedModel, training_config: TrainingConfig
+    ) -> AnswerKeepingRun:
         length = self.task.max_length
-        run = Answering(corpus, self.tokenizer, teacher, plan, length, self.display)
+        run = AnswerKeepingRun(
+            corpus, self.tokenizer, teacher, training_config, length, self.display
+        )
         run.name = self.task.name
         return run
 
-    def _plan(self, steps: int, seed: int) -> Plan:
+    def _plan(self, steps: int, seed: int) -> TrainingConfig:
         study = self.study
-        return Plan(
+        return TrainingConfig(
             batch_size=study.batch_size,
             max_steps=steps,
             learning_rate=study.learning_rate,
@@ -276,10 +295,10 @@ class TaskWork:
 
     def student_key(self, variant: Variant) -> str:
         """What a student is made of; of a directory, what its files hold."""
-        made_of = self._made_of(variant)
+        made_of = self._initial_layers(variant)
         return _files_fingerprint(Path(made_of)) if Path(made_of).is_dir() else made_of
 
-    def _made_of(self, variant: Variant) -> str:
+    def _initial_layers(self, variant: Variant) -> str:
         return variant.student or self.study.student
 
     def _layers(self, layers: Any, teacher: PreTrainedModel) -> list[int]:
@@ -296,7 +315,7 @@ class TaskWork:
     def check(self) -> None:
         """Raise if a variant can't be trained, which shows before the teacher has learned."""
         if self.task.labelled is not None:
-            with as_keys(f"tasks.{self.task.name} of the study, labelled", Source):
+            with errors_with_file_keys(f"tasks.{self.task.name} of the study, labelled", Source):
                 few_labels(self.corpus, self.task.labelled, TEACHER_SEED)
         if self.folder.exists():
             return
@@ -307,13 +326,13 @@ class TaskWork:
             (batch,) = run.all_rows.batches(run.collate, len(order), order, device=self.device)
             for variant in self.study.variants:
                 if variant.eager == eager:
-                    with self._told(variant):
+                    with self._errors_named(variant):
                         stand_in = self._layers("uniform", teacher) if variant.selects else []
                         pair = self._pair(variant, teacher, teacher, stand_in).to(self.device)
                         pair(**batch)  # labels that a method can't read show here
 
     @contextlib.contextmanager
-    def _told(self, variant: Variant) -> Iterator[None]:
+    def _errors_named(self, variant: Variant) -> Iterator[None]:
         try:
             yield
         except InputError:
@@ -326,7 +345,7 @@ class TaskWork:
     ) -> Distiller:
         """A fresh student, of ``source`` or as the variant has it, and a method, beside the teacher
         or its cache."""
-        made_of, student = self._made_of(variant), source
+        made_of, student = self._initial_layers(variant), source
         if made_of != "teacher":
             name = self.name if made_of == "pretrained" else made_of
             student = self._pretrained("eager" if variant.eager else "sdpa", name)
@@ -346,12 +365,12 @@ class TaskWork:
     def _distiller(self, variant: Variant, cached: bool, seed: int | None = None) -> Distiller:
         """A fresh student and method; what is loaded for them draws nothing after the ``seed``."""
         teacher = self.eager_teacher if variant.eager else self.teacher
-        with self._told(variant):
+        with self._errors_named(variant):
             kept: Any = self.cache if cached and self._can_cache(variant) else teacher
             selected = self.selected if variant.selects else []
         if seed is not None:
             set_seed(seed)
-        with self._told(variant):
+        with self._errors_named(variant):
             return self._pair(variant, kept, teacher, selected)
 
     def _can_cache(self, variant: Variant) -> bool:
@@ -366,8 +385,8 @@ class TaskWork:
         student = cast(PreTrainedModel, student_from_teacher(teacher, uniform))
         for variant in filter(self._can_cache, self.study.variants):
             selected = self.selected if variant.selects else []
-            with self._told(variant):
-                if self._made_of(variant) in STUDENTS:
+            with self._errors_named(variant):
+                if self._initial_layers(variant) in STUDENTS:
                     pair = Distiller(teacher, student, self._method(variant, selected))
                 else:
                     pair = self._pair(variant, teacher, teacher, selected)
@@ -379,14 +398,14 @@ class TaskWork:
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not done.exists():
                 self.display.say(f"{self.task.name}: keeping the teacher's outputs ...")
-                distiller = Distiller(teacher, student, _Everything(sorted(layers)))
+                distiller = Distiller(teacher, student, _AllLayers(sorted(layers)))
                 distiller.cache_teacher(self._batches(), folder)
                 done.touch()
         return TeacherCache(folder)
 
     def _run(
         self, steps: int, seed: int, labels_only: bool = False, evals: int | None = None
-    ) -> Answering:
+    ) -> AnswerKeepingRun:
         rows = self.corpus.evals[""]
         kept = rows if evals is None else rows.select(list(range(evals)))
         corpus = dataclasses.replace(self.corpus, evals={"": kept})
@@ -396,7 +415,7 @@ class TaskWork:
             corpus = dataclasses.replace(corpus, unlabelled=None)
         return self._answering(corpus, self.teacher, self._plan(steps, seed))
 
-    def distil(self, variant: Variant, seed: int) -> "Trained":
+    def distil(self, variant: Variant, seed: int) -> "TrainedStudent":
         """Train one student.
 
         Raises:
@@ -410,7 +429,7 @@ class TaskWork:
         title = f"{variant.name}, seed {seed}"
         history = run.distil(distiller, title, every=-(-steps // study.evaluations))
         student = cast(PreTrainedModel, distiller.student).eval()
-        return Trained(run, student, distiller.method, history, memory.read())
+        return TrainedStudent(run, student, distiller.method, history, memory.read())
 
     def train(self, variant: Variant, seed: int) -> dict[str, Any]:
         """Train and score one student: what its file says."""

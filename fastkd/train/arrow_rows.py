@@ -37,7 +37,7 @@ BATCH = 128
 FEW = 8  # rows that may all be of unknown words
 CODE = ("arrow_rows.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
 # What the teacher's own inputs begin with, as a Distiller takes them.
-TEACHER = "teacher_"
+TEACHER_PREFIX = "teacher_"
 # The class of a row without one, as transformers has it.
 UNLABELLED = -100
 
@@ -110,23 +110,25 @@ class Rows:
         """Where row ``index`` stands in the source."""
         return self.data[index]["number"]
 
-    def first_with(self, i: int) -> int:
+    def first_row_with_label(self, i: int) -> int:
         """Where the first row with raw label ``i`` stands in the source."""
         return self.number(int(np.argmax(self.raw_labels[1] == i)))
 
-    def each_label(self, read: Callable[[Any], Any]) -> list[Any]:
+    def map_labels(self, read: Callable[[Any], Any]) -> list[Any]:
         """What ``read`` makes of each different label; a mistake in one begins with its row."""
         found = []
         for i, label in enumerate(self.raw_labels[0]):
             try:
                 found.append(read(label))
             except InputError as error:
-                raise InputError(f"{self.source}, row {self.first_with(i)}: {error}") from None
+                raise InputError(
+                    f"{self.source}, row {self.first_row_with_label(i)}: {error}"
+                ) from None
         return found
 
     def labelled(self, read: Callable[[Any], float], kind: type) -> "Rows":
         """With labels of ``kind`` int or float: what ``read`` makes of those of the source."""
-        return replace(self, labels=np.array(self.each_label(read), kind)[self.raw_labels[1]])
+        return replace(self, labels=np.array(self.map_labels(read), kind)[self.raw_labels[1]])
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
         """At most ``limit`` rows, drawn without replacement, in their first order."""
@@ -277,15 +279,18 @@ class Encoded(torch.utils.data.Dataset):
     """
 
     #: What the teacher answers to them, where scores compare with it.
-    taught: Any = None
+    teacher_answers: Any = None
     #: These rows in the teacher's tokens, where they are others.
-    by_teacher: "Encoded | None" = None
+    teacher_encoded: "Encoded | None" = None
 
     def __init__(self, tokens: Any, rows: Rows, beside: Sequence[str] = ()):
         self.sources, self.labels = [rows], rows.labels
         beside = ["number", "length", *beside]
-        self.beside, self.tokens = tokens.select_columns(beside), tokens.remove_columns(beside)
-        self.lengths = np.asarray(self.beside.with_format("numpy")["length"][:])
+        self.evaluation_columns, self.tokens = (
+            tokens.select_columns(beside),
+            tokens.remove_columns(beside),
+        )
+        self.lengths = np.asarray(self.evaluation_columns.with_format("numpy")["length"][:])
         self.ends = [len(tokens)]
 
     @property
@@ -310,7 +315,7 @@ class Encoded(torch.utils.data.Dataset):
     def place(self, index: int) -> tuple[str, int]:
         """Source and number of the row that ``index`` was made of, or begins with."""
         part = next(i for i, end in enumerate(self.ends) if index < end)
-        return self.sources[part].source, self.beside[index]["number"]
+        return self.sources[part].source, self.evaluation_columns[index]["number"]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -361,12 +366,14 @@ class Encoded(torch.utils.data.Dataset):
         for batch in self.tokens.select_columns("input_ids").iter(BATCH):
             yield from batch["input_ids"]
 
-    def for_both(self) -> "Encoded":
+    def with_teacher_tokens(self) -> "Encoded":
         """These rows with the teacher's tokens beside them, in columns ``teacher_...``."""
-        if self.by_teacher is None:
+        if self.teacher_encoded is None:
             return self
-        theirs = self.by_teacher.tokens
-        theirs = theirs.rename_columns({name: f"{TEACHER}{name}" for name in theirs.column_names})
+        theirs = self.teacher_encoded.tokens
+        theirs = theirs.rename_columns(
+            {name: f"{TEACHER_PREFIX}{name}" for name in theirs.column_names}
+        )
         both = copy.copy(self)
         both.tokens = _library().concatenate_datasets([self.tokens, theirs], axis=1)
         return both
@@ -375,7 +382,9 @@ class Encoded(torch.utils.data.Dataset):
         """These rows and the ``other`` ones, nothing copied but labels and lengths."""
         both = Encoded.__new__(Encoded)
         both.tokens = _library().concatenate_datasets([self.tokens, other.tokens])
-        both.beside = _library().concatenate_datasets([self.beside, other.beside])
+        both.evaluation_columns = _library().concatenate_datasets(
+            [self.evaluation_columns, other.evaluation_columns]
+        )
         both.labels = None
         if self.labels is not None and other.labels is not None:
             both.labels = np.concatenate([self.labels, other.labels])
@@ -397,7 +406,7 @@ class Encoder:
 
     def __call__(self, rows: Rows) -> Encoded:
         data, task = rows.data, self.task
-        added, what = task.room(self.tokenizer, rows)
+        added, what = task.added_tokens(self.tokenizer, rows)
         if added >= self.max_length:
             raise InputError(
                 f"--max-length {self.max_length} leaves no room for words: the tokenizer adds "
@@ -419,7 +428,7 @@ class Encoder:
             found.setdefault("length", [len(ids) for ids in found["input_ids"]])
             return found
 
-        with _writing(rows.source), _alone(data, name):
+        with _writing(rows.source), _locked(data, name):
             tokens = aside.map(
                 encode,
                 batched=True,
@@ -428,7 +437,7 @@ class Encoder:
                 remove_columns=aside.column_names,
                 new_fingerprint=name,
             )
-        encoded = Encoded(tokens, rows, task.beside)
+        encoded = Encoded(tokens, rows, task.evaluation_columns)
         self._check_known(rows, encoded)
         return encoded
 
@@ -444,7 +453,7 @@ class Encoder:
             )
 
 
-def _alone(data: Any, name: str) -> contextlib.AbstractContextManager:
+def _locked(data: Any, name: str) -> contextlib.AbstractContextManager:
     """Only one process at a time makes the file called ``name`` beside those of ``data``."""
     if not data.cache_files:
         return contextlib.nullcontext()

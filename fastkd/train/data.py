@@ -20,7 +20,7 @@ from fastkd.train.files import first_row, is_text
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
-from fastkd.train.tasks.base import Given, Task
+from fastkd.train.tasks.base import LabelInfo, Task
 
 TEST = "test"
 
@@ -38,11 +38,11 @@ def read_file(
     def rows() -> Iterator[dict[str, Any]]:
         settled = None
         for number, record in kind.records(path, columns.header, option, every):
-            settled = settled or kind.settle(columns, record, str(path))
+            settled = settled or kind.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
             row = {"number": number, **kind.row(record, settled, where)}
-            if not every and not kind.full(row):
-                raise InputError(f"{where}: column {kind.lacking(row, settled)!r} is empty")
+            if not every and not kind.has_text(row):
+                raise InputError(f"{where}: column {kind.empty_column(row, settled)!r} is empty")
             yield row
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")
@@ -71,34 +71,38 @@ def read_hub(
     source = f"{name}{f'/{config}' if config else ''}, split {split}"
     if not len(data):
         raise InputError(f"{option} {source}: the split is empty")
-    columns = kind.settle(columns, dict.fromkeys(data.column_names), source)
-    declared = None if columns.label is None else kind.declared(data.features[columns.label])
+    columns = kind.resolve_columns(columns, dict.fromkeys(data.column_names), source)
+    declared_classes = (
+        None if columns.label is None else kind.declared_classes(data.features[columns.label])
+    )
 
     def rows() -> Iterator[dict[str, Any]]:
-        for number, record in enumerate(data.select_columns(kind.wanted(columns)), 1):
+        for number, record in enumerate(data.select_columns(kind.hub_columns(columns)), 1):
             where = f"{source}, row {number}"
-            if declared is not None:
-                record[columns.label] = kind.spelled(record[columns.label], declared, where)
+            if declared_classes is not None:
+                record[columns.label] = kind.declared_name(
+                    record[columns.label], declared_classes, where
+                )
             yield {"number": number, **kind.row(record, columns, where)}
 
-    parts = (data._fingerprint, repr(columns), repr(declared), kind.name(), *kind.code())
-    return stored(source, rows, parts, kind.features(columns)), declared
+    parts = (data._fingerprint, repr(columns), repr(declared_classes), kind.name(), *kind.code())
+    return stored(source, rows, parts, kind.features(columns)), declared_classes
 
 
 def load(source: Source) -> Corpus:
     """Read and check all rows that ``source`` names."""
     kind = tasks.of_file(source.kind, source.train)
     glue = source.glue
-    declared = None
+    declared_classes = None
     if source.train is not None or source.evals is not None:
         train, evals = _read_files(source, kind, glue)
     else:
-        train, evals, declared = _read_splits(source, kind, glue)
+        train, evals, declared_classes = _read_splits(source, kind, glue)
     if source.test is not None:
         columns = file_columns(source.columns, glue, source.test, kind)
         evals[TEST] = read_file(source.test, columns, "--test", task=kind)
-    fitted = kind.fit(train, evals, Given(source.labels, glue, declared))
-    task, train, evals, more = fitted.task, fitted.train, fitted.evals, fitted.bare
+    fitted = kind.fit(train, evals, LabelInfo(source.labels, glue, declared_classes))
+    task, train, evals, more = fitted.task, fitted.train, fitted.evals, fitted.without_labels
     test = evals.pop(TEST, None)
     if source.unlabelled is not None:
         columns = file_columns(source.columns, glue, source.unlabelled, kind, labelled=False)
@@ -109,7 +113,7 @@ def load(source: Source) -> Corpus:
         train.sample(source.max_train_rows, source.seed),
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
         task,
-        task.chosen(source.metric, glue),
+        task.select_metrics(source.metric, glue),
         test,
         None if more is None else task.unlabelled(more),
         without_labels=fitted.notes,
@@ -142,12 +146,12 @@ def _read_splits(
         eval_splits = (source.eval_split,)
     columns = source.columns.over(columns)
     assert dataset is not None
-    train, declared = read_hub(dataset, config, source.train_split, columns, option, kind)
+    train, declared_classes = read_hub(dataset, config, source.train_split, columns, option, kind)
     evals: dict[str, Rows] = {}
     for split in eval_splits:
         suffix = "mm" if split == "validation_mismatched" and evals else ""
         evals[suffix], _ = read_hub(dataset, config, split, columns, option, kind)
-    return train, evals, declared
+    return train, evals, declared_classes
 
 
 def describe(corpus: Corpus) -> Iterator[str]:
@@ -161,13 +165,13 @@ def describe(corpus: Corpus) -> Iterator[str]:
         scored.insert(0, ("test", [corpus.test]))
     for kind, sets in scored:
         for name, rows in (("training", corpus.train), ("unlabelled", corpus.unlabelled)):
-            twice = 0 if rows is None else _also_in(rows, sets)
+            twice = 0 if rows is None else _count_duplicates(rows, sets)
             if twice:
                 total = sum(map(len, sets))
                 yield f"warning: {twice} of the {total} {kind} rows are {name} rows too"
 
 
-def _also_in(train: Rows, sets: list[Rows]) -> int:
+def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
     """How many rows of ``sets`` have the texts of a training row; only their hashes are kept."""
     wanted = Counter(hash(texts) for rows in sets for texts in rows.inputs())
     return sum(wanted.pop(hash(texts), 0) for texts in train.inputs())

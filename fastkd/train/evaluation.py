@@ -1,4 +1,4 @@
-"""What a model answers, and how right it is."""
+"""Predictions of a model over encoded rows, and the metrics of classification and regression."""
 
 import inspect
 import itertools
@@ -16,7 +16,7 @@ from fastkd.distributed import world_size
 from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.progress import Display, counted
-from fastkd.train.training_config import Plan, autocast
+from fastkd.train.training_config import TrainingConfig, autocast
 
 if TYPE_CHECKING:
     from fastkd.train.tasks.base import Task
@@ -27,30 +27,32 @@ def predict(
     examples: Encoded,
     task: "Task",
     tokenizer: Any,
-    plan: Plan,
+    training_config: TrainingConfig,
     display: Display | None = None,
 ) -> Any:
-    """What ``model`` answers to each row in eval mode; draws no random number.
+    """Predictions of ``model`` for all rows, in eval mode; draws no random numbers.
 
-    An array where the task's answers to a batch are one, else a list. Several processes share the
-    rows, and all get every answer.
+    Returns an array if `Task.answer` returns arrays, else a list. Several processes share the rows,
+    and each of them gets all predictions.
     """
     was_training = model.training
     model.eval()
-    order, parts, size = examples.by_length, list[Any](), 2 * plan.own_rows
+    order, parts, size = examples.by_length, list[Any](), 2 * training_config.own_rows
     together, ranks, collate = sharding.sharded(model), world_size(), task.collator(tokenizer)
-    number, batches = examples.shared(collate, size, plan.device)
+    number, batches = examples.shared(collate, size, training_config.device)
     batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:
-        with torch.no_grad(), autocast(plan):
+        with torch.no_grad(), autocast(training_config):
             for batch in batches:
                 parts.append(task.answer(model, batch, tokenizer))
             if together and number < -(-len(order) // (ranks * size)):  # others have one more
-                (spare,) = itertools.islice(examples.batches(collate, 1, device=plan.device), 1)
+                (spare,) = itertools.islice(
+                    examples.batches(collate, 1, device=training_config.device), 1
+                )
                 task.answer(model, spare, tokenizer)
     finally:
         model.train(was_training)
-    by_rank = processes.gathered(parts)
+    by_rank = processes.all_gather(parts)
     found = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(-(-len(order) // size))]
     if isinstance(found[0], np.ndarray):
         answers = np.concatenate(found)
@@ -80,7 +82,7 @@ CHANCE = 1.645
 
 
 def doubt(logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None) -> str | None:
-    """Why these answers are worth nothing: all the same, or as right as in a random order."""
+    """Why the answers look useless: constant, or no better than a random permutation."""
     if not np.isfinite(logits).all() or np.ptp(labels) == 0:
         return None
     if names is None:
@@ -99,7 +101,7 @@ def doubt(logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None) -
 
 
 def _agreement(answers: np.ndarray, labels: np.ndarray, classes: int) -> float:
-    """How far right answers exceed those in a random order, in standard deviations of these."""
+    """Accuracy above that of randomly permuted answers, in standard deviations."""
     rows = len(labels)
     given, true = (np.bincount(x, minlength=classes).astype(float) for x in (answers, labels))
     mean = given * true / rows

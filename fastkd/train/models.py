@@ -31,7 +31,7 @@ from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.lora import TRAINED
 from fastkd.train.option_fields import as_json, given
-from fastkd.train.saving import damage, read_marker
+from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.tasks.base import Task
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
@@ -92,7 +92,7 @@ def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
     return (teachers, None) if own.get_vocab() == teachers.get_vocab() else (own, teachers)
 
 
-def check_words(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
+def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
     """Raise if the model ``name`` has a tokenizer that gives a word of this one another number."""
     if all(file_of(name, file) is None for file in TOKENIZER_FILES):
         return
@@ -117,13 +117,13 @@ def tokenizer_of(option: str, name: str, remote_code: bool) -> Any:
     return tokenizer
 
 
-def load_finished(
+def load_trained(
     name: str, remote_code: bool, task: str | None = None
 ) -> tuple[PreTrainedModel, Any, Task]:
     """A finished model, called --model, its tokenizer, and the task that it answers."""
     tokenizer = tokenizer_of("--model", name, remote_code)
     config = load("--model", name, AutoConfig, remote_code)
-    report = read_marker(Path(name).expanduser()) or {}
+    report = read_manifest(Path(name).expanduser()) or {}
     trained = report.get("task")
     trained = trained if isinstance(trained, str) else None
     kind = tasks.of_model(f"--model {name}", tasks.kind_of(task), trained, config)
@@ -254,7 +254,7 @@ def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who:
 
 
 # Options that say how the student in a cache was made.
-SETTLED = ("student_layers", "teacher_layers", "student_config", "student_weights")
+CACHED_OPTIONS = ("student_layers", "teacher_layers", "student_config", "student_weights")
 
 
 def load_cached_teacher(
@@ -266,12 +266,12 @@ def load_cached_teacher(
     --tokenizer have to be the cache's by content, those of its student by value.
     """
     option = "--teacher-cache"
-    about = read_marker(folder)
+    about = read_manifest(folder)
     if not (folder / STUDENT).is_dir() or about is None:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     tokenizer = tokenizer_of(option, str(folder / STUDENT), settings.trust_remote_code)
     again = as_json(settings)
-    for flag in given(settings, *SETTLED):
+    for flag in given(settings, *CACHED_OPTIONS):
         name = flag.removeprefix("--").replace("-", "_")
         written = about["settings"][name]
         if again[name] != written:
@@ -288,7 +288,7 @@ def load_cached_teacher(
         cache = TeacherCache(folder, teacher=teacher, tokenizer=read)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{option} {folder}: {error}") from error
-    why = damage(folder / STUDENT)
+    why = find_damage(folder / STUDENT)
     if why:
         raise InputError(
             f"{option} {folder}: its student is damaged ({why}); the same `fastkd cache` again "
@@ -396,7 +396,7 @@ def _student_from_path(
     if not own_tokens and known != teacher.vocab_size:
         raise InputError(f"--student {name}: {other_vocabulary(known, teacher.vocab_size)}")
     if not own_tokens and settings.tokenizer is None:
-        check_words("--student", name, tokenizer, settings.trust_remote_code)
+        check_same_tokens("--student", name, tokenizer, settings.trust_remote_code)
     theirs = task.names or []
     ours = (type(task).of(config).names if theirs and task.fits(config) else None) or []
     if ours != theirs and by_names(theirs, ours) not in (None, theirs):

@@ -37,7 +37,7 @@ def tables(path: Path) -> Mapping[str, Any]:
         raise InputError(f"{path} can't be read: {error}") from None
 
 
-def table_of_tables(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
+def check_tables(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
     """``found``, or one sentence if it is anything else."""
     if not isinstance(found, Mapping):
         raise InputError(f"{name} must be a table, got {found!r:.40}")
@@ -67,14 +67,14 @@ def check_name(where: str, name: str) -> None:
         raise InputError(f"{where}: letters, digits and -_. only")
 
 
-def path_of(where: str, given: Any, folder: Path) -> Path:
+def resolve_path(where: str, given: Any, folder: Path) -> Path:
     """A path in a file, which counts from its ``folder``; $NAME is a variable's value."""
     if not isinstance(given, str):
         raise InputError(f"{where} must be a path, got {given!r:.40}")
     return folder / Path(os.path.expandvars(given)).expanduser()
 
 
-def keys_of(cls: Any) -> dict[str, str]:
+def file_keys(cls: Any) -> dict[str, str]:
     """The fields of a dataclass of options by what a file calls them: ``eval``, ``set``."""
     return {
         meta.flag.removeprefix("--").replace("-", "_"): name
@@ -83,13 +83,14 @@ def keys_of(cls: Any) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def as_keys(where: str, cls: Any) -> Iterator[None]:
+def errors_with_file_keys(where: str, cls: Any) -> Iterator[None]:
     """Mistakes in the options ``cls``, with a file's keys in the place of flags."""
     try:
         yield
     except InputError as error:
         flags = {
-            meta.flag: key for key, meta in zip(keys_of(cls), options_of(cls).values(), strict=True)
+            meta.flag: key
+            for key, meta in zip(file_keys(cls), options_of(cls).values(), strict=True)
         }
         message = re.sub(r"--[a-z-]+", lambda flag: flags.get(flag[0], flag[0]), str(error))
         raise InputError(f"{where}: {message}") from None

@@ -1,7 +1,7 @@
-"""One run in several processes, as torchrun starts them.
+"""Collective operations of one run in several processes, as torchrun starts them.
 
-Every process runs the same command; the first one speaks and writes. What only one of them does,
-or what may end differently in each, is told to all, so that none waits for another in vain.
+Every process runs the same command; the first one prints and writes files. Results and errors of
+one process are broadcast, so that no process waits for one that has failed.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from fastkd.train.launcher import first, launched, rank
 
 Result = TypeVar("Result")
 
-# Errors that are one sentence, and may be raised again in another process.
-TOLD = (InputError, RunFailed, MissingExtra, OSError)
+# Errors with a one-sentence message, which are raised again in the other processes.
+SHARED_ERRORS = (InputError, RunFailed, MissingExtra, OSError)
 
-# Seconds in which a launcher ends the other processes of one that failed.
-PATIENCE = 10
+# Seconds that a launcher needs to end the other processes after one failed.
+GRACE_SECONDS = 10
 
 
 def join(device: str) -> None:
-    """Meet the other processes of this run; ``device`` is that of --device."""
+    """Initialise the process group of a launched run; ``device`` is the value of --device."""
     if not launched() or dist.is_initialized():
         return
     if device == "cpu" or not torch.cuda.is_available():
@@ -38,22 +38,22 @@ def join(device: str) -> None:
     if local >= there:
         raise InputError(
             f"{os.environ.get('LOCAL_WORLD_SIZE', local + 1)} processes on a machine with {there} "
-            "CUDA devices: start one for each, or pass --device cpu"
+            "CUDA devices; start one process for each device, or pass --device cpu"
         )
     torch.cuda.set_device(local)
-    # What the processes tell each other is on the CPU, and doesn't wait for the GPU.
+    # Objects are exchanged on the CPU, without waiting for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl")
 
 
-def by_first(work: Callable[[], Result]) -> Result:
-    """``work()``, done by the first process; what it returns or raises, in all."""
+def on_first_process(work: Callable[[], Result]) -> Result:
+    """Call ``work`` in the first process; its result or error reaches all processes."""
     if world_size() == 1:
         return work()
     told: list[Any] = [None, None]
     if first():
         try:
             told[0] = work()
-        except TOLD as error:
+        except SHARED_ERRORS as error:
             told[1] = error
     dist.broadcast_object_list(told)
     if told[1] is not None:
@@ -62,29 +62,29 @@ def by_first(work: Callable[[], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def in_first(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """``context``, entered by the first process; an error as it is entered is raised in all."""
+def enter_on_first_process(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Enter ``context`` in the first process; an error on entry is raised in all processes."""
     with contextlib.ExitStack() as stack:
-        by_first(lambda: stack.enter_context(context))
+        on_first_process(lambda: stack.enter_context(context))
         yield
 
 
 @contextlib.contextmanager
-def agreed() -> Iterator[None]:
-    """An error of one process within is raised in all."""
+def errors_on_all() -> Iterator[None]:
+    """Context in which an error of one process is raised in all processes."""
     error: Exception | None = None
     try:
         yield
-    except TOLD as caught:
+    except SHARED_ERRORS as caught:
         error = caught
     if world_size() > 1:
-        error = next(filter(None, gathered(error)), None)
+        error = next(filter(None, all_gather(error)), None)
     if error is not None:
         raise error
 
 
-def gathered(x: Result) -> list[Result]:
-    """``x`` of every process, by rank."""
+def all_gather(x: Result) -> list[Result]:
+    """``x`` of every process, ordered by rank."""
     if world_size() == 1:
         return [x]
     found: list[Any] = [None] * world_size()
@@ -102,23 +102,23 @@ def largest(x: int) -> int:
 
 
 def first_to_fail() -> bool:
-    """Whether this process is the one that says why the run fails: none has before it."""
+    """Whether this process reports the failure: no other process has reported one."""
     if not launched():
         return True
     if not dist.is_initialized():
-        # Nothing tells yet who was first. What all of them meet the first process says, and the
-        # launcher then ends the others; it would end the first as well if one of them were faster.
+        # No shared counter exists yet. The first process reports an error that all processes have;
+        # the others wait, since the launcher ends all processes as soon as one of them exits.
         if not first():
-            time.sleep(PATIENCE + rank())
+            time.sleep(GRACE_SECONDS + rank())
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("fastkd failed", 1) == 1
-    except RuntimeError:  # the process that keeps the count is gone, and has spoken
+    except RuntimeError:  # the process that holds the counter has ended, and has reported
         return False
 
 
 def is_loss_of_others(error: BaseException) -> bool:
-    """Whether ``error`` says no more than that another process has ended."""
+    """Whether ``error`` only means that another process has ended."""
     if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

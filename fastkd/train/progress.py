@@ -1,4 +1,4 @@
-"""What a run says, to nobody here: `fastkd.cli.display` shows it to people and to programs."""
+"""The interface for progress and messages of a run; `fastkd.cli.display` implements it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 
 
 class Track:
-    """Progress of one training."""
+    """Progress bar of one training."""
 
     def start(self, step: int, total: int) -> None:
         """Training begins at ``step`` of ``total``."""
@@ -24,7 +24,7 @@ class Track:
 
 
 class Display:
-    """What a run says: lines, progress, and events for programs; shown while it is entered."""
+    """Output of a run: lines, progress bars and events; this base class prints nothing."""
 
     def __enter__(self) -> "Display":
         return self
@@ -33,22 +33,25 @@ class Display:
         pass
 
     def say(self, line: str) -> None:
-        """A line to be read."""
+        """Print a line."""
 
     def event(self, name: str, **values: Any) -> None:
-        """Something that happened, in JSON's types."""
+        """Record an event with JSON-serialisable values, for --log-json."""
 
     def track(self, title: str) -> Track:
         """Progress of one training."""
         return Track()
 
     def shared(self) -> Callable[[], AbstractContextManager["Display"]]:
-        """What another process opens to speak beside this one, which shows lines alone from now."""
+        """Context manager that lets a second process print.
+
+        From its first use this process prints plain lines only.
+        """
         return Display
 
 
 def counted(items: Iterable[Item], display: Display, title: str, total: int) -> Iterator[Item]:
-    """The items, ``total`` of them; each counts as done when the next is asked for."""
+    """Iterate over ``items`` with a progress bar of length ``total``."""
     track = display.track(title)
     try:
         track.start(0, total)
@@ -67,7 +70,7 @@ def clock(seconds: float) -> str:
 
 
 def compared(ratio: float, more: str, less: str, same: str) -> str:
-    """How many times ``more`` (such as faster) or ``less``; ``same`` where that rounds to 1.0."""
+    """The ratio in words: "2.0 times faster"; ``same`` where it rounds to 1.0."""
     times = f"{max(ratio, 1 / ratio):.1f}"
     if times == "1.0":
         return same

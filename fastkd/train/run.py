@@ -51,26 +51,38 @@ from fastkd.train.progress import Display, format_scores
 from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
-    Output,
+    RunDirectory,
     corpus_fingerprints,
     model_fingerprint,
 )
 from fastkd.train.saving import (
-    MARKER,
-    damage,
+    MANIFEST,
+    add_to_manifest,
     discard,
-    enlist,
+    find_damage,
     locked,
     read_json,
-    read_marker,
+    read_manifest,
     replace_directory,
-    reseal,
     saving,
+    update_manifest,
 )
 from fastkd.train.tasks.base import Task
-from fastkd.train.trainers import Feed, ForBoth, OnPolicy, StudentTrainer, TeacherTrainer
-from fastkd.train.training import Checkpoints, Watch, check_trackers, stopping_at_once, train
-from fastkd.train.training_config import Plan, choose_device
+from fastkd.train.trainers import (
+    OnPolicy,
+    StepTrainer,
+    StudentTrainer,
+    TeacherTrainer,
+    TwoTokenizerCollator,
+)
+from fastkd.train.training import (
+    CallbackConfig,
+    Checkpoints,
+    check_trackers,
+    stopping_at_once,
+    train,
+)
+from fastkd.train.training_config import TrainingConfig, choose_device
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
 SELECTION_ROWS = 2048
@@ -84,7 +96,7 @@ class Run:
         corpus: Corpus,
         tokenizer: Any,
         teacher: PreTrainedModel | TeacherCache,
-        plan: Plan,
+        training_config: TrainingConfig,
         max_length: int,
         display: Display,
         cached: Mapping[str, Any] = MappingProxyType({}),
@@ -99,7 +111,7 @@ class Run:
         self.teacher_model: Any = None if cached else teacher
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
-        self.plan, self.display = plan, display
+        self.training_config, self.display = training_config, display
         if corpus.reading:
             display.say(corpus.reading)
 
@@ -112,7 +124,7 @@ class Run:
         self._encode()
         self.collate = self.task.collator(tokenizer)
         if teacher_tokenizer is not None:
-            self.collate = ForBoth(self.collate, self.task.collator(teacher_tokenizer))
+            self.collate = TwoTokenizerCollator(self.collate, self.task.collator(teacher_tokenizer))
 
     def _fit_length(self, who: str, model: Any) -> bool:
         """Lower the maximum length to what a model reads, if it is the default; whether it was."""
@@ -134,8 +146,8 @@ class Run:
         max_length, corpus = self.max_length, self.corpus
         encoded = learned = self._encoder(max_length)
         if self.pack:
-            learned = Encoder(self.tokenizer, max_length, self.task.packing())
-        self.train_rows = learned(corpus.train).for_both()
+            learned = Encoder(self.tokenizer, max_length, self.task.for_packing())
+        self.train_rows = learned(corpus.train).with_teacher_tokens()
         #: What the student learns from: rows without labels as well.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
@@ -152,7 +164,7 @@ class Run:
 
         def encode(rows: Rows) -> Encoded:
             encoded = student(rows)
-            encoded.by_teacher = teacher(rows)
+            encoded.teacher_encoded = teacher(rows)
             return encoded
 
         return encode
@@ -164,7 +176,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return self.plan.device
+        return self.training_config.device
 
     def score(
         self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
@@ -173,12 +185,12 @@ class Run:
         sets = self.eval_rows if sets is None else sets
         return self._scores(self._answers(model, sets), sets)
 
-    def judge(self, model: nn.Module, who: str) -> dict[str, float]:
+    def score_with_warnings(self, model: nn.Module, who: str) -> dict[str, float]:
         """The scores on the rows to evaluate on; a warning where the answers are worth nothing."""
         answers = self._answers(model, self.eval_rows)
         for suffix, found in answers.items():
             examples = self.eval_rows[suffix]
-            why = self.task.doubt(found, examples)
+            why = self.task.sanity_warning(found, examples)
             if why:
                 rows = f"{len(examples)} evaluation rows{f' ({suffix})' if suffix else ''}"
                 self.display.say(f"warning: the {who}'s answers to the {rows} {why}")
@@ -186,15 +198,18 @@ class Run:
 
     def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, Any]:
         task, tokenizer = self.task, self.tokenizer
-        taught = model is self.teacher_model
+        teacher_answers = model is self.teacher_model
         read = dict(sets)
-        if taught and self.teacher_tokenizer is not None:
+        if teacher_answers and self.teacher_tokenizer is not None:
             tokenizer = self.teacher_tokenizer
-            read = {suffix: cast(Encoded, rows.by_teacher) for suffix, rows in sets.items()}
-        found = {k: predict(model, rows, task, tokenizer, self.plan) for k, rows in read.items()}
-        if taught and task.beside_teacher(self.corpus.metrics):
+            read = {suffix: cast(Encoded, rows.teacher_encoded) for suffix, rows in sets.items()}
+        found = {
+            k: predict(model, rows, task, tokenizer, self.training_config)
+            for k, rows in read.items()
+        }
+        if teacher_answers and task.compares_with_teacher(self.corpus.metrics):
             for suffix, answers in found.items():
-                sets[suffix].taught = answers
+                sets[suffix].teacher_answers = answers
         return found
 
     def _scores(self, answers: dict[str, Any], sets: Mapping[str, Encoded]) -> dict[str, float]:
@@ -206,7 +221,7 @@ class Run:
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
-        rows = self.eval_rows[""].for_both()
+        rows = self.eval_rows[""].with_teacher_tokens()
         batch = next(rows.batches(self.collate, 32, device=self.device))
         if not getattr(student.config, "is_encoder_decoder", False):  # a decoder reads their words
             batch = {k: v for k, v in batch.items() if k != "labels"}
@@ -230,31 +245,37 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def finetune(self, plan: Plan, **watch: Any) -> list[dict]:
-        """Train the teacher on the task, in place; ``watch`` are fields of `training.Watch`."""
+    def finetune(self, training_config: TrainingConfig, **options: Any) -> list[dict]:
+        """Train the teacher on the task, in place; ``options`` are fields of `CallbackConfig`."""
         self.teacher.requires_grad_(True).train()
         trainer = functools.partial(TeacherTrainer, model=self.teacher)
-        return self._train(trainer, self.teacher, self.train_rows, plan, "teacher", **watch)
+        return self._train(
+            trainer, self.teacher, self.train_rows, training_config, "teacher", **options
+        )
 
     def distil(
-        self, distiller: Distiller, title: str, on_policy: float = 0.0, **watch: Any
+        self, distiller: Distiller, title: str, on_policy: float = 0.0, **options: Any
     ) -> list[dict]:
-        """Train the student; ``watch`` are fields of `training.Watch`.
+        """Train the student; ``options`` are fields of `CallbackConfig`.
 
-        It is its own text that it learns from in a share ``on_policy`` of the steps.
+        In a fraction ``on_policy`` of the steps the student trains on text that it generates.
         """
         own = None
         if on_policy:
-            own = OnPolicy(on_policy, functools.partial(self.task.drawn, tokenizer=self.tokenizer))
+            own = OnPolicy(
+                on_policy, functools.partial(self.task.generated, tokenizer=self.tokenizer)
+            )
         if not sharding.sharded(distiller):
             distiller.to(self.device)
         self._say_what_is_compared(distiller.method)
         trainer = functools.partial(StudentTrainer, model=distiller, on_policy=own)
-        return self._train(trainer, distiller.student, self.all_rows, self.plan, title, **watch)
+        return self._train(
+            trainer, distiller.student, self.all_rows, self.training_config, title, **options
+        )
 
     def _say_what_is_compared(self, method: Method) -> None:
         """A line where a loss that compares samples sees a part of a step only."""
-        batches, rows = self.plan.batches_a_step, self.plan.batch_size
+        batches, rows = self.training_config.batches_a_step, self.training_config.batch_size
         weights = {**method.weights(0.0), **method.weights(1.0)}
         terms = [term for term in method.across_samples if weights.get(term)]
         if batches > 1 and terms:
@@ -266,24 +287,30 @@ class Run:
 
     def _train(
         self,
-        make_trainer: Callable[..., Feed],
+        make_trainer: Callable[..., StepTrainer],
         model: nn.Module,
         rows: Encoded,
-        plan: Plan,
+        training_config: TrainingConfig,
         title: str,
-        **watch: Any,
+        **options: Any,
     ) -> list[dict]:
         main = self.corpus.metrics[0]
-        # A cache knows the rows as they are without a draw, `drawn` of what is called here.
+        minimise = main in self.task.lower_is_better
+        # A cache knows the rows as they are without a draw, `generated` of what is called here.
         collate = functools.partial(self.collate) if self.cached else self.collate
         return train(
             make_trainer,
             rows,
             collate,
-            plan,
+            training_config,
             self.display,
             title,
-            Watch(lambda: self.score(model), main, smaller=main in self.task.smaller, **watch),
+            CallbackConfig(
+                lambda: self.score(model),
+                main,
+                lower_is_better=minimise,
+                **options,
+            ),
         )
 
 
@@ -300,37 +327,41 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopping_at_once())
         processes.join(settings.device)
-        with processes.agreed():
-            plan = check(settings)
-        stack.enter_context(processes.in_first(locked(settings.out)))
-        with processes.agreed():
+        with processes.errors_on_all():
+            training_config = check(settings)
+        stack.enter_context(processes.enter_on_first_process(locked(settings.out)))
+        with processes.errors_on_all():
             stack.enter_context(display)
-        out = processes.by_first(lambda: Output(settings))
-        _tell_kept(out, display)
-        plan = dataclasses.replace(plan, batch_size=settings.batch_size * out.processes)
-        with processes.agreed():
+        out = processes.on_first_process(lambda: RunDirectory(settings))
+        _report_moved_files(out, display)
+        training_config = dataclasses.replace(
+            training_config, batch_size=settings.batch_size * out.processes
+        )
+        with processes.errors_on_all():
             corpus = data.load(settings)
         if settings.method == "labels":  # it learns nothing from what has none
             corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):
             display.say(line)
         if out.done is not None:
-            out.begin(corpus_fingerprints(corpus.task.in_order_of(out.done.get("labels"), corpus)))
+            out.begin(
+                corpus_fingerprints(corpus.task.reorder_classes(out.done.get("labels"), corpus))
+            )
             display.say(f"{settings.out}: this run is already complete")
             return out.done
-        run, distiller = _load(settings, out, corpus, plan, display)
+        run, distiller = _load(settings, out, corpus, training_config, display)
         if settings.finetune_teacher:
             distiller = None  # its student is one of the teacher as it was
             _finetune(settings, out, run)
         report = _distil(settings, out, run, distiller)
         report["seconds"]["total"] += time.perf_counter() - started
-        processes.by_first(lambda: _finish(settings, out, report))
-        _tell_kept(out, display)
+        processes.on_first_process(lambda: _finish(settings, out, report))
+        _report_moved_files(out, display)
         display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
 
 
-def check(settings: Settings) -> Plan:
+def check(settings: Settings) -> TrainingConfig:
     """The plan of a run whose options agree, as far as they tell without rows and models."""
     make_method(settings.method, settings.options, settings.preset)
     check_trackers(settings.report_to)
@@ -344,47 +375,51 @@ def check(settings: Settings) -> Plan:
         raise InputError(
             f"--finetune-teacher: the rows of --task {kind.name()} don't say what is right"
         )
-    plan = _plan(settings)
-    if plan.accumulate > 1 and plan.batches_a_step > 1:
+    training_config = _plan(settings)
+    if training_config.accumulate > 1 and training_config.batches_a_step > 1:
         raise InputError(
             "--accumulate and gradient_accumulation_steps of --trainer-args exclude each other"
         )
-    if plan.accumulate > 1 and world_size() > 1 and not settings.gather:
+    if training_config.accumulate > 1 and world_size() > 1 and not settings.gather:
         raise InputError(
             "--accumulate: several processes share a step; pass --gather, so that the loss is that "
             "of all its rows"
         )
-    return plan
+    return training_config
 
 
-def _finish(settings: Settings, out: Output, report: dict[str, Any]) -> None:
+def _finish(settings: Settings, out: RunDirectory, report: dict[str, Any]) -> None:
     with saving(settings.out):
-        enlist(out.student / CARD)
+        add_to_manifest(out.student / CARD)
         write_card(out.student, report)
-        reseal(out.student, report, CARD)
+        update_manifest(out.student, report, CARD)
         out.finish()
 
 
-def _tell_kept(out: Output, display: Display) -> None:
+def _report_moved_files(out: RunDirectory, display: Display) -> None:
     if out.kept is not None:
         display.say(f"{out.kept}: files that fastkd did not write, or that have changed")
         out.kept = None
 
 
 def _load(
-    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+    settings: Settings,
+    out: RunDirectory,
+    corpus: Corpus,
+    training_config: TrainingConfig,
+    display: Display,
 ) -> tuple[Run, Distiller | None]:
     """Everything loaded, checked and fitted together, and the output directory begun."""
-    with processes.agreed():
-        run, prints, distiller = _fit_together(settings, out, corpus, plan, display)
+    with processes.errors_on_all():
+        run, prints, distiller = _fit_together(settings, out, corpus, training_config, display)
     sizes = num_bytes(run.teacher), num_bytes(distiller.student)
-    processes.by_first(lambda: out.check_room(*sizes))
+    processes.on_first_process(lambda: out.check_room(*sizes))
     out.begin(prints)
     counts = ", ".join(f"{number} {name} rows" for name, number in _counts(run).items())
     display.say(f"{counts}, device {run.device}")
     if max(world_size(), out.processes) > 1:
         before = f", as in the {out.processes} that began" if out.processes != world_size() else ""
-        rows = plan.batch_size * plan.batches_a_step
+        rows = training_config.batch_size * training_config.batches_a_step
         display.say(f"{world_size()} processes: {rows} rows a step in all{before}")
     if not settings.fsdp:
         nn.Module.to(run.teacher, run.device)
@@ -392,10 +427,14 @@ def _load(
 
 
 def _fit_together(
-    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+    settings: Settings,
+    out: RunDirectory,
+    corpus: Corpus,
+    training_config: TrainingConfig,
+    display: Display,
 ) -> tuple[Run, dict[str, str], Distiller]:
     """The run, fingerprints of what it reads, and its student and method."""
-    run, prints = _with_teacher(settings, out, corpus, plan, display)
+    run, prints = _with_teacher(settings, out, corpus, training_config, display)
     prints["tokenizer files"] = tokenizer_fingerprint(run.tokenizer)
     # A mistake shows now, not after the teacher's fine-tuning.
     distiller = assemble(settings, run, gather=settings.gather)
@@ -413,8 +452,8 @@ def _fit_together(
 
 def _check_on_policy(distiller: Distiller, run: Run) -> None:
     """Raise where the student can't write, or the teacher has nothing to say about it."""
-    if type(run.task).drawn is Task.drawn:
-        run.task.drawn(distiller.student, {}, run.tokenizer, 0)
+    if type(run.task).generated is Task.generated:
+        run.task.generated(distiller.student, {}, run.tokenizer, 0)
     method = distiller.method
     for progress in (0.0, 1.0):
         if not any(weight for name, weight in method.weights(progress).items() if name != "task"):
@@ -442,25 +481,29 @@ def _check_cached(distiller: Distiller, run: Run) -> None:
 
 
 def _with_teacher(
-    settings: Settings, out: Output, corpus: Corpus, plan: Plan, display: Display
+    settings: Settings,
+    out: RunDirectory,
+    corpus: Corpus,
+    training_config: TrainingConfig,
+    display: Display,
 ) -> tuple[Run, dict[str, str]]:
     """The run with its teacher, or what one has said before."""
     if settings.teacher_cache is not None:
         folder = settings.teacher_cache
         cache, about, tokenizer, corpus = load_cached_teacher(settings, folder, corpus)
-        if corpus.task.beside_teacher(corpus.metrics):
+        if corpus.task.compares_with_teacher(corpus.metrics):
             raise InputError(
                 f"--teacher-cache {folder}: it doesn't hold what the teacher answers to the rows "
                 f"to evaluate on, with which {corpus.metrics[0]} compares; pass --teacher"
             )
         prints = corpus_fingerprints(corpus)
-        student = read_json(cache.path / STUDENT / MARKER)["files"]
+        student = read_json(cache.path / STUDENT / MANIFEST)["files"]
         parts = [cache.digest, json.dumps(student, sort_keys=True)]
         prints["teacher cache"] = fingerprint(part.encode() for part in parts)
         length, pack = settings.max_length, settings.pack
         if length == MAX_LENGTH:
             length = about["settings"]["max_length"]
-        return Run(corpus, tokenizer, cache, plan, length, display, about, pack), prints
+        return Run(corpus, tokenizer, cache, training_config, length, display, about, pack), prints
     assert settings.teacher is not None
     tokenizer, teachers = load_tokenizers(settings, corpus.task)
     fresh = bool(settings.finetune_teacher)
@@ -472,13 +515,20 @@ def _with_teacher(
         prints["teacher weights"] = model_fingerprint(teacher)
     length, pack = settings.max_length, settings.pack
     run = Run(
-        corpus, tokenizer, teacher, plan, length, display, pack=pack, teacher_tokenizer=teachers
+        corpus,
+        tokenizer,
+        teacher,
+        training_config,
+        length,
+        display,
+        pack=pack,
+        teacher_tokenizer=teachers,
     )
     return run, prints
 
 
-def _plan(settings: Settings) -> Plan:
-    return Plan(
+def _plan(settings: Settings) -> TrainingConfig:
+    return TrainingConfig(
         epochs=settings.epochs,
         batch_size=settings.batch_size,
         learning_rate=settings.learning_rate,
@@ -500,7 +550,7 @@ def select(settings: Pairing, run: Run) -> list[int] | None:
     rows = run.train_rows
     order = np.random.default_rng(settings.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
     batches = rows.batches(run.collate, 32, order)
-    found = processes.by_first(lambda: layers_of(settings, run.teacher, batches))
+    found = processes.on_first_process(lambda: layers_of(settings, run.teacher, batches))
     run.display.say(f"teacher layers that differ most: {', '.join(map(str, found))}")
     return found
 
@@ -524,11 +574,11 @@ def assemble(
     run.fit_student(student)
     if settings.lora:
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
-    task, taught = run.task, run.teacher_model
-    configs = (student if taught is None else taught).config, student.config
+    task, teacher_answers = run.task, run.teacher_model
+    configs = (student if teacher_answers is None else teacher_answers).config, student.config
     method = make_method(
         settings.method, settings.options, settings.preset, selected, task.headless(),
-        task.compared(*configs),
+        task.method_options(*configs),
     )  # fmt: skip
     if method.by_class and run.train_rows.labels is None:
         raise InputError(
@@ -551,19 +601,19 @@ def assemble(
     return distiller
 
 
-def _finetune(settings: Settings, out: Output, run: Run) -> None:
+def _finetune(settings: Settings, out: RunDirectory, run: Run) -> None:
     """Fine-tune the teacher to its best evaluation, saved as OUT/teacher."""
-    if processes.by_first(lambda: _is_complete(out.teacher)):
+    if processes.on_first_process(lambda: _is_complete(out.teacher)):
         return
     if settings.fsdp:
         sharding.shard(run.teacher, run.device)
     history = run.finetune(
         dataclasses.replace(
-            run.plan,
+            run.training_config,
             epochs=settings.finetune_teacher,
             learning_rate=settings.teacher_learning_rate,
         ),
-        **_watch(settings, out, run, out.teacher, run.teacher, {}),
+        **_callback_options(settings, out, run, out.teacher, run.teacher, {}),
     )
     attention = attention_for(settings.method, settings.attention)
     kind = type(sharding.without_shards(run.teacher))
@@ -574,16 +624,16 @@ def _finetune(settings: Settings, out: Output, run: Run) -> None:
         run.teacher.load_state_dict(best.state_dict())
 
     def finish() -> None:
-        report = {**read_json(out.teacher / MARKER), "complete": True, "history": history}
+        report = {**read_json(out.teacher / MANIFEST), "complete": True, "history": history}
         with saving(out.teacher):
-            reseal(out.teacher, report)
+            update_manifest(out.teacher, report)
             Checkpoints(out.work / CHECKPOINTS["teacher"], {}).clear()
 
-    processes.by_first(finish)
+    processes.on_first_process(finish)
 
 
 def _distil(
-    settings: Settings, out: Output, run: Run, distiller: Distiller | None
+    settings: Settings, out: RunDirectory, run: Run, distiller: Distiller | None
 ) -> dict[str, Any]:
     """Train the student, its best state saved as OUT/student; the report of the whole run.
 
@@ -610,23 +660,23 @@ def _distil(
         "parameters": {**run.size("parameters", count), "student": count(student)},
         "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
         "layers": student.config.num_hidden_layers,
-        "teacher_layers": _made_of(settings, run, selected),
+        "teacher_layers": _initial_layers(settings, run, selected),
         "task": run.task.name(),
         **run.task.report(),
         "paired": run.corpus.train.paired,
         "teacher": teacher_scores,
     }
-    watch = _watch(settings, out, run, out.student, student, report)
+    options = _callback_options(settings, out, run, out.student, student, report)
     began = time.perf_counter()
-    history = run.distil(distiller, settings.method, settings.on_policy, **watch)
+    history = run.distil(distiller, settings.method, settings.on_policy, **options)
     training = history[-1]["seconds"]
     before = max(0.0, training - (time.perf_counter() - began))  # --resume
     run.display.say("scoring and timing the best student ...")
-    report.update(_of_best(settings, out, run, student, report))
+    report.update(_evaluate_best(settings, out, run, student, report))
     # What the saved student says of itself: that is what people get. Others might look too late,
     # when the first process has moved it.
     return {
-        **processes.by_first(lambda: read_json(out.student / MARKER)),
+        **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
         **report,
         "compared_layers": distiller.method.teacher_layers,
         "complete": True,
@@ -635,8 +685,12 @@ def _distil(
     }
 
 
-def _of_best(
-    settings: Settings, out: Output, run: Run, student: PreTrainedModel, report: dict[str, Any]
+def _evaluate_best(
+    settings: Settings,
+    out: RunDirectory,
+    run: Run,
+    student: PreTrainedModel,
+    report: dict[str, Any],
 ) -> dict[str, Any]:
     """What is said of the student that was kept: sizes, scores on test rows, seconds a batch."""
     attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
@@ -650,20 +704,20 @@ def _of_best(
         sharding.shard(best, run.device, learns=False)
     else:
         best.to(run.device)
-    run.judge(best, "student")
+    run.score_with_warnings(best, "student")
     if run.test_rows:
         both = {"teacher": run.teacher_model, "student": best}
         found["test"] = {
             name: run.score(model, run.test_rows) for name, model in both.items() if model
         }
     if settings.fsdp:  # no process runs it alone
-        seconds = processes.gathered(run.seconds_a_batch(best))[0]
+        seconds = processes.all_gather(run.seconds_a_batch(best))[0]
     else:
-        seconds = processes.by_first(lambda: run.seconds_a_batch(best))
+        seconds = processes.on_first_process(lambda: run.seconds_a_batch(best))
     return {**found, "seconds_a_batch": seconds}
 
 
-def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
+def _initial_layers(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
     """The teacher layers that the student began as, where it is made of them here."""
     own = settings.student is not None or settings.student_weights == "random"
     if own or run.teacher_model is None:
@@ -671,10 +725,10 @@ def _made_of(settings: Settings, run: Run, selected: list[int] | None) -> list[i
     return selected or layers_of(settings, run.teacher)
 
 
-def _teacher_scores(run: Run, out: Output) -> dict[str, float]:
+def _teacher_scores(run: Run, out: RunDirectory) -> dict[str, float]:
     """The teacher's scores; those in a cache if it was scored on the same rows."""
     if run.teacher_model is not None:
-        return run.judge(run.teacher_model, "teacher")
+        return run.score_with_warnings(run.teacher_model, "teacher")
     same = run.cached["fingerprints"].get(EVAL_ROWS) == out.identity["fingerprints"][EVAL_ROWS]
     for name, value in (("max_length", run.max_length), ("precision", out.settings.precision)):
         same = same and run.cached["settings"].get(name) == value
@@ -692,9 +746,9 @@ def _counts(run: Run) -> dict[str, int]:
     return {name: number for name, number in counts.items() if number}
 
 
-def _watch(
+def _callback_options(
     settings: Settings,
-    out: Output,
+    out: RunDirectory,
     run: Run,
     target: Path,
     model: PreTrainedModel,
@@ -709,29 +763,33 @@ def _watch(
     )
 
     def clear_damage() -> None:
-        why = damage(target) if target.exists() else None
+        why = find_damage(target) if target.exists() else None
         if why:
             run.display.say(f"{target} is damaged ({why}); its training starts again")
             discard(target)
             checkpoints.clear()
 
-    processes.by_first(clear_damage)
+    processes.on_first_process(clear_damage)
 
-    def keep(entry: dict[str, Any], history: list[dict]) -> None:
+    def save_best(entry: dict[str, Any], history: list[dict]) -> None:
         found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
         full = {**out.identity, **report, **found}
         whole = sharding.whole(model)
-        processes.by_first(lambda: save_model(target, whole, run.tokenizer, full, run.task))
+        processes.on_first_process(lambda: save_model(target, whole, run.tokenizer, full, run.task))
 
     trackers = tuple(filter(None, (settings.report_to or "").split(",")))
-    logs = settings.out / "logs" / target.name
-    return {"keep": keep, "checkpoints": checkpoints, "trackers": trackers, "logs": logs}
+    return {
+        "save_best": save_best,
+        "checkpoints": checkpoints,
+        "trackers": trackers,
+        "log_directory": settings.out / "logs" / target.name,
+    }
 
 
 def _is_complete(directory: Path) -> bool:
     """Whether a finished, sound model of this run lies there."""
-    report = read_marker(directory)
-    return bool(report and report.get("complete")) and damage(directory) is None
+    report = read_manifest(directory)
+    return bool(report and report.get("complete")) and find_damage(directory) is None
 
 
 def save_model(

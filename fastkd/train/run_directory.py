@@ -22,17 +22,17 @@ from fastkd.train.distill_settings import Settings
 from fastkd.train.errors import InputError
 from fastkd.train.option_fields import as_json, defaults_of
 from fastkd.train.saving import (
-    MARKER,
-    damage,
+    MANIFEST,
     discard,
-    foreign,
+    find_damage,
     free_bytes,
     move_directory,
-    read_marker,
+    read_manifest,
     recover_directory,
     remove_own,
     saving,
     staging_of,
+    unlisted_files,
     write_json,
 )
 from fastkd.train.training import Checkpoints
@@ -43,7 +43,7 @@ CHECKPOINTS = {"student": "checkpoints", "teacher": "teacher-checkpoints"}
 EVAL_ROWS = "evaluation rows"
 
 
-class Output:
+class RunDirectory:
     """What --out holds, and what may be done with it; only to be used under `saving.locked`.
 
     The first process makes it, and sends it to the others.
@@ -58,51 +58,53 @@ class Output:
         self.student, self.teacher = self.work / "student", self.work / "teacher"
         #: Where files are now that somebody else had put into `work`.
         self.kept: Path | None = None
-        self._heal()
-        self.marker = self._read_marker()
+        self._recover()
+        self.manifest = self._read_manifest()
         if settings.resume:
             self._check_settings()
         else:
             self._refuse_or_clear()
-        complete = None if self.marker else _run_of(self.path / "student")
+        complete = None if self.manifest else _run_manifest(self.path / "student")
         #: The report of the complete run that --resume finds, if there is nothing to continue.
         self.done: dict[str, Any] | None = complete if settings.resume else None
 
-    def _heal(self) -> None:
+    def _recover(self) -> None:
         """Finish what a killed run was doing with its directories."""
         for name in RESULTS:
             for parent in (self.path, self.work):
                 recover_directory(parent / name)
-        marker, result = _run_of(self.work), _run_of(self.path / "student")
-        if marker and result and result["run"] == marker["run"] and not self.student.exists():
+        manifest, result = _run_manifest(self.work), _run_manifest(self.path / "student")
+        if manifest and result and result["run"] == manifest["run"] and not self.student.exists():
             self.finish()
 
-    def _read_marker(self) -> dict[str, Any] | None:
+    def _read_manifest(self) -> dict[str, Any] | None:
         link = self.work.is_symlink()
         if not (link or self.work.exists()):
             return None
-        path = self.work / MARKER
-        marker = _run_of(self.work)
-        half = f".{MARKER}.new"  # the run was killed as it began
+        path = self.work / MANIFEST
+        manifest = _run_manifest(self.work)
+        half = f".{MANIFEST}.new"  # the run was killed as it began
         folder = self.work.is_dir() and not link
         others = [entry for entry in self.work.iterdir() if entry.name != half] if folder else []
-        if not folder or (marker is None and not path.exists() and others):
+        if not folder or (manifest is None and not path.exists() and others):
             raise InputError(
                 f"--out {self.path}: {self.work} is not fastkd's; give another --out, or move it"
             )
-        if self.settings.resume and marker is None and path.exists():
+        if self.settings.resume and manifest is None and path.exists():
             raise InputError(
                 f"--resume: {path} is damaged, so nothing tells what the run was; "
                 "pass --overwrite to start again"
             )
-        return marker if marker is not None or not path.exists() else {"settings": {}, "run": ""}
+        return (
+            manifest if manifest is not None or not path.exists() else {"settings": {}, "run": ""}
+        )
 
     def _check_settings(self) -> None:
         """Raise unless the run to resume, or the complete one, was started with these options."""
-        before = self.marker or _run_of(self.path / "student")
+        before = self.manifest or _run_manifest(self.path / "student")
         if before is None and (self.path / "student").exists():
             raise InputError(
-                f"--resume: {self.path / 'student'} has no readable {MARKER} of a run; "
+                f"--resume: {self.path / 'student'} has no readable {MANIFEST} of a run; "
                 "move it away, or give another --out"
             )
         defaults = {**defaults_of(self.settings), "trainer_args": {}}
@@ -115,7 +117,7 @@ class Output:
                     f"--resume: the run in {self.path} was started with {name} = {then!r}, "
                     f"now it is {value!r}; give the same options, or another --out"
                 )
-        why = None if self.marker else damage(self.path / "student")
+        why = None if self.manifest else find_damage(self.path / "student")
         if why:
             raise InputError(
                 f"--resume: the run in {self.path} is complete but its student is damaged ({why}); "
@@ -130,7 +132,7 @@ class Output:
     def _refuse_or_clear(self) -> None:
         """Without --resume: refuse what would be lost, or with --overwrite clear the way."""
         overwrite = self.settings.overwrite
-        if self.marker is not None and not overwrite:
+        if self.manifest is not None and not overwrite:
             raise InputError(
                 f"--out {self.path} holds an unfinished run; pass --resume to continue it, "
                 "--overwrite to start again, or another --out"
@@ -144,15 +146,15 @@ class Output:
                     f"--out {self.path} already holds a {name}; pass --resume to continue that "
                     "run, --overwrite to replace it once a new one is complete, or another --out"
                 )
-            others = foreign(directory)
+            others = unlisted_files(directory)
             if others:
                 raise InputError(
                     f"--overwrite: {directory} holds {others[0]}, which fastkd did not write; "
                     "move it away, or give another --out"
                 )
-        if self.marker is not None:
+        if self.manifest is not None:
             self._clear()
-            self.marker = None
+            self.manifest = None
 
     def begin(self, prints: dict[str, str]) -> None:
         """Start a run with these fingerprints, or check that the one to resume has them.
@@ -162,23 +164,23 @@ class Output:
         A fingerprint that can't be taken any more, such as that of a teacher that has since been
         fine-tuned, is left out of ``prints``.
         """
-        everywhere = processes.gathered(prints)
+        everywhere = processes.all_gather(prints)
         for number, others in enumerate(everywhere):
             for name, value in everywhere[0].items():
                 if others[name] != value:
                     raise InputError(f"process {number} reads other {name} than process 0")
-        before = (self.marker or self.done or {}).get("fingerprints", {})
+        before = (self.manifest or self.done or {}).get("fingerprints", {})
         for name, value in prints.items():
             if before.get(name, value) != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with other {name}; "
                     "put them back, or give another --out"
                 )
-        if self.marker is None and self.done is None:
-            self.marker = processes.by_first(lambda: self._mark(prints))
+        if self.manifest is None and self.done is None:
+            self.manifest = processes.on_first_process(lambda: self._begin_manifest(prints))
 
-    def _mark(self, prints: dict[str, str]) -> dict[str, Any]:
-        marker = {
+    def _begin_manifest(self, prints: dict[str, str]) -> dict[str, Any]:
+        manifest = {
             "run": secrets.token_hex(8),
             "processes": world_size(),
             "settings": self._described(),
@@ -186,28 +188,28 @@ class Output:
         }
         with saving(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
-            write_json(self.work / MARKER, marker)
-        return marker
+            write_json(self.work / MANIFEST, manifest)
+        return manifest
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """``make()``, kept for a run that is resumed; all processes call it."""
-        assert self.marker is not None
-        if name not in self.marker:
-            self.marker[name] = make()
+        assert self.manifest is not None
+        if name not in self.manifest:
+            self.manifest[name] = make()
             with saving(self.work):
-                processes.by_first(lambda: write_json(self.work / MARKER, self.identity))
-        return self.marker[name]
+                processes.on_first_process(lambda: write_json(self.work / MANIFEST, self.identity))
+        return self.manifest[name]
 
     @property
     def processes(self) -> int:
         """How many processes the run was started in, each with --batch-size rows of a step."""
-        return world_size() if self.marker is None else self.marker.get("processes", 1)
+        return world_size() if self.manifest is None else self.manifest.get("processes", 1)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What every report and checkpoint of this run carries."""
-        assert self.marker is not None
-        return self.marker
+        assert self.manifest is not None
+        return self.manifest
 
     def check_room(self, teacher: int, student: int) -> None:
         """Raise if the disk can't hold what the run will write; sizes of the models in bytes."""
@@ -245,9 +247,9 @@ def _size(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:,.0f} KiB"
 
 
-def _run_of(directory: Path) -> dict[str, Any] | None:
+def _run_manifest(directory: Path) -> dict[str, Any] | None:
     """What a run of `fastkd distill` says in ``directory``, if it is readable and there."""
-    found = read_marker(directory) or {}
+    found = read_manifest(directory) or {}
     kinds = {"run": str, "settings": dict, "fingerprints": dict}
     return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else None
 

@@ -1,8 +1,9 @@
-"""Directories that are all or nothing, sealed with what they hold, and a lock on an output.
+"""Atomic directories with a manifest of checksums, and a lock on the output directory.
 
-A directory of ours carries `MARKER`, written last: a JSON object whose "files" gives the SHA-256 of
-every other file, or null if it came later. It tells a complete directory from a cut-off one, a
-damaged file from a sound one, and our files, the only ones ever deleted, from anybody else's.
+A directory that fastkd wrote holds the manifest `MANIFEST`, written last: a JSON object whose
+"files" maps every other file to its SHA-256, or to null if the file was added later. The manifest
+distinguishes complete directories from interrupted ones, damaged files from intact ones, and
+fastkd's files, the only ones ever deleted, from files that fastkd did not write.
 """
 
 import contextlib
@@ -26,22 +27,22 @@ from fastkd.train.errors import InputError, SaveFailed, first_line
 
 filelock: Any = require("filelock", "train")
 
-MARKER = "fastkd.json"
+MANIFEST = "fastkd.json"
 LOCK = ".fastkd.lock"
 
 
 def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Let ``write`` fill a new directory, seal it with what it returns, put it at ``target``.
+    """Replace ``target`` atomically by a directory that ``write`` fills.
 
-    The old ``target`` stays until the new one is complete and on the disk. `recover_directory`
-    heals the one moment at which neither stands under its name.
+    ``write`` returns the content of the manifest. The old ``target`` stays until the new one is
+    complete and on the disk. `recover_directory` repairs an interruption between the two renames.
     """
     staging = staging_of(target)
     with saving(target):
         shutil.rmtree(staging, ignore_errors=True)
         try:
             staging.mkdir(parents=True)
-            seal(staging, write(staging))
+            write_manifest(staging, write(staging))
             move_directory(staging, target)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -50,7 +51,7 @@ def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> 
 
 
 def move_directory(source: Path, target: Path) -> None:
-    """Put ``source`` in the place of ``target``, a directory of ours, which goes last."""
+    """Rename ``source`` to ``target``; an old ``target`` of fastkd is deleted last."""
     backup = _backup(target)
     recover_directory(target)
     if target.exists():
@@ -63,7 +64,7 @@ def move_directory(source: Path, target: Path) -> None:
 
 
 def recover_directory(target: Path) -> None:
-    """Undo or finish a replacement of ``target`` that was cut off between its renames."""
+    """Undo or finish a replacement of ``target`` that was interrupted between its renames."""
     backup = _backup(target)
     if not backup.exists():
         return
@@ -78,9 +79,9 @@ def _backup(target: Path) -> Path:
 
 
 def discard(directory: Path) -> Path | None:
-    """Remove a directory of ours; of a symbolic link only the link.
+    """Remove a directory that fastkd wrote; of a symbolic link only the link.
 
-    Files that fastkd didn't write, or that have changed since, stay; returns where they are.
+    Files that fastkd did not write, or that have changed, are kept; returns their directory.
     """
     if directory.is_symlink():
         directory.unlink()
@@ -91,112 +92,112 @@ def discard(directory: Path) -> Path | None:
     while kept.exists():
         number, kept = number + 1, base.with_name(f"{base.name}-{number}")
     directory.rename(kept)
-    (kept / MARKER).unlink(missing_ok=True)  # last: without it nobody would go on from here
+    (kept / MANIFEST).unlink(missing_ok=True)  # last: an interrupted removal needs it to continue
     return kept
 
 
 def remove_own(directory: Path) -> None:
-    """Delete the files of ``directory`` that are as its marker lists them, then the marker.
+    """Delete the files of ``directory`` that match its manifest, then the manifest.
 
-    Directories that are empty by then are deleted too. Cut off in the middle, the marker is still
-    there, and the next call goes on.
+    Directories left empty are deleted too. After an interruption the manifest is still there, and
+    the next call continues.
     """
-    if not _empty(directory) and read_marker(directory) is not None:
-        (directory / MARKER).unlink()
+    if not _empty(directory) and read_manifest(directory) is not None:
+        (directory / MANIFEST).unlink()
 
 
 def _empty(directory: Path) -> bool:
-    """Delete all of ours but the marker, and with it the directory if nothing else is there."""
+    """Delete the listed files; delete manifest and directory too if no other file is left."""
     for name, digest in _listed(directory).items():
         path = directory / name
-        # A file that has changed since is no longer ours; one without a digest may change.
+        # A file that has changed is the user's; one without a checksum may change.
         if path.is_file() and digest in (None, _digest(path, sync=False)):
             path.unlink()
         staging_of(path).unlink(missing_ok=True)
-    staging_of(directory / MARKER).unlink(missing_ok=True)
+    staging_of(directory / MANIFEST).unlink(missing_ok=True)
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
-    if any(path.name != MARKER for path in directory.iterdir()):
+    if any(path.name != MANIFEST for path in directory.iterdir()):
         return False
-    (directory / MARKER).unlink(missing_ok=True)
+    (directory / MANIFEST).unlink(missing_ok=True)
     directory.rmdir()
     return True
 
 
-def seal(directory: Path, content: dict[str, Any]) -> None:
-    """Write the marker of a directory whose files are all there, once they are on the disk."""
+def write_manifest(directory: Path, content: dict[str, Any]) -> None:
+    """Write the manifest of a complete directory, after syncing its files to the disk."""
     files = {name: _digest(directory / name) for name in _files(directory)}
     for folder in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
         sync_names(folder)
-    write_json(directory / MARKER, {**content, "files": files})
+    write_json(directory / MANIFEST, {**content, "files": files})
 
 
-def reseal(directory: Path, content: dict[str, Any], *written: str) -> None:
-    """Replace what the marker says, not what it lists; ``written`` are new or changed files."""
-    files = read_json(directory / MARKER)["files"]
+def update_manifest(directory: Path, content: dict[str, Any], *written: str) -> None:
+    """Replace the content of the manifest; ``written`` names new or changed files."""
+    files = read_json(directory / MANIFEST)["files"]
     files.update({name: _digest(directory / name) for name in written})
-    write_json(directory / MARKER, {**content, "files": files})
+    write_json(directory / MANIFEST, {**content, "files": files})
 
 
-def enlist(path: Path) -> None:
-    """List a file in the marker of its directory, with which it then goes, if that is ours.
+def add_to_manifest(path: Path) -> None:
+    """Add a file to the manifest of its directory, so that it is deleted with the directory.
 
-    It may not be there yet. Without a digest: nothing is damaged if it is moved or changed.
+    The file need not exist yet. It gets no checksum: moving or changing it is no damage.
     """
-    marker = read_marker(path.parent)
-    if marker is not None and isinstance(marker.get("files"), dict):
-        files = {**marker["files"], path.name: None}
-        write_json(path.parent / MARKER, {**marker, "files": files})
+    manifest = read_manifest(path.parent)
+    if manifest is not None and isinstance(manifest.get("files"), dict):
+        files = {**manifest["files"], path.name: None}
+        write_json(path.parent / MANIFEST, {**manifest, "files": files})
 
 
-def damage(directory: Path) -> str | None:
-    """What is wrong with a sealed directory: one of its files is missing, or isn't what it was."""
-    marker = read_marker(directory)
-    if marker is None or not isinstance(marker.get("files"), dict):
-        there = (directory / MARKER).exists()
-        return f"{MARKER} is damaged" if there else f"it has no {MARKER}, so it was cut off"
-    for name, digest in marker["files"].items():
-        if digest is None:  # see `enlist`
+def find_damage(directory: Path) -> str | None:
+    """The first problem of a directory against its manifest; None if it is intact."""
+    manifest = read_manifest(directory)
+    if manifest is None or not isinstance(manifest.get("files"), dict):
+        there = (directory / MANIFEST).exists()
+        return f"{MANIFEST} is damaged" if there else f"it has no {MANIFEST}, so it is incomplete"
+    for name, digest in manifest["files"].items():
+        if digest is None:  # see `add_to_manifest`
             continue
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
         if _digest(path, sync=False) != digest:
-            return f"{name} is not what was written"
+            return f"{name} has changed since it was written"
     return None
 
 
-def foreign(directory: Path) -> list[str]:
-    """Files in ``directory`` that its marker doesn't list."""
+def unlisted_files(directory: Path) -> list[str]:
+    """Files in ``directory`` that fastkd did not write."""
     listed = _listed(directory)
     return [name for name in _files(directory) if name not in listed]
 
 
 def _listed(directory: Path) -> dict[str, str | None]:
-    """Files in ``directory`` and their digests, as far as its marker can be read.
+    """Checksums by file name from the manifest of ``directory``; empty if it is unreadable.
 
-    What lies elsewhere, by a ``..``, an absolute path or a link, is left out, and the marker too.
+    Paths outside the directory (``..``, absolute, links) are left out, and the manifest itself.
     """
-    files = (read_marker(directory) or {}).get("files")
+    files = (read_manifest(directory) or {}).get("files")
     if not isinstance(files, dict):
         return {}
     home = directory.resolve()
     places = {name: (directory / name).parent.resolve() / Path(name).name for name in files}
     within = [name for name, place in places.items() if home in place.parents]
-    return {name: files[name] for name in within if places[name] != home / MARKER}
+    return {name: files[name] for name in within if places[name] != home / MANIFEST}
 
 
 def _files(directory: Path) -> Iterator[str]:
-    """The files in ``directory`` but for the marker, by the names that it lists."""
-    marker = directory / MARKER
+    """Relative names of the files in ``directory``, except the manifest."""
+    manifest = directory / MANIFEST
     for path in sorted(directory.rglob("*")):
-        if not path.is_dir() and path not in (marker, staging_of(marker)):
+        if not path.is_dir() and path not in (manifest, staging_of(manifest)):
             yield path.relative_to(directory).as_posix()
 
 
 def _digest(path: Path, sync: bool = True) -> str:
-    """SHA-256 of a file; ``sync`` sees to it that it is on the disk."""
+    """SHA-256 of a file; ``sync`` also flushes the file to the disk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -208,7 +209,7 @@ def _digest(path: Path, sync: bool = True) -> str:
 
 @contextlib.contextmanager
 def saving(target: Path) -> Iterator[None]:
-    """A save that fails is one sentence, whatever torch, safetensors or the system call it."""
+    """Context that turns errors of torch, safetensors or the system into one SaveFailed."""
     try:
         yield
     except Exception as error:
@@ -222,41 +223,45 @@ def saving(target: Path) -> Iterator[None]:
         elif shutil.disk_usage(_existing(target)).free < 2**26 or "os error 28" in reason:
             reason = os.strerror(errno.ENOSPC)
         raise SaveFailed(
-            f"{target} can't be saved: {reason}; what was saved before is intact"
+            f"{target}: cannot be saved ({reason}); the earlier version is intact"
         ) from error
 
 
 def _existing(path: Path) -> Path:
-    """The nearest parent of ``path`` that is there."""
+    """The nearest existing parent of ``path``."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 def free_bytes(path: Path) -> int:
-    """Room on the disk that ``path`` is or will be on."""
+    """Free bytes on the disk that holds ``path``."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def check_new_file(path: Path | None, overwrite: bool) -> None:
-    """Raise if --out, a file, is there and not to be overwritten, or can't be made."""
+    """Raise if the file --out exists without --overwrite, or cannot be created."""
     if path is None:
         return
     try:
         if path.exists() and not overwrite:
-            raise InputError(f"--out {path} is there already; pass --overwrite to replace it")
+            raise InputError(f"--out {path}: the file exists; pass --overwrite to replace it")
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--out {path} can't be used: {error.strerror}") from None
+        raise InputError(
+            f"--out {path}: cannot be written ({error.strerror}); give another --out"
+        ) from None
     if path.is_dir():
-        raise InputError(f"--out {path} is a directory")
+        raise InputError(f"--out {path}: this is a directory; give a file")
 
 
 def check_directory(flag: str, path: Path) -> None:
-    """Raise if the directory given with ``flag`` can't be made."""
+    """Create the directory given with ``flag``; raise if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{flag} {path} can't be used: {reason}") from None
+        raise InputError(
+            f"{flag} {path}: cannot be created ({reason}); give another directory"
+        ) from None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -265,7 +270,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as CSV, with a column for every name that one of them has."""
+    """Rows as CSV, with the union of their columns."""
     listed, text = list(rows), io.StringIO()
     names = list(dict.fromkeys(name for row in listed for name in row))
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
@@ -282,20 +287,20 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def read_marker(directory: Path) -> dict[str, Any] | None:
-    """What the marker of ``directory`` says, or None if it is missing, cut off or not ours."""
-    found = read_json(directory / MARKER)
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of ``directory``; None if it is missing or unreadable."""
+    found = read_json(directory / MANIFEST)
     return found if isinstance(found, dict) else None
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make ``out`` and hold it; the system gives it back when the process ends, however.
+    """Create ``out`` and lock it; the system releases the lock when the process ends.
 
-    Directories made for it go again if nothing was put into them.
+    Directories created here are removed again if they are still empty.
 
     Raises:
-        InputError: another process holds it, or it can't be made or written.
+        InputError: another process holds the lock, or ``out`` cannot be created or written.
     """
     path = out / LOCK
     try:
@@ -305,11 +310,11 @@ def locked(out: Path) -> Iterator[None]:
         lock.acquire()
     except filelock.Timeout:
         raise InputError(
-            f"--out {out} is in use by {_holder(path)}; wait for it, or give another --out"
+            f"--out {out}: in use by {_holder(path)}; wait for it, or give another --out"
         ) from None
     except OSError as error:
         what = "there is a file of that name" if out.is_file() else error.strerror
-        raise InputError(f"--out {out} can't be used: {what}") from None
+        raise InputError(f"--out {out}: cannot be used ({what}); give another --out") from None
     try:
         with contextlib.suppress(OSError):
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")

@@ -133,7 +133,7 @@ def whole_state(state: Any) -> Any:
     return tree_map_only(DTensor, _gathered, state)
 
 
-class Stead(nn.Module):
+class StateDictProxy(nn.Module):
     """In the place of a module or optimizer whose state is whole in checkpoints."""
 
     target: Any

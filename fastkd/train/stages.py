@@ -28,17 +28,17 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.models import STUDENT, be_quiet, load
 from fastkd.train.option_fields import option
 from fastkd.train.option_files import (
-    as_keys,
     check_name,
+    check_tables,
     check_types,
-    keys_of,
-    path_of,
-    table_of_tables,
+    errors_with_file_keys,
+    file_keys,
+    resolve_path,
     tables,
 )
 from fastkd.train.progress import Display
 from fastkd.train.run_directory import RESULTS
-from fastkd.train.saving import read_marker
+from fastkd.train.saving import read_manifest
 
 PATHS = ("train", "evals", "test", "unlabelled", "trainer_args", "teacher_cache")
 MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub
@@ -77,7 +77,7 @@ def read(settings: Settings) -> list[Stage]:
     """
     assert settings.stages is not None
     found = dict(tables(settings.stages))
-    entries = table_of_tables("stages", found.pop("stages", {}))
+    entries = check_tables("stages", found.pop("stages", {}))
     if not entries:
         raise InputError(f"{settings.stages} has no stages; a table [stages.NAME] is one")
     stages: list[Stage] = []
@@ -93,7 +93,7 @@ def read(settings: Settings) -> list[Stage]:
                 raise InputError(f"{where}: {made} is for the first stage; others take its student")
             values["student"] = str(before)
         shared = {name: getattr(settings, name) for name in OF_ALL_STAGES}
-        with as_keys(where, Settings):
+        with errors_with_file_keys(where, Settings):
             stage = StageSettings(**{**shared, **values, "out": out, "stages": None})
         stages.append(Stage(name, number, stage, before))
     return stages
@@ -101,7 +101,7 @@ def read(settings: Settings) -> list[Stage]:
 
 def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The fields of `Settings` that a stage gives."""
-    keys = {key: name for key, name in keys_of(Settings).items() if name not in OF_ALL_STAGES}
+    keys = {key: name for key, name in file_keys(Settings).items() if name not in OF_ALL_STAGES}
     values = {}
     for key, value in table.items():
         if key in OF_ALL_STAGES:
@@ -110,7 +110,7 @@ def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any
             raise InputError(f"{where} has no option {key!r}; {nearest(key, keys)}")
         name = keys[key]
         if name in PATHS:
-            value = path_of(f"{where}: {key}", value, folder)
+            value = resolve_path(f"{where}: {key}", value, folder)
         else:
             check_types(f"{where}: ", {name: value}, Settings, {name: key})
             if name in MODELS and (folder / value).is_dir():
@@ -126,11 +126,11 @@ def check(settings: Settings, stages: list[Stage]) -> None:
     """
     be_quiet()
     processes.join(stages[0].settings.device)
-    with processes.agreed():
+    with processes.errors_on_all():
         _check_out(settings, stages)
         words = None
         for stage in stages:
-            with as_keys(f"stages.{stage.name} of {settings.stages}", Settings):
+            with errors_with_file_keys(f"stages.{stage.name} of {settings.stages}", Settings):
                 words = _check(stage.settings, words)
 
 
@@ -175,22 +175,24 @@ def distil(stage: Stage, display: Display) -> dict[str, Any]:
     """
     settings = stage.settings
     if stage.before is not None:
-        follows = processes.by_first(lambda: _run_of(stage.before))
+        follows = processes.on_first_process(lambda: _run_manifest(stage.before))
         settings = dataclasses.replace(settings, follows=follows)
-        if settings.resume and processes.by_first(lambda: _is_of_another(settings)):
+        if settings.resume and processes.on_first_process(
+            lambda: _began_with_other_student(settings)
+        ):
             settings = dataclasses.replace(settings, resume=False, overwrite=True)
     return run.distill(settings, display)
 
 
-def _run_of(student: Path | None) -> str | None:
-    return None if student is None else (read_marker(student) or {}).get("run")
+def _run_manifest(student: Path | None) -> str | None:
+    return None if student is None else (read_manifest(student) or {}).get("run")
 
 
-def _is_of_another(settings: StageSettings) -> bool:
+def _began_with_other_student(settings: StageSettings) -> bool:
     """Whether what lies in --out, finished or not, began with another student."""
     places = (settings.out / "unfinished", settings.out / "student")
-    markers = [marker for marker in map(read_marker, places) if marker]
-    return any(m.get("settings", {}).get("follows") != settings.follows for m in markers)
+    manifests = [manifest for manifest in map(read_manifest, places) if manifest]
+    return any(m.get("settings", {}).get("follows") != settings.follows for m in manifests)
 
 
 def link(stages: list[Stage]) -> Path:
@@ -207,4 +209,4 @@ def link(stages: list[Stage]) -> Path:
             return path
         return last / "student"
 
-    return processes.by_first(make)
+    return processes.on_first_process(make)

@@ -18,15 +18,15 @@ from fastkd.train.evaluation import predict
 from fastkd.train.files import first_row
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.input_columns import Columns
-from fastkd.train.models import load_finished, longest
+from fastkd.train.models import load_trained, longest
 from fastkd.train.progress import Display
-from fastkd.train.saving import read_marker
+from fastkd.train.saving import read_manifest
 from fastkd.train.tasks.base import Task
-from fastkd.train.training_config import Plan
+from fastkd.train.training_config import TrainingConfig
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRecord:
     """What the marker of a model says of its training, as far as it can be read."""
 
     columns: Columns
@@ -34,9 +34,9 @@ class Training:
     max_length: int | None
 
 
-def training_of(model: Path) -> Training | None:
+def read_training_record(model: Path) -> TrainingRecord | None:
     """That of the model in a directory, if fastkd has trained it; its task if it is GLUE's."""
-    settings = (read_marker(model) or {}).get("settings")
+    settings = (read_manifest(model) or {}).get("settings")
     if not isinstance(settings, dict):
         return None
     names = ("text_column", "text_pair_column", "label_column", "task", "data")
@@ -44,7 +44,7 @@ def training_of(model: Path) -> Training | None:
         x if isinstance(x := settings.get(name), str) else None for name in names
     )
     length = settings.get("max_length")
-    return Training(
+    return TrainingRecord(
         Columns(text, pair, label),
         next((name for name in (task, data) if name in GLUE_TASKS), None),
         length if isinstance(length, int) and length >= 4 else None,
@@ -57,7 +57,7 @@ def columns_of(
     path: Path,
     labelled: bool,
     model: str,
-    training: Training | None,
+    training: TrainingRecord | None,
     kind: type[Task] | None = None,
 ) -> Columns:
     """Those of --data that are ``asked`` for, or else those of the training where it has them.
@@ -69,9 +69,9 @@ def columns_of(
     kind.check_file(path, "--data")
     if tasks.kind_of(task) is not None:
         task = None
-    then = training or Training(NONE_ASKED, None, None)
+    then = training or TrainingRecord(NO_COLUMNS, None, None)
     before = file_columns(then.columns, GLUE_TASKS.get(then.task or ""), path, kind, labelled)
-    if (asked, task) == (NONE_ASKED, None) and before.header:
+    if (asked, task) == (NO_COLUMNS, None) and before.header:
         names = {before.text, before.pair, before.label} - {None}
         if names <= set(first_row(path)):
             return before
@@ -84,32 +84,32 @@ def columns_of(
     return columns
 
 
-NONE_ASKED = Columns(label=None)
+NO_COLUMNS = Columns(label=None)
 
 
-class Finished:
+class TrainedModel:
     """A finished model, or an ONNX export in its place."""
 
     def __init__(
         self,
         name: str,
-        plan: Plan,
+        training_config: TrainingConfig,
         remote_code: bool,
         onnx: Path | None = None,
         task: str | None = None,
     ):
         local = Path(name).expanduser()
-        self.name, self.plan, self.onnx = name, plan, onnx
-        self.training = training_of(local)
-        self.model, self.tokenizer, self.task = load_finished(name, remote_code, task)
-        torch.nn.Module.to(self.model, plan.device).eval()
+        self.name, self.training_config, self.onnx = name, training_config, onnx
+        self.training = read_training_record(local)
+        self.model, self.tokenizer, self.task = load_trained(name, remote_code, task)
+        torch.nn.Module.to(self.model, training_config.device).eval()
 
     def read(self, path: Path, asked: Columns, task: str | None, labelled: bool) -> Rows:
         """The rows of --data; without labels also those without text."""
         kind = type(self.task)
         columns = columns_of(asked, task, path, labelled, self.name, self.training, kind)
         rows = read_file(path, columns, "--data", not labelled, kind)
-        return rows if labelled else self.task.bare(rows)
+        return rows if labelled else self.task.without_labels(rows)
 
     def answers(self, rows: Rows, max_length: int | None, display: Display) -> tuple[Any, Encoded]:
         """What the model answers to each encoded row, see `Task.answer`; and these rows.
@@ -125,7 +125,7 @@ class Finished:
         encoded = Encoder(self.tokenizer, length, task)(rows)
         model: Any = self.model if self.onnx is None else OnnxModel(self.onnx, task.outputs)
         with display:
-            found = predict(model, encoded, task, self.tokenizer, self.plan, display)
+            found = predict(model, encoded, task, self.tokenizer, self.training_config, display)
         outputs = task.num_labels
         if isinstance(found, np.ndarray) and outputs not in (None, found.shape[-1]):
             raise InputError(

@@ -21,7 +21,7 @@ from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes, sharding
-from fastkd.train.arrow_rows import TEACHER, UNLABELLED
+from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.evaluation import accepted
 from fastkd.train.saving import saving
 
@@ -34,7 +34,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class ProcessRows:
     """One process's rows of a step.
 
     ``share`` is their number over the mean number of a process: the mean over the processes of
@@ -47,7 +47,7 @@ class OwnRows:
     draw: tuple[int, int] = (0, 0)
 
 
-class Steps(Sampler[OwnRows]):
+class StepSampler(Sampler[ProcessRows]):
     """The parts of one process in an epoch, in an order that only seed and epoch decide."""
 
     def __init__(self, order: Order, seed: int, rank: int = 0, ranks: int = 1):
@@ -58,37 +58,37 @@ class Steps(Sampler[OwnRows]):
     def __len__(self) -> int:
         return -(-self.order.rows // self.order.batch)
 
-    def __iter__(self) -> Iterator[OwnRows]:
+    def __iter__(self) -> Iterator[ProcessRows]:
         rows = self.order.draw(np.random.default_rng([self.seed, self.epoch]))
         for start in range(0, len(rows), self.order.batch):
             step = rows[start : start + self.order.batch]
             own = np.array_split(step, self.ranks)[self.rank]
             share = len(own) * self.ranks / len(step)
             rows_here = (own if len(own) else step[:1]).tolist()
-            yield OwnRows(rows_here, share, (self.seed, self.epoch))
+            yield ProcessRows(rows_here, share, (self.seed, self.epoch))
 
 
-class _Batches(Dataset):
+class _BatchDataset(Dataset):
     def __init__(self, examples: Any, collate: Callable, may_be_empty: bool):
         self.examples, self.collate, self.may_be_empty = examples, collate, may_be_empty
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitems__(self, part: OwnRows) -> dict[str, Any]:
-        drawn = getattr(self.collate, "drawn", None)  # see `Task.collator`
-        collate = self.collate if drawn is None else drawn(part.draw)
+    def __getitems__(self, part: ProcessRows) -> dict[str, Any]:
+        for_epoch = getattr(self.collate, "for_epoch", None)  # see `Task.collator`
+        collate = self.collate if for_epoch is None else for_epoch(part.draw)
         batch = dict(collate(self.examples.__getitems__(part.rows)))
         if self.may_be_empty:  # the loss gathers the rows and weighs them itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}
         return {**batch, SHARE: part.share}
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-class ForBoth:
+class TwoTokenizerCollator:
     """Batches in the student's tokens, with the teacher's in ``teacher_...``; see `Encoded`."""
 
     def __init__(self, student: Callable, teacher: Callable):
@@ -99,14 +99,14 @@ class ForBoth:
         batch = dict(self.student([own for own, _ in both]))
         if any(theirs for _, theirs in both):
             theirs = self.teacher([theirs for _, theirs in both])
-            batch |= {f"{TEACHER}{name}": x for name, x in theirs.items()}
+            batch |= {f"{TEACHER_PREFIX}{name}": x for name, x in theirs.items()}
         return batch
 
 
-class Feed(_Trainer):
-    """Trainer over the rows of `Steps`, the same ones whatever the processes' number."""
+class StepTrainer(_Trainer):
+    """Trainer over the rows of `StepSampler`, the same ones whatever the processes' number."""
 
-    steps: Steps
+    steps: StepSampler
     gather = False
     share = 1.0
     accumulate = 1
@@ -115,15 +115,15 @@ class Feed(_Trainer):
         """Set the rows that all processes read in a step, and a process's micro-batches of them."""
         args = self.args
         self.accumulate = accumulate
-        self.steps = Steps(order, args.seed, args.process_index, args.world_size)
+        self.steps = StepSampler(order, args.seed, args.process_index, args.world_size)
 
-    def loader(self, steps: Steps) -> DataLoader:
+    def loader(self, steps: StepSampler) -> DataLoader:
         """Batches of these steps."""
         args = self.args
         return DataLoader(
-            _Batches(self.train_dataset, self.data_collator, self.gather),
+            _BatchDataset(self.train_dataset, self.data_collator, self.gather),
             batch_sampler=steps,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -149,47 +149,47 @@ class Feed(_Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """One that can't be written, by whichever process, is one sentence."""
-        with processes.agreed(), saving(Path(self.args.output_dir)), self._in_one_piece():
+        with processes.errors_on_all(), saving(Path(self.args.output_dir)), self._unsharded():
             super()._save_checkpoint(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _in_one_piece(self) -> Iterator[None]:
+    def _unsharded(self) -> Iterator[None]:
         """What is sharded is whole in the first process, which writes."""
         pieces = []
-        owner, name = self._learner
+        owner, name = self._model_attribute
         if sharding.sharded(getattr(owner, name)):
             pieces.append((owner, name, sharding.whole(getattr(owner, name))))
-            pieces += [(*place, self._stead(*place)) for place in self._stateful]
+            pieces += [(*place, self._state_proxy(*place)) for place in self._stateful_attributes]
         with contextlib.ExitStack() as stack:
             for piece in pieces if processes.first() else ():
                 stack.enter_context(sharding.instead(*piece))
             yield
 
     @property
-    def _learner(self) -> tuple[Any, str]:
+    def _model_attribute(self) -> tuple[Any, str]:
         """Where the model that learns is an attribute."""
         return self, "model"
 
     @property
-    def _stateful(self) -> list[tuple[Any, str]]:
+    def _stateful_attributes(self) -> list[tuple[Any, str]]:
         """Where what else a checkpoint has the state of is an attribute."""
         return [(self, "optimizer")]
 
     @staticmethod
-    def _stead(owner: Any, name: str) -> nn.Module:
+    def _state_proxy(owner: Any, name: str) -> nn.Module:
         target = getattr(owner, name)
-        return sharding.Stead(target, sharding.whole_state(target.state_dict()))
+        return sharding.StateDictProxy(target, sharding.whole_state(target.state_dict()))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
-        owner, name = self._learner
+        owner, name = self._model_attribute
         model = getattr(owner, name)
         if not sharding.sharded(model):
             return super()._load_from_checkpoint(resume_from_checkpoint, *args)
         full = sharding.unread(model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(sharding.instead(owner, name, full))
-            for owner, name in self._stateful[1:]:
-                stead = sharding.Stead(getattr(owner, name))
+            for owner, name in self._stateful_attributes[1:]:
+                stead = sharding.StateDictProxy(getattr(owner, name))
                 stack.enter_context(sharding.instead(owner, name, stead))
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
         sharding.take(model, full)
@@ -243,7 +243,7 @@ class Feed(_Trainer):
         return [dict(zip(inputs, part, strict=True)) for part in zip(*split, strict=True)]
 
 
-class TeacherTrainer(Feed):
+class TeacherTrainer(StepTrainer):
     """Fine-tuning on the labels."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -254,7 +254,7 @@ class TeacherTrainer(Feed):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `Feed.compute_loss`; of the inputs those that the teacher takes."""
+        """See `StepTrainer.compute_loss`; of the inputs those that the teacher takes."""
         return super().compute_loss(model, accepted(self.model, inputs), *args, **kwargs)
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
@@ -291,10 +291,10 @@ class TeacherTrainer(Feed):
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """In a ``share`` of the steps the student learns from what it writes itself.
+    """Training on text that the student generates, in a fraction ``share`` of the steps.
 
-    ``draw(student, batch, seed=...)`` gives the rows, `Task.drawn`. What is written depends on the
-    weights, seed, step and row alone.
+    ``draw(student, batch, seed=...)`` is `Task.generated`, which returns the rows. The text depends
+    on weights, seed, step and row alone.
     """
 
     share: float
@@ -305,7 +305,7 @@ class OnPolicy:
         return int((step + 1) * self.share + ROUNDING) > int(step * self.share + ROUNDING)
 
 
-class StudentTrainer(Feed, DistillationTrainer):
+class StudentTrainer(StepTrainer, DistillationTrainer):
     """Distillation."""
 
     def __init__(self, *args: Any, on_policy: OnPolicy | None = None, **kwargs: Any):
@@ -320,18 +320,18 @@ class StudentTrainer(Feed, DistillationTrainer):
         """Nothing: the command prints a line with its own options."""
 
     @property
-    def _learner(self) -> tuple[Any, str]:
+    def _model_attribute(self) -> tuple[Any, str]:
         return self.distiller, "student"
 
     @property
-    def _stateful(self) -> list[tuple[Any, str]]:
-        return [*super()._stateful, (self.distiller, "method")]
+    def _stateful_attributes(self) -> list[tuple[Any, str]]:
+        return [*super()._stateful_attributes, (self.distiller, "method")]
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.get_batch_samples`; of batches that the student may write."""
-        return super().get_batch_samples(self._written(epoch_iterator), *args, **kwargs)
+        return super().get_batch_samples(self._on_policy_batches(epoch_iterator), *args, **kwargs)
 
-    def _written(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _on_policy_batches(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         step, method = self.state.global_step, self.distiller.method
         own = self.on_policy is not None and self.on_policy.at(step)
         # An answer of its own is no label.
@@ -351,7 +351,7 @@ class StudentTrainer(Feed, DistillationTrainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.train`; a method is prepared alike in all processes."""
         if not self.distiller.method.prepared and not resume_from_checkpoint:
-            whole = Steps(self.steps.order, self.steps.seed)
+            whole = StepSampler(self.steps.order, self.steps.seed)
             with torch.random.fork_rng():
                 batches = itertools.islice(self.loader(whole), self.prepare_batches)
                 self.distiller.prepare(
@@ -373,7 +373,7 @@ class StudentTrainer(Feed, DistillationTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `Feed.compute_loss`; of a micro-batch its part of the whole step's loss."""
+        """See `StepTrainer.compute_loss`; of a micro-batch its part of the whole step's loss."""
         if self.losses is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._set_progress()

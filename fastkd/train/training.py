@@ -30,17 +30,17 @@ from fastkd.train.arrow_rows import Encoded
 from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.saving import (
-    MARKER,
-    damage,
+    MANIFEST,
     discard,
+    find_damage,
     move_directory,
     read_json,
     remove_own,
     saving,
-    seal,
+    write_manifest,
 )
-from fastkd.train.trainers import Feed
-from fastkd.train.training_config import Plan
+from fastkd.train.trainers import StepTrainer
+from fastkd.train.training_config import TrainingConfig
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
@@ -62,16 +62,16 @@ class Checkpoints:
     resume: bool = False
 
     @property
-    def fresh(self) -> Path:
+    def incomplete(self) -> Path:
         """What lies there is not complete, and ours."""
         return self.directory / ".new"
 
     def newest(self, say: Callable[[str], None]) -> Path | None:
         """The newest sound checkpoint of this run; the damaged ones are named, and removed."""
-        shutil.rmtree(self.fresh, ignore_errors=True)
+        shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
-            why = damage(path)
-            if why is None and read_json(path / MARKER).get("run") != self.identity["run"]:
+            why = find_damage(path)
+            if why is None and read_json(path / MANIFEST).get("run") != self.identity["run"]:
                 why = "it belongs to another run"
             if why is None:
                 return path
@@ -79,20 +79,20 @@ class Checkpoints:
             discard(path)
         return None
 
-    def seal(self, step: int) -> None:
+    def complete(self, step: int) -> None:
         """Complete the checkpoint at ``step``, and let the oldest ones go."""
         name = f"checkpoint-{step}"
         with saving(self.directory):
-            seal(self.fresh / name, self.identity)
-            move_directory(self.fresh / name, self.directory / name)
+            write_manifest(self.incomplete / name, self.identity)
+            move_directory(self.incomplete / name, self.directory / name)
             with contextlib.suppress(OSError):
-                self.fresh.rmdir()
+                self.incomplete.rmdir()
         for old in self._all()[KEPT_CHECKPOINTS:]:
             discard(old)
 
     def clear(self) -> None:
         """Remove all of them; what somebody else put there stays."""
-        shutil.rmtree(self.fresh, ignore_errors=True)
+        shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
             remove_own(path)
         with contextlib.suppress(OSError):
@@ -105,39 +105,39 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Watch:
+class CallbackConfig:
     """What happens around the steps of a training.
 
     ``evaluate()`` gives scores, of which ``main`` tells the best model (the greater,
     or the ``smaller``, the better); ``keep(entry, history)``
     is called when an evaluation is the best yet. Without ``every`` steps, each epoch is evaluated.
-    Evaluations are ``told`` in a line each.
+    With ``printed`` every evaluation is a line.
     """
 
     evaluate: Callable[[], dict[str, float]]
-    main: str
-    smaller: bool = False
-    keep: Callable[[dict[str, Any], list[dict]], None] | None = None
+    main_metric: str
+    lower_is_better: bool = False
+    save_best: Callable[[dict[str, Any], list[dict]], None] | None = None
     every: int | None = None
     checkpoints: Checkpoints | None = None
     trackers: tuple[str, ...] = ()
-    logs: Path | None = None
-    told: bool = True
+    log_directory: Path | None = None
+    printed: bool = True
 
     def better(self, new: float, old: float) -> bool:
-        return new < old if self.smaller else new > old
+        return new < old if self.lower_is_better else new > old
 
 
-class Watcher(TrainerCallback):
+class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, keeps the best model, seals checkpoints, stops on a signal.
 
     The history of evaluations lives in the trainer's own log, so that a resumed run knows it.
     """
 
-    trainer: Feed
+    trainer: StepTrainer
 
-    def __init__(self, watch: Watch, display: Display, title: str, steps_in_epoch: int):
-        self.watch, self.display, self.title = watch, display, title
+    def __init__(self, config: CallbackConfig, display: Display, title: str, steps_in_epoch: int):
+        self.config, self.display, self.title = config, display, title
         self.steps_in_epoch = steps_in_epoch
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
@@ -146,7 +146,7 @@ class Watcher(TrainerCallback):
         self.started = 0.0
         self.evaluated_at = -1
 
-    def ask_to_stop(self, signum: int, frame: object) -> None:
+    def request_stop(self, signum: int, frame: object) -> None:
         """The first signal asks for a checkpoint and a stop; a second stops at once."""
         if self.received is not None:
             raise Stopped(signum)
@@ -154,14 +154,14 @@ class Watcher(TrainerCallback):
         again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
         self.display.say(f"stopping after this step{again}")
 
-    def heed_signals(self) -> None:
+    def sync_signals(self) -> None:
         """Take a signal that reached any process as one to all, which stop at the same step."""
         self.signum = processes.largest(self.received or 0) or None
 
     def stopped(self, step: int) -> BaseException:
         """What a heeded signal raises after ``step``: only with checkpoints is that saved."""
         assert self.signum is not None
-        if self.watch.checkpoints is None:
+        if self.config.checkpoints is None:
             return Stopped(self.signum)
         return Interrupted(step, self.signum)
 
@@ -187,31 +187,31 @@ class Watcher(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
-        self.heed_signals()
+        self.sync_signals()
         # At the end of an epoch, a last half one too, the checkpoint comes after the evaluation,
         # see on_epoch_end.
         ends_epoch = state.global_step % self.steps_in_epoch == 0
         ends_epoch |= state.global_step == state.max_steps
-        every = self.watch.checkpoints.every if self.watch.checkpoints else None
+        every = self.config.checkpoints.every if self.config.checkpoints else None
         due = every and state.global_step % every == 0
         # An evaluation tells the losses of all steps before it, and so must one after resuming.
         control.should_log |= bool(due or self.signum or ends_epoch)
         if (due or self.signum) and not ends_epoch:
             control.should_save = True
             self.stopping = self.signum is not None
-        if self.watch.every and state.global_step % self.watch.every == 0:
+        if self.config.every and state.global_step % self.config.every == 0:
             self._evaluate(state)
 
     def on_epoch_end(self, args, state, control, **_):
-        if not self.watch.every or state.global_step == state.max_steps:
+        if not self.config.every or state.global_step == state.max_steps:
             self._evaluate(state)
-        self.heed_signals()
+        self.sync_signals()
         self.stopping = self.signum is not None
 
     def on_save(self, args, state, control, **_):
-        if self.watch.checkpoints is not None:
-            complete = functools.partial(self.watch.checkpoints.seal, state.global_step)
-            processes.by_first(complete)
+        if self.config.checkpoints is not None:
+            complete = functools.partial(self.config.checkpoints.complete, state.global_step)
+            processes.on_first_process(complete)
         self.display.event("checkpoint", title=self.title, step=state.global_step)
         if self.stopping and self.signum is not None:
             raise self.stopped(state.global_step)
@@ -225,28 +225,30 @@ class Watcher(TrainerCallback):
         entry = {
             "step": state.global_step,
             "epoch": round(state.epoch or 0.0, 6),
-            "scores": self.watch.evaluate(),
+            "scores": self.config.evaluate(),
             "losses": losses_of(state.log_history),
             "seconds": began - self.started,
         }
-        main = entry["scores"][self.watch.main]
+        main = entry["scores"][self.config.main_metric]
         if math.isnan(main):
             raise TrainingFailed(
                 f"the model's outputs are not finite after step {state.global_step}; "
                 "try a lower learning rate or --precision fp32"
             )
-        entry["best"] = all(self.watch.better(main, old["scores"][self.watch.main]) for old in past)
-        if self.watch.keep is not None and entry["best"]:
-            self.watch.keep(entry, [*past, entry])
+        entry["best"] = all(
+            self.config.better(main, old["scores"][self.config.main_metric]) for old in past
+        )
+        if self.config.save_best is not None and entry["best"]:
+            self.config.save_best(entry, [*past, entry])
         # Seconds are those of training alone.
         self.started += time.perf_counter() - began
         # Logged only once the model is kept: what a checkpoint calls the best is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
-        if not self.watch.told:
+        if not self.config.printed:
             return
-        when = f"step {state.global_step}" if self.watch.every else f"epoch {entry['epoch']:g}"
-        mark = "  (best so far)" if entry["best"] and self.watch.keep else ""
+        when = f"step {state.global_step}" if self.config.every else f"epoch {entry['epoch']:g}"
+        mark = "  (best so far)" if entry["best"] and self.config.save_best else ""
         self.display.say(
             f"{self.title}  {when}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"
@@ -275,50 +277,52 @@ def losses_of(log: list[dict]) -> dict[str, float]:
 
 
 def train(
-    make_trainer: Callable[..., Feed],
+    make_trainer: Callable[..., StepTrainer],
     examples: Encoded,
     collate: Callable,
-    plan: Plan,
+    training_config: TrainingConfig,
     display: Display,
     title: str,
-    watch: Watch,
+    options: CallbackConfig,
 ) -> list[dict]:
     """Train what ``make_trainer`` trains and return its evaluations.
 
     With checkpoints the run can be cut off at any time and continued to the same result.
     """
-    order = Order(examples.labelled, plan.batch_size, plan.labelled_share)
-    total, in_epoch = plan.steps(order.rows)
-    watcher = Watcher(watch, display, title, in_epoch)
-    checkpoints = watch.checkpoints
+    order = Order(examples.labelled, training_config.batch_size, training_config.labelled_share)
+    total, in_epoch = training_config.steps(order.rows)
+    watcher = TrainingCallback(options, display, title, in_epoch)
+    checkpoints = options.checkpoints
     with contextlib.ExitStack() as stack:
         stack.callback(watcher.track.stop)
         if checkpoints is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
-            folder = checkpoints.fresh
-            stack.enter_context(_signals(watcher.ask_to_stop))
-        stack.enter_context(_logging_to(watch.logs))
+            folder = checkpoints.incomplete
+            stack.enter_context(_signals(watcher.request_stop))
+        stack.enter_context(_logging_to(options.log_directory))
         watcher.trainer = trainer = make_trainer(
-            args=_arguments(plan, watch, folder, total),
+            args=_arguments(training_config, options, folder, total),
             train_dataset=examples,
             data_collator=collate,
             callbacks=[watcher],
         )
-        trainer.feed(order, plan.accumulate)
+        trainer.feed(order, training_config.accumulate)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
         last = None
         if checkpoints and checkpoints.resume:
-            last = processes.by_first(functools.partial(checkpoints.newest, display.say))
-        set_seed((plan.seed + processes.rank()) % 2**32)  # dropout isn't the same in all processes
+            last = processes.on_first_process(functools.partial(checkpoints.newest, display.say))
+        set_seed(
+            (training_config.seed + processes.rank()) % 2**32
+        )  # dropout isn't the same in all processes
         ended = _ended(last)
         if ended is None:
             trainer.train(resume_from_checkpoint=str(last) if last else None)
         else:
             trainer.state = ended
             trainer._load_from_checkpoint(str(last))
-        watcher.heed_signals()
+        watcher.sync_signals()
         if watcher.signum is not None:  # it came with the last step
             raise watcher.stopped(trainer.state.global_step)
     return history_of(trainer.state.log_history)
@@ -333,29 +337,31 @@ def _ended(checkpoint: Path | None) -> TrainerState | None:
     return state if history and history[-1]["step"] >= state.max_steps else None
 
 
-def _arguments(plan: Plan, watch: Watch, folder: Path, steps: int) -> TrainingArguments:
+def _arguments(
+    training_config: TrainingConfig, options: CallbackConfig, folder: Path, steps: int
+) -> TrainingArguments:
     own: dict[str, Any] = {
         "output_dir": str(folder),
-        "num_train_epochs": plan.epochs,
-        "max_steps": plan.max_steps,
-        "per_device_train_batch_size": plan.own_rows,
-        "learning_rate": plan.learning_rate,
-        "weight_decay": plan.weight_decay,
-        "warmup_steps": round(plan.warmup * steps),
-        "bf16": plan.precision == "bf16",
-        "fp16": plan.precision == "fp16",
-        "use_cpu": plan.device.type == "cpu",
-        "seed": plan.seed,
-        "save_strategy": "epoch" if watch.checkpoints else "no",
+        "num_train_epochs": training_config.epochs,
+        "max_steps": training_config.max_steps,
+        "per_device_train_batch_size": training_config.own_rows,
+        "learning_rate": training_config.learning_rate,
+        "weight_decay": training_config.weight_decay,
+        "warmup_steps": round(training_config.warmup * steps),
+        "bf16": training_config.precision == "bf16",
+        "fp16": training_config.precision == "fp16",
+        "use_cpu": training_config.device.type == "cpu",
+        "seed": training_config.seed,
+        "save_strategy": "epoch" if options.checkpoints else "no",
         "logging_steps": max(1, min(10, steps // 50)),
         # A NaN is reported, not smoothed over.
         "logging_nan_inf_filter": False,
         "remove_unused_columns": False,
         "disable_tqdm": True,
-        "report_to": list(watch.trackers) or "none",
-        "dataloader_pin_memory": plan.device.type == "cuda",
+        "report_to": list(options.trackers) or "none",
+        "dataloader_pin_memory": training_config.device.type == "cuda",
     }
-    arguments = TrainingArguments(**{**own, **plan.trainer})
+    arguments = TrainingArguments(**{**own, **training_config.trainer})
     # One process, one device: replicas of Trainer's DataParallel would each see part of a batch.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1

@@ -16,7 +16,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingConfig:
     """How long, how fast and where to train.
 
     A batch has ``batch_size`` rows, shared by all processes. ``trainer`` are further arguments of
@@ -65,8 +65,8 @@ def choose_device(name: str, precision: str) -> torch.device:
     return torch.device(chosen)
 
 
-def autocast(plan: Plan) -> contextlib.AbstractContextManager:
+def autocast(training_config: TrainingConfig) -> contextlib.AbstractContextManager:
     """The precision of the plan, as Trainer applies it in training."""
-    if plan.precision == "fp32":
+    if training_config.precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(plan.device.type, dtype=PRECISIONS[plan.precision])
+    return torch.autocast(training_config.device.type, dtype=PRECISIONS[training_config.precision])

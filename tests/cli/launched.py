@@ -138,7 +138,7 @@ def commands(folder: Path, lines: dict[str, list[str]], late: float = 0.0) -> No
     *most, (_, last) = lines.items()
     results = {}
     if late and not processes.first():
-        processes.by_first = slow_to_go_on(processes.by_first, late)
+        processes.on_first_process = slow_to_go_on(processes.on_first_process, late)
     for name, words in most:
         results[name] = result_of(words)
         if results[name][0]:  # the others may wait for this process in vain
@@ -160,9 +160,9 @@ def result_of(words: list[str]) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr + told
 
 
-def slow_to_go_on(by_first, seconds):
+def slow_to_go_on(on_first_process, seconds):
     def wrapped(work):
-        result = by_first(work)
+        result = on_first_process(work)
         time.sleep(seconds)
         return result
 

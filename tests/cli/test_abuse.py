@@ -23,7 +23,7 @@ from fastkd.cli.command_settings import (
     DemoSettings,
     EvaluateSettings,
     ExportSettings,
-    UseSettings,
+    PredictSettings,
     VerifySettings,
 )
 from fastkd.cli.main import app
@@ -35,7 +35,7 @@ from tests.support.tiny import make_teacher, words_of, write_tsv
 COMMANDS = {
     "distill": Settings,
     "evaluate": EvaluateSettings,
-    "predict": UseSettings,
+    "predict": PredictSettings,
     "export": ExportSettings,
     "cache": CacheSettings,
     "verify": VerifySettings,
@@ -409,16 +409,16 @@ DAMAGES = {
 
 @pytest.mark.parametrize("file", DAMAGES)
 def test_damaged_model_files(invoke, folder, tmp_path, file):
-    for i, damage in enumerate(DAMAGES[file]):
+    for i, content in enumerate(DAMAGES[file]):
         model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
         whole = (model / file).read_bytes()
-        (model / file).write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+        (model / file).write_bytes(whole[: len(whole) // 2] if content is None else content)
         for command, name in (("distill", "teacher"), ("evaluate", "model")):
             result = invoke(command, **{name: model})
             if result.exit_code:  # some damage to a tokenizer's options is none
-                assert f"--{name}" in result.stderr, (file, damage, result.stderr)
+                assert f"--{name}" in result.stderr, (file, content, result.stderr)
             else:
-                assert file.startswith("tokenizer"), (file, damage)
+                assert file.startswith("tokenizer"), (file, content)
 
 
 def test_a_truncated_result_file(invoke, tmp_path):

@@ -24,7 +24,7 @@ from fastkd.cli import display
 from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.distill import student_from_teacher
 from fastkd.train.data import read_file
-from fastkd.train.saving import MARKER
+from fastkd.train.saving import MANIFEST
 from tests.cli.launched import result_of
 from tests.distill.processes import run_ranks
 from tests.support.tiny import run
@@ -56,10 +56,10 @@ def folder(tmp_path_factory):
     save(path / "turned", words=WORDS[:5] + WORDS[:4:-1], num_hidden_layers=2, **SIZES)
     save(path / "narrow", num_hidden_layers=2, **{**SIZES, "intermediate_size": 8})
     began = {"teacher_layers": [1, 3], "settings": {"student_config": {"intermediate_size": 8}}}
-    (path / "narrow" / MARKER).write_text(json.dumps(began))
+    (path / "narrow" / MANIFEST).write_text(json.dumps(began))
     save(path / "wrong", num_hidden_layers=2, **SIZES)
-    (path / "student" / MARKER).write_text(json.dumps({"teacher_layers": [1, 3]}))
-    (path / "wrong" / MARKER).write_text(json.dumps({"teacher_layers": [2, 4]}))
+    (path / "student" / MANIFEST).write_text(json.dumps({"teacher_layers": [1, 3]}))
+    (path / "wrong" / MANIFEST).write_text(json.dumps({"teacher_layers": [2, 4]}))
     torch.nn.init.constant_(broken.encoder.layer[0].output.LayerNorm.weight, float("nan"))
     save(path / "nan", num_hidden_layers=3, **SIZES)
     broken.save_pretrained(path / "nan")
@@ -151,7 +151,7 @@ def test_columns_are_those_of_the_training(folder, tmp_path):
     words = {"model": folder, "student": student, "data": data, "measures": "svcca"}
     run("analyze", **words, out=tmp_path / "given", **columns)
     about = {"teacher_layers": [1, 3], "settings": columns}
-    (student / MARKER).write_text(json.dumps(about))
+    (student / MANIFEST).write_text(json.dumps(about))
     run("analyze", **words, out=tmp_path / "known")
     given, known = (
         json.loads((tmp_path / name / "layers.json").read_text()) for name in ("given", "known")

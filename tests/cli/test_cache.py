@@ -222,7 +222,7 @@ def test_a_changed_file_trains_no_other_student(call, tmp_path):
     weights[-20] ^= 1
     student.write_bytes(weights)
     error = call("distill", tmp_path / "out", method="soft_targets", **wrong)
-    assert "its student is damaged (model.safetensors is not what was written)" in error
+    assert "its student is damaged (model.safetensors has changed since it was written)" in error
     call("cache", cache, method="soft_targets")
     call("distill", tmp_path / "out", method="soft_targets", teacher_cache=cache)
 

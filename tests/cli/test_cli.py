@@ -40,8 +40,8 @@ from fastkd.train import option_fields, saving, training
 from fastkd.train.distill_settings import Settings
 from fastkd.train.errors import InputError
 from fastkd.train.saving import (
-    MARKER,
-    damage,
+    MANIFEST,
+    find_damage,
     recover_directory,
     replace_directory,
 )
@@ -645,20 +645,20 @@ def test_no_option_is_forgotten(distill, files, tmp_path):
     assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
     error = distill(train=real, eval=real, finetune_teacher=1, label_order="a,b", expect=2)
-    assert "--label-order is about classes" in error
+    assert "the labels are numbers, not classes" in error
 
 
 @pytest.mark.parametrize("where", ["student", "unfinished"])
 def test_a_marker_of_something_else(distill, tmp_path, where):
     folder = tmp_path / "out" / where
     folder.mkdir(parents=True)
-    for marker in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
-        (folder / MARKER).write_text(marker)
+    for manifest in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
+        (folder / MANIFEST).write_text(manifest)
         error = distill("--resume", expect=2)
-        assert f"{folder}" in error and MARKER in error
+        assert f"{folder}" in error and MANIFEST in error
     # Only what lies below a marker is its own.
     (tmp_path / "mine").write_text("")
-    (folder / MARKER).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
+    (folder / MANIFEST).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
     saving.remove_own(folder)
     assert (tmp_path / "mine").exists() and not folder.exists()
 
@@ -682,16 +682,16 @@ def test_links_and_logs_among_the_results(distill, files, tmp_path):
     (linked / "x").symlink_to(mine)
     (linked / "y").symlink_to(mine / "below")
     listed = {"x/below/thesis.txt": digest, "y/thesis.txt": None, "y/../below/thesis.txt": digest}
-    (linked / MARKER).write_text(json.dumps({"files": listed}))
+    (linked / MANIFEST).write_text(json.dumps({"files": listed}))
     saving.discard(linked)
     assert (mine / "below" / "thesis.txt").read_text() == "mine"
     shutil.rmtree(mine)
     shutil.copytree(make_teacher(tmp_path / "model"), mine)
-    saving.seal(mine, {})
+    saving.write_manifest(mine, {})
     (out / "student").symlink_to(mine)
     saving.replace_directory(out / "student", lambda directory: {})
     assert visible(out) == ["student", "unfinished"] and not (out / "student").is_symlink()
-    assert damage(mine) is None
+    assert find_damage(mine) is None
 
 
 def test_a_file_that_was_changed_is_not_deleted(distill, tmp_path):
@@ -699,7 +699,7 @@ def test_a_file_that_was_changed_is_not_deleted(distill, tmp_path):
     student = tmp_path / "out" / "student"
     (student / "README.md").write_text("a card of my own")
     distill("--overwrite")
-    assert damage(student) is None
+    assert find_damage(student) is None
     kept = tmp_path / "out" / "student.old"
     assert visible(kept) == ["README.md"]
     assert (kept / "README.md").read_text() == "a card of my own"
@@ -783,7 +783,7 @@ def test_files_put_into_an_unfinished_run_stay(distill, interrupted, tmp_path, f
     assert {p.name for p in (work.parent / "unfinished-2").rglob("*") if p.is_file()} == {
         "notes.txt"
     }
-    assert damage(work.parent / "student") is None
+    assert find_damage(work.parent / "student") is None
     assert "already complete" in distill("--resume", epochs=2)
 
 
@@ -795,7 +795,7 @@ def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
 
     stop_at(monkeypatch, 3, second)
     distill()
-    assert f"is in use by process {os.getpid()}" in seen[0]
+    assert f"in use by process {os.getpid()}" in seen[0]
     assert report_of(tmp_path / "out")["complete"]
     assert visible(tmp_path / "out") == ["student"]
 
@@ -830,14 +830,14 @@ def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypa
 
 def stop_at(monkeypatch, step, how):
     """Let ``how()`` happen after training step ``step``."""
-    original = training.Watcher.on_step_end
+    original = training.TrainingCallback.on_step_end
 
     def on_step_end(self, args, state, control, **rest):
         if state.global_step == step:
             how()
         return original(self, args, state, control, **rest)
 
-    monkeypatch.setattr(training.Watcher, "on_step_end", on_step_end)
+    monkeypatch.setattr(training.TrainingCallback, "on_step_end", on_step_end)
 
 
 def crash():
@@ -934,7 +934,7 @@ def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
     assert same_weights(tmp_path / "out", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("harm", ["optimizer.pt", MARKER, "flip model.safetensors", "cut off"])
+@pytest.mark.parametrize("harm", ["optimizer.pt", MANIFEST, "flip model.safetensors", "cut off"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     distill, interrupted, begun, tmp_path, harm
 ):
@@ -950,7 +950,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         "trainer_state.json",
     ):  # fmt: skip
         (newest / name).rename(tmp_path / name)
-        assert name in damage(newest)
+        assert name in find_damage(newest)
         (tmp_path / name).rename(newest / name)
     if harm == "cut off":
         newest = checkpoints / "checkpoint-8"
@@ -1002,14 +1002,14 @@ def test_resume_wants_the_same_data_models_and_settings(
     (own / "tokenizer.json").write_text(words.replace('"film"', '"mlif"'))
     assert "started with other tokenizer files" in distill("--resume", expect=2, **options)
     (own / "tokenizer.json").write_text(words)
-    marker = tmp_path / "out" / "unfinished" / MARKER
-    content = marker.read_text()
-    marker.write_text(content[:50])
+    manifest = tmp_path / "out" / "unfinished" / MANIFEST
+    content = manifest.read_text()
+    manifest.write_text(content[:50])
     error = distill("--resume", expect=2, seed=5, **options)
-    assert f"{marker} is damaged" in error and "--overwrite" in error
+    assert f"{manifest} is damaged" in error and "--overwrite" in error
     older = json.loads(content)
     older["fingerprints"]["tokens (tokenizer)"] = older["fingerprints"].pop("tokenizer files")
-    marker.write_text(json.dumps(older))  # as it was once written
+    manifest.write_text(json.dumps(older))  # as it was once written
     distill("--resume", **options)
     # A complete run, too.
     train.write_text(train.read_text().replace("film", "a film", 1))
@@ -1054,7 +1054,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
         else:
             patch.setattr(saving, "seal", full)
         message = distill("--overwrite", seed=2, expect=1)
-    assert "can't be saved: No space left on device" in message and "intact" in message
+    assert "cannot be saved (No space left on device)" in message and "intact" in message
     after = weights_of(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert report_of(tmp_path / "out")["settings"]["seed"] == 1
@@ -1081,7 +1081,7 @@ def test_replacing_a_directory_is_all_or_nothing(tmp_path):
     replace_directory(target, lambda directory: {"new": (directory / "w").write_text("old")})
     with pytest.raises(KeyboardInterrupt):
         replace_directory(target, cut_off)
-    assert (target / "w").read_text() == "old" and damage(target) is None
+    assert (target / "w").read_text() == "old" and find_damage(target) is None
     assert visible(tmp_path) == ["model"]
     target.rename(tmp_path / ".model.old")
     recover_directory(target)
@@ -1098,7 +1098,7 @@ def test_a_new_directory_is_on_the_disk_before_it_replaces_the_old(tmp_path, mon
         return {}
 
     replace_directory(tmp_path / "model", write)
-    files = [tmp_path / "model" / name for name in ("w", MARKER, ".")]
+    files = [tmp_path / "model" / name for name in ("w", MANIFEST, ".")]
     assert {path.stat().st_ino for path in files} <= set(done[: done.index("rename")])
     assert done[-1] == tmp_path.stat().st_ino
 

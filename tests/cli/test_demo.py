@@ -188,7 +188,7 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
 def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
     """What is kept was trained once more: it answers as the run's file says."""
     study = demo.make_study(demo.Size.of(DemoSettings(fast=True)), 5, "cpu")
-    work = task_runs.TaskWork(study, study.tasks[0], tmp_path / "runs")
+    work = task_runs.TaskRuns(study, study.tasks[0], tmp_path / "runs")
     first = work.train(study.variants[2], 5)
     again = work.distil(study.variants[2], 5)
     assert again.run.answers == first["predictions"]
@@ -196,7 +196,7 @@ def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
 
 def test_the_demo_leaves_another_student_alone(tiny, tmp_path):
     (tmp_path / "student").mkdir()
-    saving.write_json(tmp_path / "student" / saving.MARKER, {"run": "x", "files": {}})
+    saving.write_json(tmp_path / "student" / saving.MANIFEST, {"run": "x", "files": {}})
     assert "a student that isn't the demo's" in run("demo", "--fast", out=tmp_path, expect=2)
 
 

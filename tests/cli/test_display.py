@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fastkd.cli import display
-from fastkd.cli.display import RichDisplay, Steadfast, new_console, say
+from fastkd.cli.display import BestEffortStream, RichDisplay, new_console, say
 from fastkd.cli.distill_command import show
 from fastkd.train.card import write_card
 from fastkd.train.errors import RunFailed
@@ -73,7 +73,7 @@ def test_a_reader_may_go_away(tmp_path):
         def write(self, text):
             raise BrokenPipeError
 
-    console = Console(file=Steadfast(Closed()))
+    console = Console(file=BestEffortStream(Closed()))
     with RichDisplay(console) as shown:
         shown.say("nobody reads this")
         shown.track("x").losses(1, TERMS)

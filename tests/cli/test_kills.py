@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fastkd.cli.main import app
-from fastkd.train.saving import damage, foreign
+from fastkd.train.saving import find_damage, unlisted_files
 from tests.support.tiny import make_teacher, words_of, write_tsv
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
@@ -151,7 +151,7 @@ def test_a_kill_before_the_last_seal_has_its_name(words, whole, killer, tmp_path
         result = run(words, out, "--resume")
         assert result.exit_code == 0, result.output
         assert_same(out, whole[1])
-    assert damage(out / "student") is None and not foreign(out / "student")
+    assert find_damage(out / "student") is None and not unlisted_files(out / "student")
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -190,7 +190,7 @@ def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path)
     for last in range(total - 40, total + 1, 1 if SHARE == 1 else 13):
         start_over()
         run(words, out, "--overwrite", killer=killer, last=last)
-        assert not (out / "student").exists() or damage(out / "student") is None
+        assert not (out / "student").exists() or find_damage(out / "student") is None
         if not (out / "student").exists():
             assert (out / ".student.old").exists()
         result = run(words, out, "--resume")

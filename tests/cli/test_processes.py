@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from fastkd.distill.order import Order
-from fastkd.train.saving import damage
-from fastkd.train.trainers import Steps
+from fastkd.train.saving import find_damage
+from fastkd.train.trainers import StepSampler
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
 from tests.cli.test_cli import report_of, same_weights, stop_at, visible
 from tests.cli.test_demo import write_packaged
@@ -276,7 +276,7 @@ def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
         assert errors.count("--resume continues from it") == 1, errors
     assert launch.process.exitcode
     # The kill may have come in the middle of a save.
-    sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if damage(p) is None]
+    sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if find_damage(p) is None]
     assert sound
     for checkpoint in sound:
         assert {"rng_state_0.pth", "rng_state_1.pth"} <= {p.name for p in checkpoint.iterdir()}
@@ -353,8 +353,8 @@ def test_a_bug_in_one_process_ends_the_others(launched):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
     order = Order(np.ones(rows, dtype=bool), 8)
-    alone = Steps(order, seed=3)
-    shared = [Steps(order, 3, rank, ranks) for rank in range(ranks)]
+    alone = StepSampler(order, seed=3)
+    shared = [StepSampler(order, 3, rank, ranks) for rank in range(ranks)]
     orders = []
     for epoch in (0, 1):
         for steps in (alone, *shared):

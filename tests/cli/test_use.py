@@ -92,7 +92,7 @@ def test_the_student_scores_the_same_everywhere(folder, report):
     assert json.loads((folder / "scores.json").read_text())["accuracy"] == expected
     run("evaluate", *words, "--out", folder / "scores.tsv")
     assert (folder / "scores.tsv").read_text() == f"rows\taccuracy\n30\t{expected}\n"
-    assert "is there already" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
+    assert "the file exists" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
 
     output = run("predict", "--model", student, "--data", folder / "test.tsv")
     heads, *lines = (line.split("\t") for line in output.splitlines())
@@ -137,7 +137,7 @@ def test_onnx_gives_the_same_score(folder, report, tmp_path):
     words = ("evaluate", "--model", student, "--data", folder / "test.tsv")
     score = report["test"]["student"]["accuracy"]
     assert f"accuracy {score:.4g}" in run(*words, "--onnx", path)
-    assert "is there already" in run("export", "--model", student, "--out", path, expect=2)
+    assert "the file exists" in run("export", "--model", student, "--out", path, expect=2)
     other = make_teacher(tmp_path / "other", labels=3)
     error = run("predict", model=other, data=folder / "dev.tsv", onnx=path, expect=2)
     assert "it has 2 outputs, and --model" in error
@@ -155,13 +155,13 @@ def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("fastkd.cli.export_command._write", written)
     monkeypatch.setattr("fastkd.cli.export_command._difference", lambda *_: 0.0)
     model = make_teacher(tmp_path / "model", max_position_embeddings=8)
-    saving.seal(model, {})
+    saving.write_manifest(model, {})
     for _ in range(2):
         run("export", model=model, overwrite=True)
-        assert saving.foreign(model) == [] and saving.damage(model) is None
+        assert saving.unlisted_files(model) == [] and saving.find_damage(model) is None
     assert (model / "model.onnx").read_bytes() == b"a graph"
     (model / "model.onnx").unlink()
-    assert saving.damage(model) is None  # a run that made the model may still be resumed
+    assert saving.find_damage(model) is None  # a run that made the model may still be resumed
 
 
 def identity(path, inputs, outputs=1):
@@ -458,8 +458,8 @@ def test_columns_are_those_of_the_training(folder, tmp_path):
 
 def test_a_marker_that_says_nothing_is_none(folder, tmp_path):
     model = shutil.copytree(folder / "teacher", tmp_path / "model")
-    for marker in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
-        (model / "fastkd.json").write_text(marker)
+    for manifest in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
+        (model / "fastkd.json").write_text(manifest)
         assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
 
 

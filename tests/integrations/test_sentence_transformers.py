@@ -69,7 +69,7 @@ def embedded(model, *columns):
     return [model(features)["sentence_embedding"] for features in features_of(model, *columns)]
 
 
-def taught(teacher, *columns):
+def teacher_answers(teacher, *columns):
     return [teacher.encode(list(texts), convert_to_tensor=True).clone() for texts in columns]
 
 
@@ -100,7 +100,7 @@ def test_values_and_gradients_are_the_functions(folder, name, columns, parts):
     cls, options, function = LOSSES[name]
     model, teacher = student_of(folder), teacher_of(folder)
     texts = (TEXTS, OTHERS)[:columns]
-    labels = taught(teacher, *texts)
+    labels = teacher_answers(teacher, *texts)
     loss = cls(model, mini_batch_size=parts, **options)
     given = labels[0] if columns == 1 else torch.stack(labels, 1)
     value = loss(features_of(model, *texts), given)
@@ -112,7 +112,7 @@ def test_values_and_gradients_are_the_functions(folder, name, columns, parts):
 
 def test_columns_that_mean_the_same_are_averaged(folder):
     model, teacher = student_of(folder), teacher_of(folder)
-    (labels,) = taught(teacher, TEXTS)
+    (labels,) = teacher_answers(teacher, TEXTS)
     value = CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
     each = [cos_nce_loss(x, labels) for x in embedded(model, TEXTS, OTHERS)]
     torch.testing.assert_close(value, sum(each) / 2, **CLOSE)
@@ -121,7 +121,7 @@ def test_columns_that_mean_the_same_are_averaged(folder):
 @pytest.mark.filterwarnings("ignore:CCALoss")
 def test_prefixes_are_compared_with_the_whole_teacher(folder):
     model, teacher = student_of(folder), teacher_of(folder)
-    (labels,) = taught(teacher, TEXTS)
+    (labels,) = teacher_answers(teacher, TEXTS)
     (student,) = embedded(model, TEXTS)
     for name, (cls, options, function) in LOSSES.items():
         loss = cls(model, dims=[16, 4], **options)
@@ -140,7 +140,7 @@ def test_prefixes_are_compared_with_the_whole_teacher(folder):
 def test_truncated_embeddings_are_compared_as_they_are_used(folder):
     model = student_of(folder)
     model.truncate_dim = 8
-    (student,), (labels,) = embedded(model, TEXTS), taught(teacher_of(folder), TEXTS)
+    (student,), (labels,) = embedded(model, TEXTS), teacher_answers(teacher_of(folder), TEXTS)
     for cls, options, function in LOSSES.values():
         value = cls(model, **options)(features_of(model, TEXTS), labels[:, :8])
         expected = function(student[:, :8], labels[:, :8])
@@ -198,7 +198,7 @@ def test_layers_are_a_distillers(folder, name):
 @pytest.mark.parametrize("of", ["ours", "theirs", "prefixes"])
 def test_layers_and_embeddings_come_from_one_pass(folder, of):
     model, teacher = student_of(folder), teacher_of(folder)
-    labels = torch.stack(taught(teacher, TEXTS, OTHERS), 1)
+    labels = torch.stack(teacher_answers(teacher, TEXTS, OTHERS), 1)
     make = {
         "ours": RelationDistillLoss,
         "theirs": MSELoss,
@@ -238,7 +238,7 @@ def train(rank, name, folder, out, batch, seed, **arguments):
         with torch.no_grad():
             for parameter in loss._own_parameters() if rank else []:
                 parameter.add_(1.0)  # follows the first process
-    rows = {"text": TEXTS[:12], "label": taught(teacher, TEXTS[:12])[0].tolist()}
+    rows = {"text": TEXTS[:12], "label": teacher_answers(teacher, TEXTS[:12])[0].tolist()}
     args = SentenceTransformerTrainingArguments(
         str(out), per_device_train_batch_size=batch, max_steps=3, learning_rate=1e-2,
         report_to="none", save_strategy="no", use_cpu=True, lr_scheduler_type="constant",
@@ -302,7 +302,11 @@ def test_what_is_saved_scores_the_same_without_fastkd(folder, tmp_path):
     before = copy.deepcopy(model)
     numbers = teacher.similarity_pairwise(*(teacher.encode(x) for x in (TEXTS, OTHERS[::-1])))
     evaluator = EmbeddingSimilarityEvaluator(TEXTS, OTHERS[::-1], numbers.tolist(), name="agree")
-    rows = {"a": TEXTS, "b": OTHERS, "label": torch.stack(taught(teacher, TEXTS, OTHERS), 1)}
+    rows = {
+        "a": TEXTS,
+        "b": OTHERS,
+        "label": torch.stack(teacher_answers(teacher, TEXTS, OTHERS), 1),
+    }
     rows["label"] = rows["label"].tolist()
     loss = LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=RelationDistillLoss(model))
     args = SentenceTransformerTrainingArguments(

@@ -22,7 +22,7 @@ from fastkd.cli.main import app
 from fastkd.distill.baselines import BASELINES
 from fastkd.study import spec, study_report, study_runs
 from fastkd.study.study_settings import StudySettings
-from fastkd.study.task_runs import TaskWork, few_labels
+from fastkd.study.task_runs import TaskRuns, few_labels
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display
@@ -158,7 +158,7 @@ def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
 @pytest.mark.parametrize("step", [None, 2])  # of a run, or before the first
 def test_a_stop_says_that_the_same_command_goes_on(root, monkeypatch, step):
     if step is None:
-        monkeypatch.setattr(TaskWork, "make_teacher", lambda *_, **__: terminate())
+        monkeypatch.setattr(TaskRuns, "make_teacher", lambda *_, **__: terminate())
     else:
         stop_at(monkeypatch, step, terminate)
     words = ["study", str(write(root)), "--out", str(root / "out")]
@@ -195,7 +195,7 @@ def test_the_cache_changes_nothing(root, finished):
 
 def test_a_student_of_the_model_before_it_was_the_teacher(root, tiny):
     found = spec.read(StudySettings(spec=write(root, shared='student = "pretrained"\n' + SHARED)))
-    task = TaskWork(found, found.tasks[0], root / "out")
+    task = TaskRuns(found, found.tasks[0], root / "out")
     for variant in found.variants[:2]:
         starts = [task._distiller(variant, cached=False).student for _ in range(2)]
         word = "embeddings.word_embeddings.weight"
@@ -214,7 +214,7 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     methods = f'[methods]\nlabels = {{}}\nbefore = {{method = "fcd", student = "{mine}"}}\n'
     path = write(root, methods)
     found = spec.read(StudySettings(spec=path))
-    task = TaskWork(found, found.tasks[0], root / "out")
+    task = TaskRuns(found, found.tasks[0], root / "out")
     usual, begun = (task._distiller(variant, cached=False).student for variant in found.variants)
     word = "embeddings.word_embeddings.weight"
     assert torch.equal(begun.get_parameter(f"bert.{word}"), model.get_parameter(word))
@@ -222,11 +222,11 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     assert usual.config.num_hidden_layers == found.student_layers
     cached = task._distiller(found.variants[1], cached=True)  # another depth, so other layers
     assert len(cached.method.teacher_layers) == model.config.num_hidden_layers
-    kept = [job.path for job in study_runs.Runs(found, root / "out").jobs]
+    kept = [job.path for job in study_runs.StudyRuns(found, root / "out").jobs]
     with torch.no_grad():
         model.get_parameter(word).add_(1.0)
     model.save_pretrained(mine)
-    now = [job.path for job in study_runs.Runs(found, root / "out").jobs]
+    now = [job.path for job in study_runs.StudyRuns(found, root / "out").jobs]
     assert [a == b for a, b in zip(kept, now, strict=True)] == [True, False] * (len(now) // 2)
     shutil.copy(tiny / "vocab.txt", mine)
     read_otherwise(mine)
@@ -235,18 +235,18 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     methods = methods.replace(str(mine), "./none")
     none = spec.read(StudySettings(spec=write(root, methods)))
     with pytest.raises(InputError, match=r"student .*none"):
-        TaskWork(none, none.tasks[0], root / "out")._distiller(none.variants[1], cached=False)
+        TaskRuns(none, none.tasks[0], root / "out")._distiller(none.variants[1], cached=False)
 
 
 def test_students_of_another_shape(root):
     shape = 'student_weights = "random"\n'
     shape += "student_config = {hidden_size = 24, num_attention_heads = 3}\n"
     found = spec.read(StudySettings(spec=write(root, shared=shape + SHARED)))
-    task = TaskWork(found, found.tasks[0], root / "out")
+    task = TaskRuns(found, found.tasks[0], root / "out")
     student = task._distiller(found.variants[0], cached=False).student
     assert student.config.hidden_size == 24 and student.config.num_hidden_layers == 2
     same = spec.read(StudySettings(spec=write(root)))
-    kept, other = (study_runs.Runs(each, root / "out").jobs[0] for each in (same, found))
+    kept, other = (study_runs.StudyRuns(each, root / "out").jobs[0] for each in (same, found))
     assert other.identity["student_weights"] == "random" and other.path != kept.path
     assert not {"student_weights", "student_config"} & kept.identity.keys()
 
@@ -263,7 +263,7 @@ def test_a_budget_in_seconds_becomes_steps(root, monkeypatch):
     monkeypatch.setattr(Run, "distil", train)
     methods = "[methods]\nlabels = {}\nlrc_bert = {}\n"
     found = spec.read(StudySettings(spec=write(root, methods), seconds=2.0))
-    task = TaskWork(found, found.tasks[0], root / "out")
+    task = TaskRuns(found, found.tasks[0], root / "out")
     task.make_teacher()
     assert [task.steps_in(2.0, variant) for variant in found.variants] == [20, 10]
 
@@ -402,7 +402,7 @@ def test_other_weights_are_another_teacher(root, tiny):
 
     def key():
         found = spec.read(StudySettings(spec=path))
-        return TaskWork(found, found.tasks[0], root / "out").key
+        return TaskRuns(found, found.tasks[0], root / "out").key
 
     before = key()
     assert key() == before
@@ -456,7 +456,7 @@ def test_files_of_others_are_not_replaced(root, finished):
 
 
 def test_a_student_that_cannot_be_is_named_before_the_teacher_learns(root, monkeypatch):
-    monkeypatch.setattr(TaskWork, "make_teacher", None)
+    monkeypatch.setattr(TaskRuns, "make_teacher", None)
     for methods, message in (
         ("fcd = {teacher_layers = [2, 9]}", "9"),
         ("fcd = {layers = [1]}", "fcd on one: "),
@@ -541,7 +541,7 @@ def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
         found, tasks=(found.tasks[0], dataclasses.replace(found.tasks[0], name="two"))
     )
     teacher = read_json(next(finished[1].glob("teachers/*/fastkd.json")))
-    known = study_runs.Runs(spec.read(StudySettings(spec=write(root))), finished[1]).results()
+    known = study_runs.StudyRuns(spec.read(StudySettings(spec=write(root))), finished[1]).results()
     results = {("two", *rest): run for (_, *rest), run in known.items()}
     left_out = found.variants[1].name
     results |= {key: run for key, run in known.items() if key[1] != left_out}
@@ -593,7 +593,7 @@ def test_the_papers_values_by_name(root):
 
 
 def test_few_labels_are_even_and_the_seeds_own(root):
-    task = TaskWork(spec.read(StudySettings(spec=write(root))), None, root)
+    task = TaskRuns(spec.read(StudySettings(spec=write(root))), None, root)
     task.task = task.study.tasks[0]
     corpora = [few_labels(task.corpus, 10, seed) for seed in (0, 0, 1)]
     labelled = [set(corpus.train.columns("number")) for corpus in corpora]

@@ -127,8 +127,8 @@ def test_a_cache_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, cach
     path = write_tsv(tmp_path / "a.tsv")
     arrow = Path(read(path).data.cache_files[0]["filename"])
     whole = arrow.read_bytes()
-    for damage in (b"", whole[: len(whole) // 2], b"x" * len(whole)):
-        arrow.write_bytes(damage)
+    for find_damage in (b"", whole[: len(whole) // 2], b"x" * len(whole)):
+        arrow.write_bytes(find_damage)
         with pytest.raises(InputError, match=rf"a\.tsv: .*damaged.*{re.escape(str(cache))}"):
             read(path)
     blocked = tmp_path / "file"

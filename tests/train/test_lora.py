@@ -20,7 +20,13 @@ from fastkd.train.saving import read_json
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
 
-USUAL = {"epochs": 2, "batch_size": 4, "max_length": 16, "device": "cpu", "learning_rate": 1e-2}
+DEFAULTS = {
+    "epochs": 2,
+    "batch_size": 4,
+    "max_length": 16,
+    "device": "cpu",
+    "learning_rate": 1e-2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def chat(tmp_path_factory):
     files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
     options = {"task": "chat", "train": files[0], "eval": files[1], "method": "soft_targets"}
     teacher = make_chat_teacher(folder / "gpt2")
-    return {**USUAL, **options, "teacher": teacher, "lora": "r=2,alpha=4"}
+    return {**DEFAULTS, **options, "teacher": teacher, "lora": "r=2,alpha=4"}
 
 
 def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypatch):
@@ -63,14 +69,15 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
     assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
     # tests/distill/test_verify.py has what AOT Autograd makes of a step.
     monkeypatch.setitem(verify.begin.__kwdefaults__, "compile_backend", "eager")
-    run("verify", **{k: v for k, v in chat.items() if k not in (*USUAL, "epochs")},
+    run("verify", **{k: v for k, v in chat.items() if k not in (*DEFAULTS, "epochs")},
         max_length=16, device="cpu", rows=4, ranks=0)  # fmt: skip
 
 
 def test_a_classifier_trains_its_head_too(tmp_path):
     files = {"train": write_tsv(tmp_path / "a.tsv"), "eval": write_tsv(tmp_path / "b.tsv", 20, 1)}
     teacher = make_teacher(tmp_path / "bert")
-    run("distill", **{**USUAL, "epochs": 1}, **files, teacher=teacher, lora="targets=query+value",
+    options = {**DEFAULTS, "epochs": 1}
+    run("distill", **options, **files, teacher=teacher, lora="targets=query+value",
         out=tmp_path / "out")  # fmt: skip
     kept = load_file(tmp_path / "out/student/adapter/adapter_model.safetensors")
     assert any("classifier" in name for name in kept) and any("query" in name for name in kept)

@@ -26,7 +26,7 @@ NAMES = tuple(
     )
 )
 # What is read without --task, unless file or model are another task's alone.
-USUAL = "classification"
+DEFAULT_TASK = "classification"
 
 
 def check(name: str | None) -> None:
@@ -44,7 +44,7 @@ def kind_of(name: str | None) -> str | None:
 def named(name: str | None) -> type[Task]:
     """The task called ``name``, or one's own as package.module:Class."""
     if name is None or ":" not in name:
-        module = (name or USUAL).replace("-", "_")
+        module = (name or DEFAULT_TASK).replace("-", "_")
         return importlib.import_module(f"{__name__}.{module}").TASK
     if "" not in sys.path:
         sys.path.append("")  # the console script, unlike python -m, doesn't look here

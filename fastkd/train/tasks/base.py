@@ -1,4 +1,4 @@
-"""What a task is to the commands: rows, tokens, head, scores and predictions."""
+"""Base classes of tasks: how rows are read, encoded, scored and predicted."""
 
 import contextlib
 import inspect
@@ -30,71 +30,70 @@ Tokens = Mapping[str, list[Any]]  # columns of them
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows
 
 
-class Given(NamedTuple):
-    """What is known of labels beside the rows."""
+class LabelInfo(NamedTuple):
+    """Information on labels that the rows themselves do not hold."""
 
     labels: str = "auto"  # --labels
     glue: Glue | None = None
-    declared: list[str] | None = None  # class names that a data set on the hub declares
+    declared_classes: list[str] | None = None  # class names that a data set on the hub declares
 
 
-class Fitted(NamedTuple):
-    """A task that has seen the rows, and these with labels as it has them."""
+class FittedTask(NamedTuple):
+    """A task fitted to the rows, and the rows with labels in its encoding."""
 
     task: "Task"
     train: Rows
     evals: dict[str, Rows]
-    bare: Rows | None = None  # training rows without a label
-    notes: tuple[str, ...] = ()  # lines to be read
+    without_labels: Rows | None = None  # training rows that have no label
+    notes: tuple[str, ...] = ()  # lines to print
 
 
 @dataclass(frozen=True)
 class Task:
-    """How rows of a task are read, encoded and scored, and which head answers them.
+    """How rows are read, encoded and scored, and which head predicts.
 
-    A subclass is one file of `fastkd.train.tasks`, or one's own as ``--task package.module:Class``.
-    It sets the class attributes, and replaces the methods in which it differs from one text, or
-    two, and one label. Fields of its instances hold what it learned from the rows or from a head,
-    in types whose ``repr`` says all of them: it is part of the name of the encoded rows' file.
+    A subclass is a file of `fastkd.train.tasks`, or a user's class named as
+    ``--task package.module:Class``. It sets the class attributes and overrides the methods where it
+    differs from one or two texts with one label. Instance fields hold what `fit` or `of` read from
+    the rows or a head. Their ``repr`` must show their whole value, since it is part of the file
+    name of the encoded rows.
 
-    Rows are read by `row` into columns (`features`) of an Arrow file, made into tokens by
-    `encode`, which may give more rows or fewer, and into batches by `collator`. A model's `answer`
-    to a batch is one object for each of its rows, small, since all are kept; `scores` gets them in
-    the order of the encoded rows, all of them in every process.
+    `row` reads a record into the columns (`features`) of an Arrow file. `encode` turns rows into
+    tokens and may return more or fewer rows. `collator` builds batches. `answer` returns one small
+    object for each row of a batch, because all of them are kept in memory; `scores` receives them
+    in the order of the encoded rows, complete in every process.
     """
 
-    #: Scores that it knows; those that are told unless asked, of which the first picks the best
-    #: model; those of which less is better; and those that are told in percent.
+    #: All supported metrics; those reported by default, of which the first selects the best
+    #: checkpoint; metrics to minimise; metrics that already are percentages.
     metrics: ClassVar[tuple[str, ...]]
-    usual: ClassVar[tuple[str, ...]]
-    smaller: ClassVar[frozenset[str]] = frozenset()
+    default_metrics: ClassVar[tuple[str, ...]]
+    lower_is_better: ClassVar[frozenset[str]] = frozenset()
     percent: ClassVar[frozenset[str]] = frozenset()
-    #: The class of transformers that loads such models, what its head is called in messages, and
-    #: the pipeline that uses it.
+    #: The Auto class of transformers that loads the model, and the head's name in messages.
     head: ClassVar[str] = "AutoModelForSequenceClassification"
     head_name: ClassVar[str] = "classification head"
-    #: transformers' word for what such a head does, by which alone a model may be known.
+    #: ``config.problem_type`` of transformers that identifies a model of this task.
     problem: ClassVar[str | None] = None
-    #: What a model gives out, and so its export.
+    #: Names of the model's outputs, and of the outputs of its ONNX export.
     outputs: ClassVar[tuple[str, ...]] = ("logits",)
     pipeline: ClassVar[str] = "text-classification"
-    #: The library that loads a finished folder, as the hub calls it.
+    #: The library that loads a saved student, by its name on the hub.
     library: ClassVar[str] = "transformers"
-    #: Whether rows say what is right, so that a model learns without a teacher.
+    #: Whether rows have labels, so that a model can be trained without a teacher.
     supervised: ClassVar[bool] = True
-    #: Whether a student may read the texts in other tokens than the teacher.
+    #: Whether the student may use a tokenizer other than the teacher's.
     two_tokenizers: ClassVar[bool] = False
-    #: Kinds of files that no other task reads.
+    #: File suffixes that only this task reads.
     suffixes: ClassVar[tuple[str, ...]] = ()
-    #: Where the parts of a row stand unless somebody says otherwise.
+    #: Default column names.
     columns: ClassVar[Columns] = Columns()
-    #: What is between the words of a list in a table's cell, where `row` reads them so; without it
-    #: they are a list in JSON.
-    between: ClassVar[str | None] = None
+    #: Separator of the items of a list in a table's cell; None: the cell holds a JSON list.
+    list_separator: ClassVar[str | None] = None
 
     @classmethod
     def name(cls) -> str:
-        """What --task calls it."""
+        """The name that --task takes."""
         package, _, module = cls.__module__.rpartition(".")
         if package == __package__:
             return module.replace("_", "-")
@@ -102,12 +101,12 @@ class Task:
 
     @classmethod
     def headless(cls) -> bool:
-        """Whether its models end with hidden states."""
+        """Whether the models have no head and return hidden states."""
         return cls.head == "AutoModel"
 
     @classmethod
     def code(cls) -> list[str]:
-        """Fingerprints of the files that say what it does."""
+        """Fingerprints of the source files of the class and its bases."""
         own = (part for part in cls.__mro__ if part is not object)
         return [file_fingerprint(Path(inspect.getfile(part))) for part in own]
 
@@ -124,19 +123,19 @@ class Task:
         return files.records(path, header, option, every)
 
     @classmethod
-    def settle(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
         """``columns`` as a first ``record`` has them; raises where one is missing."""
         return settle_columns(columns, record, source)
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
-        """Columns of the Arrow file but ``number``, with their types as `datasets` names them."""
+        """Columns of the Arrow file except ``number``, and their `datasets` types."""
         parts = {"text": True, "pair": columns.pair, LABEL: columns.label}
         return {name: "large_string" for name, there in parts.items() if there is not None}
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        """The `features` of a ``record``; a mistake is an InputError that begins ``where``."""
+        """The `features` of a ``record``; ``where`` is the prefix of an InputError."""
         row = {"text": text_of(record, columns.text, where)}
         if columns.pair is not None:
             row["pair"] = text_of(record, columns.pair, where)
@@ -146,109 +145,109 @@ class Task:
         return row
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
-        """Whether a row as it was kept holds anything to read."""
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
+        """Whether a stored row has any text."""
         return holds_text(row["text"], row.get("pair", ""))
 
     @classmethod
-    def lacking(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
-        """The column that a row which isn't `full` lacks."""
+    def empty_column(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
+        """The empty column of a row without text, for the error message."""
         return columns.text
 
     @classmethod
-    def wanted(cls, columns: Columns) -> list[str]:
+    def hub_columns(cls, columns: Columns) -> list[str]:
         """The columns of a data set on the hub that `row` reads."""
         return [name for name in (columns.text, columns.pair, columns.label) if name is not None]
 
     @classmethod
-    def declared(cls, feature: Any) -> list[str] | None:
+    def declared_classes(cls, feature: Any) -> list[str] | None:
         """The class names that a data set on the hub declares for its column of labels."""
         return getattr(feature, "names", None)
 
     @classmethod
-    def spelled(cls, label: Any, declared: list[str], where: str) -> Any:
-        """A ``label`` of such a column by its name."""
+    def declared_name(cls, label: Any, declared_classes: list[str], where: str) -> Any:
+        """The class name of an integer ``label`` of a data set that declares its classes."""
         if label is None or label < 0:
             raise InputError(f"{where}: no label (a hidden test split?)")
-        return declared[label]
+        return declared_classes[label]
 
     @classmethod
     def texts(cls, rows: Rows) -> list[str]:
-        """A text for each row, as `fastkd analyze` lets models read it."""
+        """One text for each row, as `fastkd analyze` reads them."""
         return rows.texts
 
     # Labels
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        """The task of these rows; with labels in ``Rows.labels`` if they are a number a row."""
-        return Fitted(cls(), train, evals)
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+        """The task fitted to these rows. ``Rows.labels`` is set where a label is one number."""
+        return FittedTask(cls(), train, evals)
 
     def unlabelled(self, rows: Rows) -> Rows:
-        """``rows`` whose labels the losses leave out."""
+        """``rows`` with labels that the losses ignore."""
         raise InputError(f"--unlabelled: the rows of --task {self.name()} have no labels")
 
-    def facing(self, rows: Rows) -> "Task":
-        """This task where ``rows`` are scored, which may decide on `chosen`."""
+    def for_evaluation(self, rows: Rows) -> "Task":
+        """The task for evaluation on ``rows``, which may determine the metrics."""
         return self
 
-    def predicting(self) -> "Task":
-        """This task where `predictions` are wanted, for which a row may be encoded otherwise."""
+    def for_prediction(self) -> "Task":
+        """The task for `predictions`, which may encode rows differently from training."""
         return self
 
-    def packing(self) -> "Task":
-        """This task where rows to train on hold as many texts as there is room for: --pack."""
+    def for_packing(self) -> "Task":
+        """The task for --pack, where a training row holds several texts."""
         raise InputError(f"--pack: the rows of --task {self.name()} stand alone")
 
-    def bare(self, rows: Rows) -> Rows:
-        """``rows`` of which only predictions are wanted, such as a batch can be made of."""
+    def without_labels(self, rows: Rows) -> Rows:
+        """``rows`` for prediction only, with placeholder labels where batches need them."""
         return rows
 
     @classmethod
-    def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
-        """A class for each row as it was read, by which rows can be told apart; None: none."""
+    def row_classes(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
+        """Class ids of the rows as read from the source; None if rows have no class."""
         return None
 
     def strata(self, rows: Rows) -> Sequence[int]:
-        """Groups of which a draw of few rows takes alike many."""
+        """Class ids used for stratified sampling."""
         return [0] * len(rows)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
-        """What the labels are, and what looks like a mistake in them: lines to be read."""
+        """Lines to print: a summary of the labels, and warnings about likely mistakes."""
         return iter(())
 
     # The head
 
     @property
     def names(self) -> list[str] | None:
-        """The classes of the head, if it has classes."""
+        """Class names of the head; None if it has none."""
         return None
 
     @property
     def num_labels(self) -> int | None:
-        """Outputs of the head, where the task decides on them."""
+        """Number of outputs of the head; None if the task does not determine it."""
         return None if self.names is None else len(self.names)
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "Task":
-        """The task that a finished model with this ``config`` answers; ``report``: its marker."""
+        """The task of a trained model, from its ``config`` and its manifest (``report``)."""
         return cls()
 
     @classmethod
     def check_model(cls, config: Any, who: str) -> None:
-        """Raise if a loaded model with this ``config``, called ``who``, can't be for this task."""
+        """Raise if a model with this ``config`` cannot do the task; ``who`` prefixes the error."""
         if cls.head == "AutoModelForCausalLM" and reads_whole_rows(config):
             raise InputError(
-                f"{who}: a {config.model_type} model reads rows from both sides, and sees the "
-                "token that it is to predict; take a decoder, or --task masked-lm"
+                f"{who}: a {config.model_type} model attends to both sides, and so sees the "
+                "token to predict; use a decoder, or --task masked-lm"
             )
 
     def fits(self, config: Any) -> bool:
-        """Whether the head of such a model has the outputs that this task needs."""
+        """Whether a head with this ``config`` has as many outputs as the task needs."""
         return self.num_labels in (None, config.num_labels)
 
     def fit_config(self, config: Any) -> None:
-        """Make ``config`` one for this task, whatever it was trained on before."""
+        """Set number and names of the classes in ``config``."""
         if self.names is not None:
             config.num_labels = len(self.names)
             config.id2label = dict(enumerate(self.names))
@@ -257,21 +256,23 @@ class Task:
     def match(
         self, corpus: Corpus, head: "Task | None", asked: str | None, who: str, fresh: bool = False
     ) -> Corpus:
-        """``corpus`` with its classes in the order of those of ``who``'s ``head``.
+        """``corpus`` with its classes in the order of the classes of ``head``.
 
-        What is ``asked`` with --label-order goes before it. A ``head`` of None, or one that learns
-        these rows ``fresh``, takes any order.
+        ``asked``, the value of --label-order, takes precedence. Without a ``head``, or with one
+        trained from scratch (``fresh``), any order is accepted. ``who`` prefixes errors.
         """
         if asked is not None:
-            raise InputError("--label-order is about classes, and the labels are numbers")
+            raise InputError(
+                f"--label-order {asked}: the labels are numbers, not classes; leave it out"
+            )
         return corpus
 
-    def in_order_of(self, names: list[str] | None, corpus: Corpus) -> Corpus:
-        """``corpus`` with the classes in the order of ``names``, if these are its classes."""
+    def reorder_classes(self, names: list[str] | None, corpus: Corpus) -> Corpus:
+        """``corpus`` with its classes reordered as in ``names``, if they are the same classes."""
         return corpus
 
     def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        """Rows to evaluate a finished model on, and lines to be read; ``asked``: --label-order."""
+        """Rows with labels for a trained model, and lines to print (``asked``: --label-order)."""
         if asked is not None:
             raise InputError(
                 f"--label-order {asked}: must name the data's label for each class of the model, "
@@ -281,138 +282,141 @@ class Task:
 
     # Tokens
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        """Tokens that are added to each row, and what to: ("a text")."""
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+        """Number of special tokens of a row, and what a row is: "a text" or "a pair"."""
         added = tokenizer.num_special_tokens_to_add(pair=rows.paired)
         return added, "a pair" if rows.paired else "a text"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        """Tokens of a batch of rows, by column; "where" each stands begins a message.
+        """Token columns of a batch of rows; ``batch["where"]`` holds the prefixes of errors.
 
-        Columns of `inputs` go to the model; the others stay in ``Encoded.beside``. Where a row
-        isn't one row of tokens, ``number`` says of which row each is. ``labels`` are among them
-        unless they are in ``Rows.labels``.
+        Columns in `evaluation_columns` go to the attribute of that name of `Encoded`, all others to
+        the model. ``number`` gives the source row of each encoded row where that is not one to one.
+        ``labels`` are included unless they are in ``Rows.labels``.
         """
         return tokenizer(batch["text"], batch.get("pair"), truncation=True, max_length=max_length)
 
-    #: Columns of `encode` that only `scores` and `predictions` read.
-    beside: ClassVar[tuple[str, ...]] = ()
+    #: Columns of `encode` for `scores` and `predictions` only; the model does not get them.
+    evaluation_columns: ClassVar[tuple[str, ...]] = ()
 
     def collator(self, tokenizer: Any) -> Collate:
-        """Makes a batch of encoded rows, always the same one of the same rows.
+        """A function that turns encoded rows into a batch, the same for the same rows.
 
-        One with a method ``drawn`` is another in each epoch of training: that which this gives for
-        (seed, epoch). What it makes of a row is not to depend on the rows beside it.
+        A collator may have a method ``for_epoch``, which returns the collator for (seed, epoch) of
+        training. Its result for a row must not depend on the other rows of the batch.
         """
         transformers: Any = require("transformers", "train")
-        return OnOwnSide(transformers.DataCollatorWithPadding(tokenizer), tokenizer)
+        return DefaultPaddingSide(transformers.DataCollatorWithPadding(tokenizer), tokenizer)
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
-        """Two batches of other sizes, by which an export is made and compared."""
+        """Two batches of different sizes: an export is traced with one, compared on both."""
         texts = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
         short = {"truncation": True, "max_length": longest, "return_tensors": "pt"}
         return [dict(tokenizer(some, padding=True, **short)) for some in texts]
 
-    def compared(self, teacher: Any, student: Any) -> dict[str, Any]:
-        """Options of methods that have them, by models' configurations; --set goes before."""
+    def method_options(self, teacher: Any, student: Any) -> dict[str, Any]:
+        """Default options of methods, from the models' configurations; --set overrides them."""
         return {}
 
     # Scores and predictions
 
-    def give(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-        """What has the `outputs` as its attributes."""
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        """Forward pass; the returned object has the attributes `outputs`."""
         return model(**batch)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        """What ``model`` answers to each row: here its logits, as an array (rows, labels).
+        """Predictions of ``model`` for each row: here the logits, an array (rows, labels).
 
-        It is called in eval mode without gradients, in the precision of the run.
+        Called in eval mode, without gradients, in the precision of the run.
         """
         return logits(model, batch).float().cpu().numpy()
 
-    def drawn(
+    def generated(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
     ) -> list[dict[str, Any]]:
-        """The rows of ``batch`` with what ``model`` draws in the place of answers: --on-policy.
+        """The rows of ``batch`` with answers sampled from ``model``, for --on-policy.
 
-        ``seed`` and a row are to say what is drawn for it, whatever rows stand beside it.
+        A row's sample must depend on ``seed`` and that row alone, not on the rest of the batch.
         """
-        raise InputError(f"--on-policy: the models of --task {self.name()} write nothing")
+        raise InputError(
+            f"--on-policy: models of --task {self.name()} do not generate text; leave it out"
+        )
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        """The named scores; NaN if the answers are not finite."""
+        """The given metrics, by name; NaN if the answers are not finite."""
         raise NotImplementedError
 
     def finite(self, answers: Any) -> bool:
-        """Whether no answer is NaN or infinite."""
+        """Whether all answers are finite."""
         return not isinstance(answers, np.ndarray) or bool(np.isfinite(answers).all())
 
-    def beside_teacher(self, metrics: Sequence[str]) -> bool:
-        """Whether these scores read what the teacher answers, ``examples.taught``."""
+    def compares_with_teacher(self, metrics: Sequence[str]) -> bool:
+        """Whether these metrics need the teacher's answers, ``examples.taught``."""
         return False
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
-        """Why these answers are worth nothing, as the end of a sentence."""
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
+        """Why the answers look useless, as the end of a sentence; None if they do not."""
         return None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        """The columns that `fastkd predict` writes for each row that was asked."""
+        """The output columns of `fastkd predict` for each row."""
         raise NotImplementedError
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        """The columns of each row before those of its answer."""
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        """The input columns that `fastkd predict` repeats before the predictions."""
         texts = ("text", *("pair",) * rows.paired)
         return (dict(zip(texts, row, strict=True)) for row in rows.columns(*texts))
 
-    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
-        """The answers, a number or word each, that a study keeps to compare students."""
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
+        """One number or word for each answer; a study stores them to compare students."""
         return []
 
-    def truths(self, examples: Encoded) -> list[Any]:
-        """What these should have been."""
+    def references(self, examples: Encoded) -> list[Any]:
+        """The correct value of each of `short_answers`."""
         return []
 
-    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        """The scores to report, the one that picks the best first."""
-        usual = self.usual if glue is None else glue.metrics
+    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        """The metrics to report; the first selects the best checkpoint."""
+        usual = self.default_metrics if glue is None else glue.metrics
         if wanted is None:
             return usual
         if wanted not in self.metrics:
             raise InputError(
-                f"--metric {wanted!r} does not score {self.name()}; {nearest(wanted, self.metrics)}"
+                f"--metric {wanted!r}: no metric of --task {self.name()}; "
+                f"{nearest(wanted, self.metrics)}"
             )
         return (wanted, *(m for m in usual if m != wanted))
 
-    # What is written of it
+    # Saved files
 
     def save(self, directory: Path, config: Any) -> None:
-        """Write what stands beside a model with this ``config`` and its tokenizer."""
+        """Write the task's own files into the folder of a saved model."""
 
     def report(self) -> dict[str, Any]:
-        """What the marker of a student says of it."""
+        """Entries of the task in a student's manifest; `of` reads them back."""
         return {"labels": self.names}
 
     @classmethod
     def about(cls, report: Mapping[str, Any]) -> str:
-        """A sentence on the labels for the model card, from the marker."""
+        """A sentence on the labels for the model card, from the manifest."""
         names = report.get("labels")
-        return f"Classes: {listed(names)}." if names else ""
+        return f"Classes: {markdown_list(names)}." if names else ""
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        """Lines of Python for the model card."""
+        """Example code for the model card."""
         shown = f"print(classify({example_of(report)}))"
-        return cls.piped("classify", f'"{directory}"', shown)
+        return cls.pipeline_usage("classify", f'"{directory}"', shown)
 
     @classmethod
-    def piped(cls, name: str, arguments: str, shown: str) -> str:
-        """`usage` of a pipeline with these ``arguments``, called ``name`` where it is ``shown``."""
+    def pipeline_usage(cls, name: str, arguments: str, shown: str) -> str:
+        """Example code with a pipeline called ``name``; ``shown`` is the line that uses it."""
         made = f'{name} = pipeline("{cls.pipeline}", {arguments})'
         return f"from transformers import pipeline\n\n{made}\n{shown}"
 
     @classmethod
-    def loaded(cls, directory: str) -> str:
-        """How `usage` begins without a pipeline: ``tokenizer`` and ``model``."""
+    def loading_code(cls, directory: str) -> str:
+        """Example code that loads ``tokenizer`` and ``model`` without a pipeline."""
         return (
             f"from transformers import {cls.head}, AutoTokenizer\n\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
@@ -422,17 +426,17 @@ class Task:
 
 @dataclass(frozen=True)
 class ClassTask(Task):
-    """A task with a head of named classes, whose order is that of a finished head."""
+    """A task with named classes; a trained head determines their order."""
 
     classes: tuple[str, ...] = ()
-    #: Whether that order is the data's own: whole numbers, or what a data set declares.
+    #: Whether the classes have an order of their own: whole numbers, or declared by a data set.
     numbered: bool = True
 
     @property
     def names(self) -> list[str]:
         return list(self.classes)
 
-    def bare(self, rows: Rows) -> Rows:
+    def without_labels(self, rows: Rows) -> Rows:
         return self.unlabelled(rows)
 
     @classmethod
@@ -444,12 +448,12 @@ class ClassTask(Task):
     ) -> Corpus:
         names = self.names
         if asked is not None:
-            return self.in_order_of(label_order(asked, names, "the data"), corpus)
+            return self.reorder_classes(label_order(asked, names, "the data"), corpus)
         if head is None or head.names is None:
             return corpus
         order = by_names(names, head.names)
         if order is not None or fresh:
-            return self.in_order_of(order, corpus)
+            return self.reorder_classes(order, corpus)
         elsewhere = any(
             name in head.names and head.names.index(name) != i for i, name in enumerate(names)
         )
@@ -461,7 +465,7 @@ class ClassTask(Task):
             )
         return replace(corpus, reading=read_as_ids(dict(enumerate(names)), head.names, who))
 
-    def in_order_of(self, names: list[str] | None, corpus: Corpus) -> Corpus:
+    def reorder_classes(self, names: list[str] | None, corpus: Corpus) -> Corpus:
         old = self.names
         if names is None or names == old or sorted(names) != sorted(old):
             return corpus
@@ -479,46 +483,48 @@ class ClassTask(Task):
         )
 
     def renumbered(self, classes: tuple[str, ...], new: list[int]) -> Task:
-        """This task with these classes; class i now is ``new[i]``."""
+        """The task with reordered ``classes``; old class i is ``new[i]``."""
         return replace(self, classes=classes)
 
 
 @dataclass(frozen=True)
 class ListedTask(ClassTask):
-    """A task with any number of classes a row, in the column `LABELS`."""
+    """A task with a list of classes for each row, in the column `LABELS`."""
 
     #: What a class is called in messages.
-    called: ClassVar[str] = "label"
+    label_noun: ClassVar[str] = "label"
 
     @classmethod
-    def declared(cls, feature: Any) -> list[str] | None:
+    def declared_classes(cls, feature: Any) -> list[str] | None:
         return getattr(getattr(feature, "feature", None), "names", None)
 
     @classmethod
-    def spelled(cls, label: Any, declared: list[str], where: str) -> list[str]:
-        return [super(ListedTask, cls).spelled(i, declared, where) for i in label]
+    def declared_name(cls, label: Any, declared_classes: list[str], where: str) -> list[str]:
+        return [super(ListedTask, cls).declared_name(i, declared_classes, where) for i in label]
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        names = given.declared or sorted({x for (row,) in train.columns(LABELS) for x in row})
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+        names = given.declared_classes or sorted(
+            {x for (row,) in train.columns(LABELS) for x in row}
+        )
         numbered = whole_numbers(names)
-        if numbered and given.declared is None:
+        if numbered and given.declared_classes is None:
             names.sort(key=int)
         if len(names) < 2:
-            found = f"the only {cls.called} is {names[0]!r}" if names else "no row has a label"
+            found = f"the only {cls.label_noun} is {names[0]!r}" if names else "no row has a label"
             raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
-        task = cls(tuple(names), given.declared is not None or numbered)
+        task = cls(tuple(names), given.declared_classes is not None or numbered)
         for rows in evals.values():
             task.check_known(rows, "does not occur in the training rows")
-        return Fitted(task, train, evals)
+        return FittedTask(task, train, evals)
 
     def check_known(self, rows: Rows, unknown: str) -> None:
-        """Raise for the first label of the rows that is no class."""
+        """Raise for the first label that is not a class of the task."""
         for number, row in rows.columns("number", LABELS):
             for name in row:
                 if name not in self.classes:
                     raise InputError(
-                        f"{rows.source}, row {number}: {self.called} {name!r:.60} {unknown}; "
+                        f"{rows.source}, row {number}: {self.label_noun} {name!r:.60} {unknown}; "
                         f"{nearest(name, self.classes)}"
                     )
 
@@ -531,24 +537,24 @@ class ListedTask(ClassTask):
 
 
 @dataclass(frozen=True)
-class OnOwnSide:
-    """``collate`` with padding where the tokenizer's family has it, whatever its files say.
+class DefaultPaddingSide:
+    """``collate`` with the padding side of the tokenizer's class, not of its files.
 
-    They may say "left" for generating, by which a model whose positions are counted from the first
-    column would read a short text as one that begins late.
+    Files may set "left" for generation. A model that counts positions from the first column would
+    then read the tokens of a short text at shifted positions.
     """
 
     collate: Collate
     tokenizer: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
-        with on_own_side(self.tokenizer):
+        with default_padding_side(self.tokenizer):
             return self.collate(rows)
 
 
 @contextlib.contextmanager
-def on_own_side(tokenizer: Any) -> Iterator[None]:
-    """Padding where the tokenizer's family has it."""
+def default_padding_side(tokenizer: Any) -> Iterator[None]:
+    """Context in which the tokenizer pads on the default side of its class."""
     given = tokenizer.padding_side
     tokenizer.padding_side = type(tokenizer).padding_side
     try:
@@ -557,23 +563,23 @@ def on_own_side(tokenizer: Any) -> Iterator[None]:
         tokenizer.padding_side = given
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names in a sentence of Markdown, whose marks they may hold."""
+def markdown_list(names: Iterable[str]) -> str:
+    """Names joined by commas, with Markdown's special characters escaped."""
     return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", " ".join(x.split())) for x in names)
 
 
 def example_of(report: Mapping[str, Any]) -> str:
-    """A text for `Task.usage`, or two."""
+    """The placeholder input in `Task.usage`: one text, or a pair."""
     return '{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."'
 
 
 def probabilities(names: Iterable[Any], values: torch.Tensor) -> dict[str, float]:
-    """A column of predictions for each of the ``names``."""
+    """Output columns ``P(name)`` with the rounded probabilities."""
     return {f"P({name})": round(float(x), 6) for name, x in zip(names, values, strict=True)}
 
 
-def sums_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[float, int]]:
-    """The sum of -log p of each row's ``targets`` (B, N), and how many count."""
+def token_loss_sums(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[float, int]]:
+    """The sum of -log p over each row's ``targets`` (B, N), and the number of targets."""
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=UNLABELLED
     )
@@ -582,6 +588,6 @@ def sums_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[fl
 
 
 def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Those of ``model`` to a batch whose labels it doesn't see."""
+    """Logits of ``model`` on a batch, computed without the labels."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     return model(**accepted(model, inputs)).logits

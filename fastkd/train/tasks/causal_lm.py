@@ -18,7 +18,14 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns
-from fastkd.train.tasks.base import Collate, OnOwnSide, Task, Tokens, logits, sums_of_losses
+from fastkd.train.tasks.base import (
+    Collate,
+    DefaultPaddingSide,
+    Task,
+    Tokens,
+    logits,
+    token_loss_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Decoder(Task):
     pipeline: ClassVar[str] = "text-generation"
 
     #: Texts in a row don't see each other.
-    segments: bool = True
+    separate_documents: bool = True
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "Decoder":
@@ -40,7 +47,7 @@ class Decoder(Task):
         # What doesn't cache keys has masks of its own, and what is stateful remembers all it read.
         caches = arguments & {"past_key_values", "cache"}  # until transformers 5.23, and from 5.24
         fits = "position_ids" in arguments and caches and not model._is_stateful
-        return cls(segments=bool(fits) and not reads_whole_rows(config))
+        return cls(separate_documents=bool(fits) and not reads_whole_rows(config))
 
     def match(
         self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
@@ -63,13 +70,13 @@ class CausalLM(Decoder):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
-    usual: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
-    smaller: ClassVar[frozenset[str]] = frozenset(metrics)
+    default_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
+    lower_is_better: ClassVar[frozenset[str]] = frozenset(metrics)
     columns: ClassVar[Columns] = Columns("text", None, None)
-    beside: ClassVar[tuple[str, ...]] = ("bytes",)
+    evaluation_columns: ClassVar[tuple[str, ...]] = ("bytes",)
 
     #: Each document is a row of its own, cut off at --max-length.
-    apart: bool = False
+    one_per_row: bool = False
 
     @classmethod
     def check_file(cls, path: Path, option: str) -> None:
@@ -94,13 +101,13 @@ class CausalLM(Decoder):
         else:
             yield from files.records(path, header, option, every)
 
-    def packing(self) -> Task:
+    def for_packing(self) -> Task:
         raise InputError(f"--pack: the rows of --task {self.name()} are packed without it")
 
-    def predicting(self) -> "CausalLM":
-        return replace(self, apart=True)
+    def for_prediction(self) -> "CausalLM":
+        return replace(self, one_per_row=True)
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return 1, "a document"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
@@ -110,7 +117,10 @@ class CausalLM(Decoder):
         }
         for row in self._rows(batch, tokenizer, max_length):
             ids, sizes, documents = zip(*row, strict=True)
-            begins = [True, *(self.segments and a != b for a, b in itertools.pairwise(documents))]
+            begins = [
+                True,
+                *(self.separate_documents and a != b for a, b in itertools.pairwise(documents)),
+            ]
             pieces = list(zip(ids, sizes, begins, strict=True))
             found["input_ids"].append(list(ids))
             found["attention_mask"].append([1] * len(ids))
@@ -119,7 +129,7 @@ class CausalLM(Decoder):
             found["number"].append(batch["number"][documents[0]])
             at = -1
             found["position_ids"].append([at := 0 if first else at + 1 for first in begins])
-        if not self.segments:
+        if not self.separate_documents:
             del found["position_ids"]
         return found
 
@@ -131,7 +141,7 @@ class CausalLM(Decoder):
             [(token, size, i) for token, size in _tokens(text, tokenizer)]
             for i, text in enumerate(batch["text"])
         ]
-        if self.apart:
+        if self.one_per_row:
             return [document[:max_length] for document in documents]
         stream = [token for document in documents for token in document]
         cuts = [*range(0, len(stream), max_length), len(stream)]
@@ -140,14 +150,14 @@ class CausalLM(Decoder):
         return [stream[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        return sums_of_next(model, batch)
+        return next_token_loss_sums(model, batch)
 
     def finite(self, answers: Any) -> bool:
         return all(math.isfinite(loss) for loss, _ in answers)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss = math.fsum(loss for loss, _ in answers)
-        size = sum(examples.beside["bytes"][:])
+        size = sum(examples.evaluation_columns["bytes"][:])
         compute = {
             "perplexity": lambda: perplexity(loss / max(1, sum(count for _, count in answers))),
             "bits_per_byte": lambda: loss / math.log(2) / max(1, size),
@@ -163,12 +173,14 @@ class CausalLM(Decoder):
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return cls.piped("write", f'"{directory}"', 'print(write("Once upon a time"))')
+        return cls.pipeline_usage("write", f'"{directory}"', 'print(write("Once upon a time"))')
 
 
-def sums_of_next(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tuple[float, int]]:
+def next_token_loss_sums(
+    model: nn.Module, batch: dict[str, torch.Tensor]
+) -> list[tuple[float, int]]:
     """The sum of -log p of a row's labels but the first, and how many they are."""
-    return sums_of_losses(logits(model, batch)[:, :-1], batch["labels"][:, 1:])
+    return token_loss_sums(logits(model, batch)[:, :-1], batch["labels"][:, 1:])
 
 
 def perplexity(loss: float) -> float:
@@ -188,7 +200,7 @@ class Pad:
         positions = [row["position_ids"] for row in rows if "position_ids" in row]
         rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
         collate = transformers.DataCollatorForTokenClassification(self.tokenizer)
-        batch = dict(OnOwnSide(collate, self.tokenizer)(rest))
+        batch = dict(DefaultPaddingSide(collate, self.tokenizer)(rest))
         if positions:
             batch["position_ids"] = torch.nn.utils.rnn.pad_sequence(
                 [torch.tensor(row) for row in positions],
@@ -213,7 +225,7 @@ def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
     if spans is None:  # a slow tokenizer doesn't say; as if all tokens were as long
         count, length = len(ids), len(text)
         spans = [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
-    sizes = _sizes(text, spans)
+    sizes = _token_bytes(text, spans)
     rest = len(text[max((stop for _, stop in spans), default=0) :].encode())
     if end is not None:
         ids, sizes = [*ids, end], [*sizes, rest]
@@ -222,7 +234,7 @@ def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
     return zip(ids, sizes, strict=True)
 
 
-def _sizes(text: str, spans: list[tuple[int, int]]) -> list[int]:
+def _token_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
     """UTF-8 bytes of each token, which has the characters from ``start`` to ``stop``.
 
     Characters that no token has, such as spaces, count with the next one. Tokens of bytes may be

@@ -19,7 +19,7 @@ from fastkd.train.errors import InputError, first_line
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
 from fastkd.train.tasks.base import Task, Tokens
-from fastkd.train.tasks.causal_lm import Decoder, perplexity, sums_of_next
+from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
 
 MESSAGES = "messages"
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
@@ -42,11 +42,11 @@ class Chat(Decoder):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "rouge_l")
-    usual: ClassVar[tuple[str, ...]] = ("perplexity", "rouge_l")
-    smaller: ClassVar[frozenset[str]] = frozenset({"perplexity", "loss"})
+    default_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "rouge_l")
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"perplexity", "loss"})
     # The answers stand among the messages.
     columns: ClassVar[Columns] = Columns(MESSAGES, None, MESSAGES)
-    beside: ClassVar[tuple[str, ...]] = ("answer",)
+    evaluation_columns: ClassVar[tuple[str, ...]] = ("answer",)
 
     #: Rows are encoded up to where an answer is to be written.
     prompts: bool = False
@@ -58,7 +58,7 @@ class Chat(Decoder):
         return {MESSAGES: ["large_string"]}
 
     @classmethod
-    def settle(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
         if columns.text == MESSAGES and MESSAGES not in record and INSTRUCTION in record:
             answer = None if columns.label is None else OUTPUT
             columns = replace(columns, text=INSTRUCTION, label=answer)
@@ -90,12 +90,12 @@ class Chat(Decoder):
         return {MESSAGES: [json.dumps(message, ensure_ascii=False) for message in checked]}
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
         return bool(row[MESSAGES])
 
     @classmethod
-    def wanted(cls, columns: Columns) -> list[str]:
-        return list(dict.fromkeys(super().wanted(columns)))
+    def hub_columns(cls, columns: Columns) -> list[str]:
+        return list(dict.fromkeys(super().hub_columns(columns)))
 
     @classmethod
     def texts(cls, rows: Rows) -> list[str]:
@@ -104,18 +104,18 @@ class Chat(Decoder):
             for (messages,) in rows.columns(MESSAGES)
         ]
 
-    def predicting(self) -> Task:
+    def for_prediction(self) -> Task:
         return replace(self, prompts=True)
 
-    def packing(self) -> Task:
-        if not self.segments:
+    def for_packing(self) -> Task:
+        if not self.separate_documents:
             raise InputError(
                 "--pack: the model doesn't tell conversations in a row apart by positions that "
                 "start again"
             )
         return replace(self, packed=True)
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return 1, "a conversation"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
@@ -150,12 +150,12 @@ class Chat(Decoder):
         """The sum of -log p of the answers' tokens, how many they are, and what is written."""
         if not hasattr(model, "generate"):
             raise InputError(f"--onnx: --task {self.name()} lets the model write, which ONNX can't")
-        found = sums_of_next(model, batch)
+        found = next_token_loss_sums(model, batch)
         written = [tokens for _, tokens in write(model, prompts_of(batch), tokenizer)]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
         return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
 
-    def drawn(
+    def generated(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
     ) -> list[dict[str, Any]]:
         prompts = prompts_of(batch)
@@ -177,26 +177,26 @@ class Chat(Decoder):
             "perplexity": lambda: perplexity(loss),
             "loss": lambda: loss,
             "rouge_l": lambda: rouge_l(
-                [text for *_, text in answers], examples.beside["answer"][:]
+                [text for *_, text in answers], examples.evaluation_columns["answer"][:]
             ),
         }
         return {name: compute[name]() for name in metrics}
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         written = {text for *_, text in answers}
         return f"are all {written.pop()!r:.40}" if len(written) == 1 < len(answers) else None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{"answer": text} for *_, text in answers]
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
         for (messages,) in rows.columns(MESSAGES):
             yield {MESSAGES: [json.loads(message) for message in messages]}
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         shown = 'print(write([{"role": "user", "content": "..."}]))'
-        return cls.piped("write", f'"{directory}"', shown)
+        return cls.pipeline_usage("write", f'"{directory}"', shown)
 
 
 def _of_instruction(record: dict[str, Any], columns: Columns, where: str) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import doubt, evaluate
 from fastkd.train.glue import Glue
 from fastkd.train.label_values import as_name, as_number
-from fastkd.train.tasks.base import ClassTask, Fitted, Given, Task, probabilities
+from fastkd.train.tasks.base import ClassTask, FittedTask, LabelInfo, Task, probabilities
 from fastkd.train.tasks.regression import Regression
 
 # What spreadsheets and data frames write where a label is missing.
@@ -37,36 +37,36 @@ class Classification(ClassTask):
     """One of two or more classes; labels that are real numbers make it a `Regression`."""
 
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "mcc", "f1")
-    usual: ClassVar[tuple[str, ...]] = ("accuracy",)
+    default_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     #: The class whose F1 is a score, where there are two: the data's second.
     positive: int = 1
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
         regression = {"classes": False, "numbers": True}.get(given.labels)
         if regression is None and given.glue is not None:
             regression = given.glue.regression
         if regression is None:
-            regression = given.declared is None and is_regression(train)
+            regression = given.declared_classes is None and is_regression(train)
         if regression:
             return Regression.fit(train, evals, given)
-        anything = given.labels == "classes" or given.declared is not None
+        anything = given.labels == "classes" or given.declared_classes is not None
         rest, notes = None, []
         if not anything:
             (train, rest), *others = map(with_labels, (train, *evals.values()))
             evals = {name: rows for name, (rows, _) in zip(evals, others, strict=True)}
             pairs = ((train, rest), *others)
             notes = [without(kept, out) for kept, out in pairs if out is not None]
-        train, evals, names = encode(train, evals, given.declared, anything)
-        task = cls(tuple(names), given.declared is not None or whole_numbers(names))
-        return Fitted(task, train, evals, rest, tuple(notes))
+        train, evals, names = encode(train, evals, given.declared_classes, anything)
+        task = cls(tuple(names), given.declared_classes is not None or whole_numbers(names))
+        return FittedTask(task, train, evals, rest, tuple(notes))
 
     def unlabelled(self, rows: Rows) -> Rows:
         return replace(rows, labels=np.full(len(rows), UNLABELLED))
 
     @classmethod
-    def groups(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
+    def row_classes(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
         if is_regression(rows) if glue is None else glue.regression:
             return None
         labels, which = rows.raw_labels
@@ -128,21 +128,21 @@ class Classification(ClassTask):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         return evaluate(metrics, answers, examples.targets, self.positive)
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return doubt(answers, examples.targets, self.names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         names, likely = self.names, torch.from_numpy(answers).double().softmax(-1)
         return [{"label": names[int(x.argmax())], **probabilities(names, x)} for x in likely]
 
-    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers.argmax(-1).tolist()
 
-    def truths(self, examples: Encoded) -> list[Any]:
+    def references(self, examples: Encoded) -> list[Any]:
         return examples.targets.tolist()
 
-    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        return super().chosen(wanted, None if glue is None or glue.regression else glue)
+    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        return super().select_metrics(wanted, None if glue is None or glue.regression else glue)
 
     def report(self) -> dict[str, Any]:
         return {"labels": self.names, "f1_of": self.positive}
@@ -165,7 +165,7 @@ def encode(
     looks like a missing value, unless ``anything`` may be a class.
     """
     read = functools.partial(_class_of, anything=anything)
-    seen, *_ = [set(rows.each_label(read)) for rows in (train, *evals.values())]
+    seen, *_ = [set(rows.map_labels(read)) for rows in (train, *evals.values())]
     if names is None:
         names = sorted(seen)
         if whole_numbers(seen):  # 1 and 01 are two names of one number
@@ -261,7 +261,7 @@ def is_regression(train: Rows) -> bool:
     bad = next((i for i, x in enumerate(values) if x is None), None)
     real = next((i for i, x in enumerate(values) if x is not None and x != int(x)), None)
     if real is not None and bad is not None:
-        rows = train.first_with(bad), train.first_with(real)
+        rows = train.first_row_with_label(bad), train.first_row_with_label(real)
         raise InputError(
             f"{train.source}, row {rows[0]}: label {as_name(labels[bad])!r:.60} is not a number "
             f"while row {rows[1]} has {as_name(labels[real])}; mend it, or pass --labels classes "

@@ -23,7 +23,7 @@ from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, words_of
 from fastkd.train.label_values import as_number
-from fastkd.train.tasks.base import LABEL, Fitted, Given, Task, Tokens
+from fastkd.train.tasks.base import LABEL, FittedTask, LabelInfo, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
@@ -81,7 +81,7 @@ class Embedding(Task):
     """
 
     metrics: ClassVar[tuple[str, ...]] = (*SCORED, *RANKED, *TRIPLES, *AGREEMENT)
-    usual: ClassVar[tuple[str, ...]] = SCORED
+    default_metrics: ClassVar[tuple[str, ...]] = SCORED
     head: ClassVar[str] = "AutoModel"
     head_name: ClassVar[str] = "head"
     pipeline: ClassVar[str] = "sentence-similarity"
@@ -102,9 +102,9 @@ class Embedding(Task):
     answered: tuple[str, ...] = SCORED
 
     @classmethod
-    def settle(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
         if columns.text is None and not set(ALONE) & set(record):
-            columns = columns.over(_usual_columns(record, source))
+            columns = columns.over(_columns_by_name(record, source))
         columns = settle_columns(columns, record, source)
         if columns.label is not None and columns.pair is None:
             raise InputError(
@@ -138,11 +138,11 @@ class Embedding(Task):
         return {"text": text, "pair": pair, NEGATIVES: negatives, LABEL: score}
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
         return all(map(holds_text, _texts_of(row)))
 
     @classmethod
-    def lacking(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
+    def empty_column(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
         if not holds_text(row["text"]):
             return columns.text
         if not holds_text(row["pair"] or ""):
@@ -150,21 +150,21 @@ class Embedding(Task):
         return " or ".join(getattr(columns, "negatives", ())) or NEGATIVES
 
     @classmethod
-    def wanted(cls, columns: Columns) -> list[str]:
+    def hub_columns(cls, columns: Columns) -> list[str]:
         more = columns.negatives if isinstance(columns, TextColumns) else ()
-        return [*super().wanted(columns), *more]
+        return [*super().hub_columns(columns), *more]
 
     @classmethod
     def texts(cls, rows: Rows) -> list[str]:
         return [text for row in _rows(rows) for text in _texts_of(row)]
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
         each = [_answered(rows) for rows in evals.values()]
         common = tuple(name for name in each[0] if all(name in names for names in each))
-        return Fitted(cls(answered=common), train, evals)
+        return FittedTask(cls(answered=common), train, evals)
 
-    def facing(self, rows: Rows) -> Task:
+    def for_evaluation(self, rows: Rows) -> Task:
         return replace(self, answered=_answered(rows))
 
     @classmethod
@@ -188,17 +188,17 @@ class Embedding(Task):
             )
         return super().read_labels(rows, asked)
 
-    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         if wanted in WITHOUT and wanted not in self.answered:
             raise InputError(f"--metric {wanted}: the rows to evaluate on {WITHOUT[wanted]}")
-        super().chosen(wanted, None)
+        super().select_metrics(wanted, None)
         first = () if wanted is None else (wanted,)
         return tuple(dict.fromkeys((*first, *(self.answered or AGREEMENT))))
 
-    def beside_teacher(self, metrics: Sequence[str]) -> bool:
+    def compares_with_teacher(self, metrics: Sequence[str]) -> bool:
         return not set(metrics).isdisjoint(AGREEMENT)
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=False), "a text"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
@@ -211,7 +211,7 @@ class Embedding(Task):
         max_length = min(max_length, self.max_seq_length or max_length)
         return {**tokenizer(texts, truncation=True, max_length=max_length), "number": numbers}
 
-    def compared(self, teacher: Any, student: Any) -> dict[str, Any]:
+    def method_options(self, teacher: Any, student: Any) -> dict[str, Any]:
         """``pooling`` and ``unit_length`` of `fastkd.distill.baselines.Embeddings`."""
         pooling = " and ".join(self.pooling)
         if pooling in ("cls", "lasttoken"):
@@ -222,9 +222,9 @@ class Embedding(Task):
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The embeddings of a batch's texts, (B, D)."""
-        return self.give(model, batch).sentence_embedding.cpu().numpy()
+        return self.forward(model, batch).sentence_embedding.cpu().numpy()
 
-    def give(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         found = model(**accepted(model, batch))
         if hasattr(found, "sentence_embedding"):  # an export has pooled them
             return found
@@ -256,7 +256,7 @@ class Embedding(Task):
                 for other in others
             ]
             found[TRIPLES[0]] = float(np.mean(nearer))
-        if self.beside_teacher(metrics):
+        if self.compares_with_teacher(metrics):
             found.update(self._agreement(answers, examples))
         return {name: found[name] for name in metrics}
 
@@ -274,7 +274,7 @@ class Embedding(Task):
                 known.documents.setdefault(document, vector)
             relevant.setdefault(query, set()).add(row["pair"])
         kinds = ("mrr", "ndcg", "accuracy", "precision_recall", "map")
-        judge = library.InformationRetrievalEvaluator(
+        score_with_warnings = library.InformationRetrievalEvaluator(
             {text: text for text in known.queries},
             {text: text for text in known.documents},
             relevant,
@@ -282,7 +282,7 @@ class Embedding(Task):
             score_functions={"cosine": util.cos_sim},
             **{f"{kind}_at_k": [10] for kind in kinds},
         )
-        scores = judge.compute_all_metrics(known)["cosine"]
+        scores = score_with_warnings.compute_all_metrics(known)["cosine"]
         return {name: float(scores[name.replace("@10", "@k")][10]) for name in RANKED}
 
     def _agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
@@ -291,12 +291,12 @@ class Embedding(Task):
                 f"{examples.rows.source}: {len(answers)} texts, and {', '.join(AGREEMENT)} need at "
                 f"least {NEIGHBOURS + 2}"
             )
-        if examples.taught is None:
+        if examples.teacher_answers is None:
             raise InputError(
                 f"{', '.join(AGREEMENT)} compare with the teacher, which isn't there; "
                 f"take one of {', '.join(SCORED)}"
             )
-        return dict(zip(AGREEMENT, agreement(answers, examples.taught), strict=True))
+        return dict(zip(AGREEMENT, agreement(answers, examples.teacher_answers), strict=True))
 
     def _embedded(self, answers: Any, examples: Encoded) -> Iterator[list[Any]]:
         """The embeddings of the texts of each row that was read."""
@@ -312,7 +312,7 @@ class Embedding(Task):
             found.append(row)
         return found
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
         for text, pair in rows.columns("text", "pair"):
             yield {"text": text} if pair is None else {"text": text, "pair": pair}
 
@@ -366,7 +366,7 @@ class _Known(NamedTuple):
         return torch.from_numpy(np.stack([self.documents[text] for text in texts]))
 
 
-def _usual_columns(record: Mapping[str, Any], source: str) -> Columns:
+def _columns_by_name(record: Mapping[str, Any], source: str) -> Columns:
     """Those that there are, by the names that they usually have."""
     if ALIKE[0] in record:
         text, pair, score = (name if name in record else None for name in ALIKE)

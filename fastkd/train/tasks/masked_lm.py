@@ -13,7 +13,7 @@ from torch import nn
 from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.tasks.base import Collate, Tokens, logits, sums_of_losses
+from fastkd.train.tasks.base import Collate, Tokens, logits, token_loss_sums
 from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
 
 
@@ -26,20 +26,20 @@ class MaskedLM(CausalLM):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("masked_perplexity",)
-    usual: ClassVar[tuple[str, ...]] = metrics
-    smaller: ClassVar[frozenset[str]] = frozenset(metrics)
+    default_metrics: ClassVar[tuple[str, ...]] = metrics
+    lower_is_better: ClassVar[frozenset[str]] = frozenset(metrics)
     head: ClassVar[str] = "AutoModelForMaskedLM"
     pipeline: ClassVar[str] = "fill-mask"
-    beside: ClassVar[tuple[str, ...]] = ()
+    evaluation_columns: ClassVar[tuple[str, ...]] = ()
 
     #: Encoders of words read a row as one document.
-    segments: bool = False
+    separate_documents: bool = False
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "MaskedLM":
         return cls()
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return sum(map(len, _around(tokenizer))), "a document"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
@@ -59,7 +59,7 @@ class MaskedLM(CausalLM):
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The sum of -log p of a row's hidden tokens, and how many they are."""
-        return sums_of_losses(logits(model, batch), batch["labels"])
+        return token_loss_sums(logits(model, batch), batch["labels"])
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss, count = math.fsum(x for x, _ in answers), sum(n for _, n in answers)
@@ -75,7 +75,7 @@ class MaskedLM(CausalLM):
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         shown = 'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'
-        return cls.piped("fill", f'"{directory}"', shown)
+        return cls.pipeline_usage("fill", f'"{directory}"', shown)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Hide:
     tokenizer: Any
     draw: tuple[int, ...] = ()
 
-    def drawn(self, draw: tuple[int, ...]) -> "Hide":
+    def for_epoch(self, draw: tuple[int, ...]) -> "Hide":
         return replace(self, draw=draw)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from fastkd.train.tasks.base import (
     ListedTask,
     Tokens,
     example_of,
-    listed,
+    markdown_list,
     probabilities,
 )
 
@@ -36,10 +36,10 @@ class MultiLabel(ListedTask):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("micro_f1", "macro_f1", "mean_average_precision")
-    usual: ClassVar[tuple[str, ...]] = metrics
+    default_metrics: ClassVar[tuple[str, ...]] = metrics
     problem: ClassVar[str | None] = "multi_label_classification"
     columns: ClassVar[Columns] = Columns("text", None, LABELS)
-    between: ClassVar[str | None] = BETWEEN
+    list_separator: ClassVar[str | None] = BETWEEN
 
     @classmethod
     def features(cls, columns: Columns) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class MultiLabel(ListedTask):
         }
         return {name: float(compute[name]()) for name in metrics}
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         if not self.finite(answers) or ((answers > 0) != (answers[:1] > 0)).any():
             return None
         return f"are all {BETWEEN.join(self._given(answers[0])) or 'no label'!r}"
@@ -113,21 +113,21 @@ class MultiLabel(ListedTask):
             for row, each in zip(answers, likely, strict=True)
         ]
 
-    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return [BETWEEN.join(self._given(row)) for row in answers]
 
-    def truths(self, examples: Encoded) -> list[Any]:
+    def references(self, examples: Encoded) -> list[Any]:
         rows = (row for (row,) in examples.rows.columns(LABELS))
         return [BETWEEN.join(name for name in self.classes if name in row) for row in rows]
 
     @classmethod
     def about(cls, report: Mapping[str, Any]) -> str:
-        return f"Labels: {listed(report['labels'])}."
+        return f"Labels: {markdown_list(report['labels'])}."
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         shown = f"print(label({example_of(report)}))  # those with a score above 0.5"
-        return cls.piped("label", f'"{directory}", top_k=None', shown)
+        return cls.pipeline_usage("label", f'"{directory}", top_k=None', shown)
 
 
 def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:

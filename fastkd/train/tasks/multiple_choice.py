@@ -18,9 +18,9 @@ from fastkd.train.label_values import as_number
 from fastkd.train.tasks.base import (
     LABEL,
     Collate,
-    Fitted,
-    Given,
-    OnOwnSide,
+    DefaultPaddingSide,
+    FittedTask,
+    LabelInfo,
     Task,
     Tokens,
     probabilities,
@@ -40,7 +40,7 @@ class MultipleChoice(Task):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
-    usual: ClassVar[tuple[str, ...]] = metrics
+    default_metrics: ClassVar[tuple[str, ...]] = metrics
     head: ClassVar[str] = "AutoModelForMultipleChoice"
     head_name: ClassVar[str] = "multiple choice head"
     pipeline: ClassVar[str] = "multiple-choice"
@@ -50,7 +50,7 @@ class MultipleChoice(Task):
     choices: int = 0
 
     @classmethod
-    def settle(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
         usual = (columns.text, columns.pair) == (QUESTION, CHOICES)
         if usual and QUESTION not in record and {CONTEXT, f"{ENDING}0"} <= record.keys():
             columns = replace(columns, text=CONTEXT, pair=f"{ENDING}0")
@@ -76,18 +76,18 @@ class MultipleChoice(Task):
         return row
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
         return holds_text(row[QUESTION], *row[CHOICES])
 
     @classmethod
-    def wanted(cls, columns: Columns) -> list[str]:
-        names = super().wanted(columns)
+    def hub_columns(cls, columns: Columns) -> list[str]:
+        names = super().hub_columns(columns)
         if columns.pair != f"{ENDING}0":
             return names
         return [*names, BEGINNING, *(f"{ENDING}{i}" for i in range(1, SWAG_ENDINGS))]
 
     @classmethod
-    def declared(cls, feature: Any) -> list[str] | None:
+    def declared_classes(cls, feature: Any) -> list[str] | None:
         return None
 
     @classmethod
@@ -95,11 +95,11 @@ class MultipleChoice(Task):
         return [" ".join((text, *more)) for text, more in rows.columns(QUESTION, CHOICES)]
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
         task = cls(_count(train))
         for rows in evals.values():
             _count(rows)
-        return Fitted(task, train, evals)
+        return FittedTask(task, train, evals)
 
     def unlabelled(self, rows: Rows) -> Rows:
         count = _count(rows)
@@ -109,7 +109,7 @@ class MultipleChoice(Task):
             )
         return rows.without(LABEL)
 
-    def bare(self, rows: Rows) -> Rows:
+    def without_labels(self, rows: Rows) -> Rows:
         return replace(self, choices=0).unlabelled(rows)
 
     def strata(self, rows: Rows) -> Sequence[int]:
@@ -124,7 +124,7 @@ class MultipleChoice(Task):
         _count(rows)
         return rows, ()
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=True), "a question and a choice"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
@@ -143,7 +143,7 @@ class MultipleChoice(Task):
 
     def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
-        return OnOwnSide(transformers.DataCollatorForMultipleChoice(tokenizer), tokenizer)
+        return DefaultPaddingSide(transformers.DataCollatorForMultipleChoice(tokenizer), tokenizer)
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
         found = super().samples(tokenizer, longest)
@@ -155,11 +155,11 @@ class MultipleChoice(Task):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         if not self.finite(answers):
             return dict.fromkeys(metrics, float("nan"))
-        return {"accuracy": float((answers.argmax(-1) == self.truths(examples)).mean())}
+        return {"accuracy": float((answers.argmax(-1) == self.references(examples)).mean())}
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         names = [f"choice {i}" for i in range(answers.shape[-1])]
-        return doubt(answers, np.array(self.truths(examples)), names)
+        return doubt(answers, np.array(self.references(examples)), names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().softmax(-1)
@@ -170,14 +170,14 @@ class MultipleChoice(Task):
             found.append({**row, **probabilities(range(len(choices)), x)})
         return found
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
         kept = rows.columns(QUESTION, CHOICES)
         return ({QUESTION: question, CHOICES: choices} for question, choices in kept)
 
-    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers.argmax(-1).tolist()
 
-    def truths(self, examples: Encoded) -> list[Any]:
+    def references(self, examples: Encoded) -> list[Any]:
         return examples.rows.data[LABEL][:]
 
     @classmethod
@@ -187,7 +187,7 @@ class MultipleChoice(Task):
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         return (
-            f"{cls.loaded(directory)}"
+            f"{cls.loading_code(directory)}"
             'question, choices = "...", ["...", "..."]\n'
             "pairs = tokenizer([question] * len(choices), choices, padding=True, "
             'return_tensors="pt")\n'

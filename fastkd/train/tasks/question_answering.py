@@ -19,7 +19,7 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import accepted
 from fastkd.train.input_columns import Columns, field, holds_text, text_of, whole
-from fastkd.train.tasks.base import Collate, Fitted, Given, Task, Tokens
+from fastkd.train.tasks.base import Collate, FittedTask, LabelInfo, Task, Tokens
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
 FROM, TO = "start_positions", "end_positions"
@@ -53,14 +53,14 @@ class QuestionAnswering(Task):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match", "best_f1", "best_exact_match")
-    usual: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
+    default_metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
     percent: ClassVar[frozenset[str]] = frozenset(metrics)
     head: ClassVar[str] = "AutoModelForQuestionAnswering"
     head_name: ClassVar[str] = "question answering head"
     outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
     pipeline: ClassVar[str] = "question-answering"
     columns: ClassVar[Columns] = Columns(QUESTION, CONTEXT, ANSWERS)
-    beside: ClassVar[tuple[str, ...]] = ("starts", "ends", "none", "begins")
+    evaluation_columns: ClassVar[tuple[str, ...]] = ("starts", "ends", "none", "begins")
 
     #: Whether a question may have no answer; None: as the rows that are scored have it.
     empty: bool | None = None
@@ -93,15 +93,15 @@ class QuestionAnswering(Task):
         return row
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
         return holds_text(row[QUESTION]) and holds_text(row[CONTEXT])
 
     @classmethod
-    def wanted(cls, columns: Columns) -> list[str]:
-        return [ID, *super().wanted(columns)]
+    def hub_columns(cls, columns: Columns) -> list[str]:
+        return [ID, *super().hub_columns(columns)]
 
     @classmethod
-    def declared(cls, feature: Any) -> list[str] | None:
+    def declared_classes(cls, feature: Any) -> list[str] | None:
         return None
 
     @classmethod
@@ -109,8 +109,8 @@ class QuestionAnswering(Task):
         return [f"{question} {text}" for question, text in rows.columns(QUESTION, CONTEXT)]
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        return Fitted(cls(_some_empty(train)), train, evals)
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+        return FittedTask(cls(_some_empty(train)), train, evals)
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
@@ -123,7 +123,7 @@ class QuestionAnswering(Task):
     def fit_config(self, config: Any) -> None:
         config.num_labels, config.problem_type = 2, None
 
-    def bare(self, rows: Rows) -> Rows:
+    def without_labels(self, rows: Rows) -> Rows:
         return self.unlabelled(rows)
 
     def unlabelled(self, rows: Rows) -> Rows:
@@ -138,7 +138,7 @@ class QuestionAnswering(Task):
 
     # Tokens
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         # A question and its context need two tokens each to overlap at all.
         return tokenizer.num_special_tokens_to_add(pair=True) + 3, "a question and its text"
 
@@ -160,7 +160,7 @@ class QuestionAnswering(Task):
             return_offsets_mapping=True,
         )
         rows, offsets = found.pop("overflow_to_sample_mapping"), found.pop("offset_mapping")
-        columns: dict[str, list[Any]] = {name: [] for name in (*self.beside, FROM, TO)}
+        columns: dict[str, list[Any]] = {name: [] for name in (*self.evaluation_columns, FROM, TO)}
         for i, (row, spans) in enumerate(zip(rows, offsets, strict=True)):
             inside = [part == 1 for part in found.sequence_ids(i)]
             starts, ends = (
@@ -203,8 +203,8 @@ class QuestionAnswering(Task):
         windows: list[list[Reading]] = []
         beside = (
             row
-            for batch in examples.beside.iter(BATCH)
-            for row in zip(*(batch[name] for name in self.beside), strict=True)
+            for batch in examples.evaluation_columns.iter(BATCH)
+            for row in zip(*(batch[name] for name in self.evaluation_columns), strict=True)
         )
         for logits, (*places, begins) in zip(answers, beside, strict=True):
             if begins:  # rows of a file may stand on one line, and have its number
@@ -249,14 +249,14 @@ class QuestionAnswering(Task):
             for text, (best, none) in zip(texts, readings, strict=True)
         ]
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
         names = (ID, QUESTION, CONTEXT)
         return (dict(zip(names, row, strict=True)) for row in rows.columns(*names))
 
-    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return list(self._texts(self._readings(answers, examples), examples))
 
-    def truths(self, examples: Encoded) -> list[Any]:
+    def references(self, examples: Encoded) -> list[Any]:
         return [next(iter(found["text"]), "") for (found,) in examples.rows.columns(ANSWERS)]
 
     @classmethod
@@ -266,7 +266,7 @@ class QuestionAnswering(Task):
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         return (
-            f"{cls.loaded(directory)}"
+            f"{cls.loading_code(directory)}"
             'tokens = tokenizer("question", "text", return_tensors="pt")\n'
             "found = model(**tokens)\n"
             "start, end = found.start_logits.argmax(), found.end_logits.argmax()\n"

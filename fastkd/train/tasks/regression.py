@@ -13,7 +13,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.evaluation import doubt, evaluate
 from fastkd.train.glue import Glue
 from fastkd.train.label_values import LARGEST, as_name, as_number
-from fastkd.train.tasks.base import Fitted, Given, Task
+from fastkd.train.tasks.base import FittedTask, LabelInfo, Task
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class Regression(Task):
     """Real numbers, in a head with one output."""
 
     metrics: ClassVar[tuple[str, ...]] = ("pearson", "spearman", "mse")
-    usual: ClassVar[tuple[str, ...]] = ("pearson", "spearman")
-    smaller: ClassVar[frozenset[str]] = frozenset({"mse"})
+    default_metrics: ClassVar[tuple[str, ...]] = ("pearson", "spearman")
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"mse"})
 
     @property
     def num_labels(self) -> int:
         return 1
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: Given) -> Fitted:
-        return Fitted(cls(), to_reals(train), {k: to_reals(rows) for k, rows in evals.items()})
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+        return FittedTask(cls(), to_reals(train), {k: to_reals(rows) for k, rows in evals.items()})
 
     def unlabelled(self, rows: Rows) -> Rows:
         return replace(rows, labels=np.full(len(rows), math.nan))
 
-    def bare(self, rows: Rows) -> Rows:
+    def without_labels(self, rows: Rows) -> Rows:
         return self.unlabelled(rows)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
@@ -60,20 +60,22 @@ class Regression(Task):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         return evaluate(metrics, answers, examples.targets)
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return doubt(answers, examples.targets, None)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{"value": float(value)} for value in answers[:, 0]]
 
-    def marks(self, answers: Any, examples: Encoded) -> list[Any]:
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers[:, 0].round(4).tolist()
 
-    def truths(self, examples: Encoded) -> list[Any]:
+    def references(self, examples: Encoded) -> list[Any]:
         return examples.targets.tolist()
 
-    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        return super().chosen(wanted, glue if glue is not None and glue.regression else None)
+    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        return super().select_metrics(
+            wanted, glue if glue is not None and glue.regression else None
+        )
 
     def report(self) -> dict[str, Any]:
         return {"labels": None, "f1_of": 1}

@@ -13,7 +13,14 @@ from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.input_columns import Columns, holds_text, text_of
-from fastkd.train.tasks.base import LABEL, Collate, OnOwnSide, Task, Tokens, sums_of_losses
+from fastkd.train.tasks.base import (
+    LABEL,
+    Collate,
+    DefaultPaddingSide,
+    Task,
+    Tokens,
+    token_loss_sums,
+)
 
 SOURCE, TARGET = "source", "target"
 # New tokens of a generated text at most.
@@ -30,8 +37,8 @@ class Seq2Seq(Task):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("chrf", "rouge_l", "loss")
-    usual: ClassVar[tuple[str, ...]] = metrics
-    smaller: ClassVar[frozenset[str]] = frozenset({"loss"})
+    default_metrics: ClassVar[tuple[str, ...]] = metrics
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss"})
     percent: ClassVar[frozenset[str]] = frozenset({"chrf"})
     head: ClassVar[str] = "AutoModelForSeq2SeqLM"
     head_name: ClassVar[str] = "language model head"
@@ -44,7 +51,7 @@ class Seq2Seq(Task):
         return {name: "large_string" for name, there in parts.items() if there is not None}
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
         return holds_text(row[SOURCE])
 
     @classmethod
@@ -60,7 +67,7 @@ class Seq2Seq(Task):
                 raise InputError(f"{where}: column {columns.label!r} is empty")
         return row
 
-    def bare(self, rows: Rows) -> Rows:
+    def without_labels(self, rows: Rows) -> Rows:
         return rows.without(LABEL)
 
     def unlabelled(self, rows: Rows) -> Rows:
@@ -69,7 +76,7 @@ class Seq2Seq(Task):
             f"{self.name()} without a target have none; let `fastkd predict` write the teacher's"
         )
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=False), "a text"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
@@ -82,7 +89,7 @@ class Seq2Seq(Task):
 
     def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
-        collate = OnOwnSide(transformers.DataCollatorForSeq2Seq(tokenizer), tokenizer)
+        collate = DefaultPaddingSide(transformers.DataCollatorForSeq2Seq(tokenizer), tokenizer)
 
         def batch(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             return {name: x for name, x in collate(rows).items() if x is not None}
@@ -99,7 +106,7 @@ class Seq2Seq(Task):
         targets = batch.get("labels")
         if targets is None:
             return [(text, 0.0, 0) for text in texts]
-        found = sums_of_losses(writer(**batch).logits, targets)
+        found = token_loss_sums(writer(**batch).logits, targets)
         return [(text, *one) for text, one in zip(texts, found, strict=True)]
 
     def finite(self, answers: Any) -> bool:
@@ -118,20 +125,20 @@ class Seq2Seq(Task):
         }
         return {name: float(compute[name]()) for name in metrics}
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         texts = {text for text, _, _ in answers}
         return f"are all {texts.pop()!r:.60}" if len(texts) == 1 else None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{TARGET: text} for text, _, _ in answers]
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
         return ({SOURCE: text} for (text,) in rows.columns(SOURCE))
 
     @classmethod
     def usage(cls, report: Mapping[str, Any], directory: str) -> str:
         return (
-            f"{cls.loaded(directory)}"
+            f"{cls.loading_code(directory)}"
             'ids = model.generate(**tokenizer("...", return_tensors="pt"), max_new_tokens=128)\n'
             "print(tokenizer.decode(ids[0], skip_special_tokens=True))"
         )

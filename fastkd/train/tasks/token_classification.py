@@ -18,7 +18,7 @@ from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, words_of
-from fastkd.train.tasks.base import LABELS, Collate, ListedTask, OnOwnSide, Tokens, logits
+from fastkd.train.tasks.base import LABELS, Collate, DefaultPaddingSide, ListedTask, Tokens, logits
 
 CONLL = ".conll"
 TOKENS = "tokens"
@@ -39,13 +39,13 @@ class TokenClassification(ListedTask):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall", "accuracy")
-    usual: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall")
+    default_metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall")
     head: ClassVar[str] = "AutoModelForTokenClassification"
     head_name: ClassVar[str] = "token classification head"
     pipeline: ClassVar[str] = "token-classification"
     suffixes: ClassVar[tuple[str, ...]] = (CONLL,)
     columns: ClassVar[Columns] = Columns(TOKENS, None, LABELS)
-    called: ClassVar[str] = "tag"
+    label_noun: ClassVar[str] = "tag"
 
     @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
@@ -74,7 +74,7 @@ class TokenClassification(ListedTask):
         return {TOKENS: words, LABELS: [_checked(tag.strip(), where) for tag in tags]}
 
     @classmethod
-    def full(cls, row: Mapping[str, Any]) -> bool:
+    def has_text(cls, row: Mapping[str, Any]) -> bool:
         return bool(row[TOKENS])
 
     @classmethod
@@ -88,16 +88,16 @@ class TokenClassification(ListedTask):
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
 
-    def chosen(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         """Tags that mark no entities are scored one by one."""
-        found = super().chosen(wanted, glue)
+        found = super().select_metrics(wanted, glue)
         marked = any(map(is_marked, self.classes))
         return found if marked or wanted is not None else ("accuracy",)
 
-    def room(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
+    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
         return tokenizer.num_special_tokens_to_add(pair=False), "a sentence"
 
-    beside: ClassVar[tuple[str, ...]] = ("words",)
+    evaluation_columns: ClassVar[tuple[str, ...]] = ("words",)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         if not tokenizer.is_fast:
@@ -131,7 +131,9 @@ class TokenClassification(ListedTask):
 
     def collator(self, tokenizer: Any) -> Collate:
         transformers: Any = require("transformers", "train")
-        return OnOwnSide(transformers.DataCollatorForTokenClassification(tokenizer), tokenizer)
+        return DefaultPaddingSide(
+            transformers.DataCollatorForTokenClassification(tokenizer), tokenizer
+        )
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The tag of each token of a row, -1 where its outputs are not finite."""
@@ -146,7 +148,9 @@ class TokenClassification(ListedTask):
     def _tags(self, answers: Any, examples: Encoded) -> Iterator[list[str | None]]:
         """The tag of every word, None for those that the model didn't see."""
         rows = examples.rows.columns(TOKENS)
-        places = (words for batch in examples.beside.iter(BATCH) for words in batch["words"])
+        places = (
+            words for batch in examples.evaluation_columns.iter(BATCH) for words in batch["words"]
+        )
         for (words,), answer, seen in zip(rows, answers, places, strict=True):
             tags: list[str | None] = [None] * len(words)
             for word, tag in zip(seen, answer, strict=True):
@@ -165,14 +169,14 @@ class TokenClassification(ListedTask):
         known = {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy}
         return {name: known[name] for name in metrics}
 
-    def doubt(self, answers: Any, examples: Encoded) -> str | None:
+    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         given = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}
         return f"are all {given.pop()!r}" if len(given) == 1 else None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{LABELS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
 
-    def shown(self, rows: Rows) -> Iterator[dict[str, Any]]:
+    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
         return ({TOKENS: words} for (words,) in rows.columns(TOKENS))
 
 

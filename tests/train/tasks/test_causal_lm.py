@@ -21,7 +21,7 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoder
 from fastkd.train.data import load, read_file
 from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
-from fastkd.train.tasks.causal_lm import TASK, _sizes, _tokens
+from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _tokens
 from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import refused, through
 
@@ -75,7 +75,7 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     end = tokenizer.sep_token
     words = [tokenizer.convert_ids_to_tokens(ids) for ids in encoded.ids()]
     assert words == [["good", "film", "is", end], ["bad", "film", end]]
-    assert encoded.beside["bytes"][:] == [len("  film\nis"), len(" film")]
+    assert encoded.evaluation_columns["bytes"][:] == [len("  film\nis"), len(" film")]
     assert [encoded.place(i)[1] for i in range(2)] == [1, 5]
     # The last token of six would be alone.
     longer = Encoder(tokenizer, 6, TASK())(rows)
@@ -83,7 +83,7 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     assert [row["position_ids"] for row in longer] == [[0, 1, 2, 3, 0], [0, 1]]
     assert [row["labels"][0] for row in longer] == [UNLABELLED, UNLABELLED]
     assert longer[0]["labels"][4] == UNLABELLED
-    assert longer.beside["bytes"][:] == [len("  film\nis"), 0]
+    assert longer.evaluation_columns["bytes"][:] == [len("  film\nis"), 0]
 
 
 def test_tokens_of_bytes_share_the_bytes_of_a_character(tmp_path):
@@ -95,8 +95,8 @@ def test_tokens_of_bytes_share_the_bytes_of_a_character(tmp_path):
     backend.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     assert [size for _, size in _tokens(text, tokenizer)] == [1] * len(text.encode()) + [0]
-    assert _sizes("a日b", [(0, 2), (1, 3)]) == [1 + 1, 2 + 1]
-    assert _sizes(" a  b", [(1, 2), (4, 5)]) == [2, 3]
+    assert _token_bytes("a日b", [(0, 2), (1, 3)]) == [1 + 1, 2 + 1]
+    assert _token_bytes(" a  b", [(1, 2), (4, 5)]) == [2, 3]
 
 
 def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
@@ -104,7 +104,7 @@ def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = GPT2LMHeadModel.from_pretrained(path).eval()
     task = TASK.of(model.config)
-    assert task.segments
+    assert task.separate_documents
     rows = read(write_text(tmp_path / "a.txt", 4))  # so few that none is cut
 
     def loss(task):
@@ -118,19 +118,19 @@ def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
             ]
         return len(encoded), [sum(x) for x in zip(*answers, strict=True)]
 
-    (packed, together), (apart, alone) = loss(task), loss(replace(task, apart=True))
+    (packed, together), (apart, alone) = loss(task), loss(replace(task, one_per_row=True))
     assert packed == 1 and apart == 4
     assert together == pytest.approx(alone, rel=1e-5)
-    assert loss(replace(task, segments=False))[1] != pytest.approx(alone, rel=1e-2)
+    assert loss(replace(task, separate_documents=False))[1] != pytest.approx(alone, rel=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("config", "segments"),
+    ("config", "separate_documents"),
     [(GPT2Config(), True), (BloomConfig(), False), (JambaConfig(), False), (BertConfig(), False)],
 )
-def test_models_that_know_documents_by_positions(config, segments):
+def test_models_that_know_documents_by_positions(config, separate_documents):
     """Bloom takes none, Jamba remembers what it has read."""
-    assert TASK.of(config).segments is segments
+    assert TASK.of(config).separate_documents is separate_documents
 
 
 def test_an_encoder_would_see_what_it_is_to_predict(tmp_path):
@@ -139,14 +139,14 @@ def test_an_encoder_would_see_what_it_is_to_predict(tmp_path):
     rows = {"train": train, "eval": evals, "task": "causal-lm", "max_length": 16, "device": "cpu"}
     rows |= {"teacher": teacher, "finetune_teacher": 1, "out": tmp_path / "run"}
     said = run("distill", **rows, expect=2)
-    assert "a bert model reads rows from both sides" in said and "--task masked-lm" in said
+    assert "a bert model attends to both sides" in said and "--task masked-lm" in said
 
 
 def test_scores_are_those_of_the_whole_text(tmp_path):
     path = make_decoder(tmp_path / "gpt2")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = GPT2LMHeadModel.from_pretrained(path).eval()
-    task = TASK(segments=False)
+    task = TASK(separate_documents=False)
     encoded = Encoder(tokenizer, 8, task)(read(write_text(tmp_path / "a.txt", 12)))
     total = count = 0
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_scores_are_those_of_the_whole_text(tmp_path):
             answers += task.answer(model, batch, tokenizer)
     found = task.scores(("perplexity", "bits_per_byte"), answers, encoded)
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
-    size = sum(encoded.beside["bytes"][:])
+    size = sum(encoded.evaluation_columns["bytes"][:])
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
     assert math.isnan(task.scores(("perplexity",), [(math.nan, 3)], encoded)["perplexity"])
 

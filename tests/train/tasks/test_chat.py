@@ -173,7 +173,7 @@ def test_prompts_are_answered(teacher, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
     rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
-    encoded = Encoder(tokenizer, 16, TASK().predicting())(rows)
+    encoded = Encoder(tokenizer, 16, TASK().for_prediction())(rows)
     assert encoded[0] == encoded[1] and set(encoded[0]["labels"]) == {-100}
     words = tokenizer.convert_ids_to_tokens(encoded[0]["input_ids"])
     assert words == ["[CLS]", "a", "film", "[MASK]"]
@@ -233,7 +233,7 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
     encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(6))))
     collate = task.collator(tokenizer)
     (batch,) = encoded.batches(collate, 6)
-    rows = task.drawn(model, batch, tokenizer, 0)
+    rows = task.generated(model, batch, tokenizer, 0)
     assert model.training
     end, lengths = tokenizer.sep_token_id, set()
     for row, prompt in zip(rows, prompts_of(batch), strict=True):
@@ -246,11 +246,11 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
     assert len(lengths) > 1
     # Whatever stands beside it: alone, in another order, or packed.
     other = [encoded[i] for i in reversed(range(6))]
-    assert task.drawn(model, collate(other), tokenizer, 0) == rows[::-1]
-    assert task.drawn(model, collate(other[:1]), tokenizer, 0) == rows[-1:]
-    assert task.drawn(model, batch, tokenizer, 1) != rows
-    packed = Encoder(tokenizer, 32, task.packing())(read(tmp_path / "a.jsonl"))
-    together = task.drawn(model, collate(list(packed)), tokenizer, 0)
+    assert task.generated(model, collate(other), tokenizer, 0) == rows[::-1]
+    assert task.generated(model, collate(other[:1]), tokenizer, 0) == rows[-1:]
+    assert task.generated(model, batch, tokenizer, 1) != rows
+    packed = Encoder(tokenizer, 32, task.for_packing())(read(tmp_path / "a.jsonl"))
+    together = task.generated(model, collate(list(packed)), tokenizer, 0)
     alone = [row["input_ids"] for row in rows]
     assert len(together) < 6 and sorted(alone) == sorted(
         ids for row in together for ids in apart(row, "input_ids")
@@ -260,14 +260,17 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (TASK(segments=False), "--pack: the model doesn't tell conversations in a row apart"),
+        (
+            TASK(separate_documents=False),
+            "--pack: the model doesn't tell conversations in a row apart",
+        ),
         (named("causal-lm")(), "--pack: the rows of --task causal-lm are packed without it"),
         (named("classification")(), "--pack: the rows of --task classification stand alone"),
     ],
 )
 def test_what_is_not_packed(task, words):
     with pytest.raises(InputError, match=words):
-        task.packing()
+        task.for_packing()
 
 
 def test_words_are_drawn_as_often_as_they_are_likely():
@@ -291,7 +294,7 @@ def test_packed_rows_teach_what_the_conversations_alone_do(teacher, tmp_path, me
     student = student_from_teacher(model, [1, 3]).eval()
     rows = read(write_jsonl(tmp_path / "a.jsonl", talks(9)))
     task = TASK.of(model.config)
-    single, packed = (Encoder(tokenizer, 32, x)(rows) for x in (task, task.packing()))
+    single, packed = (Encoder(tokenizer, 32, x)(rows) for x in (task, task.for_packing()))
     assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
     for name in ("input_ids", "labels"):
         together = sorted(part for row in packed for part in apart(row, name))
@@ -328,7 +331,7 @@ def on_policy(tmp_path_factory):
 
 def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, monkeypatch):
     steps = []
-    draw = TASK.drawn
+    draw = TASK.generated
 
     def noted(self, model, batch, tokenizer, seed):
         rows = draw(self, model, batch, tokenizer, seed)
@@ -427,7 +430,7 @@ def test_the_teacher_scores_what_was_written(teacher, tmp_path):
     encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(4))))
     collate = task.collator(tokenizer)
     (batch,) = encoded.batches(collate, 4)
-    rows = task.drawn(student, batch, tokenizer, 0)
+    rows = task.generated(student, batch, tokenizer, 0)
     method = SoftTargets(divergence="reverse_kl", temperature=1.0, alpha=0.25)
     method.left_out = frozenset({"task"})
     found = Distiller(model, student, method).eval()(**collate(rows))

@@ -58,7 +58,9 @@ def test_a_row_is_hidden_by_itself_and_anew_in_each_epoch(tmp_path, tokenizer):
         assert torch.equal(alone["input_ids"][0][~hidden], ids[~hidden])
         special = tokenizer.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
         assert not hidden[torch.tensor(special).bool()].any()
-    labels = [hide.drawn((0, epoch))([rows[i] for i in number])["labels"] for epoch in (0, 1, 1)]
+    labels = [
+        hide.for_epoch((0, epoch))([rows[i] for i in number])["labels"] for epoch in (0, 1, 1)
+    ]
     assert not torch.equal(labels[0], labels[1]) and torch.equal(labels[1], labels[2])
     share = sum((x != UNLABELLED).sum().item() for x in labels[:2]) / (2 * sum(rows.lengths - 2))
     assert 0.1 < share < 0.3

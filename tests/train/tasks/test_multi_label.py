@@ -98,8 +98,8 @@ def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
     assert found["macro_f1"] == pytest.approx((1 + 2 / 3) / 3)
     assert found["mean_average_precision"] == pytest.approx((1 + 1 / 2) / 3)
     assert math.isnan(task.scores(("micro_f1",), answers * math.nan, encoded)["micro_f1"])
-    assert task.doubt(answers, encoded) is None
-    assert "'10'" in task.doubt(answers[[1, 1]], encoded)
+    assert task.sanity_warning(answers, encoded) is None
+    assert "'10'" in task.sanity_warning(answers[[1, 1]], encoded)
 
 
 def test_scores_of_one_label_are_of_its_rows(tmp_path):
@@ -127,8 +127,8 @@ def test_rows_without_labels_teach_by_the_teacher_alone(tmp_path):
     method = SoftTargets(temperature=1.0)
     out = Distiller(teacher, student, method)(**batch, labels=labels)
     with torch.no_grad():
-        said, taught = (model(**batch).logits for model in (student, teacher))
-    p, q = (torch.distributions.Bernoulli(logits=x.detach()) for x in (taught, said))
+        said, teacher_answers = (model(**batch).logits for model in (student, teacher))
+    p, q = (torch.distributions.Bernoulli(logits=x.detach()) for x in (teacher_answers, said))
     soft = torch.distributions.kl_divergence(p, q).mean()
     torch.testing.assert_close(out.terms["soft"].detach(), soft)
     assert soft > 0.1

@@ -95,7 +95,7 @@ def test_windows_hold_the_whole_text_and_the_answer(tmp_path, tokenizer):
     truth = list(questions(8))
     seen = {number: set() for number in range(1, 9)}
     answered = set()
-    for row, beside in zip(examples.tokens, examples.beside, strict=True):
+    for row, beside in zip(examples.tokens, examples.evaluation_columns, strict=True):
         number = beside["number"]
         _, _, text, (answer,) = truth[number - 1]
         spans = list(zip(beside["starts"], beside["ends"], strict=True))
@@ -113,7 +113,7 @@ def test_windows_hold_the_whole_text_and_the_answer(tmp_path, tokenizer):
 
 def answers_for(examples, start, end, none=0.0):
     """Logits that are 1 where a context's character ``start`` begins a token, and ``end`` ends."""
-    for beside in examples.beside:
+    for beside in examples.evaluation_columns:
         logits = np.zeros((2, beside["length"]), dtype=np.float32)
         logits[0][[x == start for x in beside["starts"]]] = 1
         logits[1][[x == end for x in beside["ends"]]] = 1
@@ -140,12 +140,12 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
     answers = list(answers_for(examples, 13, 22))
     told = task.predictions(answers, examples, tokenizer)
     assert told == [{"text": "poor nice", "score": 2.0, "no_answer": 0.0}] * 2
-    assert task.scores(task.usual, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
+    assert task.scores(task.default_metrics, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
     none = list(answers_for(examples, 13, 22, 1.5))
     assert [row["text"] for row in task.predictions(none, examples, tokenizer)] == ["", ""]
     # Where training rows had answers, each question gets one.
-    assert TASK(False).marks(none, examples) == ["poor nice"] * 2
-    for logits, beside in zip(answers, examples.beside, strict=True):
+    assert TASK(False).short_answers(none, examples) == ["poor nice"] * 2
+    for logits, beside in zip(answers, examples.evaluation_columns, strict=True):
         logits[:, 0] = beside["number"] / 4  # less sure of the second question
     best = {"best_f1": 100.0, "best_exact_match": 100.0}
     assert task.scores(task.metrics, answers, examples) == {"f1": 50, "exact_match": 50, **best}
@@ -240,4 +240,4 @@ def test_each_question_has_its_own_windows_though_all_stand_on_one_line(tmp_path
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows))
     examples = encoded(path, tokenizer, 10)
-    assert TASK(False).marks(list(answers_for(examples, 4, 8)), examples) == ["bad", "film"]
+    assert TASK(False).short_answers(list(answers_for(examples, 4, 8)), examples) == ["bad", "film"]

@@ -72,7 +72,7 @@ def test_the_first_piece_of_a_word_has_its_label(tmp_path):
     encoded = Encoder(tokenizer, 16, TASK(("B-GOOD", "O")))(rows)
     # [CLS] good - film is [SEP]
     assert encoded[0]["labels"] == [-100, 0, -100, -100, 1, -100]
-    assert encoded.beside[0]["words"] == [-1, 0, -1, -1, 1, -1]
+    assert encoded.evaluation_columns[0]["words"] == [-1, 0, -1, -1, 1, -1]
 
 
 def test_a_no_break_space_parts_no_word(tmp_path):
@@ -135,8 +135,8 @@ def test_words_tagged_by_bilou(tmp_path):
     ],
 )
 def test_tags_with_marks_are_scored_as_entities(classes, scored):
-    assert TASK(classes).chosen(None) == scored
-    assert TASK(classes).chosen("f1") == ("f1", "precision", "recall")
+    assert TASK(classes).select_metrics(None) == scored
+    assert TASK(classes).select_metrics("f1") == ("f1", "precision", "recall")
 
 
 def test_f1_of_tags_without_marks(tmp_path):
@@ -152,7 +152,7 @@ def test_f1_of_tags_without_marks(tmp_path):
 
 def test_hidden_labels_of_a_hub_are_no_class():
     with pytest.raises(InputError, match="row 1: no label"):
-        TASK.spelled([-1, 0], ["O", "B-GOOD"], "row 1")
+        TASK.declared_name([-1, 0], ["O", "B-GOOD"], "row 1")
 
 
 def test_words_that_are_cut_off_are_outside(tmp_path):
