@@ -248,24 +248,23 @@ def lines_of(family):
 
 INTRODUCTION = f"""# What works with what
 
-Written by the tests (`python -m tests.distill.support`), which train a step of every family, head
-and method on tiny models: "yes" where the loss is finite and every block of the student gets a
-gradient. Methods have the papers' values, and choose from data what they must (MC3KD's layers, by
-`prepare`, as the Trainer does it before it trains). "–" is what a method doesn't mean: KNN takes
-one label a sample, and without a head there are no labels to learn and no outputs to compare. The
-student has layers 1 and 3 of the teacher's three (`student_from_teacher`). `attention` is
-`AttentionMSE`, with eager attention. Of BART, T5 and Whisper it is the decoder whose layers are
-compared and cut, at the positions whose labels count.
+The tests write this page (`python -m tests.distill.support`). They train a step of every family, head
+and method on tiny models. "yes": the loss is finite and every block of the student gets a gradient.
+"–": the method does not apply. KNN needs one label for each sample, and without a head there are no
+labels to learn and no outputs to compare. Methods have the papers' values; MC3KD chooses its layers by
+`prepare`, as the Trainer does before training. The student has layers 1 and 3 of the teacher's three
+(`student_from_teacher`). `attention` is `AttentionMSE`, with eager attention. BART, T5 and Whisper are
+compared and cut in [their decoder](any_loop.md#encoder-decoders).
 
-Heads are transformers' auto classes: none (`AutoModel`), sequence, tokens, answers (questions),
-choices (multiple choice), masked words, next word, written words (of an encoder-decoder),
-transcripts (of speech), image, sound. A family that isn't here works if its blocks are a list of
-modules; models that aren't from transformers: [any_loop.md](any_loop.md).
+Heads are transformers' auto classes: none (`AutoModel`), sequence, tokens, answers (question
+answering), choices (multiple choice), masked words, next word, written words (encoder-decoders),
+transcripts (speech), image, sound. A family that is missing here works if its blocks are a list of
+modules. [Any loop](any_loop.md#models-that-arent-from-transformers) has other models.
 
-Of "masked words" and "next word" the terms on logits come from hidden states and heads, and
-`out.logits` is None unless `keep_logits=True`. All logits are made of MobileBERT, BART, T5 and
-Whisper, of compiled models and `Blocks`, of sharded parameters, and for methods with terms of
-one's own. What that saves is in [benchmarks.md](benchmarks.md).
+For "masked words" and "next word" the terms on logits come from hidden states and heads, and
+`out.logits` is None unless `keep_logits=True`. All logits are computed for MobileBERT, BART, T5 and
+Whisper, for compiled models and `Blocks`, for sharded parameters, and for methods with terms that
+fastkd does not define. [Benchmarks](benchmarks.md) has the memory that this saves.
 
 | family | head | {" | ".join(ALL)} | |
 |{"---|" * (len(ALL) + 3)}
