@@ -248,13 +248,14 @@ def lines_of(family):
 
 INTRODUCTION = f"""# What works with what
 
-The tests write this page (`python -m tests.distill.support`). They train a step of every family, head
-and method on tiny models. "yes": the loss is finite and every block of the student gets a gradient.
-"–": the method does not apply. KNN needs one label for each sample, and without a head there are no
-labels to learn and no outputs to compare. Methods have the papers' values; MC3KD chooses its layers by
-`prepare`, as the Trainer does before training. The student has layers 1 and 3 of the teacher's three
-(`student_from_teacher`). `attention` is `AttentionMSE`, with eager attention. BART, T5 and Whisper are
-compared and cut in [their decoder](any_loop.md#encoder-decoders).
+The tests write this page (`python -m tests.distill.support`). They train a step of every family,
+head and method on tiny models. "yes": the loss is finite and every block of the student gets a
+gradient. "–": the method does not apply. KNN needs one label for each sample, and without a head
+there are no labels to learn and no outputs to compare. Methods have the papers' values; MC3KD
+chooses its layers by `prepare`, as the Trainer does before training. The student has layers 1 and
+3 of the teacher's three (`student_from_teacher`). `attention` is `AttentionMSE`, with eager
+attention. BART, T5 and Whisper are compared and cut in [their
+decoder](any_loop.md#encoder-decoders).
 
 Heads are transformers' auto classes: none (`AutoModel`), sequence, tokens, answers (question
 answering), choices (multiple choice), masked words, next word, written words (encoder-decoders),
@@ -262,9 +263,9 @@ transcripts (speech), image, sound. A family that is missing here works if its b
 modules. [Any loop](any_loop.md#models-that-arent-from-transformers) has other models.
 
 For "masked words" and "next word" the terms on logits come from hidden states and heads, and
-`out.logits` is None unless `keep_logits=True`. All logits are computed for MobileBERT, BART, T5 and
-Whisper, for compiled models and `Blocks`, for sharded parameters, and for methods with terms that
-fastkd does not define. [Benchmarks](benchmarks.md) has the memory that this saves.
+`out.logits` is None unless `keep_logits=True`. All logits are computed for MobileBERT, BART, T5
+and Whisper, for compiled models and `Blocks`, for sharded parameters, and for methods with terms
+that fastkd does not define. [Benchmarks](benchmarks.md) has the memory that this saves.
 
 | family | head | {" | ".join(ALL)} | |
 |{"---|" * (len(ALL) + 3)}
