@@ -29,9 +29,9 @@ LINE_EVERY = 10.0
 
 
 class BestEffortStream:
-    """A stream whose reader may go away (`| head`, a closed terminal): the work goes on.
+    """An output stream that survives a closed reader (`| head`, a closed terminal).
 
-    What it can't spell is spelled out; what else keeps it from writing `finish` tells in the end.
+    Characters that its encoding lacks are escaped. Other write errors are raised by `finish`.
     """
 
     def __init__(self, stream: Any):
@@ -58,13 +58,13 @@ class BestEffortStream:
                 self._lose(error)
 
     def finish(self) -> None:
-        """Raise if something was not written though somebody may read it, on a full disk say."""
+        """Raise if output was lost for another reason than a closed reader, such as a full disk."""
         self.flush()
         if self._error is not None:
             raise RunFailed(f"the output can't be written: {self._error.strerror}")
 
     def _lose(self, error: Exception) -> None:
-        """Nobody reads any more; what Python still holds goes nowhere when it ends."""
+        """Stop writing; redirect the descriptor so that Python's final flush does not fail."""
         self._gone = True
         if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):
             self._error = error
@@ -77,9 +77,9 @@ class BestEffortStream:
 
 @contextlib.contextmanager
 def new_console(plain: bool = False) -> Iterator[Console]:
-    """Standard output, which may be closed at any time; only the first process has one.
+    """Console on standard output, silent in all but the first process.
 
-    A ``plain`` one has no bars even on a terminal, which several processes can't share.
+    With ``plain`` it has no progress bars, since several processes cannot share a terminal.
 
     Raises:
         RunFailed: in the end, something could not be written.
@@ -90,7 +90,7 @@ def new_console(plain: bool = False) -> Iterator[Console]:
 
 
 def stderr_display() -> "RichDisplay":
-    """Progress of a command whose standard output is its answer: on standard error."""
+    """Display on standard error, for commands that write their result to standard output."""
     stream: Any = BestEffortStream(sys.stderr)
     return RichDisplay(Console(file=stream))
 
@@ -170,7 +170,7 @@ def _worker_display() -> Iterator[Display]:
 
 
 class RichTrack(Track):
-    """One training's bar; in a log file a line every few seconds."""
+    """Progress bar of a training; in a log file a line every few seconds."""
 
     def __init__(self, display: RichDisplay, title: str):
         self.display, self.title = display, title

@@ -70,7 +70,7 @@ class CommandGroup(typer.core.TyperGroup):  # type: ignore[misc]
 
 
 class UniqueOptionsCommand(typer.core.TyperCommand):  # type: ignore[misc]
-    """A command that refuses an option given twice, of which one would be forgotten."""
+    """Command that rejects an option given twice, instead of dropping one value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
@@ -106,9 +106,9 @@ def common(
 
 @contextlib.contextmanager
 def errors_as_sentences(goes_on: Callable[[], str] = str) -> Iterator[None]:
-    """Errors of use as one sentence on stderr: exit code 2 for bad input, 1 for the machine's.
+    """Context that prints an error as one sentence on stderr; exit code 2 for bad input, else 1.
 
-    ``goes_on`` ends the sentence about a command that was stopped.
+    ``goes_on`` returns the end of the sentence for an interrupted command.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run measures besides its score: memory, machine, similarities."""
+"""Measurements of a run besides its scores: peak memory, machine, similarities."""
 
 import ctypes
 import functools
@@ -38,7 +38,7 @@ def machine_of(device: str) -> dict[str, Any]:
 
 
 class PeakMemory:
-    """Bytes that a run needs at most above what was there before it."""
+    """Peak memory of a run in bytes, above the memory in use before it."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -49,7 +49,7 @@ class PeakMemory:
             self.before = self._reset()
 
     def _reset(self) -> int | None:
-        """Linux forgets the peak of this process on this word."""
+        """Reset the kernel's peak counter of this process (Linux); returns the current bytes."""
         gc.collect()
         try:
             ctypes.CDLL(None).malloc_trim(0)  # or this run would reuse what the last one left

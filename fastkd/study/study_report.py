@@ -1,4 +1,4 @@
-"""A study's page, tables and pictures, made from its JSON files and nothing else."""
+"""Page, tables and pictures of a study, made from its JSON files only."""
 
 import base64
 import dataclasses
@@ -62,7 +62,7 @@ PAGE = Path(__file__).with_name("report.html.jinja")
 
 
 def claim(out: Path) -> None:
-    """Note in ``out`` that the report's files are ours.
+    """Record in the manifest of ``out`` that fastkd writes the report's files.
 
     Raises:
         InputError: one of them is there, and isn't.
@@ -143,7 +143,7 @@ def _students(study: Study) -> str:
 
 
 def told(summary: Summary) -> str:
-    """A table in words."""
+    """Sentences that summarise a table."""
     count = summary.teacher["rows"]
     about = (
         f"Teacher: {_metric(summary)} {summary.teacher_score:.4f}; {count['train']} training "
@@ -169,7 +169,7 @@ def _metric(summary: Summary) -> str:
 
 
 def warnings_of(summary: Summary) -> list[str]:
-    """What makes a table say little: empty classes, a teacher or students that tell nothing."""
+    """Warnings on a table: empty classes, teacher or students no better than chance."""
     found = [
         f"No {what} row is of class {', '.join(names)}."
         for what, names in empty_classes(summary.teacher).items()
@@ -185,7 +185,7 @@ def warnings_of(summary: Summary) -> list[str]:
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table, in words; what can't be said is empty."""
+    """Cells of a table row as text; undefined values are empty."""
     d, share, rows = row.difference, row.recovered, row.rows_interval
     return [
         row.variant
@@ -215,7 +215,7 @@ def _interval(low: float, high: float, form: str = "+.4f") -> str:
 
 
 def machines(found: Results) -> list[str]:
-    """Where runs were made: machine, versions and commit, and how many of them."""
+    """Machines, versions and commits of the runs, with their number of runs."""
     counts: dict[str, int] = {}
     for run in found.values():
         about = run["measured"]["machine"]
@@ -230,7 +230,7 @@ def machines(found: Results) -> list[str]:
 
 
 def beside_paper(study: Study, summaries: list[Summary]) -> dict[str, Any] | None:
-    """The paper's table with ours, and whether its order holds.
+    """The paper's table with our results, and whether its ranking holds.
 
     The order is each row against the baseline, by the mean of the paper's columns.
     """
@@ -268,7 +268,7 @@ def _against(theirs: str, row: Row) -> str:
 
 
 def _scale(row: Row | Summary) -> int:
-    """Shares are told by the hundred, as some scores are; one where less is better is none."""
+    """Factor for display: 100 for fractions, 1 for percentages and metrics to minimise."""
     return 1 if row.smaller_is_better or row.percent else 100
 
 
@@ -279,7 +279,7 @@ def _of_hundred(row: Row, value: float, sign: str = "") -> str:
 def _blocks(
     study: Study, summaries: list[Summary], about: str, pictures: list, measured: list[str]
 ) -> Iterator[Block]:
-    """The page from top to bottom."""
+    """Blocks of the page, from top to bottom."""
     yield from (("h1", study.title), ("p", about), ("p", HOW))
     for summary in summaries:
         yield from (("h2", summary.task), ("p", told(summary)))
@@ -306,7 +306,7 @@ def _markdown(blocks: Iterable[Block]) -> str:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """A row for CSV."""
+    """Columns of a row of summary.csv."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
@@ -328,7 +328,7 @@ def _flat_run(key: tuple[str, str, int], run: Mapping[str, Any]) -> dict[str, An
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
-    """What is not a number is empty."""
+    """Rows as CSV, with NaN as an empty cell."""
     return csv_text(
         {k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
         for row in rows

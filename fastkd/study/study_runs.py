@@ -1,8 +1,8 @@
-"""The runs of a study: one teacher a task, one JSON file a run, any number of processes.
+"""The runs of a study: one teacher for each task, one JSON file for each run.
 
-Every process goes through the same list and takes what nobody has taken: a run is there, or
-locked by who trains it, or free. So a study goes on after a kill, grows with its file, and may
-have helpers from a launcher, or on other machines that share the directory.
+Every process walks through the same list and takes runs that are neither done nor locked by another
+process. A study therefore continues after a kill, can be extended in its file, and may use
+processes of a launcher or of other machines that share the directory.
 """
 
 import functools
@@ -32,12 +32,12 @@ from fastkd.train.saving import read_json, write_json
 
 filelock: Any = require("filelock", "train")
 
-# What a launcher tells its processes.
+# Environment variables that a launcher sets.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Job(NamedTuple):
-    """One run, and the file that it leaves."""
+    """One run and its result file."""
 
     task: TaskSpec
     variant: Variant
@@ -61,7 +61,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def _result(job: Job) -> dict[str, Any] | None:
-    """The content of its file; None if it isn't there, not what was written, or another run's."""
+    """Content of the result file; None if missing, damaged, or of another run."""
     found = read_json(job.path)
     if not isinstance(found, dict) or found.pop(CHECKSUM, None) != _checksum(found):
         return None
@@ -77,9 +77,9 @@ def _done(job: Job) -> bool:
 
 
 def leave_launcher() -> tuple[int, int]:
-    """This process's number among those that a launcher started, and how many they are.
+    """Rank and number of the launched processes; detaches this process from the launcher.
 
-    From now on it trains by itself; a Trainer would share the rows of every step with the others.
+    Otherwise Trainer would share the rows of every step between the processes.
     """
     found = processes.rank(), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -92,7 +92,7 @@ def leave_launcher() -> tuple[int, int]:
 
 
 class StudyRuns:
-    """All runs of a study in a directory, and the data sets and teachers that they share."""
+    """All runs of a study in a directory, with their data sets and teachers."""
 
     def __init__(self, study: Study, out: Path, display: Display | None = None):
         self.study, self.out = study, out
@@ -101,7 +101,7 @@ class StudyRuns:
 
     @functools.cached_property
     def jobs(self) -> list[Job]:
-        """All runs, seed by seed: a study that is cut off has few seeds of everything."""
+        """All runs, ordered by seed, so that an interrupted study covers all variants."""
         study, found = self.study, []
         methods = {variant.name: variant.json() for variant in study.variants}
         for seed, task, variant in itertools.product(study.seeds, study.tasks, study.variants):
@@ -124,18 +124,18 @@ class StudyRuns:
         return found
 
     def results(self) -> dict[tuple[str, str, int], dict[str, Any]]:
-        """What is there, by task, variant and seed."""
+        """Results of completed runs, by task, variant and seed."""
         found = ((job, _result(job)) for job in self.jobs)
         return {(job.task.name, job.variant.name, job.seed): x for job, x in found if x is not None}
 
     def finish(self) -> None:
-        """Wait for the runs that other processes train, and take those of one that has died."""
+        """Wait for the runs of other processes, and take over those of a process that died."""
         while not all(map(_done, self.jobs)):
             time.sleep(1)
             self.work()
 
     def train(self, workers: int) -> bool:
-        """Train everything that isn't there yet, in so many processes; False if one died."""
+        """Train all missing runs in ``workers`` processes; False if one of them died."""
         (self.out / "runs").mkdir(parents=True, exist_ok=True)
         # What can't be used is said once, here, and before a teacher has learned.
         assert self.jobs
@@ -197,7 +197,7 @@ def _worker(
 
 
 class StudyProgress:
-    """How many runs are done, by whichever process, and how long the others may take."""
+    """Count of completed runs over all processes, and the estimated time for the rest."""
 
     def __init__(self, listed: list[Job], display: Display):
         self.missing = [job for job in listed if not _done(job)]
@@ -207,11 +207,11 @@ class StudyProgress:
         self.track.start(self.total - self.most, self.total)
 
     def begin(self) -> None:
-        """A run begins; the first one starts the clock."""
+        """Start the clock, at the first run."""
         self.began = self.began or time.perf_counter()
 
     def tell(self, job: Job, result: dict[str, Any]) -> None:
-        """Say that ``job`` is done."""
+        """Print the result of ``job`` and the remaining time."""
         self.missing = [job for job in self.missing if not _done(job)]
         missing = len(self.missing)
         left = (time.perf_counter() - self.began) / max(1, self.most - missing) * missing

@@ -58,12 +58,12 @@ MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 
 
 def key_of(identity: Any) -> str:
-    """A short name for what a result depends on."""
+    """Short hash of everything that a result depends on."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _files_fingerprint(folder: Path) -> str:
-    """That of a model's files, weights and tokenizer among them; of a name on the hub, nothing."""
+    """Fingerprint of a model's files, with its tokenizer; empty for a name on the hub."""
     files = sorted(path for path in folder.glob("*") if path.suffix in MODEL_FILES)
     states = [(path, path.stat()) for path in files]
     prints = (_file_as_of(path, at.st_mtime_ns, at.st_size) for path, at in states)
@@ -90,7 +90,7 @@ def _from(
 
 
 class AnswerKeepingRun(Run):
-    """A run that keeps the answers behind its last score, and shows no score before."""
+    """A run that keeps the answers of its last evaluation and prints no scores."""
 
     answers: list[Any]
     name: str
@@ -117,7 +117,7 @@ class AnswerKeepingRun(Run):
 
 
 class TrainedStudent(NamedTuple):
-    """A student, and how it came about."""
+    """A trained student with its run and history."""
 
     run: AnswerKeepingRun
     student: PreTrainedModel
@@ -127,7 +127,7 @@ class TrainedStudent(NamedTuple):
 
 
 class _AllLayers(SoftTargets):
-    """Wants what all methods of a study want, so that one cache serves them."""
+    """Method that requests the layers of all methods of a study, so that one cache serves all."""
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _AllLayers(SoftTargets):
 
 
 class TaskRuns:
-    """A data set, its teacher, and the runs on it; loaded when first asked for."""
+    """A data set, its teacher and the runs on it; each loaded at its first use."""
 
     def __init__(self, study: Study, task: TaskSpec, out: Path, display: Display | None = None):
         self.study, self.task, self.out = study, task, out

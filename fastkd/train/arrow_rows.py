@@ -1,8 +1,8 @@
-"""Rows and their tokens in Arrow files on disk, mapped into memory: a corpus may exceed it.
+"""Rows and their tokens in memory-mapped Arrow files, so that a corpus may exceed the memory.
 
-The files are those of `datasets`, in its cache (HF_DATASETS_CACHE), under names made of all they
-depend on: the bytes of the source, the columns, the tokenizer, the code that read them. So each is
-made once, by the first of several processes, while the others wait for it.
+The files are in the cache of `datasets` (HF_DATASETS_CACHE). Their names are hashes of everything
+they depend on: the bytes of the source, the columns, the tokenizer, the code that read them. Each
+file is written once, by the first of several processes, while the others wait for it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
-FEW = 8  # rows that may all be of unknown words
+FEW = 8  # with fewer rows, all tokens may be unknown
 CODE = ("arrow_rows.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
 # What the teacher's own inputs begin with, as a Distiller takes them.
 TEACHER_PREFIX = "teacher_"
@@ -44,11 +44,11 @@ UNLABELLED = -100
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One split as it was read.
+    """Rows of one split, as read from the source.
 
-    ``data`` has the columns number and those of its task: text and, if there are, pair and label,
-    the label as JSON of what stands in the source. ``labels`` are the encoded ones where they are
-    one number a row: class ids, or real numbers.
+    ``data`` has the column number and the columns of its task: text and, where present, pair and
+    label, the source's value as JSON. ``labels`` holds the encoded labels where a label is one
+    number: class ids, or real numbers.
     """
 
     source: str
@@ -64,7 +64,7 @@ class Rows:
 
     @property
     def texts(self) -> list[str]:
-        """All of them, in memory."""
+        """All texts, in memory."""
         return self.data["text"][:]
 
     @property
@@ -78,13 +78,13 @@ class Rows:
             yield from zip(*(batch[name] for name in names), strict=True)
 
     def both_texts(self) -> Iterator[tuple[str, str]]:
-        """Text and second text, which is empty if there is none."""
+        """Text and second text of each row; the second is empty if there is none."""
         if self.paired:
             return self.columns("text", "pair")
         return ((text, "") for (text,) in self.columns("text"))
 
     def contents(self) -> Iterator[tuple]:
-        """All that stands in each row, and its encoded label if it has one."""
+        """All values of each row, with its encoded label if it has one."""
         if self.labels is None:
             names = [name for name in self.data.column_names if name != "number"]
             return self.columns(*names)
@@ -92,7 +92,7 @@ class Rows:
         return ((*texts, label) for texts, label in zip(self.both_texts(), labels, strict=True))
 
     def inputs(self) -> Iterator[Any]:
-        """Something hashable that says what a model reads of each row."""
+        """A hashable value for each row that identifies its model input."""
         if "text" in self.data.column_names:
             return self.both_texts()
         names = [n for n in self.data.column_names if n not in ("number", "label", "labels")]
@@ -100,22 +100,22 @@ class Rows:
 
     @functools.cached_property
     def raw_labels(self) -> tuple[list[Any], np.ndarray]:
-        """The source's labels, each once, by their first rows; and which of them each row has."""
+        """Distinct labels of the source in order of appearance, and each row's index into them."""
         column = self.data.select_columns(["label"]).with_format("arrow")[:].column("label")
         coded = column.dictionary_encode().combine_chunks()
         labels = [json.loads(label) for label in coded.dictionary.to_pylist()]
         return labels, coded.indices.to_numpy()
 
     def number(self, index: int) -> int:
-        """Where row ``index`` stands in the source."""
+        """Number of row ``index`` in the source."""
         return self.data[index]["number"]
 
     def first_row_with_label(self, i: int) -> int:
-        """Where the first row with raw label ``i`` stands in the source."""
+        """Number in the source of the first row with raw label ``i``."""
         return self.number(int(np.argmax(self.raw_labels[1] == i)))
 
     def map_labels(self, read: Callable[[Any], Any]) -> list[Any]:
-        """What ``read`` makes of each different label; a mistake in one begins with its row."""
+        """``read(label)`` for each distinct label; an InputError gets the row as a prefix."""
         found = []
         for i, label in enumerate(self.raw_labels[0]):
             try:
@@ -127,7 +127,7 @@ class Rows:
         return found
 
     def labelled(self, read: Callable[[Any], float], kind: type) -> "Rows":
-        """With labels of ``kind`` int or float: what ``read`` makes of those of the source."""
+        """Rows with encoded labels, ``read(label)`` of the source's, of type ``kind``."""
         return replace(self, labels=np.array(self.map_labels(read), kind)[self.raw_labels[1]])
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
@@ -142,12 +142,12 @@ class Rows:
         return replace(self, data=self.data.select(keep, keep_in_memory=True), labels=labels)
 
     def without(self, column: str) -> "Rows":
-        """These rows without one of the file's columns, if they have it."""
+        """Rows without the given column, if they have it."""
         known = [column] if column in self.data.column_names else []
         return replace(self, data=self.data.remove_columns(known))
 
     def followed_by(self, other: "Rows") -> "Rows":
-        """The texts of these rows and of the ``other`` ones, without labels."""
+        """These rows and the ``other`` rows, without labels."""
         kept = [n for n in self.data.column_names if n in other.data.column_names]
         kept = [n for n in kept if n not in ("label", "labels")]
         parts = [rows.data.select_columns(kept) for rows in (self, other)]
@@ -155,7 +155,7 @@ class Rows:
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
-    """A short name for these bytes."""
+    """Short hash of the concatenated bytes."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -163,7 +163,7 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """That of a file's bytes, or of those of all files in a folder."""
+    """Fingerprint of a file's bytes, or of all files in a folder."""
     if path.is_dir():
         inside = sorted(part for part in path.rglob("*") if part.is_file())
         return fingerprint(
@@ -174,8 +174,8 @@ def file_fingerprint(path: Path) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """That of a tokenizer's files, which say all that it does, whatever class it is."""
-    if tokenizer.is_fast:  # how long its last texts were to be isn't its own
+    """Fingerprint of the files of a tokenizer."""
+    if tokenizer.is_fast:  # truncation and padding of the last call are not part of the tokenizer
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
@@ -187,7 +187,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def in_memory(
     source: str, texts: list[str], labels: Sequence[float], pairs: list[str] | None = None
 ) -> Rows:
-    """A few rows that no file holds."""
+    """Rows from lists in memory."""
     columns = {"text": texts} if pairs is None else {"text": texts, "pair": pairs}
     data = _library().Dataset.from_dict(
         {"number": list(range(1, len(texts) + 1)), **columns},
@@ -202,9 +202,9 @@ def stored(
     parts: Iterable[str],
     columns: Mapping[str, Any],
 ) -> Rows:
-    """The rows that ``records()`` gives; read before if ``parts``, all they depend on, are same.
+    """Rows from ``records()``, cached under a hash of ``parts``, all that they depend on.
 
-    Each has a ``number``, and these ``columns`` with their types.
+    Each record has a ``number`` and these ``columns`` with their types.
     """
     library = _library()
     code = (file_fingerprint(Path(__file__).parent / name) for name in CODE)
@@ -225,12 +225,12 @@ def stored(
 
 
 def label_json(label: Any) -> str:
-    """A label of any type, so that one column holds them all."""
+    """A label of any type as JSON, so that one column holds all types."""
     return json.dumps(label, default=lambda x: float(x) if isinstance(x, Decimal) else [str(x)])
 
 
 def _features(columns: Mapping[str, Any]) -> Any:
-    """``columns`` by the names that `datasets` has for types; a list of one is of these."""
+    """`datasets` features of ``columns``; ``[type]`` stands for a list of that type."""
     library = _library()
 
     def kind(named: Any) -> Any:
@@ -251,7 +251,7 @@ def _library() -> Any:
 
 @contextlib.contextmanager
 def _writing(source: str) -> Iterator[None]:
-    """A cache that can't be written or read is one sentence."""
+    """Context that turns errors of the cache into one InputError."""
     arrow: Any = require("pyarrow", "train")
     cache = _library().config.HF_DATASETS_CACHE
     try:
@@ -266,21 +266,21 @@ def _writing(source: str) -> Iterator[None]:
                 f"remove {Path(cache) / 'generator'}"
             ) from error
         raise InputError(
-            f"{source}: its rows can't be kept in {cache}: {reason}; "
-            "HF_DATASETS_CACHE names another place"
+            f"{source}: its rows cannot be cached in {cache} ({reason}); "
+            "set HF_DATASETS_CACHE to another directory"
         ) from error
 
 
 class Encoded(torch.utils.data.Dataset):
     """Tokenized rows with labels; a collator pads them batch by batch.
 
-    ``tokens`` goes to the models, ``labels`` if they are one number a row; what only scores read,
-    and ``number`` and ``length`` of each, is in ``beside``.
+    ``tokens`` are the model inputs, ``labels`` the labels where each is one number. Columns for the
+    metrics, and ``number`` and ``length`` of each row, are in ``evaluation_columns``.
     """
 
-    #: What the teacher answers to them, where scores compare with it.
+    #: The teacher's answers, where metrics compare with the teacher.
     teacher_answers: Any = None
-    #: These rows in the teacher's tokens, where they are others.
+    #: The rows encoded with the teacher's tokenizer, where that differs.
     teacher_encoded: "Encoded | None" = None
 
     def __init__(self, tokens: Any, rows: Rows, beside: Sequence[str] = ()):
@@ -295,7 +295,7 @@ class Encoded(torch.utils.data.Dataset):
 
     @property
     def rows(self) -> Rows:
-        """What it was made of."""
+        """The rows before encoding."""
         (rows,) = self.sources
         return rows
 
@@ -307,13 +307,13 @@ class Encoded(torch.utils.data.Dataset):
 
     @property
     def labelled(self) -> np.ndarray:
-        """Which rows have a label, (rows,) bool; without numbers, those that none followed."""
+        """Whether each row has a label, (rows,) bool; without numbers, those of the first part."""
         if self.labels is not None:
             return has_label(self.labels)
         return np.arange(len(self)) < self.ends[0]
 
     def place(self, index: int) -> tuple[str, int]:
-        """Source and number of the row that ``index`` was made of, or begins with."""
+        """Source and number of the (first) row that ``index`` was encoded from."""
         part = next(i for i, end in enumerate(self.ends) if index < end)
         return self.sources[part].source, self.evaluation_columns[index]["number"]
 
@@ -342,7 +342,7 @@ class Encoded(torch.utils.data.Dataset):
         ranks: int = 1,
         device: torch.device | str = "cpu",
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Padded batches of ``size`` rows in this ``order``; of them every ``ranks``-th one."""
+        """Padded batches of ``size`` rows in this ``order``: every ``ranks``-th, from ``rank``."""
         order = range(len(self)) if order is None else order
         for start in range(rank * size, len(order), ranks * size):
             batch = collate(self.__getitems__(list(order[start : start + size])))
@@ -350,13 +350,13 @@ class Encoded(torch.utils.data.Dataset):
 
     @property
     def by_length(self) -> list[int]:
-        """The numbers of the rows, the shortest first."""
+        """Row indices, shortest row first."""
         return np.argsort(self.lengths, kind="stable").tolist()
 
     def shared(
         self, collate: Callable, size: int, device: torch.device | str = "cpu"
     ) -> tuple[int, Iterator[dict[str, torch.Tensor]]]:
-        """This process's batches of rows of like lengths, and how many they are."""
+        """Number of this process's batches, and the batches, with rows of similar length."""
         order, rank, ranks = self.by_length, processes.rank(), world_size()
         number = len(range(rank * size, len(order), ranks * size))
         return number, self.batches(collate, size, order, rank=rank, ranks=ranks, device=device)
@@ -367,7 +367,7 @@ class Encoded(torch.utils.data.Dataset):
             yield from batch["input_ids"]
 
     def with_teacher_tokens(self) -> "Encoded":
-        """These rows with the teacher's tokens beside them, in columns ``teacher_...``."""
+        """The rows with the teacher's tokens in columns ``teacher_...``."""
         if self.teacher_encoded is None:
             return self
         theirs = self.teacher_encoded.tokens
@@ -379,7 +379,7 @@ class Encoded(torch.utils.data.Dataset):
         return both
 
     def followed_by(self, other: "Encoded") -> "Encoded":
-        """These rows and the ``other`` ones, nothing copied but labels and lengths."""
+        """These rows and the ``other`` rows; only labels and lengths are copied."""
         both = Encoded.__new__(Encoded)
         both.tokens = _library().concatenate_datasets([self.tokens, other.tokens])
         both.evaluation_columns = _library().concatenate_datasets(
@@ -395,7 +395,7 @@ class Encoded(torch.utils.data.Dataset):
 
 
 class Encoder:
-    """Makes tokens of a task's rows."""
+    """Callable that encodes the rows of a task; results are cached on disk."""
 
     def __init__(self, tokenizer: Any, max_length: int, task: "Task"):
         self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
@@ -409,8 +409,8 @@ class Encoder:
         added, what = task.added_tokens(self.tokenizer, rows)
         if added >= self.max_length:
             raise InputError(
-                f"--max-length {self.max_length} leaves no room for words: the tokenizer adds "
-                f"{added} tokens to {what}"
+                f"--max-length {self.max_length}: leaves no room for text, as the tokenizer "
+                f"adds {added} tokens to {what}; give a larger one"
             )
         name = fingerprint(f"{word}\0".encode() for word in (data._fingerprint, *self.words))
 
@@ -442,7 +442,7 @@ class Encoder:
         return encoded
 
     def _check_known(self, rows: Rows, encoded: Encoded) -> None:
-        """A tokenizer without its files is one that knows no word, and says nothing."""
+        """Raise if all tokens are unknown: a tokenizer without its files raises no error itself."""
         first = itertools.islice(encoded.ids(), BATCH)
         found = {int(i) for ids in first for i in np.concatenate([np.ravel(x) for x in ids])}
         words = found - {i for i in self.tokenizer.all_special_ids if i is not None}
@@ -454,7 +454,7 @@ class Encoder:
 
 
 def _locked(data: Any, name: str) -> contextlib.AbstractContextManager:
-    """Only one process at a time makes the file called ``name`` beside those of ``data``."""
+    """Lock under which one process at a time writes the cache file ``name`` of ``data``."""
     if not data.cache_files:
         return contextlib.nullcontext()
     folder = Path(data.cache_files[0]["filename"]).parent

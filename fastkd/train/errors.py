@@ -1,15 +1,15 @@
-"""What can go wrong in a command, each said in one sentence."""
+"""Exceptions whose message is one sentence for the user."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """What the user gave can't be used; the message names the option, or the file and row."""
+    """Invalid input of the user; the message names the option, or the file and row."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its type where it says nothing."""
+    """First line of the error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -39,12 +39,12 @@ class Stopped(KeyboardInterrupt):
 
 
 class RunFailed(RuntimeError):
-    """The command can't go on; what was saved before is intact."""
+    """The command failed; earlier results are intact."""
 
 
 class TrainingFailed(RunFailed):
-    """Training can't go on."""
+    """Training failed."""
 
 
 class SaveFailed(RunFailed):
-    """A file can't be written."""
+    """A file could not be written."""

@@ -1,4 +1,4 @@
-"""Options that are written in a file, with the names that they have on the command line."""
+"""Options in TOML or YAML files, under their names on the command line."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from fastkd.train.option_fields import fits, options_of
 
 
 def tables(path: Path) -> Mapping[str, Any]:
-    """What a TOML or YAML file holds."""
+    """Content of a TOML or YAML file."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
@@ -38,7 +38,7 @@ def tables(path: Path) -> Mapping[str, Any]:
 
 
 def check_tables(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
-    """``found``, or one sentence if it is anything else."""
+    """``found`` if it is a table of tables; raises InputError otherwise."""
     if not isinstance(found, Mapping):
         raise InputError(f"{name} must be a table, got {found!r:.40}")
     for key, entry in found.items():
@@ -62,7 +62,7 @@ def check_types(
 
 
 def check_name(where: str, name: str) -> None:
-    """Raise unless a table's name may be that of a directory."""
+    """Raise unless a table's name can be a directory name."""
     if re.search(r"[^\w.-]", name):
         raise InputError(f"{where}: letters, digits and -_. only")
 

@@ -1,6 +1,6 @@
 """The job behind `fastkd distill`: check everything, fine-tune the teacher, train the student.
 
-What lands in the output directory is told in `fastkd.train.run_directory`.
+`fastkd.train.run_directory` describes the content of the output directory.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ SELECTION_ROWS = 2048
 
 
 class Run:
-    """Data, teacher and plan, and the steps of a distillation with them."""
+    """Data, teacher and hyper-parameters of a distillation, and its steps."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Run:
         self.cached = cached
         #: Where it isn't the student's, the ``tokenizer``.
         self.teacher_tokenizer = teacher_tokenizer
-        #: None if only what it said is there.
+        #: None if the teacher is a cache.
         self.teacher_model: Any = None if cached else teacher
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
@@ -117,7 +117,7 @@ class Run:
 
         self.task = corpus.task
         self.pack, self._asked_length = pack, max_length
-        #: Longest text in tokens; less than asked for where that is the default.
+        #: Longest text in tokens; the default is lowered where a model reads less.
         self.max_length = max_length
         if not cached:
             self._fit_length("teacher", teacher)
@@ -127,7 +127,7 @@ class Run:
             self.collate = TwoTokenizerCollator(self.collate, self.task.collator(teacher_tokenizer))
 
     def _fit_length(self, who: str, model: Any) -> bool:
-        """Lower the maximum length to what a model reads, if it is the default; whether it was."""
+        """Lower a default maximum length to what a model reads; returns whether it was lowered."""
         read = self.teacher_tokenizer if who == "teacher" else None
         length = fitting_length(self._asked_length, read or self.tokenizer, model, who)
         lower = length < self.max_length
@@ -137,18 +137,18 @@ class Run:
         return lower
 
     def fit_student(self, student: Any) -> None:
-        """Encode the rows anew if the student reads fewer tokens than the teacher."""
+        """Encode the rows again if the student reads fewer tokens than the teacher."""
         if self._fit_length("student", student):
             self._encode()
 
     def _encode(self) -> None:
-        """Tokens of all rows."""
+        """Encode all rows."""
         max_length, corpus = self.max_length, self.corpus
         encoded = learned = self._encoder(max_length)
         if self.pack:
             learned = Encoder(self.tokenizer, max_length, self.task.for_packing())
         self.train_rows = learned(corpus.train).with_teacher_tokens()
-        #: What the student learns from: rows without labels as well.
+        #: Training rows of the student, including unlabelled ones.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
             self.all_rows = self.train_rows.followed_by(learned(corpus.unlabelled))
@@ -156,7 +156,7 @@ class Run:
         self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
 
     def _encoder(self, max_length: int) -> Callable[[Rows], Encoded]:
-        """What makes tokens of rows, the teacher's own beside the student's."""
+        """The encoder of rows; with two tokenizers it also encodes for the teacher."""
         student = Encoder(self.tokenizer, max_length, self.task)
         if self.teacher_tokenizer is None:
             return student
@@ -170,7 +170,7 @@ class Run:
         return encode
 
     def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
-        """The teacher's size, of which a cache remembers the ``name``."""
+        """The teacher's size by ``measure``, or from the cache's report under ``name``."""
         model = self.teacher_model
         return {"teacher": self.cached[name] if model is None else measure(model)}
 
@@ -181,12 +181,12 @@ class Run:
     def score(
         self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
-        """Every metric of ``model`` on every set of rows, by default those to evaluate on."""
+        """All metrics of ``model`` on all ``sets`` of rows; by default the evaluation rows."""
         sets = self.eval_rows if sets is None else sets
         return self._scores(self._answers(model, sets), sets)
 
     def score_with_warnings(self, model: nn.Module, who: str) -> dict[str, float]:
-        """The scores on the rows to evaluate on; a warning where the answers are worth nothing."""
+        """Scores on the evaluation rows; prints a warning if the answers look useless."""
         answers = self._answers(model, self.eval_rows)
         for suffix, found in answers.items():
             examples = self.eval_rows[suffix]
@@ -220,7 +220,7 @@ class Run:
         return scores
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
-        """How long teacher and student read up to 32 rows: medians of interleaved rounds."""
+        """Seconds for a forward pass of up to 32 rows: medians over interleaved repeats."""
         rows = self.eval_rows[""].with_teacher_tokens()
         batch = next(rows.batches(self.collate, 32, device=self.device))
         if not getattr(student.config, "is_encoder_decoder", False):  # a decoder reads their words
@@ -274,7 +274,7 @@ class Run:
         )
 
     def _say_what_is_compared(self, method: Method) -> None:
-        """A line where a loss that compares samples sees a part of a step only."""
+        """Print a line if a loss that compares samples sees only a part of a step."""
         batches, rows = self.training_config.batches_a_step, self.training_config.batch_size
         weights = {**method.weights(0.0), **method.weights(1.0)}
         terms = [term for term in method.across_samples if weights.get(term)]
@@ -296,7 +296,7 @@ class Run:
     ) -> list[dict]:
         main = self.corpus.metrics[0]
         minimise = main in self.task.lower_is_better
-        # A cache knows the rows as they are without a draw, `generated` of what is called here.
+        # A cache holds the outputs of undrawn rows: the partial hides the collator's `for_epoch`.
         collate = functools.partial(self.collate) if self.cached else self.collate
         return train(
             make_trainer,
@@ -317,10 +317,10 @@ class Run:
 def distill(settings: Settings, display: Display) -> dict[str, Any]:
     """Run `fastkd distill`; returns what fastkd.json holds.
 
-    The ``display`` is entered once nothing is in the way of the run.
+    The ``display`` is entered after all checks have passed.
 
     Raises:
-        InputError: something given can't be used; raised before anything is trained.
+        InputError: an option, file or model cannot be used; raised before training.
     """
     started = time.perf_counter()
     be_quiet()
@@ -339,7 +339,7 @@ def distill(settings: Settings, display: Display) -> dict[str, Any]:
         )
         with processes.errors_on_all():
             corpus = data.load(settings)
-        if settings.method == "labels":  # it learns nothing from what has none
+        if settings.method == "labels":  # unlabelled rows have no loss
             corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):
             display.say(line)
@@ -367,13 +367,13 @@ def check(settings: Settings) -> TrainingConfig:
     check_trackers(settings.report_to)
     if settings.fsdp and world_size() == 1:
         raise InputError(
-            "--fsdp spreads models over processes, and this is one; start several by `torchrun "
+            "--fsdp: shards models over processes, but there is one; start several by `torchrun "
             "--nproc-per-node N -m fastkd distill ...`"
         )
     kind = tasks.of_file(settings.kind, settings.train)
     if settings.finetune_teacher and not kind.supervised:
         raise InputError(
-            f"--finetune-teacher: the rows of --task {kind.name()} don't say what is right"
+            f"--finetune-teacher: the rows of --task {kind.name()} have no labels to train on"
         )
     training_config = _plan(settings)
     if training_config.accumulate > 1 and training_config.batches_a_step > 1:
@@ -382,8 +382,8 @@ def check(settings: Settings) -> TrainingConfig:
         )
     if training_config.accumulate > 1 and world_size() > 1 and not settings.gather:
         raise InputError(
-            "--accumulate: several processes share a step; pass --gather, so that the loss is that "
-            "of all its rows"
+            "--accumulate: several processes share a step; pass --gather, which computes the loss "
+            "over all its rows"
         )
     return training_config
 
@@ -409,7 +409,7 @@ def _load(
     training_config: TrainingConfig,
     display: Display,
 ) -> tuple[Run, Distiller | None]:
-    """Everything loaded, checked and fitted together, and the output directory begun."""
+    """Load and check data and models, and start the run in the output directory."""
     with processes.errors_on_all():
         run, prints, distiller = _fit_together(settings, out, corpus, training_config, display)
     sizes = num_bytes(run.teacher), num_bytes(distiller.student)
@@ -433,10 +433,10 @@ def _fit_together(
     training_config: TrainingConfig,
     display: Display,
 ) -> tuple[Run, dict[str, str], Distiller]:
-    """The run, fingerprints of what it reads, and its student and method."""
+    """The run, the fingerprints of its inputs, and its student and method."""
     run, prints = _with_teacher(settings, out, corpus, training_config, display)
     prints["tokenizer files"] = tokenizer_fingerprint(run.tokenizer)
-    # A mistake shows now, not after the teacher's fine-tuning.
+    # Errors are raised now, not after the teacher's fine-tuning.
     distiller = assemble(settings, run, gather=settings.gather)
     student = cast(PreTrainedModel, distiller.student)
     if settings.student is not None:
@@ -451,20 +451,20 @@ def _fit_together(
 
 
 def _check_on_policy(distiller: Distiller, run: Run) -> None:
-    """Raise where the student can't write, or the teacher has nothing to say about it."""
+    """Raise if the student cannot generate, or the method only has a loss on labels."""
     if type(run.task).generated is Task.generated:
         run.task.generated(distiller.student, {}, run.tokenizer, 0)
     method = distiller.method
     for progress in (0.0, 1.0):
         if not any(weight for name, weight in method.weights(progress).items() if name != "task"):
             raise InputError(
-                f"--on-policy: {type(method).__name__} learns from labels alone, and what the "
-                "student writes has none"
+                f"--on-policy: {type(method).__name__} trains on labels alone, and generated "
+                "text has none; take another --method"
             )
 
 
 def _check_cached(distiller: Distiller, run: Run) -> None:
-    """Raise unless the cache knows every row to be trained on; the processes share the work."""
+    """Raise unless the cache holds every training row; the processes share the check."""
     rows, cache, size = run.all_rows, run.teacher, 256
     rank, ranks = processes.rank(), world_size()
     for number, batch in enumerate(rows.batches(run.collate, size, rank=rank, ranks=ranks)):
@@ -475,8 +475,8 @@ def _check_cached(distiller: Distiller, run: Run) -> None:
             if not all(key in cache for key in distiller.sample_keys(row)):
                 source, number = rows.place((number * ranks + rank) * size + i)
                 raise InputError(
-                    f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write it "
-                    "from the same rows with the same --max-length"
+                    f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write "
+                    "it from the same rows with the same --max-length"
                 )
 
 
@@ -487,7 +487,7 @@ def _with_teacher(
     training_config: TrainingConfig,
     display: Display,
 ) -> tuple[Run, dict[str, str]]:
-    """The run with its teacher, or what one has said before."""
+    """The run with its teacher or teacher cache, and fingerprints of its inputs."""
     if settings.teacher_cache is not None:
         folder = settings.teacher_cache
         cache, about, tokenizer, corpus = load_cached_teacher(settings, folder, corpus)
@@ -544,7 +544,7 @@ def _plan(settings: Settings) -> TrainingConfig:
 
 
 def select(settings: Pairing, run: Run) -> list[int] | None:
-    """The teacher layers that --teacher-layers select takes, by the first process; else None."""
+    """Teacher layers chosen by --teacher-layers select, on the first process; else None."""
     if settings.teacher_layers != SELECT or run.cached:
         return None
     rows = run.train_rows
@@ -558,14 +558,14 @@ def select(settings: Pairing, run: Run) -> list[int] | None:
 def assemble(
     settings: Pairing, run: Run, selected: list[int] | None = None, gather: bool = False
 ) -> Distiller:
-    """A fresh student and method, the same ones every time.
+    """A new student and method, the same for the same settings.
 
-    Layers that were ``selected``, now or for a cache, make the student, and are what the method
-    compares unless --set says otherwise; before they are, others stand in for them.
+    ``selected`` layers (--teacher-layers select, or those of a cache) form the student, and the
+    method compares them unless --set names others. Before the selection, uniform layers are used.
     """
     selected = selected or run.cached.get("selected")
     set_seed(settings.seed)
-    # A step is far smaller than what 16 bits tell apart; --precision is about the arithmetic.
+    # Weights stay in float32: 16 bits would round steps away. --precision sets the arithmetic.
     cache = run.teacher.path if run.cached else None
     own = run.teacher_tokenizer is not None
     student = make_student(
@@ -582,8 +582,8 @@ def assemble(
     )  # fmt: skip
     if method.by_class and run.train_rows.labels is None:
         raise InputError(
-            f"--method {settings.method} compares rows of one class, and those of --task "
-            f"{run.task.name()} have no class each"
+            f"--method {settings.method}: compares rows of one class, but rows of --task "
+            f"{run.task.name()} have no class; take another --method"
         )
     try:
         distiller = Distiller(run.teacher, student, method, gather=gather)
@@ -635,9 +635,9 @@ def _finetune(settings: Settings, out: RunDirectory, run: Run) -> None:
 def _distil(
     settings: Settings, out: RunDirectory, run: Run, distiller: Distiller | None
 ) -> dict[str, Any]:
-    """Train the student, its best state saved as OUT/student; the report of the whole run.
+    """Train the student and save its best state as OUT/student; returns the report of the run.
 
-    The ``distiller`` is None if its teacher has learned since.
+    The ``distiller`` is None if the teacher was fine-tuned.
     """
     if settings.fsdp:
         distiller = distiller or assemble(settings, run, gather=settings.gather)
@@ -673,8 +673,8 @@ def _distil(
     before = max(0.0, training - (time.perf_counter() - began))  # --resume
     run.display.say("scoring and timing the best student ...")
     report.update(_evaluate_best(settings, out, run, student, report))
-    # What the saved student says of itself: that is what people get. Others might look too late,
-    # when the first process has moved it.
+    # The report in the saved student is the published one. The first process reads it, before it
+    # moves the directory.
     return {
         **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
         **report,
@@ -692,7 +692,7 @@ def _evaluate_best(
     student: PreTrainedModel,
     report: dict[str, Any],
 ) -> dict[str, Any]:
-    """What is said of the student that was kept: sizes, scores on test rows, seconds a batch."""
+    """Sizes, test scores and seconds per batch of the best student, read from its files."""
     attention = attention_for(settings.method, settings.attention)  # the teacher is timed with it
     kind = type(lora.plain(sharding.without_shards(student)))
     best: Any = kind.from_pretrained(out.student, **attention)
@@ -718,7 +718,7 @@ def _evaluate_best(
 
 
 def _initial_layers(settings: Settings, run: Run, selected: list[int] | None) -> list[int] | None:
-    """The teacher layers that the student began as, where it is made of them here."""
+    """Teacher layers that the student was initialised from; None if it was not."""
     own = settings.student is not None or settings.student_weights == "random"
     if own or run.teacher_model is None:
         return None
@@ -736,7 +736,7 @@ def _teacher_scores(run: Run, out: RunDirectory) -> dict[str, float]:
 
 
 def _counts(run: Run) -> dict[str, int]:
-    """How many rows of each kind there are."""
+    """Number of rows of each kind that is present."""
     counts = {
         "train": len(run.train_rows),
         "eval": sum(map(len, run.eval_rows.values())),
@@ -754,7 +754,7 @@ def _callback_options(
     model: PreTrainedModel,
     report: dict[str, Any],
 ) -> dict[str, Any]:
-    """Keep the best ``model`` under ``target``, and checkpoints beside it."""
+    """Fields of `CallbackConfig` that save the best ``model`` to ``target``, with checkpoints."""
     checkpoints = Checkpoints(
         out.work / CHECKPOINTS[target.name],
         {"run": out.identity["run"]},
@@ -787,7 +787,7 @@ def _callback_options(
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether a finished, sound model of this run lies there."""
+    """Whether ``directory`` holds a complete, intact model."""
     report = read_manifest(directory)
     return bool(report and report.get("complete")) and find_damage(directory) is None
 
@@ -799,7 +799,7 @@ def save_model(
     report: dict[str, Any],
     task: Task | None = None,
 ) -> None:
-    """Save model, tokenizer, report, and a task's own files under ``target``, all or nothing."""
+    """Save model, tokenizer, report and the task's own files to ``target``, atomically."""
 
     def write(directory: Path) -> dict[str, Any]:
         lora.save(model, directory)

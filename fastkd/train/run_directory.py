@@ -1,8 +1,8 @@
-"""The directory of --out: one run at a time, nothing replaced before its successor is complete.
+"""The directory of --out: one run at a time; old results stay until new ones are complete.
 
 student/      the best student, complete
 teacher/      the fine-tuned teacher (with --finetune-teacher)
-unfinished/   a run in progress: its marker says which, --resume continues it
+unfinished/   a run in progress, described by its manifest; --resume continues it
 """
 
 import secrets
@@ -44,12 +44,12 @@ EVAL_ROWS = "evaluation rows"
 
 
 class RunDirectory:
-    """What --out holds, and what may be done with it; only to be used under `saving.locked`.
+    """State of --out; used under `saving.locked` only.
 
-    The first process makes it, and sends it to the others.
+    The first process creates it and broadcasts it to the others.
 
     Raises:
-        InputError: it holds what neither --resume continues nor --overwrite may replace.
+        InputError: --out has content that --resume cannot continue or --overwrite may not replace.
     """
 
     def __init__(self, settings: Settings):
@@ -69,7 +69,7 @@ class RunDirectory:
         self.done: dict[str, Any] | None = complete if settings.resume else None
 
     def _recover(self) -> None:
-        """Finish what a killed run was doing with its directories."""
+        """Complete directory moves that a killed run left unfinished."""
         for name in RESULTS:
             for parent in (self.path, self.work):
                 recover_directory(parent / name)
@@ -88,11 +88,11 @@ class RunDirectory:
         others = [entry for entry in self.work.iterdir() if entry.name != half] if folder else []
         if not folder or (manifest is None and not path.exists() and others):
             raise InputError(
-                f"--out {self.path}: {self.work} is not fastkd's; give another --out, or move it"
+                f"--out {self.path}: fastkd did not write {self.work}; move it, or give another"
             )
         if self.settings.resume and manifest is None and path.exists():
             raise InputError(
-                f"--resume: {path} is damaged, so nothing tells what the run was; "
+                f"--resume: {path} is damaged, so its options are lost; "
                 "pass --overwrite to start again"
             )
         return (
@@ -100,7 +100,7 @@ class RunDirectory:
         )
 
     def _check_settings(self) -> None:
-        """Raise unless the run to resume, or the complete one, was started with these options."""
+        """Raise unless the existing run was started with the same options."""
         before = self.manifest or _run_manifest(self.path / "student")
         if before is None and (self.path / "student").exists():
             raise InputError(
@@ -125,12 +125,12 @@ class RunDirectory:
             )
 
     def _described(self) -> dict[str, Any]:
-        """The settings, with what the file of --trainer-args says."""
+        """The settings, with the content of the file --trainer-args."""
         arguments = trainer_args.read(self.settings.trainer_args)
         return {**as_json(self.settings), "trainer_args": arguments}
 
     def _refuse_or_clear(self) -> None:
-        """Without --resume: refuse what would be lost, or with --overwrite clear the way."""
+        """Without --resume: raise if results would be lost; with --overwrite remove old work."""
         overwrite = self.settings.overwrite
         if self.manifest is not None and not overwrite:
             raise InputError(
@@ -192,7 +192,7 @@ class RunDirectory:
         return manifest
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """``make()``, kept for a run that is resumed; all processes call it."""
+        """``make()``, stored in the manifest for a resumed run; all processes call this method."""
         assert self.manifest is not None
         if name not in self.manifest:
             self.manifest[name] = make()
@@ -202,17 +202,17 @@ class RunDirectory:
 
     @property
     def processes(self) -> int:
-        """How many processes the run was started in, each with --batch-size rows of a step."""
+        """Number of processes the run was started with, each with --batch-size rows of a step."""
         return world_size() if self.manifest is None else self.manifest.get("processes", 1)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What every report and checkpoint of this run carries."""
+        """The manifest of the run, part of each of its reports and checkpoints."""
         assert self.manifest is not None
         return self.manifest
 
     def check_room(self, teacher: int, student: int) -> None:
-        """Raise if the disk can't hold what the run will write; sizes of the models in bytes."""
+        """Raise if the disk lacks room for the run; the sizes of the models are in bytes."""
         # A model, its successor, and three checkpoints of weights and two moments.
         needed = 11 * student
         if self.settings.finetune_teacher:
@@ -226,7 +226,7 @@ class RunDirectory:
             )
 
     def finish(self) -> None:
-        """Put the results in their places, and clear away the rest; may be cut off and repeated."""
+        """Move the results to --out and remove the rest; may be interrupted and repeated."""
         for name in RESULTS:
             if (self.work / name).exists():
                 move_directory(self.work / name, self.path / name)
@@ -243,24 +243,24 @@ class RunDirectory:
 
 
 def _size(count: int) -> str:
-    """A number of bytes to be read."""
+    """A number of bytes as text, in KiB or MiB."""
     return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:,.0f} KiB"
 
 
 def _run_manifest(directory: Path) -> dict[str, Any] | None:
-    """What a run of `fastkd distill` says in ``directory``, if it is readable and there."""
+    """The manifest of a run of `fastkd distill` in ``directory``; None if there is none."""
     found = read_manifest(directory) or {}
     kinds = {"run": str, "settings": dict, "fingerprints": dict}
     return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else None
 
 
 def rows_fingerprint(rows: Rows) -> str:
-    """That of texts and labels, wherever they were read from."""
+    """Fingerprint of texts and labels, independent of their source."""
     return fingerprint(repr(row).encode() for row in rows.contents())
 
 
 def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
-    """Those of all rows, by the name that a message gives them."""
+    """Fingerprints of all sets of rows, by their name in messages."""
     evals = (rows_fingerprint(rows).encode() for rows in corpus.evals.values())
     prints = {
         "training rows": rows_fingerprint(corpus.train),
@@ -274,6 +274,6 @@ def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """That of all weights."""
+    """Fingerprint of all weights."""
     weights = (value.detach().cpu().contiguous() for value in model.state_dict().values())
     return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)

@@ -1,4 +1,4 @@
-"""A finished model: what is known of its training, and its answers to rows."""
+"""A trained model: its training options and its predictions."""
 
 import inspect
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from fastkd.train.training_config import TrainingConfig
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What the marker of a model says of its training, as far as it can be read."""
+    """Training options of a model, as far as its manifest is readable."""
 
     columns: Columns
     task: str | None
@@ -35,7 +35,7 @@ class TrainingRecord:
 
 
 def read_training_record(model: Path) -> TrainingRecord | None:
-    """That of the model in a directory, if fastkd has trained it; its task if it is GLUE's."""
+    """The training record of a model that fastkd trained; its task only if that is GLUE's."""
     settings = (read_manifest(model) or {}).get("settings")
     if not isinstance(settings, dict):
         return None
@@ -60,7 +60,7 @@ def columns_of(
     training: TrainingRecord | None,
     kind: type[Task] | None = None,
 ) -> Columns:
-    """Those of --data that are ``asked`` for, or else those of the training where it has them.
+    """Columns of --data: those ``asked`` for, else those of the training if the file has them.
 
     Raises:
         InputError: the ``model`` was trained on pairs of texts, and there is no second one.
@@ -88,7 +88,7 @@ NO_COLUMNS = Columns(label=None)
 
 
 class TrainedModel:
-    """A finished model, or an ONNX export in its place."""
+    """A trained model, or its ONNX export."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TrainedModel:
         torch.nn.Module.to(self.model, training_config.device).eval()
 
     def read(self, path: Path, asked: Columns, task: str | None, labelled: bool) -> Rows:
-        """The rows of --data; without labels also those without text."""
+        """The rows of --data; unless ``labelled``, rows without text are included."""
         kind = type(self.task)
         columns = columns_of(asked, task, path, labelled, self.name, self.training, kind)
         rows = read_file(path, columns, "--data", not labelled, kind)
@@ -138,7 +138,7 @@ class TrainedModel:
 
 
 class OnnxModel(torch.nn.Module):
-    """An ONNX export in the place of the model it was made from."""
+    """An ONNX export with the interface of the model."""
 
     def __init__(self, path: Path, outputs: tuple[str, ...] = ("logits",)):
         super().__init__()
@@ -154,7 +154,7 @@ class OnnxModel(torch.nn.Module):
         self.inputs = [entry.name for entry in self.session.get_inputs()]
         self.outputs = [entry.name for entry in self.session.get_outputs()]
         known = list(inspect.signature(self.forward).parameters)
-        # One output is what is wanted, however it is called.
+        # A single output may have any name.
         fits = len(outputs) == len(self.outputs) == 1 or {*outputs} == {*self.outputs}
         if not fits or not set(self.inputs) <= set(known):
             count = "one" if len(outputs) == 1 else " and ".join(outputs)

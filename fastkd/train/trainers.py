@@ -1,4 +1,4 @@
-"""The rows of every training step, the same ones however many processes share them."""
+"""Trainers of student and teacher, whose steps have the same rows for any number of processes."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from fastkd.train.saving import saving
 
 _Trainer: Any = Trainer
 
-# Where a batch says how much its mean counts in the mean over the processes' batches.
+# Key in a batch: weight of its mean loss in the mean over the processes.
 SHARE = "share_of_step"
 # Shares of steps add up to whole ones, to rounding.
 ROUNDING = 1e-9
@@ -37,9 +37,9 @@ ROUNDING = 1e-9
 class ProcessRows:
     """One process's rows of a step.
 
-    ``share`` is their number over the mean number of a process: the mean over the processes of
-    share · mean is the mean over the step's rows. A process without rows reads one with share 0.
-    ``draw`` is what a collator that draws at random is told: seed and epoch.
+    ``share`` is their number divided by the mean number of rows of a process, so that the mean over
+    the processes of share · mean loss is the mean over the step's rows. A process without rows gets
+    one row with share 0. ``draw`` is (seed, epoch), for a collator that draws at random.
     """
 
     rows: list[int]
@@ -48,7 +48,7 @@ class ProcessRows:
 
 
 class StepSampler(Sampler[ProcessRows]):
-    """The parts of one process in an epoch, in an order that only seed and epoch decide."""
+    """The rows of one process for each step; seed and epoch alone determine the order."""
 
     def __init__(self, order: Order, seed: int, rank: int = 0, ranks: int = 1):
         self.order, self.seed = order, seed
@@ -79,7 +79,7 @@ class _BatchDataset(Dataset):
         for_epoch = getattr(self.collate, "for_epoch", None)  # see `Task.collator`
         collate = self.collate if for_epoch is None else for_epoch(part.draw)
         batch = dict(collate(self.examples.__getitems__(part.rows)))
-        if self.may_be_empty:  # the loss gathers the rows and weighs them itself
+        if self.may_be_empty:  # the loss gathers and weights the rows itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}
         return {**batch, SHARE: part.share}
 
@@ -89,7 +89,7 @@ def _identity(batch: Any) -> Any:
 
 
 class TwoTokenizerCollator:
-    """Batches in the student's tokens, with the teacher's in ``teacher_...``; see `Encoded`."""
+    """Collator of batches with two tokenizers: the teacher's tokens are in ``teacher_...``."""
 
     def __init__(self, student: Callable, teacher: Callable):
         self.student, self.teacher = student, teacher
@@ -104,7 +104,7 @@ class TwoTokenizerCollator:
 
 
 class StepTrainer(_Trainer):
-    """Trainer over the rows of `StepSampler`, the same ones whatever the processes' number."""
+    """Trainer over the rows of `StepSampler`, with micro-batches and sharded checkpoints."""
 
     steps: StepSampler
     gather = False
@@ -112,13 +112,13 @@ class StepTrainer(_Trainer):
     accumulate = 1
 
     def feed(self, order: Order, accumulate: int = 1) -> None:
-        """Set the rows that all processes read in a step, and a process's micro-batches of them."""
+        """Set the order of the rows, and the number of micro-batches of a process's batch."""
         args = self.args
         self.accumulate = accumulate
         self.steps = StepSampler(order, args.seed, args.process_index, args.world_size)
 
     def loader(self, steps: StepSampler) -> DataLoader:
-        """Batches of these steps."""
+        """DataLoader over the steps of a sampler."""
         args = self.args
         return DataLoader(
             _BatchDataset(self.train_dataset, self.data_collator, self.gather),
@@ -142,19 +142,19 @@ class StepTrainer(_Trainer):
         model = super()._wrap_model(model, *args, **kwargs)
         if not sharding.sharded(model):
             return model
-        # Autocast alone: what shards a model averages its gradients.
+        # Autocast only: FSDP averages the gradients itself.
         model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         vars(model)["_is_accelerate_prepared"] = True
         return model
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """One that can't be written, by whichever process, is one sentence."""
+        """Save a checkpoint; an error of any process is raised as SaveFailed in all."""
         with processes.errors_on_all(), saving(Path(self.args.output_dir)), self._unsharded():
             super()._save_checkpoint(*args, **kwargs)
 
     @contextlib.contextmanager
     def _unsharded(self) -> Iterator[None]:
-        """What is sharded is whole in the first process, which writes."""
+        """Context in which the first process, which writes, has unsharded states."""
         pieces = []
         owner, name = self._model_attribute
         if sharding.sharded(getattr(owner, name)):
@@ -167,12 +167,12 @@ class StepTrainer(_Trainer):
 
     @property
     def _model_attribute(self) -> tuple[Any, str]:
-        """Where the model that learns is an attribute."""
+        """Owner and attribute name of the model that is trained."""
         return self, "model"
 
     @property
     def _stateful_attributes(self) -> list[tuple[Any, str]]:
-        """Where what else a checkpoint has the state of is an attribute."""
+        """Owners and attribute names of the other states in a checkpoint."""
         return [(self, "optimizer")]
 
     @staticmethod
@@ -202,7 +202,7 @@ class StepTrainer(_Trainer):
         self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
-        """See ``transformers.Trainer.training_step``; over the micro-batches of a batch."""
+        """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
         inputs = self._prepare_inputs(dict(inputs))
         share = self._share(inputs, inputs.pop(SHARE, 1.0))
         losses = []
@@ -218,25 +218,25 @@ class StepTrainer(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean over this process's rows, times their share."""
+        """The mean loss over this process's rows, times their share."""
         if num_items_in_batch is not None:
-            # What is divided by the items of all processes has its share already.
+            # A loss divided by the number of items of all processes already has its share.
             num_items_in_batch = num_items_in_batch * self.share
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss if self.share == 1.0 else loss * self.share
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """How much this process's mean counts, by default its rows' ``share``."""
+        """Weight of this process's mean loss; by default its rows' ``share``."""
         return share
 
     def _micro_batches(
         self, model: nn.Module, inputs: dict[str, Any], share: Any
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The micro-batches of a batch, each with the share by which its mean counts."""
+        """The micro-batches of a batch, each with the weight of its mean loss."""
         yield share, inputs
 
     def _split(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        """Parts of a batch, at most ``accumulate``, and as many in all processes."""
+        """At most ``accumulate`` micro-batches, the same number in all processes."""
         rows = len(next(iter(inputs.values())))
         parts = max(1, min(self.accumulate, -processes.largest(-rows)))
         split = (x.tensor_split(parts) for x in inputs.values())
@@ -244,7 +244,7 @@ class StepTrainer(_Trainer):
 
 
 class TeacherTrainer(StepTrainer):
-    """Fine-tuning on the labels."""
+    """Trainer that fine-tunes the teacher on the labels."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -254,11 +254,11 @@ class TeacherTrainer(StepTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `StepTrainer.compute_loss`; of the inputs those that the teacher takes."""
+        """See `StepTrainer.compute_loss`; inputs that the teacher does not take are dropped."""
         return super().compute_loss(model, accepted(self.model, inputs), *args, **kwargs)
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """The part that these rows are of the step: of its tokens, where each token has a label."""
+        """Share of these rows in the step, by labelled tokens where tokens have labels."""
         ranks = self.args.world_size
         if ranks == 1 or not self._labels_tokens(inputs):
             return share
@@ -281,7 +281,7 @@ class TeacherTrainer(StepTrainer):
         return isinstance(labels, Tensor) and labels.dim() > 1
 
     def _count(self, inputs: dict[str, Any]) -> Any:
-        """What the mean over a batch is divided by: its labels, or its rows."""
+        """Divisor of a batch's mean loss: the number of labelled tokens, or of rows."""
         if not self._labels_tokens(inputs):
             return len(next(iter(inputs.values())))
         labels = inputs["labels"]
@@ -301,12 +301,12 @@ class OnPolicy:
     draw: Callable[..., list[dict[str, Any]]]
 
     def at(self, step: int) -> bool:
-        """Whether ``step``, counted from 0, is one of them; they are spread evenly."""
+        """Whether ``step`` (from 0) trains on generated text; such steps are spread evenly."""
         return int((step + 1) * self.share + ROUNDING) > int(step * self.share + ROUNDING)
 
 
 class StudentTrainer(StepTrainer, DistillationTrainer):
-    """Distillation."""
+    """Trainer of the student."""
 
     def __init__(self, *args: Any, on_policy: OnPolicy | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -328,13 +328,13 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
         return [*super()._stateful_attributes, (self.distiller, "method")]
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `DistillationTrainer.get_batch_samples`; of batches that the student may write."""
+        """See `DistillationTrainer.get_batch_samples`; on-policy batches have generated text."""
         return super().get_batch_samples(self._on_policy_batches(epoch_iterator), *args, **kwargs)
 
     def _on_policy_batches(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         step, method = self.state.global_step, self.distiller.method
         own = self.on_policy is not None and self.on_policy.at(step)
-        # An answer of its own is no label.
+        # Generated text is no label.
         method.left_out = frozenset({"task"} if own else ())
         place = np.random.SeedSequence((self.args.seed, step))
         (seed,) = place.generate_state(1, np.uint64).tolist()
@@ -349,7 +349,7 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
             yield {**batch, **self.data_collator(rows)}
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """See `DistillationTrainer.train`; a method is prepared alike in all processes."""
+        """See `DistillationTrainer.train`; all processes prepare the method on the same batches."""
         if not self.distiller.method.prepared and not resume_from_checkpoint:
             whole = StepSampler(self.steps.order, self.steps.seed)
             with torch.random.fork_rng():
@@ -373,17 +373,17 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `StepTrainer.compute_loss`; of a micro-batch its part of the whole step's loss."""
+        """See `StepTrainer.compute_loss`; for a micro-batch its term of the whole step's loss."""
         if self.losses is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._set_progress()
         output = next(self.losses)
-        # The log has the mean over what is noted.
+        # The log averages over the micro-batches.
         self._note({name: self.parts * value for name, value in output.terms.items()})
         return output.loss
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """By default; the term on labels is the mean over the step's labels all the same."""
+        """The default share; also sets the scale of the label loss for unlabelled rows."""
         ranks, counted = self.args.world_size, self.gather or self.model_accepts_loss_kwargs
         if ranks == 1 or counted or self.steps.order.labelled.all():
             return share

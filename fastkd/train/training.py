@@ -1,4 +1,4 @@
-"""One training inside transformers.Trainer: evaluation, best model, checkpoints, signals."""
+"""A training loop around transformers.Trainer: evaluation, best model, checkpoints, signals."""
 
 import contextlib
 import functools
@@ -50,7 +50,7 @@ SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasatt
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and when a training is saved so that it can be continued.
+    """Checkpoints of a training, from which it can be resumed.
 
     Trainer writes into `fresh`, from where a checkpoint comes once it is sealed. ``identity`` is
     written into every checkpoint; only those that carry it are continued.
@@ -63,11 +63,11 @@ class Checkpoints:
 
     @property
     def incomplete(self) -> Path:
-        """What lies there is not complete, and ours."""
+        """Directory of checkpoints that are still being written."""
         return self.directory / ".new"
 
     def newest(self, say: Callable[[str], None]) -> Path | None:
-        """The newest sound checkpoint of this run; the damaged ones are named, and removed."""
+        """The newest intact checkpoint of this run; damaged ones are reported and removed."""
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
             why = find_damage(path)
@@ -75,12 +75,12 @@ class Checkpoints:
                 why = "it belongs to another run"
             if why is None:
                 return path
-            say(f"{path} can't be used: {why}; going back to the one before it")
+            say(f"{path}: cannot be used ({why}); resuming from the one before it")
             discard(path)
         return None
 
     def complete(self, step: int) -> None:
-        """Complete the checkpoint at ``step``, and let the oldest ones go."""
+        """Complete the checkpoint at ``step`` and delete the oldest ones."""
         name = f"checkpoint-{step}"
         with saving(self.directory):
             write_manifest(self.incomplete / name, self.identity)
@@ -91,7 +91,7 @@ class Checkpoints:
             discard(old)
 
     def clear(self) -> None:
-        """Remove all of them; what somebody else put there stays."""
+        """Remove all checkpoints, except files that fastkd did not write."""
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
             remove_own(path)
@@ -106,12 +106,11 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class CallbackConfig:
-    """What happens around the steps of a training.
+    """Evaluation, saving and reporting of a training.
 
-    ``evaluate()`` gives scores, of which ``main`` tells the best model (the greater,
-    or the ``smaller``, the better); ``keep(entry, history)``
-    is called when an evaluation is the best yet. Without ``every`` steps, each epoch is evaluated.
-    With ``printed`` every evaluation is a line.
+    ``evaluate()`` returns scores; ``main_metric`` selects the best model. ``save_best(entry,
+    history)`` is called after the best evaluation so far. The model is evaluated every ``every``
+    steps, or after each epoch. With ``printed`` every evaluation prints a line.
     """
 
     evaluate: Callable[[], dict[str, float]]
@@ -129,9 +128,9 @@ class CallbackConfig:
 
 
 class TrainingCallback(TrainerCallback):
-    """Shows progress, evaluates, keeps the best model, seals checkpoints, stops on a signal.
+    """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
-    The history of evaluations lives in the trainer's own log, so that a resumed run knows it.
+    The evaluations are stored in the trainer's own log, so that a resumed run has them.
     """
 
     trainer: StepTrainer
@@ -147,7 +146,7 @@ class TrainingCallback(TrainerCallback):
         self.evaluated_at = -1
 
     def request_stop(self, signum: int, frame: object) -> None:
-        """The first signal asks for a checkpoint and a stop; a second stops at once."""
+        """Handle a signal: the first stops after a checkpoint, a second one at once."""
         if self.received is not None:
             raise Stopped(signum)
         self.received = signum
@@ -155,11 +154,11 @@ class TrainingCallback(TrainerCallback):
         self.display.say(f"stopping after this step{again}")
 
     def sync_signals(self) -> None:
-        """Take a signal that reached any process as one to all, which stop at the same step."""
+        """Share a signal with all processes, so that they stop at the same step."""
         self.signum = processes.largest(self.received or 0) or None
 
     def stopped(self, step: int) -> BaseException:
-        """What a heeded signal raises after ``step``: only with checkpoints is that saved."""
+        """The exception for a signal after ``step``; only with checkpoints is the step saved."""
         assert self.signum is not None
         if self.config.checkpoints is None:
             return Stopped(self.signum)
@@ -194,7 +193,7 @@ class TrainingCallback(TrainerCallback):
         ends_epoch |= state.global_step == state.max_steps
         every = self.config.checkpoints.every if self.config.checkpoints else None
         due = every and state.global_step % every == 0
-        # An evaluation tells the losses of all steps before it, and so must one after resuming.
+        # An evaluation reports the losses of all steps before it, also after resuming.
         control.should_log |= bool(due or self.signum or ends_epoch)
         if (due or self.signum) and not ends_epoch:
             control.should_save = True
@@ -261,7 +260,7 @@ def history_of(log: list[dict]) -> list[dict]:
 
 
 def losses_of(log: list[dict]) -> dict[str, float]:
-    """Means over the steps since the last evaluation of what a trainer's log holds."""
+    """Mean losses over the steps since the last evaluation, from a trainer's log."""
     totals: dict[str, tuple[float, int]] = {}
     last = 0
     for entry in log:
@@ -285,7 +284,7 @@ def train(
     title: str,
     options: CallbackConfig,
 ) -> list[dict]:
-    """Train what ``make_trainer`` trains and return its evaluations.
+    """Run the training of ``make_trainer(...)``; returns its evaluations.
 
     With checkpoints the run can be cut off at any time and continued to the same result.
     """
@@ -329,7 +328,7 @@ def train(
 
 
 def _ended(checkpoint: Path | None) -> TrainerState | None:
-    """What a checkpoint after the last step says; Trainer would go on in a half epoch."""
+    """State of a checkpoint after the last step, with which Trainer would continue wrongly."""
     if checkpoint is None:
         return None
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
@@ -374,7 +373,7 @@ def check_trackers(names: str | None) -> None:
     for name in filter(None, (names or "").split(",")):
         if name not in known:
             have = f"installed: {', '.join(known)}" if known else "none is installed"
-            raise InputError(f"--report-to {name}: not a tracker that is installed; {have}")
+            raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
 
 
 @contextlib.contextmanager

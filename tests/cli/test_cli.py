@@ -669,10 +669,10 @@ def test_links_and_logs_among_the_results(distill, files, tmp_path):
         assert "--log-json" in distill(log_json=place, expect=2)
     out.mkdir()
     (out / "unfinished").symlink_to(mine)
-    assert "unfinished is not fastkd's" in distill(expect=2)
+    assert "fastkd did not write" in distill(expect=2)
     (out / "unfinished").unlink()
     (out / "unfinished").write_text("")
-    assert "unfinished is not fastkd's" in distill("--overwrite", expect=2)
+    assert "fastkd did not write" in distill("--overwrite", expect=2)
     # What a link leads to is not replaced, nor removed.
     (mine / "below").mkdir(parents=True)
     (mine / "below" / "thesis.txt").write_text("mine")
@@ -763,7 +763,7 @@ def test_only_own_files_are_deleted(distill, interrupted, tmp_path):
     (tmp_path / "new" / "unfinished").mkdir(parents=True)
     (tmp_path / "new" / "unfinished" / "mine.txt").write_text("mine")
     for flag in ("--resume", "--overwrite", "--no-header"):
-        assert "is not fastkd's" in distill(flag, out=tmp_path / "new", expect=2)
+        assert "fastkd did not write" in distill(flag, out=tmp_path / "new", expect=2)
     (tmp_path / "other" / "student").mkdir(parents=True)
     (tmp_path / "other" / "student" / "model.safetensors").write_text("mine")
     assert "fastkd did not write" in distill("--overwrite", out=tmp_path / "other", expect=2)
@@ -964,7 +964,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     else:
         (newest / harm).unlink()
     output = distill("--resume", **options)
-    assert f"{newest.name} can't be used: " in output and "the one before it" in output
+    assert f"{newest.name}: cannot be used (" in output and "the one before it" in output
     if harm != "cut off":
         assert harm.split()[-1] in output
     assert same_weights(tmp_path / "out", tmp_path / "whole")

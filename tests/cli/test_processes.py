@@ -325,7 +325,7 @@ def test_a_sharded_run_goes_on_to_the_same_bits(launched):
 
 def test_what_sharding_does_not_go_with(words, tmp_path):
     for options, said in (
-        ({}, "--fsdp spreads models over processes, and this is one"),
+        ({}, "--fsdp: shards models over processes, but there is one"),
         ({"teacher_layers": "select"}, "--fsdp and --teacher-layers select exclude each other"),
         ({"precision": "fp16"}, "--fsdp and --precision fp16 exclude each other"),
         ({"task": "causal-lm", "gather": True, "on_policy": 0.5}, "--fsdp, --gather and --on-poli"),

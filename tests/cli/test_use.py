@@ -510,7 +510,7 @@ def test_a_length_that_leaves_no_room_for_words(folder, tmp_path):
     data.write_text("text\tsecond\ngood film\tgood\n")
     options = {"model": model, "data": data, "text_pair_column": "second"}
     error = run("predict", max_length=4, expect=2, **options)
-    assert "--max-length 4 leaves no room for words: the tokenizer adds 4 tokens to a" in error
+    assert "--max-length 4: leaves no room for text, as the tokenizer adds 4 tokens to a" in error
     run("predict", max_length=5, **options)
 
 

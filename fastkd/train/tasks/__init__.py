@@ -1,6 +1,6 @@
-"""The tasks: one file each, which is all that knows a task's name.
+"""Tasks, one file each; the file name is the task's name.
 
-A file ``some_task.py`` here holds the task called some-task: its class is ``TASK``, a `Task`.
+``some_task.py`` defines the task some-task as ``TASK``, a subclass of `Task`.
 """
 
 import importlib
@@ -25,7 +25,7 @@ NAMES = tuple(
         if module.name != "base"
     )
 )
-# What is read without --task, unless file or model are another task's alone.
+# Task without --task, unless the file or the model belongs to one task only.
 DEFAULT_TASK = "classification"
 
 
@@ -37,12 +37,12 @@ def check(name: str | None) -> None:
 
 
 def kind_of(name: str | None) -> str | None:
-    """``name`` of --task if it says how rows are read, and not only which data set's they are."""
+    """``name`` of --task unless it is that of a GLUE data set."""
     return None if name in GLUE_TASKS else name
 
 
 def named(name: str | None) -> type[Task]:
-    """The task called ``name``, or one's own as package.module:Class."""
+    """The class of the task ``name``, or of a user's package.module:Class."""
     if name is None or ":" not in name:
         module = (name or DEFAULT_TASK).replace("-", "_")
         return importlib.import_module(f"{__name__}.{module}").TASK
@@ -63,7 +63,7 @@ def _every() -> Iterable[type[Task]]:
 
 
 def of_file(name: str | None, path: Path | None) -> type[Task]:
-    """The task ``name``, or without one that which alone reads such a file, else the usual one."""
+    """The task ``name``; without one the only task that reads such a file, else the default."""
     if name is None and path is not None:
         kind = Path(path.name.removesuffix(".gz")).suffix.lower()
         for task in _every():
@@ -73,7 +73,7 @@ def of_file(name: str | None, path: Path | None) -> type[Task]:
 
 
 def of_model(who: str, name: str | None, trained: str | None, config: Any) -> type[Task]:
-    """The task ``name``; else that of the model's training, or of its head; else the usual one.
+    """The task ``name``; else that of the model's training or head; else the default.
 
     ``trained`` was read from the folder of the model, called ``who``. Only the name of a task of
     fastkd is accepted there: a class of one's own is code, which the command line alone may name.

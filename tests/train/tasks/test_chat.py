@@ -365,8 +365,8 @@ def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
     error = run("distill", **{**on_policy, **cache}, expect=2)
     assert "--on-policy and --teacher-cache exclude each other" in error
     for options, words in (
-        ({"method": "knn"}, "--method knn compares rows of one class, and those of --task chat"),
-        ({"method": "labels"}, "--on-policy: Labels learns from labels alone"),
+        ({"method": "knn"}, "--method knn: compares rows of one class, but rows of --task chat"),
+        ({"method": "labels"}, "--on-policy: Labels trains on labels alone"),
         ({"on_policy": 2}, "--on-policy must be at most 1, got 2"),
     ):
         error = run("distill", **{**on_policy, **options}, out=tmp_path / "out", expect=2)
