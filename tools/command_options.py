@@ -7,25 +7,25 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fastkd.train.options import Option, defaults_of, options_of
-from fastkd.train.settings import Pairing
+from fastkd.train.distill_settings import Pairing
+from fastkd.train.option_fields import Option, defaults_of, options_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "distill.md"
 BEGIN = "<!-- Options, by `python -m tools.command_options` -->\n"
 END = "<!-- end of options -->"
 # The dataclass of each command's options.
 COMMANDS = {
-    "distill": "train.settings.Settings",
-    "cache": "cli.settings.CacheSettings",
-    "verify": "cli.settings.VerifySettings",
-    "evaluate": "cli.settings.EvaluateSettings",
-    "predict": "cli.settings.UseSettings",
-    "export": "cli.settings.ExportSettings",
-    "analyze": "cli.settings.AnalyzeSettings",
-    "demo": "cli.settings.DemoSettings",
-    "study": "study.settings.StudySettings",
-    "bench": "cli.settings.BenchSettings",
-    "doctor": "cli.options.NoOptions",
+    "distill": "train.distill_settings.Settings",
+    "cache": "cli.command_settings.CacheSettings",
+    "verify": "cli.command_settings.VerifySettings",
+    "evaluate": "cli.command_settings.EvaluateSettings",
+    "predict": "cli.command_settings.PredictSettings",
+    "export": "cli.command_settings.ExportSettings",
+    "analyze": "cli.command_settings.AnalyzeSettings",
+    "demo": "cli.command_settings.DemoSettings",
+    "study": "study.study_settings.StudySettings",
+    "bench": "cli.command_settings.BenchSettings",
+    "doctor": "cli.typer_commands.NoOptions",
 }
 PLACEHOLDERS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", Mapping: "NAME=VALUE"}
 
