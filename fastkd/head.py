@@ -1,4 +1,4 @@
-"""The vocabulary head of a language model: what makes words' logits of its last hidden states."""
+"""LM heads: the layer that computes a language model's logits from its last hidden states."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from fastkd._core.checks import FLOATING, check_device, check_floating, check_number, check_shape
 from fastkd._core.numerics import autocast_off, upcast
 from fastkd._torch.linear_soft_targets import HeadForm
-from fastkd._torch.vocabulary_shard import ALL, Columns
+from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
-# Attributes of transformers' configurations by which models change the products of their head:
-# a cap, a factor, a divisor.
+# Attributes of transformers' configurations that change the head's products: a cap, a factor, a
+# divisor.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling",)
 MULTIPLIED_BY_DIVISOR = ("hyperclovax",)
-# Whose output layer is a part of what multiplies.
+# Models whose head has another weight besides the output layer.
 MORE_THAN_A_LAYER = ("mobilebert",)
-# The dimensions of a mesh in which weights are parts of one model.
+# Dimension names of a device mesh whose processes hold parts of one weight.
 TENSOR_PARALLEL = ("tp",)
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """scale · (dropout(h) Aᵀ) Bᵀ, beside the product with a head's weight: LoRA, unmerged."""
+    """Unmerged LoRA: scale · (dropout(h) Aᵀ) Bᵀ, added to the product with the head's weight."""
 
     down: Tensor  # A (r, D)
     up: Tensor  # B (V, r)
@@ -34,7 +34,7 @@ class LowRank:
     dropout: Callable[[Tensor], Tensor] | None = None
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What B multiplies (..., r), in the working dtype: a half type would round it."""
+        """scale · dropout(h) Aᵀ (..., r), in the working dtype: half precision would round it."""
         hidden = hidden.to(self.down.dtype)
         hidden = hidden if self.dropout is None else self.dropout(hidden)
         with autocast_off(hidden):
@@ -44,25 +44,26 @@ class LowRank:
 class Head:
     """logits = cap·tanh(scale·(h Wᵀ + b)/cap), or scale·(h Wᵀ + b) without a cap.
 
-    Goes wherever a head's weight does. `Head.of` reads a model's.
+    Losses accept it wherever they accept a head's weight. `Head.of` reads a model's head.
 
-    A vocabulary-parallel head is a DTensor that is sharded over V in a mesh whose one dimension is
-    called "tp", as torch's and transformers' tensor-parallel meshes are; a mesh of another name is
-    taken for data-parallel, of which a weight is no part of a head but a head in parts. A loss
-    then multiplies by each process's own words. **Hidden states, labels and mask have to be the
-    same in all processes of the mesh**, and all have to call it. Value and gradients are the whole
-    head's in each; a few sums a row go through all in the forward pass, and the gradient of the
-    hidden states once. Top-k targets, "adaptive_kl", adapters on the head, a bias that isn't
-    sharded likewise, and fewer words than processes gather the head instead.
+    A vocabulary-parallel head is a DTensor sharded over V in a mesh with one dimension named "tp",
+    as in torch's and transformers' tensor-parallel meshes. A weight sharded in a mesh of another
+    name is data-parallel: `Head.of` gathers it, and ``Head(weight)`` raises. With a
+    vocabulary-parallel head each process multiplies by its own shard. **Hidden states, labels and
+    mask must be the same in all processes of the mesh**, and all processes must call the loss.
+    Value and gradients are those of the whole head in each process. The forward pass all-reduces a
+    few sums for each row, and once the gradient of the hidden states. Top-k targets, "adaptive_kl",
+    adapters on the head, a bias without the same sharding, and fewer token ids than processes
+    gather the head instead.
 
     Args:
         weight: W (V, D), any floating dtype.
-        bias: b (V), sharded as the weight.
-        scale: of all logits, as Granite and Cohere have it.
-        softcap: cap > 0 that no logit exceeds, as Gemma has it.
+        bias: b (V), sharded like the weight.
+        scale: factor of all logits, as in Granite and Cohere.
+        softcap: cap > 0 of the logits' absolute value, as in Gemma.
 
     Raises:
-        ValueError, TypeError: a shape, dtype or number that can't be.
+        ValueError, TypeError: a wrong shape, dtype or number.
 
     >>> head = Head(torch.randn(10, 4), torch.zeros(10), softcap=30.0)
     >>> head.logits(torch.randn(2, 3, 4)).shape
@@ -76,9 +77,9 @@ class Head:
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
-        check_floating("weight", own_words(weight), 2)
+        check_floating("weight", local_shard(weight), 2)
         if bias is not None:
-            check_floating("bias", own_words(bias))
+            check_floating("bias", local_shard(bias))
             check_shape("bias", bias, (weight.shape[0],), "the vocabulary")
             check_device("bias", bias, "weight", weight)
         check_number("scale", scale)
@@ -94,29 +95,29 @@ class Head:
     def of(model: nn.Module) -> "Head":
         """The head of a causal or masked language model from transformers, sharing its tensors.
 
-        Tied weights are the embeddings'; PEFT's LoRA on the head stays beside the weight as a
-        product of low rank, in which what learns learns; a quantised head that dequantises itself
-        is dequantised. A weight that is sharded over processes (FSDP2, also beside tensor
-        parallelism) is gathered here, once, and its gradient goes back as the mean over them. So
-        read the head anew at each step. A vocabulary-parallel one stays in its parts: `Head`.
+        Tied weights are the embeddings. PEFT's LoRA on the head stays a separate low-rank product,
+        whose matrices are trained. A quantised head is dequantised if it has a method for that. A
+        weight sharded over processes (FSDP2, also with tensor parallelism) is gathered here, once,
+        and its gradient is the mean over the processes, so call ``Head.of`` again at each step. A
+        vocabulary-parallel weight stays sharded: see `Head`.
 
-        The hidden states that belong to it are those that go into the model's output layer
-        (`output_layer`): a decoder's after its final norm, which transformers call
-        ``hidden_states[-1]``. A masked model has a transform before that layer (a dense layer, an
-        activation and a norm): they are those that come out of it, not the encoder's.
+        The matching hidden states are the input of the model's output layer (`output_layer`): in a
+        decoder the states after its final norm, transformers' ``hidden_states[-1]``. A masked
+        model has a transform before that layer (a dense layer, an activation and a norm): use the
+        transform's output, not the encoder's.
 
         Args:
-            model: with ``get_output_embeddings()``; PEFT's, DistributedDataParallel's and compiled
-                ones too.
+            model: has ``get_output_embeddings()``; may be wrapped by PEFT, DistributedDataParallel
+                or torch.compile.
 
         Raises:
-            TypeError, ValueError: without a head, or with one that is not one product: packed
-                weights, adapters other than LoRA, MobileBERT's.
+            TypeError, ValueError: a model without a head, or whose head is not one product: packed
+                weights, adapters other than LoRA, MobileBERT.
 
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2))
         >>> Head.of(model)
-        Head(50 words of 8, bias=False, scale=1.0, softcap=None)
+        Head(vocabulary=50, hidden=8, bias=False, scale=1.0, softcap=None)
         """
         layer = output_layer(model)
         low_rank: list[LowRank] = []
@@ -124,7 +125,9 @@ class Head:
             layer, low_rank = _without_lora(layer)
         scale, softcap = _form_of(_unwrapped(model))
         bias = getattr(layer, "bias", None)
-        weight, bias = (None if x is None else _taken(x) for x in (_dense(layer), bias))
+        weight, bias = (
+            None if x is None else _whole_unless_parallel(x) for x in (_dense(layer), bias)
+        )
         assert weight is not None
         head = Head(weight, bias, scale, softcap)
         head.low_rank = tuple(
@@ -134,7 +137,7 @@ class Head:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it is made of."""
+        """The head's tensors: weight, bias and low-rank factors."""
         more = [x for part in self.low_rank for x in (part.down, part.up)]
         return [x for x in (self.weight, self.bias, *more) if x is not None]
 
@@ -143,24 +146,24 @@ class Head:
         return HeadForm(self.scale, self.softcap or 0.0)
 
     @property
-    def columns(self) -> Columns:
-        """Which words it is multiplied by in this process."""
-        alike = self.bias is None or columns_of(self.bias) == columns_of(self.weight)
-        return columns_of(self.weight) if alike and not self.low_rank else ALL
+    def shard(self) -> VocabularyShard:
+        """The part of the vocabulary that this process multiplies by."""
+        equal = self.bias is None or shard_of(self.bias) == shard_of(self.weight)
+        return shard_of(self.weight) if equal and not self.low_rank else WHOLE_VOCABULARY
 
     def whole(self) -> "Head":
-        """The same with all words in every process."""
+        """The head with its whole vocabulary in every process."""
         return self.map(_whole) if any(map(_is_sharded, self.tensors)) else self
 
-    def on(self, hidden: Tensor, columns: Columns = ALL) -> list[Tensor | None]:
-        """Itself on hidden states (R, D), as `fastkd._torch.linear_soft_targets` takes heads."""
+    def on(self, hidden: Tensor, shard: VocabularyShard = WHOLE_VOCABULARY) -> list[Tensor | None]:
+        """Tensors of the head on states (R, D), for `fastkd._torch.linear_soft_targets`."""
 
         def own(x: Tensor) -> Tensor:
-            if columns_of(x).group:
-                return own_words(x)  # type: ignore[no-any-return]
-            # A slice of all would cost another matrix of the head's size in the backward pass.
-            last = columns.first + columns.most
-            return x[columns.first : last] if columns.group else x
+            if shard_of(x).group:
+                return local_shard(x)  # type: ignore[no-any-return]
+            # No slice of the whole: it costs a matrix of the head's size in the backward pass.
+            last = shard.first + shard.largest
+            return x[shard.first : last] if shard.group else x
 
         pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
         tensors: list[Tensor | None] = []
@@ -170,8 +173,8 @@ class Head:
         return [*tensors, None if self.bias is None else own(self.bias)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D), in the widest of their dtypes."""
-        if columns_of(self.weight).group:
+        """Logits (..., V) of hidden states (..., D), in the widest dtype of states and head."""
+        if shard_of(self.weight).group:
             return self.whole().logits(hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         logits = hidden.to(dtype) @ self.weight.to(dtype).T
@@ -184,7 +187,7 @@ class Head:
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Head":
-        """The same with ``change`` of each of its tensors."""
+        """The head with ``change`` applied to each of its tensors."""
         bias = None if self.bias is None else change(self.bias)
         head = Head(change(self.weight), bias, self.scale, self.softcap)
         head.low_rank = tuple(
@@ -193,67 +196,69 @@ class Head:
         return head
 
     def detach(self) -> "Head":
-        """The same without gradients: the teacher's side of a head that both share."""
+        """The head without gradients, for a teacher that shares the student's head."""
         return self.map(Tensor.detach)
 
     def __repr__(self) -> str:
         V, D = self.weight.shape
         return (
-            f"Head({V} words of {D}, bias={self.bias is not None}, scale={self.scale}, "
+            f"Head(vocabulary={V}, hidden={D}, bias={self.bias is not None}, scale={self.scale}, "
             f"softcap={self.softcap})"
         )
 
 
 def as_head(name: str, head: Tensor | Head | None) -> Head:
-    """A head, or the head of a weight (V, D)."""
+    """``head`` itself, or a `Head` of a weight (V, D)."""
     if isinstance(head, Head):
         return head
     if not isinstance(head, Tensor):
         raise TypeError(f"{name} must be a Tensor or Head, got {type(head).__name__}")
-    check_floating(name, own_words(head), 2)
+    check_floating(name, local_shard(head), 2)
     return Head(head)
 
 
-def columns_of(x: Tensor) -> Columns:
-    """The words that this process has of a weight or bias (V, ...); see `Head` for the rule."""
+def shard_of(x: Tensor) -> VocabularyShard:
+    """This process's part of a weight or bias (V, ...); see `Head` for the rule."""
     if not _is_sharded(x):
-        return ALL
+        return WHOLE_VOCABULARY
     sharded: Any = x
     mesh, placements = sharded.device_mesh, sharded.placements
     if mesh.mesh_dim_names != TENSOR_PARALLEL or not placements[0].is_shard(0):
-        return ALL
+        return WHOLE_VOCABULARY
     V, processes = x.shape[0], mesh.size()
-    most = -(-V // processes)  # as torch.chunk
-    first = min(mesh.get_local_rank() * most, V)
-    return Columns(mesh.get_group().group_name, first, most, V)
+    largest = -(-V // processes)  # as torch.chunk divides
+    first = min(mesh.get_local_rank() * largest, V)
+    return VocabularyShard(mesh.get_group().group_name, first, largest, V)
 
 
 def _is_sharded(x: Tensor) -> bool:
     return hasattr(x, "full_tensor")
 
 
-def own_words(x: Any) -> Any:
+def local_shard(x: Any) -> Any:
     """This process's part of a vocabulary-parallel tensor, or ``x`` itself."""
-    if not (isinstance(x, Tensor) and columns_of(x).group):
+    if not (isinstance(x, Tensor) and shard_of(x).group):
         return x
     sharded: Any = x
     return sharded.to_local(grad_placements=sharded.placements)
 
 
 def output_layer(model: nn.Module) -> nn.Module:
-    """The layer that multiplies by the vocabulary's weight; its input belongs to `Head.of`."""
+    """The layer that multiplies by the head's weight; its input are the states for `Head.of`."""
     inner = _unwrapped(model)
     if not hasattr(inner, "get_output_embeddings"):
         raise TypeError(
             f"model must be a transformers language model, got {type(model).__name__}; "
-            "for another, make a Head of its weight"
+            "for other models pass Head(weight)"
         )
     layer = inner.get_output_embeddings()
     name = type(inner).__name__
     if layer is None:
-        raise ValueError(f"{name} has no vocabulary head; take a causal or masked language model")
+        raise ValueError(f"{name} has no LM head; pass a causal or masked language model")
     if getattr(inner.config, "model_type", "") in MORE_THAN_A_LAYER:
-        raise ValueError(f"{name} multiplies by more than its output layer; make a Head of it")
+        raise ValueError(
+            f"{name} multiplies by more than its output layer; pass a Head of the joined weights"
+        )
     if hasattr(layer, "modules_to_save") and hasattr(layer, "original_module"):  # PEFT's copy
         chosen = [x for x in layer.active_adapters if x in layer.modules_to_save]
         whole = layer.disable_adapters or not chosen
@@ -262,7 +267,7 @@ def output_layer(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(model: nn.Module) -> Any:
-    """The model of a compiled, a data-parallel and a PEFT one."""
+    """The model inside wrappers: compiled, data-parallel, PEFT."""
     inner: Any = model
     while True:
         if hasattr(inner, "_orig_mod"):
@@ -276,7 +281,7 @@ def _unwrapped(model: nn.Module) -> Any:
 
 
 def _form_of(model: Any) -> tuple[float, float | None]:
-    """Factor and cap of a model's logits, by its configuration."""
+    """Scale and cap of a model's logits, from its configuration."""
     config = model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -293,7 +298,7 @@ def _form_of(model: Any) -> tuple[float, float | None]:
 
 
 def _dense(layer: nn.Module) -> Tensor:
-    """The weight (V, D) of an output layer, dequantised by itself if it has to be."""
+    """The weight (V, D) of an output layer, dequantised if it is quantised."""
     weight = getattr(layer, "weight", None)
     if hasattr(layer, "dequantize"):
         weight = layer.dequantize()  # type: ignore[operator]
@@ -304,14 +309,14 @@ def _dense(layer: nn.Module) -> Tensor:
         kind = "no weight" if weight is None else f"a weight of {weight.dtype}"
         raise ValueError(
             f"the model's output layer {type(layer).__name__} has {kind}, which can't be read; "
-            'leave the head out of the quantisation, by llm_int8_skip_modules=["lm_head"] or alike'
+            'exclude the head from quantisation, for example llm_int8_skip_modules=["lm_head"]'
         )
     return weight
 
 
-def _taken(x: Tensor) -> Tensor:
-    """What a `Head` has of a model's weight or bias."""
-    return x if columns_of(x).group else _whole(x)
+def _whole_unless_parallel(x: Tensor) -> Tensor:
+    """A model's weight or bias: whole, or sharded if it is vocabulary-parallel."""
+    return x if shard_of(x).group else _whole(x)
 
 
 class _MeanOverProcesses(torch.autograd.Function):
@@ -326,7 +331,7 @@ class _MeanOverProcesses(torch.autograd.Function):
 
 
 def _whole(x: Tensor) -> Tensor:
-    """A DTensor in one piece in every process; its gradient is the mean of theirs, as FSDP's is."""
+    """A DTensor gathered in every process; its gradient is the mean over them, as in FSDP."""
     if not _is_sharded(x):
         return x
     sharded: Any = x
@@ -338,7 +343,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _without_lora(layer: Any) -> tuple[nn.Module, list[LowRank]]:
-    """The layer under PEFT's LoRA, and what the active adapters add to it."""
+    """The layer under PEFT's LoRA, and the low-rank products of its active adapters."""
     base = layer.get_base_layer()
     if layer.disable_adapters or layer.merged:
         return base, []
@@ -347,7 +352,7 @@ def _without_lora(layer: Any) -> tuple[nn.Module, list[LowRank]]:
         down, up = layer.lora_A[name], layer.lora_B[name]
         if name in getattr(layer, "lora_variant", {}) or up.bias is not None:
             raise ValueError(
-                f"the adapter {name!r} on the model's head is no plain LoRA; merge it first: "
+                f"the adapter {name!r} on the model's head is not plain LoRA; merge it first: "
                 "model = model.merge_and_unload()"
             )
         dropout = layer.lora_dropout[name]

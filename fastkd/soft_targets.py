@@ -1,4 +1,4 @@
-"""Distillation from logits: the divergence of the teacher's and the student's softened output."""
+"""Soft targets: divergence between the softened output distributions of teacher and student."""
 
 import math
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from fastkd._core.numerics import (
     apply,
     as_rows,
     once_differentiable,
+    save_for_backward,
     saveable,
     times_upstream,
     upcast,
@@ -34,19 +35,19 @@ from fastkd._torch.divergences import DIVERGENCES, Divergence, DivergenceWord, m
 from fastkd._torch.linear_soft_targets import (
     CHUNK_BYTES,
     TERMS,
+    CallOptions,
     HeadForm,
     LinearSoftTargets,
-    Options,
-    Recipe,
+    LossOptions,
 )
-from fastkd._torch.row_losses import Soft, Task, weighed_rows
-from fastkd._torch.vocabulary_shard import ALL, Columns
+from fastkd._torch.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
+from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 from fastkd.head import Head, as_head
 from fastkd.targets import CrossEntropy, TopK
 
 Reduction = Literal["batchmean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
-FORMS = {word: Divergence(word).form for word in DIVERGENCES}
+FORMS = {name: Divergence(name).form for name in DIVERGENCES}
 
 
 def soft_target_loss_ref(
@@ -61,7 +62,7 @@ def soft_target_loss_ref(
     denominator: float | Tensor | None = None,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """The divergences as written in the literature. See `soft_target_loss`."""
+    """The divergences in plain PyTorch, as in the literature; see `soft_target_loss`."""
     if mask is None:
         mask = torch.ones(student_logits.shape[:-1], device=student_logits.device)
     real = mask.bool()[..., None]  # (..., 1)
@@ -109,18 +110,18 @@ def _divergence_ref(
         g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
         weight = torch.where(g_head + g_tail > 0, g_head / (g_head + g_tail), 0.5)
     forward_kl, reverse_kl = _kl_ref(p_t, log_pt, log_ps), _kl_ref(p_s, log_ps, log_pt)
-    return _weigh_ref(weight, forward_kl) + _weigh_ref(1 - weight, reverse_kl)
+    return _weighted_ref(weight, forward_kl) + _weighted_ref(1 - weight, reverse_kl)
 
 
 def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms of both sides' probabilities of the k words and, in a bucket, of all others."""
+    """Log-probabilities of the k tokens and, for "bucket", of all others: student and teacher."""
     log_probs = top.log_probs.to(log_ps.dtype).where(real, -math.log(2 * top.ids.shape[-1]))
     absent = log_probs == -torch.inf
     ids = top.ids.long().where(real & ~absent, 0)
     q_s = log_ps.exp().gather(-1, ids).masked_fill(absent, 0)
     q_t = log_probs.exp()
     if top.tail == "bucket":
-        # In float64: a small tail is as large as float32's rounding of the sum.
+        # In float64: float32's rounding error of the sum is as large as a small tail.
         of_teacher = 1 - log_probs.double().exp().sum(-1, keepdim=True)
         of_teacher = of_teacher.clamp(min=0).to(q_t.dtype)
         if ids.shape[-1] == log_ps.shape[-1]:
@@ -136,26 +137,26 @@ def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tens
     return log_qs, log_qt
 
 
-def _log_mixture_ref(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
-    """log(share·p + (1 − share)·q)."""
-    if share in (0, 1):
-        return log_p if share else log_q
+def _log_mixture_ref(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
+    """log(weight·p + (1 − weight)·q)."""
+    if weight in (0, 1):
+        return log_p if weight else log_q
     # In a backward pass the logarithm of 0 + 0 would be NaN.
     neither = (log_p == -torch.inf) & (log_q == -torch.inf)
     log_p, log_q = (x.masked_fill(neither, 0) for x in (log_p, log_q))
-    mixture = torch.logaddexp(log_p + math.log(share), log_q + math.log(1 - share))
+    mixture = torch.logaddexp(log_p + math.log(weight), log_q + math.log(1 - weight))
     return mixture.masked_fill(neither, -torch.inf)
 
 
 def _kl_ref(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p ‖ q) = Σ p (log p − log q), where 0 · log 0 = 0."""
-    # The difference is filled too: in a backward pass 0 · inf would still make NaN.
+    # Fill the difference too: in a backward pass 0 · inf would be NaN.
     nothing = p == 0
     return (p * (log_p - log_q).masked_fill(nothing, 0)).sum(-1)
 
 
-def _weigh_ref(weight: Tensor, loss: Tensor) -> Tensor:
-    """weight · loss, where a weight of 0 counts nothing even against ∞."""
+def _weighted_ref(weight: Tensor, loss: Tensor) -> Tensor:
+    """weight · loss, where a weight of 0 gives 0 even if the loss is infinite."""
     return (weight * loss).masked_fill(weight == 0, 0)
 
 
@@ -190,37 +191,37 @@ def soft_target_loss(
     - ``"reverse_kl"``: KL(p_s ‖ p_t)
     - ``"js"``: ½KL(p_t ‖ m) + ½KL(p_s ‖ m) with m = ½(p_s + p_t)
     - ``"adaptive_kl"``: w·KL(p_t ‖ p_s) + (1 − w)·KL(p_s ‖ p_t), w = g_head / (g_head + g_tail)
-      (Wu et al. 2024, as in LRKD's Table 4). g sums the gaps |p_t − p_s| over the head, the
-      teacher's most probable entries while their cumulative probability is at most ½ (the first
-      always belongs to it, equal ones go by index), and over the rest. w is a constant for the
-      gradient.
+      (Wu et al. 2024, as in LRKD's Table 4). g sums the gaps |p_t − p_s| over the head and over
+      the tail. The head is the teacher's most probable entries while their cumulative probability
+      is at most ½: always the first entry, and of equal ones the lower index. w has no gradient.
 
-    times τ² when ``scale_by_t2``. An entry of probability 0 on the side that weighs it adds
-    nothing, so a vocabulary masked with −inf on both sides is fine.
+    times τ² with ``scale_by_t2``. In Σ p log(p/q) an entry with p = 0 adds nothing, so entries may
+    be masked with −inf in both logits.
 
     Args:
         student_logits: (..., V).
         teacher_logits: (..., V), same shape, dtype and device; must not require grad. Or a
-            `fastkd.TopK` of the teacher's most probable words.
+            `fastkd.TopK` of the teacher's most probable tokens.
         temperature: τ > 0.
         divergence: one of the four above, or a `fastkd.Divergence` with its coefficient.
-        mask: (...), bool or 0/1, 1 = real; the rest adds nothing and gets no gradient.
-        reduction: "batchmean" divides the sum by the number of real positions, "sum" does not,
-            "none" gives one value a position, 0 where masked.
-        scale_by_t2: multiply by τ², which keeps the gradient's size over temperatures.
-        denominator: a positive number, or a 0-d tensor of any real dtype and any device, to
-            divide by in place of this batch's own count (gradient accumulation); only with
-            "batchmean". The dtype of the loss stays its own.
-        vocabulary: n, where only the first n words of both sides are the same: the others, such
-            as a head's padding, are out of both distributions, and V may differ.
+        mask: (...), bool or 0/1, 1 = real. Masked positions add nothing and get no gradient.
+        reduction: "batchmean", the sum over the number of real positions; "sum"; or "none", one
+            value for each position, 0 where masked.
+        scale_by_t2: multiply by τ², which keeps the size of the gradient at all temperatures.
+        denominator: a positive number, or a 0-d tensor of any real dtype and any device, that
+            replaces this batch's number of positions as divisor (gradient accumulation); only with
+            "batchmean". It doesn't change the dtype of the loss.
+        vocabulary: n, if only the first n token ids of student and teacher have one meaning: all
+            other ids, such as a head's padding, are removed from both distributions, and V may
+            differ.
         backend: "auto", "torch", "triton" or "cpp".
 
     Returns:
-        Scalar, or (...) for "none", in float32 (float64 for float64). 0 without any real position.
+        Scalar, or (...) for "none", in float32 (float64 for float64). 0 without real positions.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices differ (two vocabularies can't be
-            compared), the teacher requires grad, or an unknown or impossible option.
+        ValueError, TypeError: a wrong shape, dtype, device or option, different vocabularies, or a
+            teacher that requires grad.
 
     >>> student = torch.tensor([[0.0, 0.0]], requires_grad=True)
     >>> teacher = torch.tensor([[1.0, 3.0]]).log()
@@ -242,12 +243,12 @@ def soft_target_loss(
     denominator = _as_tensor(denominator, student_logits)
     student = as_rows(student_logits)
     mask = None if mask is None else mask.flatten()
-    facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
-    runs_on = backend_of(backend, "soft_target_loss", student, **facts)
-    soft = Soft(form, coefficient, float(temperature), scale, tail)
+    call = {"divergence": form, "teacher": "top k" if tail else "logits"}
+    runs_on = backend_of(backend, "soft_target_loss", student, **call)
+    soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
     options = _Options(soft, reduction, runs_on)
     if runs_on == "triton":
-        loss = apply(_SoftTargetsByKernels, options, student, rows[0], mask, denominator)
+        loss = apply(_TritonSoftTargets, options, student, rows[0], mask, denominator)
     else:
         loss = apply(_SoftTargets, options, student, mask, denominator, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
@@ -256,7 +257,7 @@ def soft_target_loss(
 def _cut_logits(
     student: Tensor, teacher: Tensor | TopK, vocabulary: int | None
 ) -> tuple[Tensor, Tensor | TopK]:
-    """Both, checked, without columns beyond the vocabulary."""
+    """Student and teacher, checked, with the first ``vocabulary`` columns."""
     check_floating("student_logits", student)
     if isinstance(teacher, TopK):
         _check_vocabularies("logits", vocabulary, student)
@@ -271,28 +272,27 @@ def _cut_logits(
 
 
 def _first(logits: Tensor, vocabulary: int | None) -> Tensor:
-    """Of its words; no view of all, which would cost the host backward too."""
+    """Logits of the first ``vocabulary`` ids, without a view of all: that costs host time."""
     return logits if vocabulary is None else logits[..., :vocabulary]
 
 
 def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *sizes: int) -> None:
-    """``sizes``: of the student and the teacher; without them of the student alone."""
+    """Check the vocabulary's ``sizes`` of student and teacher, by default of the student alone."""
     of_student, *of_teacher = sizes or (student.shape[-1],)
     if vocabulary is not None:
         check_positive_int("vocabulary", vocabulary)
         least = min([of_student, *of_teacher])
         if vocabulary > least:
             raise ValueError(
-                f"vocabulary must be at most {least}, what both have, got {vocabulary}"
+                f"vocabulary must be at most {least}, the smaller vocabulary, got {vocabulary}"
             )
     elif of_teacher and of_teacher != [of_student]:
         raise ValueError(
             f"student_{name} has a vocabulary of {of_student} entries but teacher_{name} of "
-            f"{of_teacher[0]}; logits of different vocabularies can't be compared, those of their "
-            "first n words can with vocabulary=n"
+            f"{of_teacher[0]}; if their first n token ids are the same, pass vocabulary=n"
         )
     if of_student == 0:
-        raise ValueError(f"student_{name} has no entry to compare, got {tuple(student.shape)}")
+        raise ValueError(f"student_{name} must have vocabulary entries, got {tuple(student.shape)}")
 
 
 def _check_options(
@@ -301,7 +301,7 @@ def _check_options(
     reduction: str,
     denominator: float | Tensor | None,
 ) -> tuple[str, float]:
-    """The divergence's form and coefficient."""
+    """Check the options; returns the divergence's `Divergence.form`."""
     check_number("temperature", temperature, above=0)
     if not isinstance(divergence, Divergence):
         check_choice("divergence", divergence, DIVERGENCES)
@@ -328,48 +328,45 @@ def _check_denominator(denominator: float | Tensor | None, reduction: str) -> No
 
 
 def _number(x: float | Tensor) -> float:
-    """The value of a number, or of a tensor whose values may be read."""
+    """The value of a number, or of a tensor whose values can be read."""
     return x.item() if isinstance(x, Tensor) else x
 
 
 def _as_tensor(denominator: float | Tensor | None, x: Tensor) -> Tensor | None:
     """The denominator as a 0-d tensor of the device and working dtype of ``x``.
 
-    Without a wait for the device: a number travels in the launch.
+    It doesn't synchronise: a number is an argument of the kernel's launch.
     """
     dtype = working_dtype(x)
     if denominator is None:
         return None
     if isinstance(denominator, Tensor) and not values_readable(denominator):
         if denominator.device.type == "meta" != x.device.type:
-            raise ValueError("denominator is on meta, where it has no value to divide by")
+            raise ValueError("denominator is on meta and has no value; pass it on a real device")
         return denominator.to(x.device, dtype, non_blocking=True)
-    # Not torch.full, of which the compiler makes a graph for every number.
+    # Not torch.full, for which the compiler makes a graph for every number.
     return torch.ones((), dtype=dtype, device=x.device) * _number(denominator)
 
 
 @dataclass(frozen=True)
 class _Options:
-    soft: Soft
+    soft: SoftTargetOptions
     reduction: str
     runs_on: str
 
 
-def _save(ctx, *tensors: Tensor | None) -> None:
-    """For the backward pass, also what was made under ``torch.inference_mode``."""
-    ctx.save_for_backward(*(None if x is None else saveable(x) for x in tensors))
-
-
 class _SoftTargets(torch.autograd.Function):
-    """Loss and, in the same pass over the logits, its gradient."""
+    """Loss and gradient in one pass over the logits, in PyTorch or C++."""
 
     @staticmethod
     def forward(ctx, options, student, mask, denominator, *teacher):
         # student (R, V), mask (R,); the teacher's logits (R, V), or its ids and log_probs (R, K)
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows = options.reduction == "none"
-        given = student, list(teacher), mask, denominator, ctx.needs_input_grad[1], options
-        loss, dstudent = (_by_extension if options.runs_on == "cpp" else _by_torch)(*given)
+        rows_of = _cpp_soft_targets if options.runs_on == "cpp" else _torch_soft_targets
+        loss, dstudent = rows_of(
+            student, list(teacher), mask, denominator, ctx.needs_input_grad[1], options
+        )
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
         return loss
 
@@ -383,24 +380,24 @@ class _SoftTargets(torch.autograd.Function):
         return None, dstudent, None, None, *[None] * ctx.teachers
 
 
-def _by_torch(
+def _torch_soft_targets(
     student: Tensor,
     teacher: list[Tensor],
     mask: Tensor | None,
     denominator: Tensor | None,
-    wants_grad: bool,
+    needs_grad: bool,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, reduced, and its gradient (R, V) in the working dtype."""
+    """The reduced loss and its gradient (R, V) in the working dtype."""
     divisor = _divisor(student, mask, options.reduction, denominator)
-    loss, dstudent = weighed_rows(student, teacher, mask, wants_grad, options.soft, divisor)
+    loss, dstudent = scaled_soft_rows(student, teacher, mask, needs_grad, options.soft, divisor)
     return (loss if options.reduction == "none" else loss.sum() / divisor), dstudent
 
 
 def _divisor(
     student: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None
 ) -> Tensor | int:
-    """What the sum over rows is divided by; by 1 at least if counted."""
+    """Divisor of the sum over rows; a count is at least 1."""
     if reduction != "batchmean":
         return 1
     if denominator is not None:
@@ -410,24 +407,24 @@ def _divisor(
     return mask.sum().clamp(min=1).to(working_dtype(student))
 
 
-def _by_extension(
+def _cpp_soft_targets(
     student: Tensor,
     teacher: list[Tensor],
     mask: Tensor | None,
     denominator: Tensor | None,
-    wants_grad: bool,
+    needs_grad: bool,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same."""
-    student, other = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, *teacher))
-    made = torch.ops.fastkd_cpp.soft_target_loss(
-        student, other, mask, denominator, *options.soft.per_row, options.reduction, wants_grad
+    """`_torch_soft_targets` in C++."""
+    student, logits = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, *teacher))
+    loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(
+        student, logits, mask, denominator, *options.soft.per_row, options.reduction, needs_grad
     )
-    return made[0], made[1] if wants_grad else None
+    return loss, gradient[0] if needs_grad else None
 
 
-class _SoftTargetsByKernels(torch.autograd.Function):
-    """The same by two kernels, and a third that reads the logits again for the gradient."""
+class _TritonSoftTargets(torch.autograd.Function):
+    """Two kernels for the loss, and a third that reads the logits again for the gradient."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, mask, denominator):
@@ -440,7 +437,7 @@ class _SoftTargetsByKernels(torch.autograd.Function):
         if options.reduction != "none":
             counts = options.reduction == "batchmean"
             loss, divisor = kernels.soft_target_reduce(loss, mask, denominator, counts)
-        _save(ctx, student, teacher, mask, stats, divisor)
+        save_for_backward(ctx, student, teacher, mask, stats, divisor)
         return loss
 
     @staticmethod
@@ -466,7 +463,7 @@ def linear_soft_target_loss_ref(
     return_terms: bool = False,
     **options: Any,
 ) -> Any:
-    """`soft_target_loss_ref` and cross-entropy of the logits. See `linear_soft_target_loss`."""
+    """`soft_target_loss_ref` and cross-entropy of full logits; see `linear_soft_target_loss`."""
     student = as_head("student_head", student_head).logits(student_hidden)
     teacher = teacher_hidden
     if not isinstance(teacher, TopK):
@@ -481,13 +478,13 @@ def linear_soft_target_loss_ref(
     reduction, denominator = options.get("reduction", "batchmean"), options.get("denominator")
     V = options.get("vocabulary")
     rows = _task_ref(upcast(student)[..., :V].where(mask[..., None], 0), mask, task)
-    of_task, entropy, accuracy = (
+    cross_entropy, entropy, accuracy = (
         _reduced_ref(x.where(mask, 0), mask, reduction, denominator) for x in rows
     )
     loss = soft_weight * soft
     if task is not None:
-        loss = loss + task.weight * of_task
-    terms = dict(zip(TERMS, (soft, of_task, entropy, accuracy), strict=True))
+        loss = loss + task.weight * cross_entropy
+    terms = dict(zip(TERMS, (soft, cross_entropy, entropy, accuracy), strict=True))
     return (loss, {name: x.detach() for name, x in terms.items()}) if return_terms else loss
 
 
@@ -524,37 +521,36 @@ def linear_soft_target_loss(
     return_terms: bool | Sequence[str] = False,
     backend: Backend = "auto",
 ) -> Any:
-    """`soft_target_loss` from hidden states and vocabulary heads, without all the logits.
+    """`soft_target_loss` from hidden states and LM heads, without the full logits.
 
     Equals soft_target_loss(H_s W_sᵀ, H_t W_tᵀ, ...), computed for a few positions at a time, so
-    that (positions, V) logits never stand in memory. With a task it is
-    ``soft_weight``·soft + ``task.weight``·cross-entropy, both of the same logits: their gradients
-    are one, made in the forward pass. Logits leave the products in float32 (float64).
+    that (positions, V) logits are never in memory. With a task it is
+    ``soft_weight``·soft + ``task.weight``·cross-entropy of the same logits, with one gradient,
+    computed in the forward pass. Logits are float32 (float64 for float64).
 
     Args:
-        student_hidden: (..., Ds), what the student's head multiplies.
-        student_head: the weight (V, Ds) of the student's vocabulary head, or a `fastkd.Head`; any
-            floating dtype.
+        student_hidden: (..., Ds), the input of the student's head.
+        student_head: the weight (V, Ds) of the student's LM head, or a `fastkd.Head`; any floating
+            dtype.
         teacher_hidden: (..., Dt), the same leading dimensions and dtype; must not require grad. Or
             a `fastkd.TopK`, without ``teacher_head``.
         teacher_head: weight (V, Dt) or `fastkd.Head` of the same vocabulary, any floating dtype;
-            must not require grad. A head that both share is given twice, here with ``.detach()``.
+            must not require grad. If both models share a head, pass it here with ``.detach()``.
         temperature, divergence, mask, reduction, scale_by_t2, denominator, vocabulary, backend: as
             in `soft_target_loss`; the mask is over the leading dimensions.
-        chunk_bytes: of logits that stand in memory at a time, 64 MiB on the CPU and 2 GiB on a GPU
-            unless given. The result doesn't depend on it, but for rounding.
-        soft_weight: of the soft targets, at least 0. At 0 the teacher is asked for nothing, unless
+        chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
+            The result depends on it only by rounding error.
+        soft_weight: of the soft targets, at least 0. At 0 the teacher's logits are computed only
             for terms.
-        task: a `fastkd.CrossEntropy`. A position that the mask or its ``ignore_index`` leaves out
-            counts in neither term.
-        return_terms: also return what the loss is made of: True for all, or the names of some,
-            of which no other is computed.
+        task: a `fastkd.CrossEntropy`. Positions left out by the mask or by ``ignore_index`` count
+            in neither term.
+        return_terms: also return the terms: True for all, or names of those to compute.
 
     Returns:
-        As `soft_target_loss`, with gradients to ``student_hidden`` and what the student's head is
-        made of. With ``return_terms`` also a dictionary, detached and reduced as the loss:
-        "soft", "task", the student's "entropy" at temperature 1 and the "accuracy" of its
-        likeliest words; without labels "task" and "accuracy" are 0.
+        As `soft_target_loss`, with gradients to ``student_hidden`` and the tensors of the student's
+        head. With ``return_terms`` also a dictionary of detached terms, reduced like the loss:
+        "soft", "task", the student's "entropy" at temperature 1, and the "accuracy" of its most
+        probable tokens; without labels "task" and "accuracy" are 0.
 
     Raises:
         ValueError, TypeError: as `soft_target_loss`.
@@ -569,74 +565,81 @@ def linear_soft_target_loss(
     teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, vocabulary)
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     check_number("soft_weight", soft_weight, at_least=0)
-    asked = _asked(return_terms)
-    student, teacher, columns = _in_parts(student, teacher, form, vocabulary)
+    names = _names_of_terms(return_terms)
+    student, teacher, shard = _sharded(student, teacher, form, vocabulary)
     leading, V = student_hidden.shape[:-1], vocabulary or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
     mask, labels = _counted(mask, task, leading, student_hidden.device, V)
-    given: list[Tensor | None] = []
-    of_teacher, tail = HeadForm(), ""
+    teacher_tensors: list[Tensor | None] = []
+    teacher_form, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
         teacher.check(leading, V, student_hidden.device, mask)
-    if not (soft_weight or "soft" in asked):
+    if not (soft_weight or "soft" in names):
         pass
     elif isinstance(teacher, TopK):
-        given, tail = [*teacher.rows(mask)], teacher.tail
+        teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
     elif isinstance(teacher_hidden, Tensor):
-        given, of_teacher = teacher.on(as_rows(teacher_hidden), columns), teacher.form
-    learning = student.on(as_rows(student_hidden), columns)
+        teacher_tensors = teacher.on(as_rows(teacher_hidden), shard)
+        teacher_form = teacher.form
+    student_tensors = student.on(as_rows(student_hidden), shard)
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
-    recipe = Recipe(
-        Soft(form, coefficient, float(temperature), scale, tail),
-        Task(float(task.label_smoothing), float(task.z_loss)) if task else Task(0.0, 0.0),
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES[student_hidden.device.type == "cuda"]
+    check_positive_int("chunk_bytes", chunk_bytes)
+    loss_options = LossOptions(
+        SoftTargetOptions(form, coefficient, float(temperature), scale, tail),
+        CrossEntropyOptions(float(task.label_smoothing), float(task.z_loss))
+        if task
+        else CrossEntropyOptions(0.0, 0.0),
         float(soft_weight),
         float(task.weight) if task else 0.0,
         student.form,
-        of_teacher,
-        _words_here(columns, V) if columns.group else vocabulary or 0,
-        _chunk_bytes(chunk_bytes, student_hidden),
-        not {"entropy", "accuracy"}.isdisjoint(asked),
+        teacher_form,
+        _ids_of_shard(shard, V) if shard.group else vocabulary or 0,
+        chunk_bytes,
+        not {"entropy", "accuracy"}.isdisjoint(names),
         not torch.compiler.is_compiling(),
-        replace(columns, words=V) if columns.group else columns,
+        replace(shard, vocabulary=V) if shard.group else shard,
     )
-    facts = {"divergence": form, "teacher": "top k" if tail else "logits"}
-    double = any(x is not None and x.dtype == torch.float64 for x in (*learning, *given))
+    call = {"divergence": form, "teacher": "top k" if tail else "logits"}
+    tensors = *student_tensors, *teacher_tensors
+    double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
-    runs_on = backend_of(backend, "linear_soft_target_loss", wider, **facts)
-    if columns.group or (soft_weight == 0 and runs_on == "triton"):
+    runs_on = backend_of(backend, "linear_soft_target_loss", wider, **call)
+    if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
-    options = Options(recipe, reduction, runs_on, len(learning))
+    options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
     mask, labels = (None if x is None else saveable(x.flatten()) for x in (mask, labels))
     denominator = _as_tensor(denominator, student_hidden)
-    loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *learning, *given)
+    loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *tensors)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(TERMS), *leading)
-    return (loss, {x: terms[TERMS.index(x)] for x in asked}) if asked else loss
+    return (loss, {name: terms[TERMS.index(name)] for name in names}) if names else loss
 
 
-def _in_parts(
+def _sharded(
     student: Head, teacher: Head | TopK, form: str, vocabulary: int | None
-) -> tuple[Head, Head | TopK, Columns]:
-    """Both heads, and the words that this process has of them: all where it needs all."""
-    columns = student.columns
-    least = vocabulary or student.weight.shape[0]
-    last = (student.weight.shape[0] - 1) // columns.most * columns.most if columns.group else 0
-    in_parts = columns.group and isinstance(teacher, Head) and form != "adaptive_kl"
-    if not in_parts or least <= last or last == 0:
-        columns = ALL
+) -> tuple[Head, Head | TopK, VocabularyShard]:
+    """Both heads and this process's shard, or whole heads where the loss can't use shards."""
+    shard = student.shard
+    V = student.weight.shape[0]
+    last = (V - 1) // shard.largest * shard.largest if shard.group else 0  # first id of the last
+    supported = shard.group and isinstance(teacher, Head) and form != "adaptive_kl"
+    if not supported or (vocabulary or V) <= last or last == 0:
+        shard = WHOLE_VOCABULARY
         student = student.whole()
-    if isinstance(teacher, Head) and (not columns.group or teacher.columns != columns):
+    if isinstance(teacher, Head) and (not shard.group or teacher.shard != shard):
         teacher = teacher.whole()
-    return student, teacher, columns
+    return student, teacher, shard
 
 
-def _words_here(columns: Columns, V: int) -> int:
-    """Of V words, those that this process has."""
-    return min(V, columns.first + columns.most) - columns.first
+def _ids_of_shard(shard: VocabularyShard, V: int) -> int:
+    """Number of token ids below V in this process's shard."""
+    return min(V, shard.first + shard.largest) - shard.first
 
 
-def _asked(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
-    """Names of terms."""
+def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
+    """Names of the terms to return."""
     if isinstance(return_terms, bool):
         return TERMS if return_terms else ()
     if isinstance(return_terms, str):
@@ -646,13 +649,6 @@ def _asked(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
     return tuple(return_terms)
 
 
-def _chunk_bytes(asked: int | None, x: Tensor) -> int:
-    if asked is not None:
-        check_positive_int("chunk_bytes", asked)
-        return asked
-    return CHUNK_BYTES[x.device.type == "cuda"]
-
-
 def _counted(
     mask: Tensor | None,
     task: CrossEntropy | None,
@@ -660,7 +656,7 @@ def _counted(
     device: torch.device,
     V: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Positions that count, None where all do, and their labels."""
+    """Mask of the positions that count, None if all do, and their labels."""
     if task is None:
         return mask, None
     if not isinstance(task, CrossEntropy):
@@ -675,7 +671,7 @@ def _teacher(
     teacher_head: Tensor | Head | None,
     vocabulary: int | None,
 ) -> Head | TopK:
-    """The teacher's head, or its top k; all but the latter's words is checked."""
+    """The teacher's head, or its `TopK`. Checks all inputs except the ids of a `TopK`."""
     check_floating("student_hidden", student_hidden)
     V, D = student.weight.shape
     check_device("student_head", student.weight, "student_hidden", student_hidden)
@@ -684,7 +680,7 @@ def _teacher(
         check_shape("student_head", student.weight, shape, "the vocabulary, Ds")
     if isinstance(teacher_hidden, TopK):
         if teacher_head is not None:
-            raise ValueError("teacher_head must be None beside a TopK, which has no hidden states")
+            raise ValueError("teacher_head: a TopK has no hidden states and no head; leave it out")
         _check_vocabularies("head", vocabulary, student.weight, V)
         return teacher_hidden
     if teacher_head is None:
@@ -704,7 +700,7 @@ def _teacher(
 
 
 class SoftTargetLoss(nn.Module):
-    """See `soft_target_loss`; holds its options.
+    """See `soft_target_loss`; stores its options.
 
     >>> loss = SoftTargetLoss(temperature=2.0, divergence="js")
     >>> loss(torch.zeros(2, 5), torch.zeros(2, 5)).item()

@@ -134,7 +134,7 @@ def test_dropout_is_the_adapters():
 
 
 def test_other_adapters_are_refused():
-    with pytest.raises(ValueError, match="no plain LoRA; merge it"):
+    with pytest.raises(ValueError, match="not plain LoRA; merge it"):
         Head.of(lora(use_dora=True))
 
 
@@ -171,7 +171,7 @@ def test_models_without_a_head():
     with pytest.raises(TypeError, match="must be a transformers language model, got Linear"):
         Head.of(nn.Linear(2, 3))
     config = transformers.BertConfig(**SMALL)
-    with pytest.raises(ValueError, match="BertModel has no vocabulary head"):
+    with pytest.raises(ValueError, match="BertModel has no LM head"):
         Head.of(transformers.BertModel(config))
     config = transformers.MobileBertConfig(**(SMALL | dict(embedding_size=8)))
     with pytest.raises(ValueError, match="MobileBertForMaskedLM multiplies by more"):
@@ -275,13 +275,13 @@ def heads_in_parts(rank, size):
         layer, mesh, {"lm_head": torch.distributed.tensor.parallel.ColwiseParallel()}
     )
     head = Head.of(layer)
-    assert head.weight is layer.lm_head.weight and head.columns.most == 60 // size
+    assert head.weight is layer.lm_head.weight and head.shard.largest == 60 // size
     seen = []
-    made_rows = linear_soft_targets.soft_rows
+    made_rows = linear_soft_targets.soft_target_rows
     with pytest.MonkeyPatch.context() as patch:  # no process has more than its words
         patch.setattr(
             linear_soft_targets,
-            "soft_rows",
+            "soft_target_rows",
             lambda student, *rest: seen.append(student.shape[1]) or made_rows(student, *rest),
         )
         linear_soft_target_loss(torch.randn(3, 16), head, torch.randn(3, 4), torch.randn(60, 4))

@@ -12,7 +12,7 @@ import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK
 from fastkd._core import extension, products
 from fastkd._torch import linear_soft_targets
-from fastkd._torch.row_losses import Task, task_rows
+from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows
 from fastkd.head import LowRank
 from fastkd.soft_targets import (
     linear_soft_target_loss,
@@ -269,7 +269,9 @@ def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
     labels, weights = torch.arange(5) * 7 % V, torch.rand(5, generator=generator)
     if V > 2 and smoothing == 0:
         logits[0, V - 1] = -torch.inf
-    value, grad = task_rows(logits.double(), labels, True, Task(smoothing, z_loss))
+    value, grad = cross_entropy_rows(
+        logits.double(), labels, True, CrossEntropyOptions(smoothing, z_loss)
+    )
     grad = grad * weights[:, None]
     call = torch.ops.fastkd_cpp.cross_entropy
     assert_accurate(call(logits, labels, None, None, smoothing, z_loss), value, dtype)
@@ -307,7 +309,7 @@ def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
         grads = torch.autograd.grad(value, [leaves[i] for i in learning]) if learning else ()
         return value.detach(), *grads
 
-    monkeypatch.setattr(linear_soft_targets, "_Pass", None)
+    monkeypatch.setattr(linear_soft_targets, "_ChunkedPass", None)
     if dtype == torch.bfloat16 and not products.multiplied_in_half(h):
         pytest.skip("needs a processor that multiplies bfloat16")
     every = (0, 1, 2) if with_bias else (0, 1)
@@ -678,7 +680,7 @@ def wrong_calls():
         ("chunk_bytes must be at least 1", lambda: loss(h, w, h_t, w_t, chunk_bytes=0)),
         ("vocabulary must be at most 13", lambda: loss(h, w, h_t, w_t, vocabulary=14)),
         ("teacher_head must be a Tensor or Head, got None", lambda: loss(h, w, h_t)),
-        ("teacher_head must be None beside a TopK", lambda: loss(h, w, top, w_t)),
+        ("teacher_head: a TopK has no hidden states", lambda: loss(h, w, top, w_t)),
         ("teacher_head requires grad", lambda: loss(h, w, h_t, Head(w_t, b))),
         ("student_head must be a Tensor or Head", lambda: loss(h, "head", h_t, w_t)),
         ("divergence must be one of", lambda: loss(h, w, h_t, w_t, divergence="skew_kl")),

@@ -43,6 +43,11 @@ def saveable(x: Tensor) -> Tensor:
     return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
 
 
+def save_for_backward(ctx, *tensors: Tensor | None) -> None:
+    """``ctx.save_for_backward`` of ``tensors``, of which some may be inference tensors."""
+    ctx.save_for_backward(*(None if x is None else saveable(x) for x in tensors))
+
+
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply(*arguments)``, where a tensor may be passed twice, also under torch.compile.
 

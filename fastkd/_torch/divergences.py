@@ -1,9 +1,8 @@
-"""Divergences of two distributions over words, row by row, with gradients written out.
+"""Divergences of two distributions over a vocabulary, for each row, with explicit gradients.
 
 A row function takes log-probabilities (R, V) of student and teacher, whether the gradient is
-wanted, and a coefficient if it has one. It gives values (R,) and their gradients (R, V) with
-respect to what the student's softmax was taken of. An entry of probability 0 on the side that
-weighs it adds nothing, even against ∞.
+needed, and a coefficient if it has one. It returns values (R,) and gradients (R, V) with respect to
+the student's logits over τ. In Σ p·x an entry with p = 0 adds nothing, even if x is infinite.
 """
 
 import math
@@ -14,37 +13,37 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_fraction
-from fastkd._torch.vocabulary_shard import ALL, Columns
+from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)
 NAMES = (*DIVERGENCES, "skew_kl", "skew_reverse_kl", "total_variation", "mixed")
 
-Graded = tuple[Tensor, Tensor | None]  # values and their gradients, if wanted
+ValueAndGrad = tuple[Tensor, Tensor | None]  # the gradient is None unless needed
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence with its coefficient, for ``divergence=`` of the soft-target losses.
+    """A divergence with its coefficient, as ``divergence=`` of the soft-target losses.
 
-    With m the mixture that each names, and KL(p ‖ q) = Σ p log(p/q):
+    With KL(p ‖ q) = Σ p log(p/q) and m the mixture given beside each divergence:
 
     - ``"js"``: β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m), m = β·p_t + (1 − β)·p_s (Agarwal et al. 2024,
-      in TRL's convention, by which β = 0 is forward and β = 1 reverse KL)
+      in TRL's convention: β = 0 is forward and β = 1 reverse KL)
     - ``"skew_kl"``: KL(p_t ‖ α·p_t + (1 − α)·p_s), α = ``skew`` (DistiLLM, Ko et al. 2024)
     - ``"skew_reverse_kl"``: KL(p_s ‖ α·p_s + (1 − α)·p_t)
     - ``"total_variation"``: ½ Σ |p_t − p_s|
     - ``"mixed"``: ``mix``·KL(p_t ‖ p_s) + (1 − ``mix``)·KL(p_s ‖ p_t)
-    - ``"forward_kl"``, ``"reverse_kl"``, ``"adaptive_kl"``: as the words
+    - ``"forward_kl"``, ``"reverse_kl"``, ``"adaptive_kl"``: as in `fastkd.soft_target_loss`
 
-    A coefficient that its divergence does not name changes nothing.
+    A coefficient that the divergence doesn't use has no effect.
 
     Args:
         name: one of these.
         beta, skew, mix: 0 to 1.
 
     Raises:
-        ValueError, TypeError: another name, or a coefficient that is no number from 0 to 1.
+        ValueError, TypeError: another name, or a coefficient that is not a number from 0 to 1.
 
     >>> Divergence("skew_kl", skew=0.2)
     Divergence(name='skew_kl', beta=0.5, skew=0.2, mix=0.5)
@@ -63,7 +62,7 @@ class Divergence:
 
     @property
     def form(self) -> tuple[str, float]:
-        """The row function and its coefficient: of those that are the same, the plainest."""
+        """Name of the row function and its coefficient: the simplest of equal functions."""
         if self.name == "js" and self.beta == 0.5:
             return "js", 0.0
         if self.name == "js":
@@ -83,125 +82,134 @@ def row_divergence(
     coefficient: float,
     log_ps: Tensor,
     log_pt: Tensor,
-    wants_grad: bool,
-    columns: Columns = ALL,
-) -> Graded:
-    """Value (R,) and gradient (R, V) of a `Divergence.form`, over ``columns``."""
-    sides = log_ps, log_pt, wants_grad, columns
-    return _PLAIN[form](*sides) if form in _PLAIN else _WEIGHED[form](*sides, coefficient)
+    needs_grad: bool,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
+) -> ValueAndGrad:
+    """Value (R,) and gradient (R, V) of a `Divergence.form`."""
+    if form in _WITHOUT_COEFFICIENT:
+        return _WITHOUT_COEFFICIENT[form](log_ps, log_pt, needs_grad, shard)
+    return _WITH_COEFFICIENT[form](log_ps, log_pt, needs_grad, shard, coefficient)
 
 
-def _forward_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
-    """KL(p_t ‖ p_s) of every row and its gradient with respect to z_s/τ: p_s − p_t."""
+def _forward_kl(
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
+) -> ValueAndGrad:
+    """KL(p_t ‖ p_s) and its gradient with respect to z_s/τ: p_s − p_t."""
     p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_ps, columns)
-    return value, log_ps.exp().sub_(p_t) if wants_grad else None
+    value = _weighted_sum(p_t, log_pt - log_ps, shard)
+    return value, log_ps.exp().sub_(p_t) if needs_grad else None
 
 
-def _reverse_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
+def _reverse_kl(
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
+) -> ValueAndGrad:
     """KL(p_s ‖ p_t) and its gradient: p_s (log p_s − log p_t − KL)."""
     p_s = log_ps.exp()
     ratio = log_ps - log_pt
-    value = _weighted_sum(p_s, ratio, columns)
-    return value, _expectation_grad(p_s, ratio, value) if wants_grad else None
+    value = _weighted_sum(p_s, ratio, shard)
+    return value, _expectation_grad(p_s, ratio, value) if needs_grad else None
 
 
-def _js(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
+def _js(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard) -> ValueAndGrad:
     """½KL(p_t ‖ m) + ½KL(p_s ‖ m) and its gradient: ½p_s (log p_s − log m − KL(p_s ‖ m))."""
     log_m = torch.logaddexp(log_ps, log_pt).sub_(math.log(2))
     p_s = log_ps.exp()
     ratio = log_ps - log_m
-    student_side = _weighted_sum(p_s, ratio, columns)
-    value = (student_side + _weighted_sum(log_pt.exp(), log_pt - log_m, columns)) / 2
-    return value, _expectation_grad(p_s, ratio, student_side).div_(2) if wants_grad else None
+    student_kl = _weighted_sum(p_s, ratio, shard)
+    value = (student_kl + _weighted_sum(log_pt.exp(), log_pt - log_m, shard)) / 2
+    return value, _expectation_grad(p_s, ratio, student_kl).div_(2) if needs_grad else None
 
 
-def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
-    """Forward and reverse KL weighted by the gap of the head and of the tail."""
-    head = _head_share(log_ps.exp(), log_pt.exp())  # (R,)
-    return _two_kl(log_ps, log_pt, wants_grad, columns, head)
+def _adaptive_kl(
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
+) -> ValueAndGrad:
+    """Forward and reverse KL, weighted by the gaps in the head and in the tail."""
+    head = _head_weight(log_ps.exp(), log_pt.exp())  # (R,)
+    return _two_kl(log_ps, log_pt, needs_grad, shard, head)
 
 
 def _mixed(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, mix: float
-) -> Graded:
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, mix: float
+) -> ValueAndGrad:
     """mix·KL(p_t ‖ p_s) + (1 − mix)·KL(p_s ‖ p_t)."""
-    share = torch.full_like(log_ps[:, 0], mix)
-    return _two_kl(log_ps, log_pt, wants_grad, columns, share)
+    weight = torch.full_like(log_ps[:, 0], mix)
+    return _two_kl(log_ps, log_pt, needs_grad, shard, weight)
 
 
 def _two_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, forward_share: Tensor
-) -> Graded:
-    """Forward KL times its share (R,), and reverse KL times the rest."""
-    forward_value, forward_grad = _forward_kl(log_ps, log_pt, wants_grad, columns)
-    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, wants_grad, columns)
-    value = _weigh(forward_share, forward_value) + _weigh(1 - forward_share, reverse_value)
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, weight: Tensor
+) -> ValueAndGrad:
+    """weight·KL(p_t ‖ p_s) + (1 − weight)·KL(p_s ‖ p_t), with weight (R,)."""
+    forward_value, forward_grad = _forward_kl(log_ps, log_pt, needs_grad, shard)
+    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, needs_grad, shard)
+    value = _weighted(weight, forward_value) + _weighted(1 - weight, reverse_value)
     if forward_grad is None or reverse_grad is None:
         return value, None
-    share = forward_share[:, None]
-    return value, _weigh(share, forward_grad).add_(_weigh(1 - share, reverse_grad))
+    weight = weight[:, None]
+    return value, _weighted(weight, forward_grad).add_(_weighted(1 - weight, reverse_grad))
 
 
 def _generalized_js(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, beta: float
-) -> Graded:
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, beta: float
+) -> ValueAndGrad:
     """β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m), its gradient (1 − β) p_s (log p_s/m − KL(p_s ‖ m))."""
     log_m = _log_mixture(log_pt, log_ps, beta)
     p_s = log_ps.exp()
     ratio = log_ps - log_m
-    student_side = _weighted_sum(p_s, ratio, columns)
-    value = beta * _weighted_sum(log_pt.exp(), log_pt - log_m, columns) + (1 - beta) * student_side
-    if not wants_grad:
+    student_kl = _weighted_sum(p_s, ratio, shard)
+    value = beta * _weighted_sum(log_pt.exp(), log_pt - log_m, shard) + (1 - beta) * student_kl
+    if not needs_grad:
         return value, None
-    return value, _expectation_grad(p_s, ratio, student_side).mul_(1 - beta)
+    return value, _expectation_grad(p_s, ratio, student_kl).mul_(1 - beta)
 
 
 def _skew_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, skew: float
-) -> Graded:
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, skew: float
+) -> ValueAndGrad:
     """KL(p_t ‖ m) of m = α p_t + (1 − α) p_s, and p_s Σu − u with u = (1 − α) p_s p_t/m."""
     log_m = _log_mixture(log_pt, log_ps, skew)
     p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_m, columns)
-    if not wants_grad:
+    value = _weighted_sum(p_t, log_pt - log_m, shard)
+    if not needs_grad:
         return value, None
     moved = (log_ps - log_m).exp_().mul_(1 - skew).mul_(p_t).masked_fill_(p_t == 0, 0)
-    return value, log_ps.exp().mul_(columns.sum(moved)[:, None]).sub_(moved)
+    return value, log_ps.exp().mul_(shard.sum(moved)[:, None]).sub_(moved)
 
 
 def _skew_reverse_kl(
-    log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns, skew: float
-) -> Graded:
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, skew: float
+) -> ValueAndGrad:
     """KL(p_s ‖ m) of m = α p_s + (1 − α) p_t; p_s (x − Σ p_s x) with x = log p_s/m − α p_s/m."""
     ratio = log_ps - _log_mixture(log_ps, log_pt, skew)
     p_s = log_ps.exp()
-    value = _weighted_sum(p_s, ratio, columns)
-    if not wants_grad:
+    value = _weighted_sum(p_s, ratio, shard)
+    if not needs_grad:
         return value, None
     slope = ratio.sub_(ratio.exp().mul_(skew))
-    return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope, columns))
+    return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope, shard))
 
 
-def _total_variation(log_ps: Tensor, log_pt: Tensor, wants_grad: bool, columns: Columns) -> Graded:
-    """½ Σ |p_t − p_s| and its gradient, in which the sign of no gap is 0."""
+def _total_variation(
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
+) -> ValueAndGrad:
+    """½ Σ |p_t − p_s| and its gradient, where the sign of a gap of 0 is 0."""
     p_s = log_ps.exp()
     gap = p_s - log_pt.exp()
-    value = columns.sum(gap.abs()) / 2
-    if not wants_grad:
+    value = shard.sum(gap.abs()) / 2
+    if not needs_grad:
         return value, None
-    side = gap.sign_().div_(2)
-    return value, _expectation_grad(p_s, side, _weighted_sum(p_s, side, columns))
+    sign = gap.sign_().div_(2)
+    return value, _expectation_grad(p_s, sign, _weighted_sum(p_s, sign, shard))
 
 
-_PLAIN = {
+_WITHOUT_COEFFICIENT = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
     "js": _js,
     "adaptive_kl": _adaptive_kl,
     "total_variation": _total_variation,
 }
-_WEIGHED = {
+_WITH_COEFFICIENT = {
     "generalized_js": _generalized_js,
     "skew_kl": _skew_kl,
     "skew_reverse_kl": _skew_reverse_kl,
@@ -209,40 +217,40 @@ _WEIGHED = {
 }
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
-    """log(share·p + (1 − share)·q)."""
-    if share == 1:
+def _log_mixture(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
+    """log(weight·p + (1 − weight)·q)."""
+    if weight == 1:
         return log_p
-    return torch.logaddexp(log_p + math.log(share), log_q + math.log1p(-share))
+    return torch.logaddexp(log_p + math.log(weight), log_q + math.log1p(-weight))
 
 
-def _weighted_sum(p: Tensor, x: Tensor, columns: Columns) -> Tensor:
-    """Σ p·x over the vocabulary, where a probability of 0 counts nothing even against ∞."""
-    return columns.sum((p * x).masked_fill_(p == 0, 0))
+def _weighted_sum(p: Tensor, x: Tensor, shard: VocabularyShard) -> Tensor:
+    """Σ p·x over the vocabulary, where p = 0 adds nothing even if x is infinite."""
+    return shard.sum((p * x).masked_fill_(p == 0, 0))
 
 
-def _weigh(weight: Tensor, x: Tensor) -> Tensor:
-    """weight · x, where a weight of 0 counts nothing even against ∞; not a lerp, which makes
-    ∞ − ∞ of one infinite end."""
+def _weighted(weight: Tensor, x: Tensor) -> Tensor:
+    """weight · x, where a weight of 0 gives 0 even if x is infinite; a lerp would give ∞ − ∞."""
     return (weight * x).masked_fill_(weight == 0, 0)
 
 
 def _expectation_grad(p: Tensor, x: Tensor, mean: Tensor) -> Tensor:
+    """p·(x − mean): gradient of Σ p·x with respect to the logits of p, for constant x."""
     return (x - mean[:, None]).mul_(p).masked_fill_(p == 0, 0)
 
 
-def _head_share(p_s: Tensor, p_t: Tensor) -> Tensor:
-    """g_head / (g_head + g_tail) of every row; ½ where the distributions are the same."""
+def _head_weight(p_s: Tensor, p_t: Tensor) -> Tensor:
+    """g_head / (g_head + g_tail) of each row; ½ where the distributions are equal."""
     gap = (p_t - p_s).abs_()
     total = gap.sum(-1)
     ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
     mass = mass_by_first(ranked)
-    in_head = mass <= mass[:, -1:] / 2  # teacher probability that the head may hold, μ = ½
+    in_head = mass <= mass[:, -1:] / 2  # the head has at most half of the probability, μ = ½
     in_head[:, 0] = True
     head = gap.gather(-1, order).masked_fill_(~in_head, 0).sum(-1)
     return torch.where(total > 0, head / total, 0.5)
 
 
 def mass_by_first(ranked: Tensor) -> Tensor:
-    """What descending probabilities add up to, by the first: half of equal ones is half of it."""
+    """Cumulative sums of descending probabilities over the first: exact if all are equal."""
     return (ranked / ranked[..., :1]).cumsum(-1)

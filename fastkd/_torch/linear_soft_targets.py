@@ -1,13 +1,12 @@
-"""Soft targets and labels from hidden states: a few positions' logits at a time, then forgotten.
+"""SoftTargetOptions-target and label losses from hidden states, for a chunk of positions at a time.
 
-A chunk of positions goes through the head, its logits become their gradient in place, and the
-gradient goes back through the head into float32 sums. No more of (positions, V) stands in memory
-than `Recipe.chunk_bytes`, and no second matrix of the head's size beside the sums.
+The head computes a chunk's logits, their gradient overwrites them, and products with the head add
+it to float32 sums. Memory holds at most `LossOptions.chunk_bytes` of (positions, V) logits, and
+the sums are the only other matrices of the head's size.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from fastkd._core.memory import empty
 from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
-    saveable,
+    save_for_backward,
     times_upstream,
     upcast,
     values_readable,
@@ -31,66 +30,75 @@ from fastkd._core.products import (
     product_back,
     scaled_for_products,
 )
-from fastkd._torch.row_losses import Soft, Task, row_chunks, seen_rows, soft_rows, task_rows
-from fastkd._torch.vocabulary_shard import ALL, Columns
+from fastkd._torch.row_losses import (
+    CrossEntropyOptions,
+    SoftTargetOptions,
+    cross_entropy_rows,
+    entropy_and_accuracy,
+    row_chunks,
+    soft_target_rows,
+)
+from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
-# Bytes of logits that stand in memory together, on the CPU and on a GPU: enough positions for
-# products that are not bound by reading the head and by adding to its gradient.
+# Bytes of logits in memory, on the CPU and on a GPU: enough positions that reading the head and
+# adding to its gradient don't bound the products.
 CHUNK_BYTES = (1 << 26, 1 << 31)
 
-# Rows of logits that csrc/losses/cross_entropy/operator.cpp has at a time in bfloat16.
+# Rows of bfloat16 logits in one block of csrc/losses/cross_entropy/operator.cpp.
 LOGIT_ROWS = 128
 
-# Rows of what the operator says of each position.
+# Rows of the terms (4, R) of the positions.
 TERMS = ("soft", "task", "entropy", "accuracy")
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What a head does to its products and bias; without a cap it is 0."""
+    """Scale and cap of a head's logits."""
 
     scale: float = 1.0
-    softcap: float = 0.0
+    softcap: float = 0.0  # 0 for none
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What the loss is made of, besides tensors."""
+class LossOptions:
+    """Options of the loss."""
 
-    soft: Soft
-    task: Task
+    soft: SoftTargetOptions
+    task: CrossEntropyOptions
     soft_weight: float
     task_weight: float
     student: HeadForm
     teacher: HeadForm
-    vocabulary: int  # 0 for all
+    vocabulary: int  # number of token ids compared, 0 for all
     chunk_bytes: int
-    terms: bool  # entropy and accuracy too
-    # On the CPU a weight in bfloat16 has its gradient in bfloat16 where one chunk makes it: rounded
-    # once, and again by an upstream gradient that is no power of two. Not in graphs, whose dtypes
-    # can't depend on sizes.
+    terms: bool  # compute entropy and accuracy
+    # On the CPU the gradient of a bfloat16 weight is bfloat16 if there is one chunk: it is rounded
+    # once, and again if the upstream gradient isn't a power of two. Not in graphs, whose dtypes
+    # must not depend on sizes.
     narrow: bool
-    columns: Columns = ALL
+    shard: VocabularyShard = WHOLE_VOCABULARY
 
     def flat(self) -> tuple[str, str, str, list[float], list[int]]:
-        """As an operator takes it."""
+        """The options as arguments of an operator, whose types are limited."""
         soft, task = self.soft, self.task
         numbers = [soft.coefficient, soft.temperature, soft.scale]
         numbers += [task.label_smoothing, task.z_loss, self.soft_weight, self.task_weight]
         for form in (self.student, self.teacher):
             numbers += [form.scale, form.softcap]
-        columns = self.columns
+        shard = self.shard
         sizes = [self.vocabulary, self.chunk_bytes, int(self.terms), int(self.narrow)]
-        sizes += [columns.first, columns.most, columns.words]
-        return soft.form, soft.tail, columns.group, numbers, sizes
+        sizes += [shard.first, shard.largest, shard.vocabulary]
+        return soft.form, soft.tail, shard.group, numbers, sizes
 
     @staticmethod
-    def of(form: str, tail: str, group: str, numbers: list[float], sizes: list[int]) -> "Recipe":
-        """From `flat`."""
+    def of(
+        form: str, tail: str, group: str, numbers: list[float], sizes: list[int]
+    ) -> "LossOptions":
+        """The inverse of `flat`."""
         coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms = numbers
-        return Recipe(
-            Soft(form, coefficient, temperature, scale, tail),
-            Task(smoothing, z_loss),
+        return LossOptions(
+            SoftTargetOptions(form, coefficient, temperature, scale, tail),
+            CrossEntropyOptions(smoothing, z_loss),
             soft,
             task,
             HeadForm(*forms[:2]),
@@ -99,29 +107,30 @@ class Recipe:
             sizes[1],
             bool(sizes[2]),
             bool(sizes[3]),
-            Columns(group, *sizes[4:]),
+            VocabularyShard(group, *sizes[4:]),
         )
 
 
 @dataclass(frozen=True)
-class Options:
-    recipe: Recipe
+class CallOptions:
+    """Options of the autograd function."""
+
+    loss: LossOptions
     reduction: str
-    runs_on: str  # of the rows: "torch", "triton" or "cpp"
-    students: int  # of the tensors, those of the student's head
+    runs_on: str  # backend of the row losses: "torch", "triton" or "cpp"
+    students: int  # number of tensors of the student's head
 
 
 class LinearSoftTargets(torch.autograd.Function):
-    """Loss, terms and gradients of all chunks.
+    """Loss and terms, with gradients computed in the forward pass for a reduced loss.
 
-    A sum needs no upstream gradient to know how its rows weigh, so its gradients are made along
-    with the loss. The losses of single rows are weighed by the upstream gradient, so there the
-    backward pass computes the logits once more.
+    For reduction "none" the upstream gradient weights the rows, so the backward pass computes the
+    logits again.
 
-    ``tensors`` are the student's head on its hidden states: these (R, D) and the weight (V, D), any
-    number of further states (R, r) and weights (V, r) that add to the products, and last the bias
-    (V) or None; then the teacher's likewise, or the ids and log-probabilities (R, K) of its top k,
-    or none where nothing is asked about the teacher.
+    ``tensors`` begin with the student's head on its hidden states: states (R, D) and weight (V, D),
+    further pairs of states (R, r) and weights (V, r) whose products are added, and the bias (V) or
+    None. The teacher's follow, likewise, or ids and log-probabilities (R, K) of its top k, or
+    nothing if the loss doesn't depend on the teacher.
     """
 
     @staticmethod
@@ -131,20 +140,20 @@ class LinearSoftTargets(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in student]
         ctx.teachers = len(teacher)
         needs = list(ctx.needs_input_grad[4 : 4 + len(student)])
-        recipe: Recipe = options.recipe
-        given = student, teacher, labels, mask
+        loss_options: LossOptions = options.loss
         if options.reduction == "none":
-            _save(ctx, labels, mask, *tensors)
-            no_needs = [False] * len(needs)
-            (rows,) = _run(options, *given, None, no_needs)
+            save_for_backward(ctx, labels, mask, *tensors)
+            (rows,) = _run(options, student, teacher, labels, mask, None, [False] * len(needs))
             total = rows
-        elif options.runs_on == "cpp" and _at_once(student, teacher, labels, mask, recipe):
+        elif options.runs_on == "cpp" and _in_one_operator(
+            student, teacher, labels, mask, loss_options
+        ):
             count = 1 if options.reduction == "sum" else max(student[0].shape[0], 1)
             with autocast_off(student[0]):
-                loss, total, *grads = _labels_at_once(
-                    student, labels, None, denominator, count, recipe, needs
+                loss, total, *grads = _cross_entropy_of_states(
+                    student, labels, None, denominator, count, loss_options, needs
                 )
-            _save(ctx, *grads)
+            save_for_backward(ctx, *grads)
             ctx.mark_non_differentiable(total)
             return loss, total
         else:
@@ -152,11 +161,11 @@ class LinearSoftTargets(torch.autograd.Function):
             weights = None
             if any(needs):
                 weights = divisor.reciprocal().expand(student[0].shape[0])
-            rows, *grads = _run(options, *given, weights, needs)
-            _save(ctx, *grads)
+            rows, *grads = _run(options, student, teacher, labels, mask, weights, needs)
+            save_for_backward(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
-        return _weighed(total, recipe), total
+        return _weighted_sum(total, loss_options), total
 
     @staticmethod
     @once_differentiable
@@ -165,12 +174,12 @@ class LinearSoftTargets(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[4 : 4 + students])
         if options.reduction == "none":
             labels, mask, *tensors = ctx.saved_tensors
-            sides = tensors[:students], tensors[students:]
-            _, *made = _run(options, *sides, labels, mask, grad.contiguous(), needs)
+            student, teacher = tensors[:students], tensors[students:]
+            _, *computed = _run(options, student, teacher, labels, mask, grad.contiguous(), needs)
             grad = None
         else:
-            made = list(ctx.saved_tensors)
-        grads = iter(made)
+            computed = list(ctx.saved_tensors)
+        grads = iter(computed)
         scaled = (
             times_upstream(next(grads), grad, dtype) if need else None
             for need, dtype in zip(needs, ctx.dtypes, strict=True)
@@ -178,20 +187,24 @@ class LinearSoftTargets(torch.autograd.Function):
         return None, None, None, None, *scaled, *[None] * ctx.teachers
 
 
-def _run(options: Options, *given: Any) -> list[Tensor]:
-    """`linear_soft_targets` of its tensors and needs."""
+def _run(
+    options: CallOptions,
+    student: list[Tensor | None],
+    teacher: list[Tensor | None],
+    labels: Tensor | None,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    """`linear_soft_targets`, without the operator's host time where no operator is needed."""
+    call = student, teacher, labels, mask, weights, needs
     if options.runs_on == "triton" or torch.compiler.is_compiling():
-        return linear_soft_targets(*(*given, *options.recipe.flat(), options.runs_on))
-    return _in_chunks(*(*given, options.recipe, options.runs_on))  # an operator costs the host
-
-
-def _save(ctx, *tensors: Tensor | None) -> None:
-    """For the backward pass, also what was made under ``torch.inference_mode``."""
-    ctx.save_for_backward(*(None if x is None else saveable(x) for x in tensors))
+        return linear_soft_targets(*call, *options.loss.flat(), options.runs_on)
+    return _in_chunks(*call, options.loss, options.runs_on)
 
 
 def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
-    """What the sum over rows is divided by, ()."""
+    """Divisor () of the sum over rows."""
     dtype = working_dtype(x)
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=x.device)
@@ -202,13 +215,13 @@ def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor
     return mask.sum().clamp(min=1).to(dtype)
 
 
-def _weighed(terms: Tensor, recipe: Recipe) -> Tensor:
-    """The loss, of terms (4, ...); a weight of 0 counts nothing even against ∞."""
-    if recipe.task_weight == 0:
-        return terms[0] * recipe.soft_weight
-    if recipe.soft_weight == 0:
-        return terms[1] * recipe.task_weight
-    return terms[0] * recipe.soft_weight + terms[1] * recipe.task_weight
+def _weighted_sum(terms: Tensor, options: LossOptions) -> Tensor:
+    """The loss from its terms (4, ...); a term of weight 0 adds nothing, even if it is infinite."""
+    if options.task_weight == 0:
+        return terms[0] * options.soft_weight
+    if options.soft_weight == 0:
+        return terms[1] * options.task_weight
+    return terms[0] * options.soft_weight + terms[1] * options.task_weight
 
 
 def _shapes(student, teacher, labels, mask, weights, needs, *rest):
@@ -218,7 +231,7 @@ def _shapes(student, teacher, labels, mask, weights, needs, *rest):
     return [hidden.new_empty((len(TERMS), hidden.shape[0]), dtype=dtype), *grads]
 
 
-# An operator on PyTorch too: how many chunks there are would be a graph of its own for each.
+# An operator for PyTorch too: else each number of chunks would compile its own graph.
 @operator(_shapes)
 def linear_soft_targets(
     student: list[Tensor | None],
@@ -234,13 +247,14 @@ def linear_soft_targets(
     sizes: list[int],
     runs_on: str,
 ) -> list[Tensor]:
-    """Terms (4, R) of every row, and gradients of Σ weights·loss to those of student in need.
+    """Terms (4, R) of every row, and gradients of Σ weights·loss for the student's tensors.
 
-    Tensors as in `LinearSoftTargets`, `Recipe.flat` for the rest; 0 where the mask (R,) is False.
-    Gradients are of the working dtype, but see `Recipe.narrow`.
+    Tensors are those of `LinearSoftTargets`; ``needs`` selects the gradients; options are
+    `LossOptions.flat`. Terms are 0 where the mask (R,) is False. Gradients have the working dtype,
+    except for `LossOptions.narrow`.
     """
-    recipe = Recipe.of(form, tail, group, numbers, sizes)
-    return _in_chunks(student, teacher, labels, mask, weights, needs, recipe, runs_on)
+    options = LossOptions.of(form, tail, group, numbers, sizes)
+    return _in_chunks(student, teacher, labels, mask, weights, needs, options, runs_on)
 
 
 def _in_chunks(
@@ -250,126 +264,128 @@ def _in_chunks(
     mask: Tensor | None,
     weights: Tensor | None,
     needs: list[bool],
-    recipe: Recipe,
+    options: LossOptions,
     runs_on: str,
 ) -> list[Tensor]:
-    """The same, by its recipe."""
+    """`linear_soft_targets` with its options unpacked."""
     hidden = student[0]
     assert hidden is not None
-    R, kept = hidden.shape[0], None
+    R, real = hidden.shape[0], None  # real: row numbers, if values can be read and some are masked
     if mask is not None and values_readable(hidden):
-        kept, mask = mask.nonzero()[:, 0], None
-        kept = None if len(kept) == R else kept
-    student = _rows_of(student, kept, mask)
-    tail = bool(recipe.soft.tail)
-    teacher = teacher if tail else _rows_of(teacher, kept, mask)
-    if kept is not None:
-        labels, weights = (None if x is None else x[kept] for x in (labels, weights))
-        teacher = [None if x is None else x[kept] for x in teacher] if tail else teacher
+        real, mask = mask.nonzero()[:, 0], None
+        real = None if len(real) == R else real
+    student = _real_states(student, real, mask)
+    tail = bool(options.soft.tail)
+    teacher = teacher if tail else _real_states(teacher, real, mask)
+    if real is not None:
+        labels, weights = (None if x is None else x[real] for x in (labels, weights))
+        teacher = [None if x is None else x[real] for x in teacher] if tail else teacher
     elif mask is not None and weights is not None:
         weights = weights.masked_fill(~mask, 0)
     with autocast_off(hidden):
-        if runs_on == "cpp" and _at_once(student, teacher, labels, mask, recipe):
-            _, terms, *made = _labels_at_once(student, labels, weights, None, 0, recipe, needs)
-            grads = dict(zip((i for i in range(3) if needs[i]), made, strict=False))
+        if runs_on == "cpp" and _in_one_operator(student, teacher, labels, mask, options):
+            _, terms, *computed = _cross_entropy_of_states(
+                student, labels, weights, None, 0, options, needs
+            )
+            grads = dict(zip((i for i in range(3) if needs[i]), computed, strict=False))
         else:
-            work = _Pass(student, teacher, recipe, needs, runs_on)
+            work = _ChunkedPass(student, teacher, options, needs, runs_on)
             for chunk in work.chunks:
                 work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
             terms, grads = work.terms, work.grads
-    for i in filter(lambda i: _has_rows(student, i), grads):
-        grads[i] = recipe.columns.total(grads[i])
+    for i in filter(lambda i: _is_states(student, i), grads):
+        grads[i] = options.shard.total(grads[i])
     if mask is not None:
         terms = terms.masked_fill(~mask, 0)
-    if kept is not None:
-        terms = _spread(terms.T, kept, R).T.contiguous()
-        grads = {i: _spread(x, kept, R) if _has_rows(student, i) else x for i, x in grads.items()}
+    if real is not None:
+        terms = _at_rows(terms.T, real, R).T.contiguous()
+        grads = {i: _at_rows(x, real, R) if _is_states(student, i) else x for i, x in grads.items()}
     return [terms, *(grads[i] for i in sorted(grads))]
 
 
-def _at_once(
+def _in_one_operator(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     labels: Tensor | None,
     mask: Tensor | None,
-    recipe: Recipe,
+    options: LossOptions,
 ) -> bool:
-    """Whether one operator makes all: of labels alone, in one chunk, by a head of one product."""
+    """Whether one C++ operator computes all: labels alone, one chunk, a head of one product."""
     hidden, weight = student[0], student[1]
     assert hidden is not None and weight is not None
     if mask is not None or torch.compiler.is_compiling():
         return False
-    plain = labels is not None and len(student) == 3 and not recipe.student.softcap
-    if not plain or teacher or recipe.terms or recipe.task_weight == 0:
+    plain = labels is not None and len(student) == 3 and not options.student.softcap
+    if not plain or teacher or options.terms or options.task_weight == 0:
         return False
     if hidden.dtype in HALF and not multiplied_in_half(hidden):
         return False
-    V, R = recipe.vocabulary or weight.shape[0], hidden.shape[0]
-    if hidden.dtype in HALF and R > 1:  # of all rows it keeps the gradient, rounded
-        return V * (4 * min(R, LOGIT_ROWS) + 2 * R) <= recipe.chunk_bytes
-    return 0 < R <= _chunk_rows(recipe, hidden, working_dtype(hidden).itemsize, V)
+    V, R = options.vocabulary or weight.shape[0], hidden.shape[0]
+    if hidden.dtype in HALF and R > 1:  # it also stores the rounded gradient of all rows
+        return V * (4 * min(R, LOGIT_ROWS) + 2 * R) <= options.chunk_bytes
+    return 0 < R <= _chunk_rows(options, hidden, working_dtype(hidden).itemsize, V)
 
 
-def _labels_at_once(
+def _cross_entropy_of_states(
     student: list[Tensor | None],
     labels: Tensor | None,
     weights: Tensor | None,
     denominator: Tensor | None,
     count: int,
-    recipe: Recipe,
+    options: LossOptions,
     needs: list[bool],
 ) -> list[Tensor]:
-    """The loss, its terms, and the gradients needed; of rows where there is no count."""
-    (_, weight, _), task = student, recipe.task
+    """Loss, terms and needed gradients; with ``count`` 0 loss and terms of each row."""
+    (_, weight, _), task = student, options.task
     assert weight is not None
-    made: list[Tensor] = torch.ops.fastkd_cpp.cross_entropy_of_states(
+    results: list[Tensor] = torch.ops.fastkd_cpp.cross_entropy_of_states(
         *student,
         labels,
         weights,
         denominator,
         count,
         *needs,
-        recipe.vocabulary or weight.shape[0],
-        recipe.student.scale,
-        recipe.task_weight,
+        options.vocabulary or weight.shape[0],
+        options.student.scale,
+        options.task_weight,
         task.label_smoothing,
         task.z_loss,
-        recipe.narrow,
+        options.narrow,
     )
-    return made
+    return results
 
 
-def _chunk_rows(recipe: Recipe, hidden: Tensor, bytes_each: int, V: int) -> int:
-    """Positions whose logits of a side or two, of so many bytes, stand in memory together."""
+def _chunk_rows(options: LossOptions, hidden: Tensor, bytes_each: int, V: int) -> int:
+    """Positions of one chunk, if the logits of one token take ``bytes_each`` in all models."""
     bytes_each += 2 * (hidden.dtype in HALF)
-    step = max(recipe.chunk_bytes // (bytes_each * (recipe.columns.most or V)), 1)
-    # Whole tiles of the products, an aligned start in every vector.
+    step = max(options.chunk_bytes // (bytes_each * (options.shard.largest or V)), 1)
+    # A multiple of the products' tiles, so that every chunk begins at an aligned address.
     return step - step % 128 if step > 128 else step
 
 
-def _has_rows(side: list[Tensor | None], i: int) -> bool:
-    """Whether the tensor i of a head is states: they and weights take turns, the bias is last."""
-    return i % 2 == 0 and i < len(side) - 1
+def _is_states(head: list[Tensor | None], i: int) -> bool:
+    """Whether tensor i of a head holds states: states and weights alternate, the bias is last."""
+    return i % 2 == 0 and i < len(head) - 1
 
 
-def _rows_of(
-    side: list[Tensor | None], kept: Tensor | None, mask: Tensor | None
+def _real_states(
+    head: list[Tensor | None], real: Tensor | None, mask: Tensor | None
 ) -> list[Tensor | None]:
-    """A head with the states of real positions alone, or with zeros for the others."""
+    """A head with the states of ``real`` rows alone, or with zeros where masked."""
 
-    def real(x: Tensor) -> Tensor:
-        return x[kept] if kept is not None else x if mask is None else x.where(mask[:, None], 0)
+    def select(x: Tensor) -> Tensor:
+        return x[real] if real is not None else x if mask is None else x.where(mask[:, None], 0)
 
-    return [real(x) if x is not None and _has_rows(side, i) else x for i, x in enumerate(side)]
-
-
-def _spread(x: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """(kept, ...) in their places among all rows, which are 0."""
-    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, kept, x)
+    return [select(x) if x is not None and _is_states(head, i) else x for i, x in enumerate(head)]
 
 
-class _Side:
-    """A head on its hidden states, cut to the vocabulary."""
+def _at_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Zeros (rows, ...) with ``x`` at the rows ``index``."""
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
+
+
+class _HeadOnStates:
+    """Logits of a head on its hidden states, for the compared part of the vocabulary."""
 
     def __init__(self, tensors: list[Tensor | None], form: HeadForm, vocabulary: int) -> None:
         *pairs, bias = tensors
@@ -387,7 +403,7 @@ class _Side:
         return first
 
     def finish(self, z: Tensor) -> Tensor:
-        """Logits of the products (R, V), in their place."""
+        """Logits from products (R, V), which they overwrite."""
         if self.bias is not None:
             z += self.bias
         if self.form.scale != 1:
@@ -397,58 +413,58 @@ class _Side:
         return z
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Of the cap, at its logits."""
+        """Derivative of the cap, from the capped logits; None without a cap."""
         if not self.form.softcap:
             return None
         return (logits / self.form.softcap).square_().neg_().add_(1)
 
 
-class _Pass:
-    """One walk over all positions."""
+class _ChunkedPass:
+    """Terms and gradients of all positions, a chunk at a time."""
 
     def __init__(
         self,
         student: list[Tensor | None],
         teacher: list[Tensor | None],
-        recipe: Recipe,
+        options: LossOptions,
         needs: list[bool],
         runs_on: str,
     ) -> None:
-        self.recipe, self.runs_on = recipe, runs_on
+        self.options, self.runs_on = options, runs_on
         self.by_kernels = runs_on != "torch"
         assert student[1] is not None
-        self.V = V = recipe.vocabulary or len(student[1])
-        self.student = _Side(student, recipe.student, V)
+        self.V = V = options.vocabulary or len(student[1])
+        self.student = _HeadOnStates(student, options.student, V)
         self.teacher, self.top_k = None, []
-        if recipe.soft.tail:
+        if options.soft.tail:
             self.top_k = [x for x in teacher if x is not None]
         elif teacher:
-            self.teacher = _Side(teacher, recipe.teacher, V)
+            self.teacher = _HeadOnStates(teacher, options.teacher, V)
         hidden = self.student.states[0]
-        sides = [self.student, *([self.teacher] if self.teacher else [])]
-        double = any(x.dtype == torch.float64 for side in sides for x in side.states)
+        heads = [self.student, *([self.teacher] if self.teacher else [])]
+        double = any(x.dtype == torch.float64 for head in heads for x in head.states)
         self.dtype = torch.float64 if double else torch.float32
         self.terms = hidden.new_zeros(len(TERMS), len(hidden), dtype=working_dtype(hidden))
         self.chunks = list(self.ranges())
-        self.narrow = recipe.narrow and len(self.chunks) == 1
+        self.narrow = options.narrow and len(self.chunks) == 1
         needed = {i: x for i, (x, need) in enumerate(zip(student, needs, strict=True)) if need}
         self.grads = {i: self.sums(i, x) for i, x in needed.items() if x is not None}
 
     def sums(self, i: int, x: Tensor) -> Tensor:
-        """Where the gradient of a tensor adds up; what the first chunk will fill stays empty."""
-        of_weight = i % 2 == 1
-        narrow = self.narrow and of_weight and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        """Sum for the gradient of a tensor; the part that the first chunk overwrites is empty."""
+        is_weight = i % 2 == 1
+        narrow = self.narrow and is_weight and x.dtype == torch.bfloat16 and x.device.type == "cpu"
         total = empty(x.shape, x.dtype if narrow else working_dtype(x), x.device)
-        filled = self.V if of_weight and self.chunks else 0
+        filled = self.V if is_weight and self.chunks else 0
         if filled < len(x):
             total[filled:].zero_()
         return total
 
     def ranges(self) -> Iterator[slice]:
-        """Of positions whose logits stand in memory together."""
+        """Slices of positions, one for each chunk."""
         hidden = self.student.states[0]
-        sides = 1 + (self.teacher is not None)
-        step = _chunk_rows(self.recipe, hidden, sides * self.dtype.itemsize, self.V)
+        models = 1 + (self.teacher is not None)
+        step = _chunk_rows(self.options, hidden, models * self.dtype.itemsize, self.V)
         return (slice(start, start + step) for start in range(0, len(hidden), step))
 
     def add(
@@ -458,15 +474,15 @@ class _Pass:
         mask: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """A chunk's terms and, with weights (R,), its part of the gradients."""
+        """Compute a chunk's terms and, with weights (R,), add its gradients."""
         student = self.student.products(chunk).to(self.dtype)
         if self.teacher is not None:
             teacher = [self.teacher.products(chunk).to(self.dtype)]
         else:
             teacher = [x[chunk] for x in self.top_k]
         terms = self.terms[:, chunk]
-        together = self.runs_on == "triton" or bool(self.recipe.columns.group)
-        ranges = [] if together else row_chunks(student)
+        whole = self.runs_on == "triton" or bool(self.options.shard.group)
+        ranges = [] if whole else row_chunks(student)
         if len(ranges) < 2:
             self.fill(student, teacher, terms, labels, mask, weights)
         else:
@@ -485,65 +501,67 @@ class _Pass:
         mask: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Fill in the terms (4, R) of products (R, V), and their gradient in the student's place.
+        """Write the terms (4, R) of products (R, V), and overwrite ``student`` with their gradient.
 
-        Only the kernels weigh the gradient by the rows' weights (R,); else `back` does.
+        Kernels multiply the gradient by the rows' weights (R,); with PyTorch `back` does.
         """
-        recipe, wants_grad = self.recipe, weights is not None
+        options, needs_grad = self.options, weights is not None
         self.student.finish(student)
         if self.teacher is not None:
             self.teacher.finish(teacher[0])
-        if recipe.terms:
-            terms[2], terms[3] = seen_rows(student, labels, recipe.columns)
-        slope = self.student.slope(student) if wants_grad else None
-        of_soft = weights if teacher and recipe.soft_weight else None
-        of_task = wants_grad and labels is not None and recipe.task_weight != 0
+        if options.terms:
+            terms[2], terms[3] = entropy_and_accuracy(student, labels, options.shard)
+        slope = self.student.slope(student) if needs_grad else None
+        soft_weights = weights if teacher and options.soft_weight else None
+        has_task = needs_grad and labels is not None and options.task_weight != 0
         grad = None
         if labels is not None:
-            out = student if of_task and not teacher else None
-            terms[1], grad = self.task_of(student, labels, weights if of_task else None, out)
+            out = student if has_task and not teacher else None
+            terms[1], grad = self.cross_entropy(student, labels, weights if has_task else None, out)
         if teacher:
-            terms[0] = self.fill_soft(student, teacher, mask, of_soft)
+            terms[0] = self.soft_targets(student, teacher, mask, soft_weights)
         if weights is None:
             return
         if grad is None:
-            if of_soft is None:
+            if soft_weights is None:
                 student.zero_()
-        elif of_soft is None:
-            if grad is not student or recipe.task_weight != 1:
-                torch.mul(grad, recipe.task_weight, out=student)
+        elif soft_weights is None:
+            if grad is not student or options.task_weight != 1:
+                torch.mul(grad, options.task_weight, out=student)
         elif self.runs_on == "triton":
-            student.addcmul_(grad, weights[:, None], value=recipe.task_weight)
+            student.addcmul_(grad, weights[:, None], value=options.task_weight)
         else:
-            student.add_(grad, alpha=recipe.task_weight)
+            student.add_(grad, alpha=options.task_weight)
         if slope is not None:
             student *= slope
-        if recipe.student.scale != 1:
-            student *= recipe.student.scale
+        if options.student.scale != 1:
+            student *= options.student.scale
 
-    def task_of(
+    def cross_entropy(
         self, student: Tensor, labels: Tensor, weights: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Cross-entropies (R,) and, with weights (R,), their gradient, in ``out`` if given.
+        """Cross-entropies (R,) and, with weights (R,), their gradient, written to ``out`` if given.
 
-        Only the kernel in C++ weighs it.
+        Only the C++ operator multiplies the gradient by the weights.
         """
-        task = self.recipe.task
+        task = self.options.task
         if self.runs_on != "cpp":
-            return task_rows(student, labels, weights is not None, task, out, self.recipe.columns)
+            return cross_entropy_rows(
+                student, labels, weights is not None, task, out, self.options.shard
+            )
         if weights is not None and out is None:
             out = torch.empty_like(student)
         options = task.label_smoothing, task.z_loss
         return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
 
-    def fill_soft(
+    def soft_targets(
         self, student: Tensor, teacher: list[Tensor], mask: Tensor | None, weights: Tensor | None
     ) -> Tensor:
-        """Divergences (R,) and, with weights, their gradient in the student's place."""
-        soft, weight = self.recipe.soft, self.recipe.soft_weight
+        """Divergences (R,); with weights their gradient overwrites ``student``."""
+        soft, weight = self.options.soft, self.options.soft_weight
         if not self.by_kernels:
-            wants_grad, columns = weights is not None, self.recipe.columns
-            value, grad = soft_rows(student, teacher, wants_grad, soft, columns)
+            needs_grad, shard = weights is not None, self.options.shard
+            value, grad = soft_target_rows(student, teacher, needs_grad, soft, shard)
             if grad is not None:
                 torch.mul(grad, weight * soft.scale / soft.temperature, out=student)
             return value * soft.scale
@@ -551,8 +569,9 @@ class _Pass:
         if self.runs_on == "cpp":
             if weights is not None and weight != 1:
                 weights = weights * weight
-            given = student, teacher[0], mask, weights, *soft.per_row
-            return torch.ops.fastkd_cpp.soft_target_rows(*given)
+            return torch.ops.fastkd_cpp.soft_target_rows(
+                student, teacher[0], mask, weights, *soft.per_row
+            )
         from fastkd.kernels import soft_targets as kernels
 
         form, temperature, scale = soft.per_row
@@ -565,10 +584,10 @@ class _Pass:
         return loss
 
     def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:
-        """Add what a chunk's gradient (R, V) with respect to the products makes of the head's.
+        """Add the head's gradients, from a chunk's gradient (R, V) with respect to the products.
 
-        Weights (R, 1) are left to the states, which have fewer columns, unless a half type would
-        round these.
+        Weights (R, 1) multiply the states, which have fewer shard than the gradient, unless
+        half-precision states would round them.
         """
         states, head = self.student.states, self.student.weights
         if weights is not None and any(multiplied_in_half(x) for x in states):
@@ -578,15 +597,15 @@ class _Pass:
             self.grads[bias][: self.V] += (grad if weights is None else grad * weights).sum(0)
         if not self.grads.keys() - {bias}:
             return
-        made = {x.dtype: scaled_for_products(grad.to(working_dtype(x)), x.dtype) for x in states}
+        scaled = {x.dtype: scaled_for_products(grad.to(working_dtype(x)), x.dtype) for x in states}
         for i, (x, w) in enumerate(zip(states, head, strict=True)):
-            ready_grad, factor = made[x.dtype]
+            scaled_grad, factor = scaled[x.dtype]
             if 2 * i in self.grads:
-                part = product_back(ready_grad, w)
+                part = product_back(scaled_grad, w)
                 for scale in (weights, factor):
                     part = part if scale is None else part.mul_(scale)
                 self.grads[2 * i][chunk] = part
             if 2 * i + 1 in self.grads:
                 x = x[chunk] if weights is None else upcast(x[chunk]) * weights
                 total = self.grads[2 * i + 1][: self.V]
-                add_product(total, ready_grad, x, factor, first=chunk.start == 0)
+                add_product(total, scaled_grad, x, factor, first=chunk.start == 0)

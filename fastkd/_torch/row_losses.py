@@ -1,4 +1,4 @@
-"""What a row of logits adds to the loss: its divergence from a teacher, its cross-entropy."""
+"""Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
 from dataclasses import dataclass
 
@@ -7,95 +7,97 @@ from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
 from fastkd._torch.divergences import row_divergence
-from fastkd._torch.vocabulary_shard import ALL, Columns
+from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
-# Logits worked on at a time on the CPU: few enough that the buffers of a chunk stay near the cache,
-# enough that threads do not wait for each other after every small operation.
-CHUNK = 1 << 21
+# Logits of one chunk on the CPU: few enough that its buffers stay near the cache, and enough that
+# threads don't wait for each other after every small operation.
+CHUNK_LOGITS = 1 << 21
 
-# Softened further, distributions differ by so little, and τ²·KL weighs its rounding so much, that
-# float32 would leave few digits.
-HOT = 10.0
+# Above this temperature logits are computed in float64: distributions differ so little, and τ²
+# multiplies the rounding error of KL so much, that float32 would leave few digits.
+LARGEST_FLOAT32_TEMPERATURE = 10.0
 
 
 @dataclass(frozen=True)
-class Soft:
-    """What the soft targets of a row depend on; `fastkd.targets.TopK` has the tails."""
+class SoftTargetOptions:
+    """Options of the divergence of a row."""
 
     form: str  # Divergence.form
     coefficient: float
     temperature: float
     scale: float  # τ² or 1
-    tail: str = ""  # the teacher is its top k
+    tail: str = ""  # `fastkd.targets.TopK.tail`; "" for a teacher of logits
 
     @property
     def per_row(self) -> tuple[str, float, float]:
-        """What the kernels take."""
+        """Options that the kernels take."""
         return self.form, self.temperature, self.scale
 
 
-def soft_rows(
+def soft_target_rows(
     student: Tensor,
     teacher: list[Tensor],
-    wants_grad: bool,
-    soft: Soft,
-    columns: Columns = ALL,
+    needs_grad: bool,
+    soft: SoftTargetOptions,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses (R,) of logits (R, V), and their gradients with respect to student/τ, without scale.
+    """Divergences (R,) of logits (R, V), and gradients with respect to student/τ, without scale.
 
-    The teacher is logits (R, V), or ids and log-probabilities (R, K).
+    ``teacher`` is logits (R, V), or ids and log-probabilities (R, K).
     """
-    log_ps = log_softmax(student, soft.temperature, columns)
+    log_ps = log_softmax(student, soft.temperature, shard)
     if soft.tail:
         ids, log_probs = teacher
-        return _from_top_k(log_ps, ids, log_probs, wants_grad, soft)
-    log_pt = log_softmax(teacher[0], soft.temperature, columns)
-    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, wants_grad, columns)
+        return _from_top_k(log_ps, ids, log_probs, needs_grad, soft)
+    log_pt = log_softmax(teacher[0], soft.temperature, shard)
+    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad, shard)
 
 
-def log_softmax(logits: Tensor, temperature: float, columns: Columns = ALL) -> Tensor:
-    z = logits.double() if temperature > HOT else upcast(logits)
-    return columns.log_softmax(z if temperature == 1 else z / temperature)
+def log_softmax(
+    logits: Tensor, temperature: float, shard: VocabularyShard = WHOLE_VOCABULARY
+) -> Tensor:
+    z = logits.double() if temperature > LARGEST_FLOAT32_TEMPERATURE else upcast(logits)
+    return shard.log_softmax(z if temperature == 1 else z / temperature)
 
 
 def _from_top_k(
-    log_ps: Tensor, ids: Tensor, log_probs: Tensor, wants_grad: bool, soft: Soft
+    log_ps: Tensor, ids: Tensor, log_probs: Tensor, needs_grad: bool, soft: SoftTargetOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The divergence over a teacher's k words, and over all others as one where they count.
+    """Divergence over a teacher's k tokens and, for the tail "bucket", all others as one outcome.
 
-    It has a gradient g with respect to the logits of these K + 1 outcomes, log q of the student:
-    a word of the outcome j gets g_j p/q_j, all of it where the outcome is one word.
+    Let g be the gradient with respect to the logits of these K + 1 outcomes, the student's log q.
+    A token of probability p in outcome j gets g_j p/q_j, which is g_j for an outcome of one token.
     """
     log_probs = log_probs.to(log_ps.dtype)
     absent = log_probs == -torch.inf
     log_qs = log_ps.gather(-1, ids).masked_fill_(absent, -torch.inf)
     if soft.tail == "renormalise":
         log_qs, log_qt = log_qs.log_softmax(-1), log_probs.log_softmax(-1)
-        value, g = row_divergence(soft.form, soft.coefficient, log_qs, log_qt, wants_grad)
+        value, g = row_divergence(soft.form, soft.coefficient, log_qs, log_qt, needs_grad)
         if g is None:
             return value, None
         return value, torch.zeros_like(log_ps).scatter_add_(-1, ids, g.masked_fill_(absent, 0))
-    # An absent word's place may be that of a word: it takes none away.
-    taken = torch.full_like(log_qs, -torch.inf).masked_fill_(absent, torch.inf)
-    rest = log_ps.scatter_reduce(-1, ids, taken, "amin")
+    # An unused entry has any id, maybe one of the k tokens: it must not remove a token.
+    removed = torch.full_like(log_qs, -torch.inf).masked_fill_(absent, torch.inf)
+    rest = log_ps.scatter_reduce(-1, ids, removed, "amin")
     log_tail = rest.logsumexp(-1, keepdim=True)
     log_qs = torch.cat([log_qs, log_tail], -1)
     value, g = row_divergence(
-        soft.form, soft.coefficient, log_qs, _with_tail(log_probs, log_ps.shape[-1]), wants_grad
+        soft.form, soft.coefficient, log_qs, _with_tail(log_probs, log_ps.shape[-1]), needs_grad
     )
     if g is None:
         return value, None
-    # Of a tail that can't happen nothing is left to share.
+    # A tail of probability 0 has no gradient to distribute.
     log_tail = log_tail.masked_fill(log_tail == -torch.inf, 0)
     grad = (rest - log_tail).exp_().mul_(g[:, -1:])
     return value, grad.scatter_add_(-1, ids, g[:, :-1].masked_fill(absent, 0))
 
 
 def _with_tail(log_probs: Tensor, V: int) -> Tensor:
-    """Teacher's log-probabilities (R, K + 1): those of the k tokens and that of all others.
+    """Teacher's log-probabilities (R, K + 1) of the k tokens and of all others together.
 
-    The tail is what the k tokens leave of 1. In float32 rounding would be as large as a small tail,
-    and a tail of 0 makes reverse KL infinite.
+    The tail is 1 minus the probability of the k tokens. In float32 the rounding error would be as
+    large as a small tail, and a tail of 0 makes reverse KL infinite.
     """
     exact = log_probs.double()
     total = exact.logsumexp(-1, keepdim=True)
@@ -104,28 +106,28 @@ def _with_tail(log_probs: Tensor, V: int) -> Tensor:
     return torch.cat([exact, tail], -1).log_softmax(-1).to(log_probs.dtype)
 
 
-def weighed_rows(
+def scaled_soft_rows(
     student: Tensor,
     teacher: list[Tensor],
     mask: Tensor | None,
-    wants_grad: bool,
-    soft: Soft,
+    needs_grad: bool,
+    soft: SoftTargetOptions,
     divisor: Tensor | int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss (R,) of every row, and its gradient (R, V) over the divisor; both 0 where masked.
+    """Loss (R,) of each row, and its gradient (R, V) over ``divisor``; both 0 where masked.
 
-    The gradient stays in the working dtype: half types would lose small probabilities before a
-    loss scale reaches them.
+    The gradient stays in the working dtype: in half precision small probabilities would underflow
+    before the loss scale is multiplied in.
     """
     factor = soft.scale / soft.temperature / divisor
     dtype = working_dtype(student)
     loss = student.new_empty(len(student), dtype=dtype)
-    dstudent = student.new_empty(student.shape, dtype=dtype) if wants_grad else None
+    dstudent = student.new_empty(student.shape, dtype=dtype) if needs_grad else None
     with autocast_off(student):
         for chunk in row_chunks(student):
             logits = _unmasked(student[chunk], mask, chunk)
-            other = [x[chunk] if soft.tail else _unmasked(x[chunk], mask, chunk) for x in teacher]
-            value, grad = soft_rows(logits, other, wants_grad, soft)
+            targets = [x[chunk] if soft.tail else _unmasked(x[chunk], mask, chunk) for x in teacher]
+            value, grad = soft_target_rows(logits, targets, needs_grad, soft)
             loss[chunk] = value * soft.scale
             if dstudent is not None and grad is not None:
                 torch.mul(grad, factor, out=dstudent[chunk])
@@ -137,11 +139,11 @@ def weighed_rows(
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
-    """Row ranges to work on one at a time; one range where a loop would not pay."""
-    if not values_readable(logits):  # on a GPU or traced
+    """Slices of rows for one chunk each; a single slice on a GPU and in a graph."""
+    if not values_readable(logits):
         return [slice(None)]
     rows, vocabulary = logits.shape
-    step = max(CHUNK // vocabulary, 1)
+    step = max(CHUNK_LOGITS // vocabulary, 1)
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
@@ -150,56 +152,56 @@ def _unmasked(x: Tensor, mask: Tensor | None, chunk: slice) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What the cross-entropy of a row depends on; see `fastkd.targets.CrossEntropy`."""
+class CrossEntropyOptions:
+    """Options of the cross-entropy of a row; see `fastkd.targets.CrossEntropy`."""
 
     label_smoothing: float
     z_loss: float
 
 
-def task_rows(
+def cross_entropy_rows(
     student: Tensor,
     labels: Tensor,
-    wants_grad: bool,
-    task: Task,
+    needs_grad: bool,
+    task: CrossEntropyOptions,
     out: Tensor | None = None,
-    columns: Columns = ALL,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy (R,) of logits (R, V) with labels (R,), and its gradient, in ``out`` if given.
+    """Cross-entropy (R,) of logits (R, V) with labels (R,), and its gradient.
 
-    ``out`` may be student.
+    The gradient is written to ``out``, if given, which may be ``student``.
     """
-    smoothing, V = task.label_smoothing, columns.words or student.shape[-1]
-    top = columns.total(student.amax(-1), "max")
-    depth = top - columns.gather(student, labels)
+    smoothing, V = task.label_smoothing, shard.vocabulary or student.shape[-1]
+    top = shard.total(student.amax(-1), "max")
+    depth = top - shard.gather(student, labels)
     if smoothing:
-        depth = (1 - smoothing) * depth + smoothing * (top - columns.sum(student) / V)
+        depth = (1 - smoothing) * depth + smoothing * (top - shard.sum(student) / V)
     grad = torch.sub(student, top[:, None], out=out).exp_()
-    total = columns.sum(grad)
+    total = shard.sum(grad)
     log_total = total.log()
     value, factor = depth + log_total, total.reciprocal()
     if task.z_loss:
         log_z = top + log_total
         value = value + task.z_loss * log_z.square()
         factor = factor * (1 + 2 * task.z_loss * log_z)
-    if not wants_grad:
+    if not needs_grad:
         return value, None
     grad.mul_(factor[:, None])
     if smoothing:
         grad.sub_(smoothing / V)
     label = torch.full_like(value, smoothing - 1)
-    if columns.group:
-        labels, here = columns.own(labels, grad)
+    if shard.group:
+        labels, here = shard.own(labels, grad)
         label = label.masked_fill(~here, 0)
     return value, grad.scatter_add_(-1, labels[:, None], label[:, None])
 
 
-def seen_rows(
-    student: Tensor, labels: Tensor | None, columns: Columns = ALL
+def entropy_and_accuracy(
+    student: Tensor, labels: Tensor | None, shard: VocabularyShard = WHOLE_VOCABULARY
 ) -> tuple[Tensor, Tensor]:
-    """The student's entropy (R,), and whether its likeliest word is the label, 0 without labels."""
-    log_p = columns.log_softmax(student)
+    """Entropy (R,), and 1 where the most probable token is the label; 0 without labels."""
+    log_p = shard.log_softmax(student)
     p = log_p.exp()
-    entropy = -columns.sum(log_p.mul_(p).masked_fill_(p == 0, 0))
-    right = torch.zeros_like(entropy) if labels is None else columns.argmax(student) == labels
-    return entropy, right.to(entropy.dtype)
+    entropy = -shard.sum(log_p.mul_(p).masked_fill_(p == 0, 0))
+    correct = torch.zeros_like(entropy) if labels is None else shard.argmax(student) == labels
+    return entropy, correct.to(entropy.dtype)

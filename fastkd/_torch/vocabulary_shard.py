@@ -1,4 +1,4 @@
-"""Sums over the words of a row, of whose logits a process may have a part."""
+"""Sums over the vocabulary, where each process may hold the logits of a part of it."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Which words logits (R, n) are about: all, or a process's part of them.
+class VocabularyShard:
+    """The token ids of the columns of logits (R, n): the whole vocabulary, or this process's shard.
 
-    Of parts every sum goes once through all processes of the group; each then has the whole
-    row's. They must ask for the same sums, of as many rows.
+    For a shard each sum is one all-reduce over the group, after which every process has the sum
+    over the whole vocabulary. All processes must compute the same sums, of equally many rows.
     """
 
-    group: str = ""  # name of the processes that have the others, "" for none
-    first: int = 0
-    most: int = 0  # that any process has
-    words: int = 0  # of all processes
+    group: str = ""  # name of the process group, "" for the whole vocabulary
+    first: int = 0  # this process's first token id
+    largest: int = 0  # size of the largest shard
+    vocabulary: int = 0  # size of the whole vocabulary
 
     def total(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Every process's ``x`` added up, or another reduction of `dist.ReduceOp`."""
+        """``x`` summed over the processes, or another reduction of `dist.ReduceOp`."""
         if self.group:
             x = x.contiguous()
             group = dist.distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type]
@@ -45,24 +45,26 @@ class Columns:
         return z - self.logsumexp(z)[:, None] if self.group else torch.log_softmax(z, -1)
 
     def gather(self, x: Tensor, ids: Tensor) -> Tensor:
-        """x (R, n) at one word each, ids (R,): (R,)."""
+        """Entries (R,) of x (R, n) at one token id for each row, ids (R,)."""
         if not self.group:
             return x.gather(-1, ids[:, None])[:, 0]
         own, here = self.own(ids, x)
         return self.total(x.gather(-1, own[:, None])[:, 0].masked_fill(~here, 0))
 
     def own(self, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of words among the n columns of ``x``, 0 for others; which are there."""
+        """Columns of token ids in ``x`` (R, n), 0 for other shards' ids; which ids are in ``x``."""
         here = (ids >= self.first) & (ids < self.first + x.shape[-1])
         return (ids - self.first).masked_fill(~here, 0), here
 
     def argmax(self, z: Tensor) -> Tensor:
-        """The likeliest word (R,), the first of equals."""
+        """The most probable token id (R,), the first of equals."""
         if not self.group:
             return z.argmax(-1)
-        top, place = z.max(-1)
-        best = place + self.first
-        return self.total(best.masked_fill(top < self.total(top.clone(), "max"), self.words), "min")
+        top, column = z.max(-1)
+        best = column + self.first
+        return self.total(
+            best.masked_fill(top < self.total(top.clone(), "max"), self.vocabulary), "min"
+        )
 
 
-ALL = Columns()
+WHOLE_VOCABULARY = VocabularyShard()

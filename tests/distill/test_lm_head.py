@@ -72,7 +72,7 @@ def test_terms_that_no_one_reads_are_not_computed(monkeypatch):
     def read(*rows):
         raise AssertionError("entropy and accuracy cost a pass over all logits")
 
-    monkeypatch.setattr(linear_soft_targets, "seen_rows", read)
+    monkeypatch.setattr(linear_soft_targets, "entropy_and_accuracy", read)
     by_head, _ = both("llama", "next word", SoftTargets())
     assert set(by_head(**support.data_of("llama", "next word")).terms) == {"soft", "task", "total"}
 
