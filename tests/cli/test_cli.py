@@ -924,7 +924,10 @@ def test_resuming_at_the_very_end(distill, tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    for place in ("fastkd.train.run.reseal", "fastkd.train.run_directory.Output.finish"):
+    for place in (
+        "fastkd.train.run.update_manifest",
+        "fastkd.train.run_directory.RunDirectory.finish",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, killed)
             distill("--resume", expect=130)
@@ -1052,7 +1055,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
         elif place == "optimizer":
             patch.setattr(torch, "save", full)
         else:
-            patch.setattr(saving, "seal", full)
+            patch.setattr(saving, "write_manifest", full)
         message = distill("--overwrite", seed=2, expect=1)
     assert "cannot be saved (No space left on device)" in message and "intact" in message
     after = weights_of(tmp_path / "out")

@@ -338,7 +338,7 @@ def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, mon
         steps.append([row["input_ids"] for row in rows])
         return rows
 
-    monkeypatch.setattr(TASK, "drawn", noted)
+    monkeypatch.setattr(TASK, "generated", noted)
     options = {**on_policy, "checkpoint_every": 2, "lora": "r=2", "pack": True, "batch_size": 2}
     run("distill", **options, out=tmp_path / "whole")
     whole, report = list(steps), read_json(tmp_path / "whole/student/fastkd.json")
