@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo check core test tests test-all test-torch test-machines fuzz sanitize lint style types
-.PHONY: bench docs hub release-check gpu-check clean
+.PHONY: bench bench-compare docs hub release-check gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(shell find csrc -type f)
@@ -39,8 +39,9 @@ test: style
 	$(MAKE) --jobs 2 --keep-going types tests
 
 # A process a core, with one thread. What Python compiles it may keep: the tests start many.
+# Of the benchmarks a tiny form of each, checked and not timed.
 tests: $(VENV)/installed
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
 
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
@@ -72,11 +73,31 @@ sanitize: $(VENV)/installed
 # The packages that fastkd is compared with.
 $(VENV)/peers: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[bench]" \
-	  || echo "some packages are missing; their rows in the table say so"
+	  || echo "some packages are missing; their rows in the tables are"
 	touch $@
 
-bench: $(VENV)/peers
-	$(BIN)/fastkd bench --out bench/results --plot runs/bench
+# Every loss once and the headline groups four times more, a process and a file each; what is there
+# of this commit is kept, so an interrupted run continues. One thread: make bench OMP_NUM_THREADS=1.
+BENCH_CHANGED = $(shell git diff --quiet HEAD -- fastkd kernels csrc 'bench/*.py' || echo +)
+BENCH_RUN = runs/bench/$(shell git rev-parse --short HEAD)$(BENCH_CHANGED)-$(or $(OMP_NUM_THREADS),$(shell nproc))
+BENCH_FILES = $(patsubst bench/test_%.py,$(BENCH_RUN)/%.json,$(wildcard bench/test_*.py)) \
+  $(foreach n,1 2 3 4,$(BENCH_RUN)/headline-$(n).json)
+BENCH = $(BIN)/python -m pytest --benchmark-quiet --benchmark-max-time=0.3 --benchmark-min-rounds=3
+
+bench: $(VENV)/peers $(BENCH_FILES)
+	$(BIN)/python -m bench.report $(BENCH_FILES)
+
+$(BENCH_RUN)/headline-%.json: | $(VENV)/peers
+	mkdir -p $(@D)
+	$(BENCH) bench -m headline --benchmark-json=$@
+
+$(BENCH_RUN)/%.json: bench/test_%.py | $(VENV)/peers
+	mkdir -p $(@D)
+	$(BENCH) $< --benchmark-json=$@
+
+# Is this tree slower than another commit: make bench-compare REF=HEAD~1 [ARGS="--runs 7"]
+bench-compare: $(VENV)/installed
+	$(BIN)/python -m bench.compare $(REF) $(ARGS)
 
 # The site needs neither the extension nor the packages of the tests.
 $(VENV)/docs: pyproject.toml

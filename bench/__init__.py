@@ -1,4 +1,1 @@
-"""Benchmarks: one file per loss says what is measured, `harness` says how.
-
-``fastkd bench`` runs them: the package carries this folder as ``fastkd.bench``.
-"""
+"""Benchmarks of every loss, for pytest-benchmark: ``pytest bench``."""

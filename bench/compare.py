@@ -1,144 +1,144 @@
-"""Flag what got worse between two result files: ``python -m fastkd.bench.compare A.json B.json``.
+"""Is this working tree slower than another commit? ``python -m bench.compare REF``.
 
-Only fastkd's own providers are judged; peers and torch.compile are other people's code. Times are
-compared as ratios to the reference of the same round, so a slower machine does not count. What a
-ratio is off by chance is seen between the passes of a run: `slower` says when it is more.
+The other commit is built in build/compare/ and gets this tree's bench/. The headline groups run in
+both trees in turn, and fastkd's providers are compared by their ratio to the reference of the same
+rounds. The exit status is 1 if one is slower beyond noise.
 """
 
 import argparse
 import json
 import math
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .harness import FORMAT, REFERENCE, ours
+from .case import ours
 
-# A ratio has to grow by so much, and by so many standard errors; a run needs so many passes.
-LEAST = math.log1p(0.10)
+ROOT = Path(__file__).resolve().parent.parent
+# A ratio has to grow by so much, and by so many standard errors.
+LEAST = math.log(1.10)
 ERRORS = 4.0
-FEWEST = 3
-# Passes farther from their run's median than so many usual deviations are pulled in to there.
-FAR = 3.0
 
 Pair = tuple[Sequence[float], Sequence[float]]
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One sentence for every figure that got worse beyond the noise."""
-    found, timed = [], []
-    rows = {row["key"]: row for row in after["rows"]}
-    for row in before["rows"]:
-        if row["key"] not in rows:
-            continue
-        for name, old in row["providers"].items():
-            own = ours(row["loss"], name)
-            if "both" not in old or not (own or name == REFERENCE):
-                continue
-            where = f"{row['key']}, {name}"
-            new = rows[row["key"]]["providers"].get(name, {"skipped": "not in the later file"})
-            if "both" not in new:
-                reason = new.get("refused") or new.get("skipped")
-                found.append(f"{where}: no longer measured ({reason})")
-            elif own:
-                found += [f"{where}: {text}" for text in _resources(old, new)]
-                if len(passes(old)) >= FEWEST and len(passes(new)) >= FEWEST:
-                    timed.append((where, old, new))
-    flags = slower([(passes(old), passes(new)) for _, old, new in timed])
-    for (where, old, new), flag in zip(timed, flags, strict=True):
-        if flag:
-            a, b = old["ratio"]["median"], new["ratio"]["median"]
-            found.append(f"{where}: {a:.3g} -> {b:.3g} of the reference's time ({b / a:.2f}×)")
-    return found
-
-
-def passes(result: dict[str, Any]) -> list[float]:
-    """Logarithms of a provider's ratio to the reference, one for each pass."""
-    return [math.log(ratio) for ratio in result.get("ratio", {}).get("passes", ())]
-
-
-def _resources(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What a provider needs more of."""
-    found = []
-    # A single small allocation more is no news.
-    if new.get("peak_bytes", 0) > 1.02 * old.get("peak_bytes", math.inf) + 65536:
-        a, b = old["peak_bytes"] / 2**20, new["peak_bytes"] / 2**20
-        found.append(f"peak memory {a:.2f} -> {b:.2f} MiB")
-    if new.get("launches", 0) > old.get("launches", math.inf):
-        found.append(f"launches {old['launches']} -> {new['launches']}")
-    return found
-
-
 def slower(pairs: Sequence[Pair]) -> list[bool]:
-    """Which of the pairs (logarithms of passes before, after) grew beyond the noise.
+    """Which pairs (logarithms of ratios, one a run, before and after) grew beyond the noise.
 
-    The mean has to grow by `LEAST` and by `ERRORS` standard errors. A handful of passes says
-    little about its own scatter, so the variance is the mean of the pair's and of the median of
-    all pairs. A single disturbed pass neither raises an alarm nor hides one: it is pulled in, and
-    all passes, as they were measured, after must lie above all before, but for one on each side
-    where there are five.
-    `tests/bench/test_compare.py` simulates how often this is wrong.
+    The median has to grow by `LEAST` and by `ERRORS` standard errors. A few runs say little
+    about their own scatter, so the variance is the mean of the pair's and of the median pair's.
+    One disturbed run on either side neither raises an alarm nor hides one: scatter is estimated
+    from absolute deviations, and all runs after but one have to lie above all before but one.
     """
-    if not pairs:
-        return []
-    limit = FAR * statistics.median(math.sqrt(_variance(pair)) for pair in pairs)
-    near = [(_pulled_in(before, limit), _pulled_in(after, limit)) for before, after in pairs]
-    own = [_variance(pair) for pair in near]
-    usual = statistics.median(own)
+    scatters = [_scatter(pair) for pair in pairs]
+    usual = statistics.median(scatters) if pairs else 0.0
     flags = []
-    for (before, after), pulled_in, variance in zip(pairs, near, own, strict=True):
-        growth = statistics.fmean(pulled_in[1]) - statistics.fmean(pulled_in[0])
-        error = math.sqrt((variance + usual) / 2 * (1 / len(before) + 1 / len(after)))
-        spare = 1 if min(len(before), len(after)) >= 5 else 0
-        apart = sorted(after)[spare] > sorted(before)[-1 - spare]
+    for (before, after), scatter in zip(pairs, scatters, strict=True):
+        growth = statistics.median(after) - statistics.median(before)
+        # The median's variance is π/2 times that of a mean.
+        variance = math.pi / 2 * (scatter**2 + usual**2) / 2
+        error = math.sqrt(variance * (1 / len(before) + 1 / len(after)))
+        apart = sorted(after)[1] > sorted(before)[-2]
         flags.append(apart and growth > max(LEAST, ERRORS * error))
     return flags
 
 
-def _variance(pair: Pair) -> float:
-    """Within the two runs, about their medians."""
-    squares = [(x - statistics.median(run)) ** 2 for run in pair for x in run]
-    return sum(squares) / (len(squares) - 2)
+def _scatter(pair: Pair) -> float:
+    """Standard deviation of one run, from the median absolute deviation of both sides."""
+    deviations = [abs(x - statistics.median(runs)) for runs in pair for x in runs]
+    return 1.4826 * statistics.median(deviations)
 
 
-def _pulled_in(run: Sequence[float], limit: float) -> list[float]:
-    """``run`` with nothing farther than ``limit`` from its median."""
-    middle = statistics.median(run)
-    return [min(max(x, middle - limit), middle + limit) for x in run]
+def build(ref: str) -> Path:
+    """A tree of the commit ``ref`` with its extension built and this tree's benchmarks."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+    commit = git("rev-parse", "--verify", f"{ref}^{{commit}}").decode().strip()
+    tree = ROOT / "build" / "compare" / commit[:12]
+    if not tree.exists():
+        unfinished = tree.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        subprocess.run(["tar", "-x"], cwd=unfinished, input=git("archive", commit), check=True)
+        _build_extension(unfinished)
+        unfinished.rename(tree)
+    shutil.rmtree(tree / "bench")
+    ignored = shutil.ignore_patterns("results", "studies", "__pycache__")
+    shutil.copytree(ROOT / "bench", tree / "bench", ignore=ignored)
+    return tree
+
+
+def _build_extension(tree: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = {**os.environ, "FASTKD_REQUIRE_EXT": "1"}
+    subprocess.run(command, cwd=tree, check=True, env=environment)
+
+
+def ratios(tree: Path, out: Path, arguments: list[str]) -> dict[str, tuple[float, int]]:
+    """Logarithm of the ratio to the reference, and peak bytes, by group and provider."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "bench", *arguments, "--benchmark-quiet"]
+    # ``python -m`` imports from the tree before anything that is installed.
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    subprocess.run([*command, f"--benchmark-json={out}"], cwd=tree, env=environment, check=True)
+    found = {}
+    for bench in json.loads(out.read_text())["benchmarks"]:
+        info = bench["extra_info"]
+        if ours(info["loss"], info["backend"]) and "ratio" in info:
+            key = f"{bench['group']}, {info['backend']}"
+            found[key] = (math.log(info["ratio"]["median"]), info.get("peak_bytes", 0))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what got worse; the exit status is 1 if anything did, 2 if that can't be said."""
-    parser = argparse.ArgumentParser(prog="python -m fastkd.bench.compare", description=__doc__)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
+    parser.add_argument("ref", help="commit to compare this working tree with")
+    parser.add_argument("--runs", type=int, default=5, help="of each tree, at least 3")
+    parser.add_argument("pytest", nargs="*", help="pytest's arguments; default: -m headline")
     options = parser.parse_args(arguments)
-    paths = (options.before, options.after)
-    files = before, after = [json.loads(path.read_text()) for path in paths]
-    for path, results in zip(paths, files, strict=True):
-        if results.get("format") != FORMAT:
-            print(f"{path} has format {results.get('format')}, not {FORMAT}: measure again")
-            return 2
-    if before["machine"] != after["machine"]:
-        print(f"different machines: {before['machine']['name']}, {after['machine']['name']}")
-    keys = [{row["key"] for row in results["rows"]} for results in files]
-    for only, path in ((keys[0] - keys[1], paths[0]), (keys[1] - keys[0], paths[1])):
-        if only:
-            print(f"{len(only)} rows only in {path}")
-    for path, results in zip(paths, files, strict=True):
-        short = sum(
-            0 < len(passes(result)) < FEWEST
-            for row in results["rows"]
-            for name, result in row["providers"].items()
-            if ours(row["loss"], name)
-        )
-        if short:
-            print(f"{path}: {short} times of fewer than {FEWEST} passes, not compared")
-    found = compare(before, after)
-    print("\n".join(found) or f"nothing got worse in {len(keys[0] & keys[1])} rows")
-    return 1 if found else 0
+    if options.runs < 3:
+        parser.error("--runs: fewer than 3 runs show no noise; give 3 or more")
+    _build_extension(ROOT)
+    trees = {"before": build(options.ref), "after": ROOT}
+    found: dict[str, list[dict[str, tuple[float, int]]]] = {"before": [], "after": []}
+    for run in range(options.runs):
+        for side in ("before", "after") if run % 2 else ("after", "before"):
+            print(f"run {run + 1} of {options.runs}, {side}", flush=True)
+            out = ROOT / "build" / "compare" / "json" / f"{side}-{run}.json"
+            chosen = options.pytest or ["-m", "headline"]
+            found[side].append(ratios(trees[side], out, chosen))
+    return report(found["before"], found["after"])
+
+
+def report(
+    before: list[dict[str, tuple[float, int]]], after: list[dict[str, tuple[float, int]]]
+) -> int:
+    """Print what is slower, needs more memory or is gone; 1 if anything is."""
+    names = list(before[0])
+    lines = [f"{name}: no longer measured" for name in names if name not in after[0]]
+    kept = [n for n in names if all(n in run for run in (*before, *after))]
+    pairs = [([run[n][0] for run in before], [run[n][0] for run in after]) for n in kept]
+    growths = [statistics.median(b) - statistics.median(a) for a, b in pairs]
+    for name, (a, b), growth, flag in zip(kept, pairs, growths, slower(pairs), strict=True):
+        if flag:
+            old, new = (math.exp(statistics.median(runs)) for runs in (a, b))
+            lines.append(
+                f"{name}: {old:.3g} -> {new:.3g} of the reference's time ({math.exp(growth):.2f}×)"
+            )
+        old_bytes, new_bytes = before[0][name][1], after[0][name][1]
+        if new_bytes > 1.02 * old_bytes + 65536:  # a single small allocation more is no news
+            lines.append(f"{name}: peak {old_bytes / 2**20:.2f} -> {new_bytes / 2**20:.2f} MiB")
+    if growths:
+        typical = statistics.median(abs(growth) for growth in growths)
+        print(f"{len(kept)} providers, median difference {100 * typical:.1f}%")
+    print("\n".join(lines) or "nothing is slower beyond noise")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

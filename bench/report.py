@@ -1,386 +1,380 @@
-"""Result files to pages: ``python -m fastkd.bench.report`` writes docs/benchmarks.md and pictures.
+"""Pages of results: ``python -m bench.report`` fills README.md and docs/benchmarks.md.
 
-``python -m fastkd.bench.report --readme`` fills README.md between its two marker comments. Nothing
-on those pages is typed by hand.
+Results are pytest-benchmark's JSON, a file a machine, in bench/results/. Files named as arguments
+(``--benchmark-json``) are joined into their machine's file first. A figure is the median of all
+runs that a file holds.
 """
 
 import argparse
 import json
-import math
+import statistics
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fastkd.analysis.pictures import new_figure
+
 from . import suite
-from .harness import REFERENCE
-from .table import (
-    cells,
-    dtype,
-    error,
-    families,
-    mebibytes,
-    milliseconds,
-    sizes,
-    speed_up,
-    swept,
-    times,
-    width,
-)
+from .case import COMPILED, REFERENCE, Case
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = ROOT / "bench" / "results"
+README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/pictures"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-FASTKD = ("fastkd, CUDA graph", "fastkd triton", "fastkd cpp", "fastkd torch", "fastkd")
-NOT_MEASURED = "not measured"
-
-HOW = """\
-How to read the tables. Every time is in milliseconds, the median of interleaved rounds; ± is half
-the distance between the quartiles. "vs" says how many times as fast as that; ratios are taken
-within a round. The reference and fastkd are timed in several passes, each in its own process, of
-whose figures the median stands here; torch.compile (the reference, in several graphs where one
-breaks, which then is said) and the peers in the first pass. *Floor* is the
-larger of bytes over the copy bandwidth and operations over the matrix rate, both measured on the
-machine in the same run; what fits into a cache can beat it. Operations are products and sums: the
-exponentials and logarithms of soft targets, two to eight for a pair of logits and each twelve
-vector instructions or more on a CPU, are not among them, and the product of a matrix with its own
-transpose, as relations need it, counts half. *Memory* is the peak of the operation
-itself, beyond its inputs, gradients included. *Error* is the distance of value and gradients from
-the reference in float64, whichever is larger; a provider that is wrong is not timed, but for the
-reference itself (CCA's in float32, see [math.md](math.md)). "Own objective": a peer with another
-loss, whose time alone compares. On CUDA each sample starts from an idle GPU with a cold L2 cache,
-so launch costs count; *launches* are device kernels, on the CPU dispatched tensor operations.
-
-What the kernels should take on a GPU, from their compiled code, is in
-[estimates.md](estimates.md): `python -m tools.estimate --device h200`, predicted and not measured.
-
-Make your own: `make bench`, or `fastkd bench` where fastkd is installed; then
-`python -m fastkd.bench.report`. `python -m fastkd.bench.compare A.json B.json` says what of fastkd
-got worse.
-"""
-# Steps of `words`.
-MODES = {
-    "none": "both models, gradients of the student, no loss",
-    "heads": "`Distiller`",
-    "logits": "`Distiller(keep_logits=True)`",
+# One colour for each provider (Okabe and Ito); peers share one.
+COLOURS = {
+    REFERENCE: "#999999",
+    COMPILED: "#E69F00",
+    "fastkd torch": "#0072B2",
+    "fastkd cpp": "#D55E00",
+    "fastkd triton": "#009E73",
+    "fastkd, CUDA graph": "#56B4E9",
+    "fastkd": "#D55E00",
 }
-COLUMNS = (
-    "case", "provider", "forward", "backward", "both", "±",
-    "vs reference", "memory MiB", "launches", "× floor", "error",
-)  # fmt: skip
+PEER = "#CC79A7"
 
 
-def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """All result files, GPUs first."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        words = folder / "words" / path.name
-        found.append(json.loads(path.read_text()))
-        if words.is_file():
-            found[-1]["words"] = json.loads(words.read_text())
-    return sorted(found, key=lambda r: ("gpu" not in r["machine"], r["machine"]["name"]))
+def load(path: Path) -> dict[str, Any]:
+    """A result file with ``groups``: every group's providers by name, runs joined."""
+    result = json.loads(path.read_text())
+    runs: dict[str, dict[str, list[dict]]] = {}
+    for bench in result["benchmarks"]:
+        of_group = runs.setdefault(bench["group"], {})
+        of_group.setdefault(bench["extra_info"]["backend"], []).append(bench)
+    result["groups"] = {
+        group: {name: _joined(found) for name, found in providers.items()}
+        for group, providers in runs.items()
+    }
+    return result
 
 
-def page(results: list[dict[str, Any]], pictures: dict[str, list[Path]], folder: Path) -> str:
-    """docs/benchmarks.md."""
-    parts = ["# Benchmarks", HOW]
-    for result in results:
-        parts += [*machine_section(result), *step_section(result), *words_section(result)]
-        for loss in suite.LOSSES:
-            parts += loss_section(result, loss)
-        for picture in pictures.get(result["machine"]["name"], []):
-            parts.append(f"![{picture.stem}]({picture.relative_to(folder).as_posix()})")
-        parts += [*growth_section(result), *skipped_section(result)]
-    parts += unmeasured_section(results)
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+def _joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """``extra_info`` of a provider, with ``ms`` and ``ratio`` as medians over its runs."""
+    found = dict(runs[-1]["extra_info"])
+    found["ms"] = 1e3 * statistics.median(run["stats"]["median"] for run in runs)
+    ratios = [run["extra_info"]["ratio"] for run in runs if "ratio" in run["extra_info"]]
+    if ratios:
+        found["ratio"] = {
+            name: statistics.median(ratio[name] for ratio in ratios) for name in ratios[0]
+        }
+    return found
 
 
-def _device(result: dict[str, Any]) -> str:
-    return str(result["machine"].get("gpu") or result["machine"]["cpu"])
+def join(paths: Iterable[Path], folder: Path = RESULTS) -> Path:
+    """The file of the machine on which all of ``paths`` were measured, with their benchmarks."""
+    files = [json.loads(path.read_text()) for path in paths]
+    result = dict(files[-1], benchmarks=[bench for file in files for bench in file["benchmarks"]])
+    names = {file["machine_info"]["name"] for file in files}
+    if len(names) > 1:
+        raise ValueError(f"results of several machines: {', '.join(sorted(names))}")
+    # The floor is what the hardware can do: the best of all runs.
+    result["limits"] = {
+        name: max(file["limits"].get(name, 0.0) for file in files)
+        for name in {name for file in files for name in file["limits"]}
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{names.pop()}.json"
+    path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    return path
 
 
-def _where(result: dict[str, Any]) -> str:
-    """The device, and of a CPU how many threads were used."""
-    if "gpu" in result["machine"]:
-        return _device(result)
-    threads = result["machine"]["threads"]
-    return f"{_device(result)}, {threads} {'thread' if threads == 1 else 'threads'}"
+def best(providers: dict[str, Any]) -> dict[str, Any]:
+    """The fastest of fastkd's backends, or an empty entry."""
+    own = [p for name, p in providers.items() if name.startswith("fastkd")]
+    return min(own, key=lambda p: p["ms"], default={})
 
 
-def machine_section(result: dict[str, Any]) -> list[str]:
-    """Machine, versions, commit and limits."""
-    machine, limits = result["machine"], result["roofline"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rates = ", ".join(
-        f"{name.removesuffix('_ops_per_s')} {rate / 1e12:.3g} T operations/s"
-        for name, rate in limits.items()
-        if name.endswith("_ops_per_s")
-    )
-    return [
-        f"## {_where(result)}",
-        f"Commit {result['commit']}, {result['date']}; {machine['system']}; {versions}. "
-        f"Copy {limits['copy_bytes_per_s'] / 1e9:.3g} GB/s; {rates}.",
-    ]
+def floor_ms(result: dict[str, Any], p: dict[str, Any]) -> float:
+    limits = result["limits"]
+    return 1e3 * max(p["bytes"] / limits["copy"], p["operations"] / limits[p["dtype"]])
 
 
-def loss_section(result: dict[str, Any], loss: str) -> list[str]:
-    """One table: a line for each case and provider."""
-    rows = [row for row in result["rows"] if row["loss"] == loss and loss != "step"]
-    if not rows:
-        return []
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
-    for row in rows:
-        first = f"{row['title']}, {sizes(row)}, {row['dtype']}"
-        for name, r in row["providers"].items():
-            if "both" in r:
-                lines.append(f"| {' | '.join([first, *cells(row, name, r)])} |")
-                first = ""
-    return [f"### {loss}", "\n".join(lines)]
+def milliseconds(p: dict[str, Any]) -> str:
+    """Three digits that matter."""
+    if "ms" not in p:
+        return ""
+    return f"{p['ms']:.0f}" if p["ms"] >= 100 else f"{p['ms']:.3g}"
 
 
-def step_section(result: dict[str, Any]) -> list[str]:
-    """Whole steps: time relative to cross-entropy with the teacher's forward pass."""
+def times(value: float) -> str:
+    """A factor, with fewer decimals the larger it is."""
+    return f"{value:.{2 if value < 3 else 1 if value < 20 else 0}f}×"
+
+
+def faster(p: dict[str, Any], than: dict[str, Any] | None = None) -> str:
+    """How many times as fast as the reference, or as another provider of the group."""
+    if "ratio" not in p or (than is not None and "ratio" not in than):
+        return ""
+    other = than["ratio"] if than is not None else p["ratio"]
+    width = 50 * (other["q3"] - other["q1"]) / other["median"]
+    value = (than["ratio"]["median"] if than is not None else 1.0) / p["ratio"]["median"]
+    return f"{times(value)} ± {width:.0f}%"
+
+
+def memory(p: dict[str, Any], reference: dict[str, Any]) -> str:
+    """Peak memory as a percentage of the reference's."""
+    if not (p.get("peak_bytes") and reference.get("peak_bytes")):
+        return ""
+    return f"{100 * p['peak_bytes'] / reference['peak_bytes']:.0f}%"
+
+
+def mebibytes(p: dict[str, Any]) -> str:
+    return f"{p['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in p else ""
+
+
+def error(p: dict[str, Any]) -> str:
+    """The larger error; "" for a provider with an objective of its own."""
+    if "value_error" not in p:
+        return ""
+    errors = (p["value_error"], p["gradient_error"])
+    return "not finite" if None in errors else f"{max(errors):.0e}"
+
+
+def sizes(p: dict[str, Any] | Case) -> str:
+    given = p.sizes if isinstance(p, Case) else p["sizes"]
+    kind = str(p.dtype).removeprefix("torch.") if isinstance(p, Case) else p["dtype"]
+    short = {"float32": "fp32", "bfloat16": "bf16"}.get(kind, kind)
+    return f"{' '.join(f'{name}={value}' for name, value in given.items())}, {short}"
+
+
+def table(columns: str, rows: Iterable[tuple[str, ...]], text: int = 2) -> str:
+    """A Markdown table, the first ``text`` columns of which are words."""
+    count = columns.count("|") + 1
+    lines = [f"| {columns} |", "|" + "---|" * text + "---:|" * (count - text)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def where(result: dict[str, Any]) -> str:
+    """Processor and, of a CPU, the number of threads."""
+    machine = result["machine_info"]
+    if "gpu" in machine:
+        return machine["gpu"]
+    return f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+
+
+def commit(result: dict[str, Any]) -> str:
+    found = next(iter(result["benchmarks"]))["extra_info"]["commit"]
+    return f"commit {found}, {result['datetime'][:10]}"
+
+
+def readme(result: dict[str, Any] | None) -> str:
+    """README's table: the headline groups of one machine, with empty cells where none is given."""
+    rows = []
+    for case in (c for c in suite.cases(suite.CPU_SETS) if c.headline):
+        group = result["groups"].get(case.key, {}) if result else {}
+        reference, own = group.get(REFERENCE, {}), best(group)
+        cells = (
+            milliseconds(reference), milliseconds(own), faster(own),
+            faster(own, group.get(COMPILED, {})), memory(own, reference),
+        )  # fmt: skip
+        rows.append((f"{case.loss}: {case.title}", sizes(case), *cells))
+    columns = "loss | sizes | reference ms | fastkd ms | vs reference | vs torch.compile "
+    columns += "| memory, of the reference's"
+    about = "Not measured yet: `make bench`."
+    if result:
+        torch = result["machine_info"]["versions"]["torch"]
+        about = f"{where(result)}, torch {torch}, {commit(result)}:"
+    return f"{about}\n\n{table(columns, rows)}"
+
+
+def fill(text: str, part: str) -> str:
+    """``text`` with everything between the markers replaced by ``part``."""
+    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
+        raise ValueError(f"the page needs the two lines {START} and {END}, in this order")
+    before, _, rest = text.partition(START)
+    return f"{before}{START}\n{part}\n{END}{rest.partition(END)[2]}"
+
+
+def headlines(result: dict[str, Any]) -> str:
+    """The headline groups of one machine."""
+    rows = []
+    for providers in result["groups"].values():
+        reference = providers.get(REFERENCE, {})
+        if reference.get("headline"):
+            own = best(providers)
+            floor = f"{own['ms'] / floor_ms(result, own):.1f}" if own else ""
+            rows.append((
+                f"{reference['loss']}: {reference['title']}", sizes(reference),
+                milliseconds(reference), milliseconds(providers.get(COMPILED, {})),
+                milliseconds(own), own.get("backend", "").removeprefix("fastkd").strip(" ,"),
+                faster(own), floor, mebibytes(own), memory(own, reference), error(own),
+            ))  # fmt: skip
+    columns = "loss | sizes | reference ms | torch.compile ms | fastkd ms | backend | vs reference "
+    return table(columns + "| × floor | MiB | of the reference's | error", rows)
+
+
+def peers(result: dict[str, Any]) -> str:
+    """Every other package, against fastkd in the same group."""
+    rows = []
+    for providers in result["groups"].values():
+        own = best(providers)
+        for name, p in providers.items():
+            if p["loss"] not in ("heads", "step") and _is_peer(name) and own:
+                rows.append((
+                    f"{p['loss']}: {p['title']}", sizes(p), name, milliseconds(p),
+                    milliseconds(own), faster(own, p), mebibytes(p), mebibytes(own), error(p),
+                ))  # fmt: skip
+    columns = "loss | sizes | package | its ms | fastkd ms | fastkd vs it | its MiB | fastkd MiB "
+    return table(columns + "| its error", rows, text=3) if rows else ""
+
+
+def _is_peer(name: str) -> bool:
+    return name not in COLOURS and not name.startswith("reference")
+
+
+def heads(result: dict[str, Any]) -> str:
+    """LM heads: milliseconds, MiB and error, a line a size and a column a provider."""
     parts = []
-    for row in (row for row in result["rows"] if row["loss"] == "step"):
-        lines = [
-            "| method | ms a step | of the plain step's time | memory MiB |",
-            "|---|---:|---:|---:|",
+    groups = [g for g in result["groups"].values() if next(iter(g.values()))["loss"] == "heads"]
+    for title in dict.fromkeys(next(iter(group.values()))["title"] for group in groups):
+        chosen = [g for g in groups if next(iter(g.values()))["title"] == title]
+        names = list(dict.fromkeys(name for group in chosen for name in group))
+        rows = [
+            (sizes(next(iter(group.values()))), *(_head(group.get(name)) for name in names))
+            for group in chosen
         ]
-        for name, r in row["providers"].items():
-            if "both" in r:
-                label = "cross-entropy, teacher forward" if name == REFERENCE else name
-                ratio = "-"
-                if "ratio" in r:
-                    ratio = f"{r['ratio']['median']:.2f}× ± {width(r['ratio'])}"
-                lines.append(
-                    f"| {label} | {milliseconds(r['both']['median'])} | {ratio} | {mebibytes(r)} |"
-                )
-        parts += [
-            "### A whole training step",
-            f"{sizes(row)}, {row['dtype']}; forward, backward and AdamW. LRCBERT's perturbation is "
-            "a second pass of the student by its definition.",
-            "\n".join(lines),
-        ]
-    return parts
-
-
-def words_section(result: dict[str, Any]) -> list[str]:
-    """Peak memory of a step of two language models, and their heads beside what else there is."""
-    if "words" not in result:
-        return []
-    words = result["words"]
-    peaks, sizes = words["peak_mib"], words["sizes"]
-    lines = ["| a step of | peak MiB | of the models' |", "|---|---:|---:|"]
-    lines += [
-        f"| {MODES[mode]} | {peak} | {peak / peaks['none']:.2f}× |" for mode, peak in peaks.items()
-    ]
-    named = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    return [
-        "### Memory of a step of two language models",
-        f"Decoders of Qwen2's form in float32, {named} (hidden sizes, tokens in 2 rows); the whole "
-        f"process's peak, Python and torch included. Commit {words['commit']}, {words['date']}.",
-        "\n".join(lines),
-        *heads_section(words),
-    ]
-
-
-def heads_section(words: dict[str, Any]) -> list[str]:
-    """Milliseconds, memory and error of every loss from a head: a line a size, a column a peer."""
-    parts = []
-    for title in dict.fromkeys(row["title"] for row in words.get("rows", ())):
-        rows = [row for row in words["rows"] if row["title"] == title]
-        names = list(dict.fromkeys(
-            name for row in rows for name, r in row["providers"].items() if "both" in r
-        ))  # fmt: skip
-        shown = ("plain torch" if name == REFERENCE else name for name in names)
-        lines = [
-            f"| rows, V, dtype | {' | '.join(shown)} |",
-            "|---|" + "---|" * len(names),
-        ]
-        for row in rows:
-            size = f"{row['sizes']['rows']}, {row['sizes']['V']}, {dtype(row)}"
-            cells = (_of_head(row["providers"].get(name, {})) for name in names)
-            lines.append(f"| {size} | {' | '.join(cells)} |")
-        parts += [f"#### {title[0].upper()}{title[1:]}", "\n".join(lines)]
-    if parts:
-        parts.insert(
-            0,
-            "Losses and their gradients, 256 features a side: milliseconds of forward and "
-            "backward, peak MiB beyond the inputs, and in brackets the error against float64. "
-            f"{words['machine']['threads']} threads, the median of at least 3 interleaved rounds; "
-            "plain torch multiplies in the inputs' dtype, and so rounds logits in bf16, as do its "
-            "own function and the peers; fastkd's leave the product in float32.",
-        )
-    return parts
-
-
-def _of_head(r: dict[str, Any]) -> str:
-    if "both" not in r:
-        return "refused: wrong" if "refused" in r else "-"
-    return f"{milliseconds(r['both']['median'])} ms, {mebibytes(r)} ({error(r)})"
-
-
-def growth_section(result: dict[str, Any]) -> list[str]:
-    """How time grows along each sweep: the exponent between its smallest and largest size."""
-    lines = []
-    for (loss, title, sweep), rows in families(result["rows"]).items():
-        first, last = rows[0], rows[-1]
-        a, b = swept(first), swept(last)
-        exponents = [
-            f"{name} {math.log(later['both']['median'] / r['both']['median'], b / a):.2f}"
-            for name, r in first["providers"].items()
-            if "both" in r and "both" in (later := last["providers"].get(name, {}))
-        ]
-        if b > a and exponents:
-            lines.append(
-                f"- {loss}: {title}, {sweep} from {a} to {b}, time ∝ {sweep}^x with x = "
-                f"{', '.join(exponents)}"
-            )
-    return ["### Growth", "\n".join(lines)] if lines else []
-
-
-def skipped_section(result: dict[str, Any]) -> list[str]:
-    """What did not run there, and why; the same reason once."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in result["rows"]:
-        for name, r in row["providers"].items():
-            if "both" not in r:
-                reason = r.get("refused") or r["skipped"]
-                reasons.setdefault((name, reason), []).append(f"{row['loss']}: {row['title']}")
-    lines = []
-    for (name, reason), where in reasons.items():
-        places = "everywhere" if len(where) > 12 else "; ".join(dict.fromkeys(where))
-        lines.append(f"- {name}: {reason} ({places})")
-    return ["### Did not run here", "\n".join(lines)] if lines else []
-
-
-def unmeasured_section(results: list[dict[str, Any]]) -> list[str]:
-    """Cases of the suite that no result file holds; those for GPUs have to come from one."""
-    rows = [(r, row) for r in results for row in (*r["rows"], *r.get("words", {}).get("rows", ()))]
-    measured = {("gpu" in r["machine"], row["key"]) for r, row in rows}
-    anywhere = {key for _, key in measured}
-    missing: dict[str, list[str]] = {}
-    for case in suite.every_case():
-        on_gpu = case.set in suite.CUDA_SETS
-        if (case.key not in anywhere) if not on_gpu else ((True, case.key) not in measured):
-            missing.setdefault(case.set, []).append(case.key)
-    if not missing:
-        return []
-    parts = ["## Not measured yet", "No result file holds these cases."]
-    if not any("gpu" in result["machine"] for result in results):
-        parts.append("No GPU was at hand: every figure of the Triton backend is among them.")
-    for name, keys in missing.items():
-        cells = "\n".join(f"- {key.replace('/', ', ')}" for key in keys)
-        head = f"<summary>set {name}: {len(keys)} cases</summary>"
-        parts.append(f"<details>{head}\n\n{cells}\n\n</details>")
-    return parts
-
-
-def readme_table(results: list[dict[str, Any]]) -> str:
-    """The headline rows of every machine; of a CPU, with the most threads."""
-    parts = []
-    most: dict[str, dict[str, Any]] = {}
-    for result in results:
-        best = most.setdefault(_device(result), result)
-        if result["machine"]["threads"] > best["machine"]["threads"]:
-            most[_device(result)] = result
-    for result in most.values():
-        versions = result["versions"]
-        lines = [
-            "| loss | sizes | reference ms | fastkd ms | vs reference | vs torch.compile "
-            "| memory, of the reference's |",
-            "|---|---|---:|---:|---:|---:|---:|",
-        ]
-        for row in result["rows"]:
-            if row.get("headline") and row["loss"] != "step":
-                lines.append(headline(row))
-        parts += [
-            f"{_where(result)}, torch {versions['torch']}, commit {result['commit']}, "
-            f"{result['date']}:",
-            "\n".join(lines),
-            *(_steps_sentence(row) for row in result["rows"] if row["loss"] == "step"),
-        ]
-    if not any("gpu" in result["machine"] for result in results):
-        parts.append("GPU figures: not measured yet (`make gpu-check` makes them).")
+        parts += [f"**{title}**", table(" | ".join(["sizes", *names]), rows, text=1)]
     return "\n\n".join(parts)
 
 
-def headline(row: dict[str, Any]) -> str:
-    """One line of the README's table: the fastest of fastkd's backends."""
-    providers = row["providers"]
-    ours = [providers[n] for n in FASTKD if "both" in providers.get(n, {})]
-    best: dict[str, Any] = min(ours, key=lambda r: r["both"]["median"], default={})
-    reference = providers[REFERENCE]
-    compiled = providers.get("torch.compile", {})
-    against = NOT_MEASURED
-    if "ratio" in compiled and "ratio" in best:
-        # Both against the reference of the same rounds: fastkd has more passes.
-        against = times(compiled["ratio"]["median"] / best["ratio"]["median"])
-        against += f" ± {width(compiled['ratio'])}"
-    against_reference = share = NOT_MEASURED
-    if "ratio" in best:
-        against_reference = f"{speed_up(best)} ± {width(best['ratio'])}"
-    with_memory: dict[str, Any] = next((r for r in ours if "peak_bytes" in r), {})
-    if with_memory and reference.get("peak_bytes"):
-        share = f"{with_memory['peak_bytes'] / reference['peak_bytes']:.0%}"
-    return (
-        f"| {row['loss']}: {row['title']} | {sizes(row)}, {dtype(row)} | {_median(reference)} "
-        f"| {_median(best)} | {against_reference} "
-        f"| {against} | {share} |"
-    )
+def _head(p: dict[str, Any] | None) -> str:
+    return f"{milliseconds(p)} ms, {mebibytes(p)} MiB ({error(p)})" if p else ""
 
 
-def fill_readme(text: str, table: str) -> str:
-    """``text`` with everything between the markers replaced by ``table``."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise ValueError(f"README.md needs the two lines {START} and {END}, in this order")
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
-    return f"{before}{START}\n{table}\n{END}{after}"
+def steps(result: dict[str, Any]) -> str:
+    """Whole steps, relative to the reference step."""
+    parts = []
+    for providers in result["groups"].values():
+        first = next(iter(providers.values()))
+        if first["loss"] == "step":
+            rows = []
+            for name, p in providers.items():
+                ratio = p.get("ratio")
+                of_plain = f"{ratio['median']:.2f}×" if ratio and name != REFERENCE else ""
+                reference = providers.get(REFERENCE, {})
+                rows.append((name, milliseconds(p), of_plain, mebibytes(p), memory(p, reference)))
+            columns = "step | ms | of the reference's time | MiB | of the reference's memory"
+            parts += [f"**{first['title']}**, {sizes(first)}", table(columns, rows, text=1)]
+    return "\n\n".join(parts)
 
 
-def _median(result: dict[str, Any]) -> str:
-    return milliseconds(result["both"]["median"]) if "both" in result else NOT_MEASURED
+def growth(result: dict[str, Any], loss: str, folder: Path) -> str:
+    """Picture of time and memory against the growing size of ``loss``, or "" without a sweep."""
+    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for providers in result["groups"].values():
+        first = next(iter(providers.values()))
+        if first["loss"] == loss and first["sweep"]:
+            families.setdefault((first["title"], first["sweep"]), []).append(providers)
+    families = {family: groups for family, groups in families.items() if len(groups) > 1}
+    if not families:
+        return ""
+    figure = new_figure(8.6, 3.1 * len(families) + 0.5)
+    axes = figure.subplots(len(families), 2, squeeze=False)
+    for row, ((title, sweep), groups) in zip(axes, families.items(), strict=True):
+        quantities: list[tuple[str, Callable[[dict], float | None]]] = [
+            ("ms, forward + backward", lambda p: p["ms"]),
+            ("peak MiB", lambda p: p.get("peak_bytes", 0) / 2**20 or None),
+        ]
+        for ax, (text, value) in zip(row, quantities, strict=True):
+            _curves(ax, groups, sweep, value)
+            ax.set_xlabel(sweep)
+            ax.set_ylabel(text)
+            ax.set_title(f"{loss}: {title}", fontsize=10)
+            ax.grid(alpha=0.3, which="both")
+        floors = [floor_ms(result, next(iter(group.values()))) for group in groups]
+        row[0].plot([_swept(g, sweep) for g in groups], floors, "k:", label="floor", lw=1)
+        row[0].legend(fontsize=7)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"growth-{loss}.png"
+    figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
+    return f"![Growth of {loss} with size](pictures/{path.name})"
 
 
-def _steps_sentence(row: dict[str, Any]) -> str:
-    steps = (
-        f"{name} {r['ratio']['median']:.2f}×"
-        for name, r in row["providers"].items()
-        if "ratio" in r and name != REFERENCE
-    )
-    return (
-        f"A whole training step ({sizes(row)}, {row['dtype']}) against cross-entropy with the "
-        f"teacher's forward pass: {', '.join(steps)}."
-    )
+def _curves(ax: Any, groups: list[dict], sweep: str, value: Callable[[dict], float | None]) -> None:
+    for name in dict.fromkeys(name for group in groups for name in group):
+        points = [
+            (_swept(group, sweep), found)
+            for group in groups
+            if name in group and (found := value(group[name]))
+        ]
+        if points:
+            colour = COLOURS.get(name, PEER)
+            ax.plot(*zip(*points, strict=True), "o-", color=colour, label=name, ms=4)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ticks = [_swept(group, sweep) for group in groups]
+    ax.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+
+
+def _swept(group: dict[str, Any], sweep: str) -> int:
+    """Value of the growing size; D stands for the hidden sizes of teacher and student."""
+    given = next(iter(group.values()))["sizes"]
+    return given.get(sweep, given.get("Ds"))
+
+
+def page(results: list[dict[str, Any]], pictures: Path) -> str:
+    """Sections of docs/benchmarks.md; growth is drawn from the first result."""
+    parts = []
+    for result in results:
+        limits = dict(result["limits"])
+        copy = limits.pop("copy") / 1e9
+        rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in sorted(limits.items()))
+        versions = ", ".join(f"{n} {v}" for n, v in result["machine_info"]["versions"].items())
+        parts += [
+            f"## {where(result)}",
+            f"{commit(result)[0].upper()}{commit(result)[1:]}; {versions}. Copy {copy:.3g} GB/s; "
+            f"matrix products {rates} T operations/s.",
+            headlines(result),
+        ]
+        for title, section in (
+            ("Beside other packages", peers(result)),
+            ("Heads of language models", heads(result)),
+            ("Whole training steps", steps(result)),
+        ):
+            if section:
+                parts += [f"### {title}: {where(result)}", TEXTS.get(title, ""), section]
+    drawn = [growth(results[0], loss, pictures) for loss in suite.LOSSES] if results else []
+    if any(drawn):
+        parts += [f"## Growth with size: {where(results[0])}", *drawn]
+    if not results:
+        parts.append("No result file is there yet: `make bench` writes one.")
+    return "\n\n".join(part for part in parts if part)
+
+
+TEXTS = {
+    "Heads of language models": (
+        "Losses and their gradients from hidden states and vocabulary heads: milliseconds of "
+        "forward and backward, peak MiB beyond the inputs, and in brackets the error. Plain "
+        "PyTorch, torch's own function and the peers multiply in the inputs' dtype, which rounds "
+        "logits in bf16; fastkd keeps the product in float32."
+    ),
+    "Whole training steps": (
+        "Encoders: forward, backward and AdamW; the reference step runs the teacher and trains on "
+        "labels only. LRCBERT's perturbation is a second pass of the student by its definition. "
+        "Decoders: forward and backward; the reference runs both bodies without the vocabulary "
+        "heads, with the gradient of the student's head."
+    ),
+}
+
+
+def order(result: dict[str, Any]) -> tuple[bool, int, str]:
+    """GPUs first, then CPUs with most threads, the newest first."""
+    machine = result["machine_info"]
+    return "gpu" in machine, machine["threads"], result["datetime"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page, or fill the README."""
-    parser = argparse.ArgumentParser(prog="python -m fastkd.bench.report", description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
-    parser.add_argument("--readme", action="store_true", help="fill README.md instead")
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="of pytest's --benchmark-json")
     options = parser.parse_args(arguments)
-    results = load(options.results)
-    if not results:
-        print(f"no result file in {options.results}; run make bench first", file=sys.stderr)
-        return 2
-    if options.readme:
-        path = ROOT / "README.md"
-        try:
-            path.write_text(fill_readme(path.read_text(), readme_table(results)))
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        print(path)
-        return 0
-    from .plots import draw
-
-    folder = options.out.parent
-    pictures = {result["machine"]["name"]: draw(result, folder / "pictures") for result in results}
-    folder.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page(results, pictures, folder))
-    print(options.out)
+    if options.files:
+        print(join(options.files, RESULTS))
+    results = sorted(map(load, RESULTS.glob("*.json")), key=order, reverse=True)
+    on_cpu = [result for result in results if "gpu" not in result["machine_info"]]
+    README.write_text(fill(README.read_text(), readme(on_cpu[0] if on_cpu else None)))
+    PAGE.write_text(fill(PAGE.read_text(), page(results, PICTURES)))
+    print(README, PAGE, sep="\n")
     return 0
 
 

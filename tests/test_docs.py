@@ -34,7 +34,9 @@ RUN_BY = {
     ".venv/bin/python -m tests.fuzz": "test_fuzz.py::test_random_calls_agree_with_the_oracles",
     ".venv/bin/python -m tools.compile_report": "kernels/test_compile.py::test_compiles_without_",
     "python -m tools.estimate": "tools/test_estimate.py::test_a_case_without_a_gpu",
-    ".venv/bin/fastkd bench ": "bench/test_suite.py::test_sets_and_losses",
+    "pytest bench": "bench/test_suite.py::test_a_group_is_timed_and_reported",
+    ".venv/bin/pytest bench": "bench/test_suite.py::test_a_group_is_timed_and_reported",
+    "pytest-benchmark compare": "bench/test_report.py::test_runs_are_joined_by_machine",
 }
 
 
@@ -87,7 +89,7 @@ def started(words, monkeypatch):
         "cli.evaluate_command.evaluate", "cli.predict_command.predict",
         "cli.export_command.export", "cli.analyze_command.run", "cli.cache_command.write",
         "cli.verify_command.verify",
-        "bench.runner.run", "cli.study_command.run", "train.stages.read",
+        "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)
     return CliRunner().invoke(app, words).stderr

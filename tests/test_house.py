@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest up; a module imports from its own floor and those below.
 FLOORS = (
     "_core", "kernels", "_torch", "",
-    "analysis", "distill", "integrations", "train", "study", "bench", "cli", "tools", "tests",
+    "analysis", "distill", "integrations", "train", "study", "cli", "bench", "tools", "tests",
 )  # fmt: skip
-FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS[:-2]}
+OUTSIDE = FLOORS[-3:]  # folders beside the package
+FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS if floor not in OUTSIDE}
 FOLDERS["train.tasks"] = ROOT / "fastkd/train/tasks"
 
 
@@ -30,7 +31,7 @@ def sources() -> dict[str, Path]:
         for path in sorted(folder.glob("*.py")):
             name = ".".join(("fastkd", *filter(None, (floor, path.stem.replace("__init__", "")))))
             found[name] = path
-    for folder in FLOORS[-2:]:
+    for folder in OUTSIDE:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
@@ -49,7 +50,7 @@ def floor(module: str) -> int:
     if module == "fastkd.__main__":
         return FLOORS.index("cli")
     parts = module.split(".")
-    if parts[0] in FLOORS[-2:]:
+    if parts[0] in OUTSIDE:
         return FLOORS.index(parts[0])
     name = parts[1] if len(parts) > 1 else ""
     return FLOORS.index(name if name in FLOORS else "")
@@ -107,7 +108,7 @@ def test_imports_form_no_circle():
 
 
 def test_no_module_has_two_names():
-    """bench/ and kernels/ are the package's; imported by the folder they would exist twice."""
+    """kernels/ is the package's; imported by the folder it would exist twice."""
     for module, path in SOURCES.items():
         named = set()
         for node in ast.walk(parsed(path)):
@@ -115,7 +116,7 @@ def test_no_module_has_two_names():
                 named.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 named.add(node.module or "")
-        twice = {name for name in named if name.partition(".")[0] in ("bench", "kernels")}
+        twice = {name for name in named if name.partition(".")[0] == "kernels"}
         assert not twice, f"{module} imports {twice}"
 
 
@@ -135,7 +136,7 @@ def test_what_is_imported_is_declared():
     """Not what another package happens to bring; triton comes with a torch that can use it."""
     project = read_configuration(ROOT / "pyproject.toml")["project"]
     asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    known = {Requirement(line).name for line in asked} | {"fastkd", "triton"}
+    known = {Requirement(line).name for line in asked} | {"fastkd", "bench", "triton"}
     for module, path in SOURCES.items():
         if floor(module) < FLOORS.index("tools"):
             names = {name.partition(".")[0] for name in imported(module)}

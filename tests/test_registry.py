@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fastkd
+from bench import suite
 from fastkd import functional
 from fastkd._core.registry import LOSSES
-from fastkd.bench import suite
 from tests.losses import FILES, subjects
 from tools import calls
 
@@ -53,7 +53,7 @@ class TestRow:
             assert file.exists(), f"there is no {file.name}"
 
     def test_it_has_a_benchmark(self, loss):
-        assert loss.name in suite.LOSSES, f"there is no bench/{loss.name}.py"
+        assert loss.name in suite.LOSSES, f"there is no bench/test_{loss.name}.py"
 
     def test_it_is_documented(self, loss):
         readme, choice, contract = (

@@ -24,7 +24,6 @@ COMMANDS = {
     "analyze": "cli.command_settings.AnalyzeSettings",
     "demo": "cli.command_settings.DemoSettings",
     "study": "study.study_settings.StudySettings",
-    "bench": "cli.command_settings.BenchSettings",
     "doctor": "cli.typer_commands.NoOptions",
 }
 PLACEHOLDERS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", Mapping: "NAME=VALUE"}

@@ -1,10 +1,9 @@
 """Predict the benchmark's cases on a GPU that is not there: *predicted, not measured*.
 
 ``python -m tools.estimate [--device h100|h200|a100] [--set ...] [--only ...]`` prints a line for
-each case; ``--page FILE`` writes docs/estimates.md. ``make gpu-check`` on that GPU prints them
-beside what it measures. It runs the cases on tensors without data (tools/dry_cuda.py) and
-compiles what they start, so it needs the repository and Triton, and no GPU. `prediction` has the
-arithmetic.
+each case; ``--page FILE`` writes docs/estimates.md. It runs the cases on tensors without data
+(tools/dry_cuda.py) and compiles what they start, so it needs the repository and Triton, and no GPU.
+`prediction` has the arithmetic.
 """
 
 import argparse
@@ -16,14 +15,11 @@ from typing import Any, NamedTuple
 
 import tomllib
 
-from fastkd.bench import suite
-from fastkd.bench.passes import code_digest
-from fastkd.bench.runner import split, write
+from bench import suite
 
 from .prediction import GPUS, LATENCY, LAUNCH, REACHED, SCHEDULERS, Gpu, predict
 
 TEXTS = Path(__file__).with_name("estimates")
-KEPT = Path(__file__).resolve().parents[1] / "build" / "estimates"
 SHOWN = "soft_targets/forward KL/rows8192 V152064/bfloat16"  # whose arithmetic stands in full
 
 
@@ -166,19 +162,9 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def keep(name: str, rows: list[dict[str, Any]]) -> None:
-    """Put predictions for the GPU ``name`` where `kept` finds them, beside earlier ones."""
-    milliseconds = kept(name) | {row["key"]: row["predicted_ms"] for row in rows}
-    write(KEPT / f"{name}.json", {"code": code_digest(), "predicted_ms": milliseconds})
-
-
-def kept(gpu: str) -> dict[str, float]:
-    """Milliseconds by case, if they were estimated for this GPU from this code."""
-    for file in KEPT.glob("*.json"):
-        found = json.loads(file.read_text())
-        if file.stem in gpu.lower() and found["code"] == code_digest():
-            return found["predicted_ms"]
-    return {}
+def split(text: str) -> list[str]:
+    """Names of a comma-separated list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -199,7 +185,6 @@ def main(arguments: list[str] | None = None) -> int:
     for prediction in predict(gpu, cases):
         rows.append(prediction.row())
         print(json.dumps(rows[-1]) if options.json else line(rows[-1]), flush=True)
-    keep(gpu.name, rows)
     if options.page:
         options.page.write_text(page(gpu, rows))
     return 0

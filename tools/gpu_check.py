@@ -9,6 +9,7 @@ says whether all passed. ``make gpu-check`` twice, with ``--only build,tests,gra
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -25,11 +26,9 @@ from pathlib import Path
 
 import torch
 
-from fastkd.bench import harness, runner, suite
-from fastkd.bench.harness import Case, Provider
-from fastkd.bench.passes import PassFailed
-
-from . import estimate
+from bench import suite
+from bench.case import Case, GraphBound, Provider
+from bench.measure import one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 PARITY = (
@@ -43,6 +42,7 @@ PARITY = (
 # Compilers need no GPU, and graphs are a stage of their own.
 WITHOUT = "not compil and not graph and not inductor"
 GRAPH_SECONDS = 60.0  # for one capture; a hang ends there
+STOPPING = 10.0  # seconds in which an interrupted command writes its results
 
 
 @dataclass(frozen=True)
@@ -118,23 +118,22 @@ def bits(job: Job) -> bool:
 
 
 def bench(job: Job) -> bool:
-    """The GPU sets by priority, as many cases as there is time for."""
-    try:
-        results = runner.run(
-            runner.split(job.options.set),
-            device="cuda",
-            out=job.options.out,
-            commit=job.options.commit,
-            resume=job.options.resume,
-            seconds=job.options.seconds,
-            passes=job.options.passes,
-            budget=job.seconds,
-            predicted=estimate.kept(torch.cuda.get_device_name()),
-        )
-    except PassFailed as error:
-        print(error)
-        return False
-    return not results.get("left")
+    """The GPU sets by priority, a result file each; what an interrupted set has is in it too."""
+    end = time.monotonic() + job.seconds - STOPPING
+    environment = {"FASTKD_COMMIT": job.options.commit} if job.options.commit else {}
+    finished = True
+    for name in chosen(job.options.set) or suite.CUDA_SETS:
+        out = job.out / f"bench-{name}.json"
+        if job.options.resume and out.exists():
+            continue
+        partial = out.with_suffix(".partial.json")
+        arguments = ["-m", "pytest", "bench", "-m", name, "-rs", f"--benchmark-json={partial}"]
+        left = Job(job.options, max(end - time.monotonic(), 0.0))
+        if not command(left, sys.executable, *arguments, environment=environment):
+            finished = False
+        elif partial.exists():
+            partial.rename(out)
+    return finished
 
 
 def sanitizer(job: Job) -> bool:
@@ -200,9 +199,12 @@ def command(job: Job, *arguments: str, environment: dict[str, str] | None = None
             return process.wait(job.seconds) == 0
         except subprocess.TimeoutExpired:
             print(f"not finished after {job.seconds:.0f} s: stopped; --resume goes on")
+            process.send_signal(signal.SIGINT)  # pytest then writes what it has
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOPPING)
             return False
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
 
 
@@ -263,6 +265,11 @@ def read_lines(path: Path) -> dict[str, str]:
     return {row["name"]: row["problem"] for row in rows}
 
 
+def chosen(names: str) -> list[str]:
+    """Names of a comma-separated list."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def pairs() -> dict[str, tuple[Case, Provider]]:
     """Toy sizes of every loss, title and dtype, and the BERT sizes, with fastkd's own backends."""
     cases = [suite.toy(case) for case in suite.every_case()] + suite.cases(["bert"])
@@ -281,7 +288,7 @@ def capture(device: torch.device) -> None:
         try:
             problem = graph_problem(case, provider, device)
         except Exception as error:
-            problem = f"{type(error).__name__}: {harness.one_line(error)}"
+            problem = f"{type(error).__name__}: {one_line(error)}"
         print(json.dumps(problem), flush=True)
         if problem:
             break  # a failed capture leaves the device unusable
@@ -293,7 +300,7 @@ def graph_problem(case: Case, provider: Provider, device: torch.device) -> str:
         return ""
     bound = provider.bind(case.make(device=device, dtype=case.dtype, **case.sizes))
     bound.step()
-    captured = harness.GraphBound(bound)
+    captured = GraphBound(bound)
     for what in ("", " for other inputs, which it has to read anew"):
         loss, grads = bound.step()
         replayed_loss, replayed = captured.step()
@@ -336,13 +343,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STAGES)}")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")
-    parser.add_argument("--out", default=str(ROOT / "bench" / "results"), help="folder of results")
+    parser.add_argument("--out", default=str(ROOT / "runs" / "gpu"), help="folder of results")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
     parser.add_argument("--set", default="", help="size sets of the benchmark; all if empty")
     parser.add_argument("--commit", help="recorded where git can't tell")
     parser.add_argument("--resume", action="store_true", help="go on where the last call ended")
-    parser.add_argument("--seconds", type=float, default=2.0, help="timing budget of one case")
-    parser.add_argument("--passes", type=int, help="how often every case is timed")
     parser.add_argument("--digest", choices=("toy", "full"), help="print digests and stop")
     parser.add_argument("--capture", action="store_true", help="capture the cases asked for")
     options = parser.parse_args(arguments)
@@ -356,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.capture:
         capture(torch.device("cuda"))
         return 0
-    only = runner.split(options.only) or tuple(STAGES)
+    only = chosen(options.only) or tuple(STAGES)
     if unknown := [name for name in only if name not in STAGES]:
         parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
     Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastkd.bench.harness import Case
+from bench.case import Case
 
 from .machine_code import Assumed, InMemory, Launch, Site, compiled, executed, work
 

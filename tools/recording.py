@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fastkd.bench.harness import Case
+from bench.case import Case
 
 from . import dry_cuda
 from .compile_report import Form

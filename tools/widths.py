@@ -17,7 +17,7 @@ from pathlib import Path
 
 import triton
 
-from fastkd.bench import suite
+from bench import suite
 from tools.compile_report import PROVEN, ROOT, WIDTHS, Form, note_proven
 from tools.machine_code import BITS, Launch, compiled, source_lines
 from tools.recording import Recorder

@@ -92,7 +92,9 @@ def _commit() -> str:
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             raise FileNotFoundError(ROOT)
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
+        # Results and their pages are what a measurement changes.
+        results = (":!bench/results", ":!docs", ":!README.md")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *results)
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return f"fastkd {importlib.metadata.version('fastkd')}"

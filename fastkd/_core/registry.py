@@ -42,7 +42,7 @@ class Kernels:
 class Loss:
     """One row of the registry."""
 
-    name: str  # fastkd/<name>.py, bench/<name>.py, tests/test_<name>.py, tests/losses/<name>.py
+    name: str  # fastkd/<name>.py, bench/ and tests/test_<name>.py, tests/losses/<name>.py
     title: str
     paper: str = ""
     functions: Mapping[str, Inputs] = field(default_factory=dict)  # losses with a `*_ref`

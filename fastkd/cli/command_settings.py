@@ -46,24 +46,6 @@ class DemoSettings(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Checked):
-    set: str = option("", "Size sets, separated by commas; by device if empty.")
-    only: str = option("", "Losses, separated by commas; all if empty.")
-    device: str = option(
-        "auto",
-        "auto, cpu or cuda.",
-        choices=("auto", "cpu", "cuda"),
-    )
-    out: Path = option(Path("runs/bench"), "Result file, or a directory for <machine>.json.")
-    plot: Path | None = option(None, "Directory for pictures.")
-    seconds: float = option(1.5, "Timing budget of one case.", above=0)
-    passes: int | None = option(
-        None, "How often every case is timed; by device if not given.", least=1
-    )
-    resume: bool = option(False, "Continue an interrupted run.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class AnalyzeSettings(ColumnOptions):
     model: str = option(..., "Model, a teacher for instance: a directory or a hub name.")
     student: str | None = option(None, "A student to compare with it.")

@@ -22,7 +22,6 @@ from fastkd.train.launcher import first, launched
 if TYPE_CHECKING:
     from fastkd.cli.command_settings import (
         AnalyzeSettings,
-        BenchSettings,
         CacheSettings,
         DemoSettings,
         EvaluateSettings,
@@ -45,7 +44,6 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, o
 # How a command that was stopped goes on with what it has saved.
 GOES_ON = {
     "distill": ", --resume continues the run",
-    "bench": ", --resume continues the run",
     "study": ", the same command goes on",
     "demo": ", the same command goes on",
     "cache": ", the same command goes on",
@@ -279,34 +277,6 @@ def doctor(settings: NoOptions, console: Console) -> bool:
     from fastkd.cli.doctor import examine
 
     return examine(functools.partial(say, console))
-
-
-@_command("cli.command_settings.BenchSettings", (), alone=True)
-def bench(settings: "BenchSettings", console: Console) -> None:
-    """Time every loss here: reference, torch.compile, fastkd's backends and peers."""
-    from fastkd.bench import passes, runner
-    from fastkd.train.saving import check_directory, locked
-
-    out = settings.out
-    try:
-        if settings.plot is not None:
-            require("matplotlib", "train")
-            check_directory("--plot", settings.plot)
-        with locked(out.parent if out.suffix == ".json" else out):
-            runner.run(
-                runner.split(settings.set),
-                runner.split(settings.only),
-                None if settings.device == "auto" else settings.device,
-                out,
-                settings.plot,
-                resume=settings.resume,
-                seconds=settings.seconds,
-                passes=settings.passes,
-            )
-    except runner.WrongChoice as error:
-        raise InputError(str(error)) from error
-    except passes.PassFailed as error:
-        raise RunFailed(str(error)) from error
 
 
 @_command("study.study_settings.StudySettings", (*TRAINING, "matplotlib"))

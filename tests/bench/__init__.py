@@ -1,8 +1,8 @@
-"""A case of the benchmarks that takes no time."""
+"""A tiny benchmark case."""
 
 import torch
 
-from fastkd.bench.harness import Case, Provider, call
+from bench.case import Case, Provider, call
 
 
 def make(*, device, dtype, n):

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from fastkd.cli.command_settings import (
     AnalyzeSettings,
-    BenchSettings,
     CacheSettings,
     DemoSettings,
     EvaluateSettings,
@@ -40,7 +39,6 @@ COMMANDS = {
     "cache": CacheSettings,
     "verify": VerifySettings,
     "demo": DemoSettings,
-    "bench": BenchSettings,
     "analyze": AnalyzeSettings,
 }
 BAD_NUMBERS = ("nan", "-inf", "1e999", "-1", "abc", "", "1,5", "0x10", "9" * 400)
@@ -80,7 +78,6 @@ def invoke(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("fastkd.train.run.train", trains)
     monkeypatch.setattr("fastkd.cli.cache_command.counted", trains)
     monkeypatch.setattr("fastkd.distill.verify.verify", trains)
-    monkeypatch.setattr("fastkd.bench.runner.run_cases", trains)
     monkeypatch.chdir(tmp_path)
     teacher, dev = folder / "teacher", folder / "dev.tsv"
     out = tmp_path / "out"
@@ -96,7 +93,6 @@ def invoke(folder, tmp_path, monkeypatch):
         "predict": {"model": teacher, "data": dev},
         "export": {"model": teacher, "out": out / "model.onnx"},
         "demo": {"out": out, "fast": True},
-        "bench": {"out": out, "only": "knn", "set": "cpu"},
         "analyze": {"model": teacher, "text": folder / "text.txt", "out": out, "max_length": 16},
     }
 
@@ -419,12 +415,3 @@ def test_damaged_model_files(invoke, folder, tmp_path, file):
                 assert f"--{name}" in result.stderr, (file, content, result.stderr)
             else:
                 assert file.startswith("tokenizer"), (file, content)
-
-
-def test_a_truncated_result_file(invoke, tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text('{"rows": [')
-    from fastkd.bench.runner import WrongChoice, _kept_rows
-
-    with pytest.raises(WrongChoice, match=r"results\.json is damaged"):
-        _kept_rows(path, {})

@@ -151,17 +151,3 @@ def test_a_case_without_a_gpu():
     assert row["predicted_ms"] >= row["floor_ms"] > 0
     forward = row["kernels"][names.index("attention_forward_kernel")]
     assert forward["detail"]["bytes"] >= 2 * 32 * 12 * 128**2 * 2
-
-
-def test_what_was_predicted_stands_beside_what_is_measured(monkeypatch, tmp_path):
-    from fastkd.bench import table
-    from tools import estimate
-
-    monkeypatch.setattr(estimate, "KEPT", tmp_path)
-    estimate.keep("h200", [{"key": "knn/bank", "predicted_ms": 1.5}])
-    assert estimate.kept("NVIDIA H200") == {"knn/bank": 1.5}
-    assert estimate.kept("NVIDIA H100 80GB HBM3") == estimate.kept("none") == {}
-    row = {"loss": "knn", "title": "bank", "sizes": {"N": 32}, "dtype": "float32"}
-    assert table.title(row | {"predicted_ms": 1.5}).endswith("float32, predicted 1.5 ms)")
-    monkeypatch.setattr(estimate, "code_digest", lambda: "other code")
-    assert estimate.kept("NVIDIA H200") == {}

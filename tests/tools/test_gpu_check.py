@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from fastkd._core import machine
-from fastkd.bench import roofline, runner, suite
 from tools import gpu_check
 
 
@@ -130,32 +130,37 @@ def test_every_test_is_noted_and_none_runs_twice(tmp_path):
     assert len(names) == 5 and names.count("test_some.py::test_it[2]") == 2
 
 
-def test_cases_end_in_time_and_go_on_later(tmp_path, monkeypatch):
-    """The rows that there was time for are saved; the next call measures the others."""
-    clock = Clock()
-    cases = suite.cases(["cpu"], ["linalg"])[:3]
+def test_sets_end_in_time_and_go_on_later(tmp_path, monkeypatch):
+    """A set that was interrupted is measured again by the next call; finished ones are kept."""
+    measured = []
 
-    def measured(case, device, seconds, fewest):
-        clock.now += 10
-        row = {"key": case.key, "providers": {}, "passes": [], "bytes_moved": 1, "operations": 1}
-        return row | {"dtype": "float32", "loss": case.loss, "set": case.set}
+    def command(job, *arguments, environment):
+        assert job.seconds <= 30 and environment == {"FASTKD_COMMIT": "abc"}
+        name, out = arguments[5], arguments[-1].partition("=")[2]
+        measured.append(name)
+        Path(out).write_text("{}")
+        return len(measured) != 2
 
-    limits = {"copy_bytes_per_s": 1.0, "float32_ops_per_s": 1.0}
-    monkeypatch.setattr(runner, "_measured", measured)
-    monkeypatch.setattr(runner.table, "row_lines", lambda row: [row["key"]])
-    monkeypatch.setattr(roofline, "roofline", lambda device, dtypes: limits)
-    path = tmp_path / "results.json"
+    monkeypatch.setattr(gpu_check, "command", command)
+    given = argparse.Namespace(set="bert, long,step", out=str(tmp_path), resume=True, commit="abc")
+    job = gpu_check.Job(given, 40.0)
+    assert not gpu_check.bench(job) and measured == ["bert", "long", "step"]
+    assert gpu_check.bench(job) and measured[3:] == ["long"]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["bench-bert.json", "bench-long.json", "bench-step.json"]
 
-    def run(**others):
-        device = torch.device("cpu")
-        return runner.run_cases(cases, device, path, passes=1, clock=clock, **others)
 
-    results = run(budget=15)
-    assert [row["key"] for row in results["rows"]] == [case.key for case in cases[:2]]
-    assert json.loads(path.read_text())["left"] == [cases[2].key]
-    results = run(resume=True)
-    assert [row["key"] for row in results["rows"]] == [case.key for case in cases]
-    assert "left" not in results and clock.now == 1030
+def test_an_interrupted_command_writes_what_it_has(tmp_path):
+    code = """
+import sys, time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    open(sys.argv[1], "w").write("partial")
+"""
+    job = gpu_check.Job(options(tmp_path), seconds=3.0)
+    assert not gpu_check.command(job, sys.executable, "-c", code, str(tmp_path / "result"))
+    assert (tmp_path / "result").read_text() == "partial"
 
 
 def test_a_machine_without_git_or_an_installed_package_is_described(monkeypatch):

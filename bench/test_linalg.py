@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
+from .case import REFERENCE, Case, Provider, call, compiled
 from .features import features, weighted
-from .harness import REFERENCE, Case, Provider, call, compiled
 
 LOSS = "linalg"
 RIDGE = 1e-4
@@ -62,9 +62,13 @@ def case(set: str, title: str, *, sweep: str = "", batch: int, n: int) -> Case:
 
 def cases() -> Iterator[Case]:
     for title in ("root", "inverse root"):
-        yield case("cpu", title, batch=12, n=32)
-        yield case("cpu", title, batch=1, n=768)
+        for n in (32, 128, 768):
+            yield case("cpu", title, sweep="n", batch=1, n=n)
         yield case("bert", title, batch=500, n=32)
         yield case("bert", title, batch=24, n=768)
     for n in (32, 64, 128, 256, 512, 1024):
         yield case("sweep", "inverse root", sweep="n", batch=24, n=n)
+
+
+def test_linalg(measure, case, provider):
+    measure(case, provider)

@@ -17,8 +17,7 @@ from fastkd.projection import (
     layer_norm_mse_ref,
 )
 
-from .features import features, weighted
-from .harness import (
+from .case import (
     REFERENCE,
     Bound,
     Case,
@@ -29,6 +28,7 @@ from .harness import (
     leaves_of,
     why_not_by,
 )
+from .features import features, weighted
 
 LOSS = "projection"
 KERNELS: tuple[Backend, ...] = ("torch", "cpp", "triton")
@@ -165,6 +165,8 @@ def cases() -> Iterator[Case]:
     functions = layer_norm_mse_ref, layer_norm_mse, "layer_norm_mse"
     layer_norm_case = Work(LOSS, "LayerNorm-MSE", make_pair, *functions, layer_norm_cost).case
     yield layer_norm_case("cpu", headline=True, rows=4096, D=768)
+    for rows in (64, 512, 4096, 16384):
+        yield layer_norm_case("cpu", sweep="rows", rows=rows, D=384)
     yield cayley_case("cpu", D=768)
     yield dual_case("cpu", headline=True, B=32, Ds=768, Dt=768)
     yield layer_norm_case("bert", torch.bfloat16, rows=4096, D=768)
@@ -176,3 +178,7 @@ def cases() -> Iterator[Case]:
     yield dual_case("long", B=32, Ds=2048, Dt=4096)
     for d in (256, 512, 1024, 2048, 4096):
         yield cayley_case("sweep", sweep="D", D=d)
+
+
+def test_projection(measure, case, provider):
+    measure(case, provider)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fastkd.contrastive import cos_nce_loss, cos_nce_loss_ref
 
+from .case import Case, Work
 from .features import features
-from .harness import Case, Work
 
 LOSS = "contrastive"
 
@@ -40,3 +40,7 @@ def cases() -> Iterator[Case]:
     yield tokens("long", half, B=8, N=4096, D=4096)
     for b in (64, 256, 1024, 4096, 16384):
         yield cls("sweep", half, compile=False, sweep="B", B=b, D=768)
+
+
+def test_contrastive(measure, case, provider):
+    measure(case, provider)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastkd.knn import knn_feature_loss, knn_feature_loss_ref
 
+from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features, labels
-from .harness import Bound, Case, Provider, Work, leaves_of, unless_installed
 
 LOSS = "knn"
 
@@ -72,7 +72,8 @@ def cases() -> Iterator[Case]:
     half = torch.bfloat16
     yield case("cpu", "batch", N=32, M=32, D=128 * 768, classes=2)
     yield case("cpu", "bank", headline=True, N=2048, M=16384, D=768, classes=2)
-    yield case("cpu", "bank", peer=True, N=32, M=4096, D=768, classes=2)
+    for m in (1024, 4096, 16384):
+        yield case("cpu", "bank", peer=True, sweep="M", N=32, M=m, D=768, classes=2)
     for k in (1, 8):
         yield case("bert", "batch", half, k=k, N=32, M=32, D=768, classes=2)
     yield case("bert", "tokens", half, N=32, M=32, D=128 * 768, classes=2)
@@ -86,3 +87,7 @@ def cases() -> Iterator[Case]:
     for m in (1024, 4096, 16384, 65536):
         sizes: dict[str, Any] = {"N": 32, "M": m, "D": 768, "classes": 2}
         yield case("sweep", "bank", half, compile=False, sweep="M", **sizes)
+
+
+def test_knn(measure, case, provider):
+    measure(case, provider)

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastkd._core.dispatch import Backend
 from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
 
+from .case import Case, Work
 from .features import features
-from .harness import Case, Work
 
 LOSS = "relation"
 
@@ -93,3 +93,7 @@ def cases() -> Iterator[Case]:
         yield case("sweep", "tokens", half, compile=False, sweep="N", B=4, N=n, Ds=1024, Dt=1024)
     for d in (256, 512, 1024, 2048, 4096):
         yield case("sweep", "tokens", half, compile=False, sweep="D", B=32, N=512, Ds=d, Dt=d)
+
+
+def test_relation(measure, case, provider):
+    measure(case, provider)

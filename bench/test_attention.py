@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fastkd.attention import attention_loss, attention_loss_ref
 
+from .case import Case, Work
 from .features import features
-from .harness import Case, Work
 
 LOSS = "attention"
 
@@ -32,6 +32,12 @@ def cases() -> Iterator[Case]:
         LOSS, "maps", make_maps, attention_loss_ref, attention_loss, "attention_loss", cost
     ).case
     yield case("cpu", headline=True, B=32, H=12, N=128)
+    for n in (32, 64, 128, 256):
+        yield case("cpu", sweep="N", B=8, H=12, N=n)
     yield case("bert", torch.bfloat16, B=32, H=12, N=128)
     yield case("bert", headline=True, B=32, H=12, N=128)
     yield case("long", torch.bfloat16, headline=True, B=4, H=32, N=2048)
+
+
+def test_attention(measure, case, provider):
+    measure(case, provider)

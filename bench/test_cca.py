@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastkd.cca import cca_loss, cca_loss_ref
 
+from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features
-from .harness import Bound, Case, Provider, Work, leaves_of, unless_installed
 
 LOSS = "cca"
 RIDGE = 1e-4
@@ -81,13 +81,17 @@ def work(*peers: Provider) -> Callable[..., Case]:
 
 
 def cases() -> Iterator[Case]:
-    case, alone = work(cca_zoo()), work()
+    case = work(cca_zoo())
     yield case("cpu", headline=True, pairs=1, m=32, Ds=768, Dt=768)
     yield case("cpu", headline=True, pairs=1, m=4096, Ds=768, Dt=768)
-    yield alone("cca-12", pairs=12, m=32, Ds=768, Dt=768)
-    yield alone("cca-12", pairs=12, m=4096, Ds=768, Dt=768)
+    for d in (64, 128, 256, 512):
+        yield work()("cpu", sweep="D", pairs=1, m=2048, Ds=d, Dt=d)
     yield case("bert", pairs=6, m=32, Ds=768, Dt=768)
     yield case("bert", headline=True, pairs=6, m=4096, Ds=768, Dt=768)
     yield case("bert", torch.bfloat16, pairs=6, m=4096, Ds=768, Dt=768)
     for d in (256, 512, 768):
         yield case("sweep", compile=False, sweep="D", pairs=24, m=4096, Ds=d, Dt=d)
+
+
+def test_cca(measure, case, provider):
+    measure(case, provider)

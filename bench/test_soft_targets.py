@@ -1,0 +1,127 @@
+"""Soft targets: divergences between the logits of student and teacher."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastkd.soft_targets import (
+    DivergenceWord,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
+
+from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
+from .features import features
+
+LOSS = "soft_targets"
+NAMES = {
+    "forward_kl": "forward KL",
+    "reverse_kl": "reverse KL",
+    "adaptive_kl": "adaptive KL",
+    "js": "Jensen-Shannon",
+}
+
+
+def make(*, rows, V, device, dtype) -> dict[str, Tensor]:
+    """Logits that disagree about most of the vocabulary."""
+    make = functools.partial(features, rows, V, device=device, dtype=dtype, shared=0.0)
+    return {
+        "student_logits": make(seed=0, requires_grad=True),
+        "teacher_logits": make(seed=1),
+    }
+
+
+def why_no_liger(device: torch.device) -> str | None:
+    """Liger's kernels are Triton without an interpreter path."""
+    if device.type != "cuda":
+        return "its kernels need a CUDA device"
+    return unless_installed("liger-kernel", "liger_kernel")(device)
+
+
+def liger(divergence: DivergenceWord) -> tuple[Provider, ...]:
+    """Liger's KL and JSD; both take log-probabilities, so the softmax before them counts."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss
+
+        student, teacher = inputs.values()
+        loss: Callable[[Tensor, Tensor], Tensor]
+        if divergence == "forward_kl":
+            loss = LigerKLDIVLoss(reduction="batchmean", log_target=True)
+        else:
+            # Its beta is 1 for KL(student ‖ teacher), ½ for Jensen-Shannon.
+            loss = LigerJSD(beta=1.0 if divergence == "reverse_kl" else 0.5)
+
+        def forward() -> Tensor:
+            return loss(F.log_softmax(student, -1), F.log_softmax(teacher, -1))
+
+        return Bound(forward, leaves_of(inputs))
+
+    if divergence == "adaptive_kl":
+        return ()
+    return (Provider("liger-kernel", bind, why_no_liger),)
+
+
+def trl(divergence: DivergenceWord) -> tuple[Provider, ...]:
+    """TRL's generalised Jensen-Shannon divergence of logits, or of hidden states and heads."""
+    betas = {"forward_kl": 0.0, "js": 0.5, "reverse_kl": 1.0}
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from trl.experimental.gkd import GKDTrainer
+
+        def forward() -> Tensor:
+            sides = list(inputs.values())
+            if len(sides) == 4:
+                sides = [sides[0] @ sides[1].T, sides[2] @ sides[3].T]
+            student, teacher = (z[None] for z in sides)
+            counted = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
+            return GKDTrainer.generalized_jsd_loss(
+                student, teacher, labels=counted, beta=betas[divergence]
+            )
+
+        return Bound(forward, leaves_of(inputs))
+
+    if divergence not in betas:
+        return ()
+    return (Provider("trl", bind, unless_installed("trl", "trl")),)
+
+
+def cost(*, rows, V) -> tuple[int, int]:
+    """One read of both logits, one write of the gradient."""
+    return 3 * rows * V, 12 * rows * V
+
+
+def case(*more: Any, divergence: DivergenceWord = "forward_kl", **rest: Any) -> Case:
+    functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
+    title, options = NAMES[divergence], {"divergence": divergence}
+    peers = liger(divergence) + trl(divergence)
+    work = Work(LOSS, title, make, *functions, cost, peers, options)
+    return work.case(*more, **rest)
+
+
+def cases() -> Iterator[Case]:
+    half = torch.bfloat16
+    fewer: dict[str, Any] = {"rows": 256}
+    for divergence in ("forward_kl", "reverse_kl", "js", "adaptive_kl"):
+        headline = divergence == "forward_kl"
+        yield case("cpu", divergence=divergence, headline=headline, rows=4096, V=768)
+    for v in (2048, 8192, 32768, 131072):
+        yield case("cpu", sweep="V", rows=32, V=v)
+    yield case("bert", half, rows=4096, V=30522, check_sizes=fewer)
+    yield case("bert", half, rows=32, V=2)
+    for v in (32000, 128256, 152064):
+        yield case("vocab", half, headline=v == 152064, rows=8192, V=v, check_sizes=fewer)
+    others: tuple[DivergenceWord, ...] = ("reverse_kl", "js", "adaptive_kl")
+    for divergence in others:
+        sizes: dict[str, Any] = {"rows": 8192, "V": 152064}
+        yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
+    for v in (4096, 16384, 65536, 262144):
+        yield case("sweep", half, compile=False, sweep="V", check_sizes=fewer, rows=4096, V=v)
+
+
+def test_soft_targets(measure, case, provider):
+    measure(case, provider)
